@@ -1,0 +1,1 @@
+"""Train multimodal models: models that see, listen and imagine."""

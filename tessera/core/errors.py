@@ -1,0 +1,64 @@
+"""A user's mistake is answered with what, where, what would have been right, and how to mend it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, options: Iterable[str]) -> str | None:
+    """The known word closest to `name`, or None when nothing is close enough to be worth suggesting."""
+    found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+class TesseraError(Exception):
+    """Something the user can mend. The command line prints it without a traceback and exits with code 2.
+
+    Programmer errors are plain asserts; they never wear this class.
+    """
+
+    exit_code = 2
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        allowed: Iterable[object] | None = None,
+        nearest: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.allowed = None if allowed is None else [str(item) for item in allowed]
+        self.nearest = nearest
+        self.fix = fix
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where:   {self.where}")
+        if self.allowed is not None:
+            lines.append(f"  allowed: {', '.join(self.allowed) or '(none)'}")
+        if self.nearest:
+            lines.append(f"  did you mean: {self.nearest}")
+        if self.fix:
+            lines.append(f"  fix:     {self.fix}")
+        return "\n".join(lines)
+
+    # Exceptions cross process borders (loader workers, ranks); the default protocol would lose the keywords.
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.where, self.allowed, self.nearest, self.fix))
+
+
+def _rebuild(
+    kind: type[TesseraError],
+    what: str,
+    where: str | None,
+    allowed: list[str] | None,
+    near: str | None,
+    fix: str | None,
+) -> TesseraError:
+    return kind(what, where=where, allowed=allowed, nearest=near, fix=fix)

@@ -1,0 +1,51 @@
+"""Finding things by name without a table that everyone edits.
+
+A built-in is a module inside one package (`tessera.models.qwen2_vl`) that exposes an agreed attribute (`SPEC`). A user's own
+is an import path, `my_package.my_model` or `my_package.my_module:MY_SPEC`. Nothing is registered at import time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+
+from tessera.core.errors import TesseraError, nearest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Registry(Generic[T]):
+    kind: str  # what an error calls it: "model family"
+    package: str  # where the built-in ones live
+    attribute: str  # what each module exposes
+
+    def names(self) -> list[str]:
+        package = importlib.import_module(self.package)
+        names = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
+        return sorted(n for n in names if hasattr(importlib.import_module(f"{self.package}.{n}"), self.attribute))
+
+    def get(self, name: str) -> T:
+        path, _, attribute = name.partition(":")
+        external = "." in path or bool(attribute)
+        module_name = path if external else f"{self.package}.{path}"
+        try:
+            module = importlib.import_module(module_name)
+            return cast(T, getattr(module, attribute or self.attribute))
+        except ModuleNotFoundError as error:
+            if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
+                raise  # the module exists, something it needs does not: that is another story
+        except AttributeError:
+            if external:
+                raise TesseraError(
+                    f"{module_name} has no attribute {attribute or self.attribute!r} to use as a {self.kind}",
+                    fix=f"define {attribute or self.attribute} in that module, or name it as {path}:NAME",
+                ) from None
+        names = self.names()
+        raise TesseraError(
+            f"unknown {self.kind}: {name!r}",
+            allowed=[*names, "or an import path like my_package.my_module"],
+            nearest=nearest(name, names),
+        )

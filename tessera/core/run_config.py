@@ -1,0 +1,151 @@
+"""The tree itself: every key a run can have, with its meaning. `tessera config schema` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tessera.core.config import Section, apply_overrides, build, read_mapping
+
+DType = Literal["float32", "bfloat16"]
+
+
+class ModelSection(Section):
+    family: str | None = Field(None, description="model family, or an import path to a SPEC; found from `path` when left out")
+    preset: str | None = Field(None, description="a size the family knows, such as 2b")
+    path: Path | None = Field(None, description="Hugging Face folder, run or checkpoint to start from")
+    tokenizer: Path | None = Field(None, description="folder with tokenizer.json, when `path` is not given")
+    config: dict[str, Any] = Field(default_factory=dict, description="fields that differ from the preset or the folder")
+    dtype: DType = Field("float32", description="type the trained weights are kept in")
+    freeze: list[str] = Field(default_factory=list, description="patterns of modules or parameters that are not trained")
+
+    @model_validator(mode="after")
+    def _has_origin(self) -> ModelSection:
+        if self.family is None and self.path is None:
+            raise ValueError("give `family` (with a preset or config), or `path` to a folder")
+        return self
+
+
+class SourceSection(Section):
+    path: Path = Field(description="JSON or JSONL file")
+    root: Path | None = Field(None, description="media paths must lie under this folder; default: the file's own folder")
+    format: Literal["auto", "messages", "sharegpt", "llava"] = Field("auto", description="form of the rows")
+    max_samples: int | None = Field(None, gt=0, description="use only the first so many rows")
+
+
+class DataSection(Section):
+    kind: str = Field("chat", description="kind of data set, or an import path to one")
+    train: list[SourceSection] = Field(default_factory=list)
+    eval: list[SourceSection] = Field(default_factory=list)
+    length: int = Field(2048, gt=0, description="tokens of one packed row")
+    shuffle: bool = True
+    pack: bool = Field(True, description="several samples to a row; off: one each")
+    workers: int = Field(0, ge=0, description="loader processes; 0 loads in the training process")
+    prefetch: int = Field(2, gt=0, description="batches each worker keeps ready")
+    on_bad_sample: Literal["skip", "fail"] = Field("skip", description="skip: counted and listed in quarantine.jsonl")
+    train_on: list[str] = Field(default_factory=lambda: ["assistant"], description="roles whose words are trained on")
+    max_image_pixels: int = Field(64_000_000, gt=0, description="larger images are refused from their header")
+    processor: dict[str, Any] = Field(default_factory=dict, description="preprocessor options, such as min_pixels")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of a data kind of your own")
+
+
+class ParallelSection(Section):
+    backend: Literal["fsdp2"] = "fsdp2"
+    shard: int | Literal["auto"] = Field("auto", description="ranks that share one copy; auto: all")
+    param_dtype: DType | None = Field(None, description="type of computation; default: the type of the weights")
+    reduce_dtype: DType = Field("float32", description="type in which gradients are summed over ranks")
+    reshard_after_forward: bool = Field(True, description="free gathered weights after forward, gather again in backward")
+    recompute: list[str] = Field(default_factory=list, description="patterns of modules whose activations are recomputed")
+    timeout_s: float = Field(600, gt=0, description="a collective that takes longer ends the run")
+
+    @field_validator("shard")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be at least 1, or auto")
+        return value
+
+
+class TrainSection(Section):
+    steps: int = Field(gt=0)
+    global_batch: int = Field(1, gt=0, description="rows in one optimizer step, over all ranks")
+    micro_batch: int = Field(1, gt=0, description="rows in one forward pass of one rank")
+    task: str | None = Field(None, description="objective, or an import path to one; default: the family's")
+    task_options: dict[str, Any] = Field(default_factory=dict)
+    seed: int = 0
+    device: str = Field("auto", description="auto, or a device type")
+    eval_every: int = Field(0, ge=0, description="steps between evaluations of held-out loss; 0: only at the end")
+    eval_rows: int = Field(64, gt=0, description="rows in one evaluation")
+
+
+class ScheduleSection(Section):
+    kind: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup: int = Field(0, ge=0, description="steps of linear rise from 0")
+    final: float = Field(0.0, ge=0, le=1, description="share of the learning rate at the last step")
+
+
+class GroupSection(Section):
+    pattern: str = Field(description="parameters of this group")
+    lr: float | None = Field(None, ge=0, description="its learning rate; default: optim.lr")
+    weight_decay: float | None = Field(None, ge=0)
+
+
+class OptimSection(Section):
+    name: Literal["adamw"] = "adamw"
+    lr: float = Field(1e-5, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0, description="not applied to vectors (biases, norms) unless a group says so")
+    clip_norm: float | None = Field(1.0, gt=0)
+    groups: list[GroupSection] = Field(default_factory=list)
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+
+
+class CheckpointSection(Section):
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep: int = Field(2, gt=0, description="how many of the newest to keep")
+    export: bool = Field(False, description="also write a Hugging Face folder at the end")
+
+
+class LogSection(Section):
+    every: int = Field(10, gt=0, description="steps between lines")
+    tensorboard: bool = False
+
+
+class RunConfig(Section):
+    name: str = Field("run", pattern=r"^[\w.\-]+$", description="the run's folder is out/name")
+    out: Path = Path("runs")
+    model: ModelSection
+    data: DataSection = Field(default_factory=DataSection)
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    train: TrainSection
+    optim: OptimSection = Field(default_factory=OptimSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    log: LogSection = Field(default_factory=LogSection)
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> RunConfig:
+        if self.train.global_batch % self.train.micro_batch:
+            raise ValueError(
+                f"train.global_batch ({self.train.global_batch}) is not a multiple of "
+                f"train.micro_batch ({self.train.micro_batch})"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        return self.out / self.name
+
+
+def load_config(recipe: Path | str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """A recipe file (or the same as a dict) with dotted overrides, as a `RunConfig`. Paths are relative to the working folder."""
+    if isinstance(recipe, Mapping):
+        data, where = dict(recipe), "recipe given as a mapping"
+    else:
+        data, where = read_mapping(Path(recipe)), str(recipe)
+    if overrides:
+        where += " with overrides " + " ".join(f"{k}={v}" for k, v in overrides.items())
+    return build(RunConfig, apply_overrides(data, overrides or {}), where)

@@ -1,0 +1,252 @@
+"""The contracts: what the rooms of this house hand to each other.
+
+A type lives here when both sides of a border need it. Nothing in this file computes a model or reads a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from tessera.core.config import Section
+    from tessera.core.weightmap import WeightMap
+
+IGNORE = -100  # the label of a position that is not trained on
+
+# ---------------------------------------------------------------------------------------------- samples
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a message. `value` is text, or where the media is: a path inside the data root, or a decoded object."""
+
+    kind: Literal["text", "image", "video"]
+    value: Any
+
+
+@dataclass(frozen=True)
+class Message:
+    role: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation. `id` is unique in its data set and is what ledgers, quarantine lists and errors name."""
+
+    id: str
+    messages: tuple[Message, ...]
+
+    def media(self) -> list[Part]:
+        return [part for message in self.messages for part in message.parts if part.kind != "text"]
+
+
+@dataclass(frozen=True)
+class MediaSize:
+    """What a header tells: enough to know the cost of a picture or clip without decoding it."""
+
+    width: int
+    height: int
+    frames: int = 1
+
+
+@dataclass
+class Encoded:
+    """One sample after tokenising: unpadded, not yet packed. `labels[i]` is the label *of* token i (shifted in collate)."""
+
+    id: str
+    tokens: Tensor  # [L] int64
+    labels: Tensor  # [L] int64, IGNORE where not trained on
+    positions: Tensor  # [L] or [3, L] int64
+    media: dict[str, Tensor] = field(default_factory=dict)  # family-private names; collate of the same family reads them
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------------------------------------- batches
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Bounds of the pieces packed into one long row: piece i is [bounds[i], bounds[i+1]). `longest` stays on the host."""
+
+    bounds: Tensor  # [S + 1] int32
+    longest: int
+
+    @staticmethod
+    def of(lengths: Sequence[int]) -> Segments:
+        bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        if lengths:
+            bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+        return Segments(bounds, max(lengths, default=0))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Segments:
+        return Segments(self.bounds.to(device, non_blocking=non_blocking), self.longest)
+
+
+@dataclass
+class Batch:
+    """One micro-batch: named tensors, bounds of packed pieces, and what the trainer may read (ids, counts, seeds).
+
+    Language batches carry `tokens`, `labels` (already shifted), `positions` and segments "text"; media batches add tensors
+    of their family. Generation batches carry latents or clips with their conditions. The trainer never looks inside.
+    """
+
+    tensors: dict[str, Tensor]
+    segments: dict[str, Segments] = field(default_factory=dict)
+    sample_ids: tuple[str, ...] = ()
+    counts: dict[str, int] = field(default_factory=dict)
+    seeds: tuple[int, ...] = ()  # one per global row: randomness in a task depends on the row, never on the layout
+    problems: tuple[tuple[str, str], ...] = ()  # (sample id, why): samples that left a masked hole; listed in quarantine.jsonl
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def get(self, name: str) -> Tensor | None:
+        return self.tensors.get(name)
+
+    def with_tensors(self, **tensors: Tensor) -> Batch:
+        return replace(self, tensors={**self.tensors, **tensors})
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        return replace(
+            self,
+            tensors={name: t.to(device, non_blocking=non_blocking) for name, t in self.tensors.items()},
+            segments={name: s.to(device, non_blocking) for name, s in self.segments.items()},
+        )
+
+    def pin_memory(self) -> Batch:
+        return replace(
+            self,
+            tensors={name: t.pin_memory() for name, t in self.tensors.items()},
+            segments={name: Segments(s.bounds.pin_memory(), s.longest) for name, s in self.segments.items()},
+        )
+
+
+class LanguageOutput(NamedTuple):
+    """What a language-producing model returns. `head` is the output projection *module*: the loss multiplies by its weight in
+    chunks, so that the logits of a long row never exist at once. `logits` is filled only when asked for."""
+
+    hidden: Tensor  # [T, D]
+    head: Any  # nn.Module with .weight [V, D]; a module, so that tree walkers over outputs pass it by
+    logits: Tensor | None = None
+
+
+class LossOut(NamedTuple):
+    """Sum of the loss over what was trained on, how much that was, and further sums to report (divided by count)."""
+
+    sum: Tensor
+    count: Tensor
+    metrics: dict[str, Tensor] = {}  # noqa: RUF012 - NamedTuple default, never mutated
+
+
+# ---------------------------------------------------------------------------------------------- contracts
+
+TensorStyle = Literal["column", "row", "vocab", "sequence", "replicate"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the model that pipeline cuts may fall between: a module pattern and the cost of one match."""
+
+    pattern: str
+    cost: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """How a model may be dealt out over devices: plain data in module paths (grammar: `core.pattern`)."""
+
+    blocks: tuple[str, ...]  # modules that are the unit of sharding, recompute and compile
+    tensor: Mapping[str, TensorStyle]  # parameter pattern -> style; every parameter is matched exactly once
+    stages: tuple[Stage, ...] = ()  # in order of execution
+    idle_groups: tuple[str, ...] = ()  # towers that a batch may leave unused
+    experts: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class Processor(Protocol):
+    """Turns samples into batches. The same object serves training, evaluation and serving."""
+
+    def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
+        """Cost from headers alone: {"tokens": n, "patches": m, ...}; equals what `encode` will give."""
+        ...
+
+    def encode(self, sample: Sample, media: Sequence[Any]) -> Encoded:
+        """`media`: one decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order."""
+        ...
+
+    def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
+        """Packs each row's samples into `length` tokens (padded), rows one after another."""
+        ...
+
+    def prompt(self, samples: Sequence[Sample], media: Sequence[Sequence[Any]]) -> Batch:
+        """A batch to generate from: one unpadded segment per sample, ending where the assistant speaks."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]: ...
+
+    def save(self, folder: Path) -> None:
+        """Writes tokenizer and preprocessor files that `transformers` reads."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """All that the rest of the house knows of a model family. A folder under `models/` exposes one as `SPEC`."""
+
+    name: str
+    config: type[Section]  # with classmethod from_hf(dict) and method to_hf() -> dict when the family has a Hugging Face form
+    build: Callable[[Any], nn.Module]  # works under torch.device("meta"); module has initialize(name, tensor, generator)
+    plan: Callable[[Any], ModelPlan]
+    weights: Callable[[Any], WeightMap] | None = None
+    processor: Callable[..., Processor] | None = None  # (config, folder, **options of the `data.processor` section)
+    flops: Callable[[Any, Batch], float] | None = None  # of one forward + backward over the batch
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    task: str = "language"  # the objective when the recipe names none
+    hf_types: tuple[str, ...] = ()  # values of "model_type" in config.json that mean this family
+
+
+class RowSource(Protocol):
+    """A data set as the loader sees it: rows by number, each a pure function of its number.
+
+    Row numbers count draws since the start of training, so that number // len(source) is the epoch. Called in worker
+    processes: holds no open file and no device tensor.
+    """
+
+    def __len__(self) -> int:
+        """Rows in one pass over the data."""
+        ...
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """One micro-batch made of these rows, with `sample_ids`, `counts`, `seeds` and `problems` filled."""
+        ...
+
+
+class Task(Protocol):
+    """An objective. The same two methods serve every engine."""
+
+    def inputs(self, batch: Batch) -> Batch:
+        """Without gradient: frozen encoders, noise, targets."""
+        ...
+
+    def loss(self, outputs: Any, batch: Batch) -> LossOut: ...
+
+
+class Stateful(Protocol):
+    """State that fits into JSON. Tensors have their own road (checkpoint `tensors`)."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
