@@ -1,1 +1,30 @@
-"""Train multimodal models: models that see, listen and imagine."""
+"""Train multimodal models: models that see, listen and imagine.
+
+    import tessera
+    run = tessera.train("recipe.yaml", {"train.steps": 100})
+    model, processor = tessera.load(run.folder)
+
+The verbs live in `tessera.api`; they are fetched on first use, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tessera.api import Run, compare, convert, evaluate, load, plan, report, resume, train
+
+__version__ = "0.1.0"
+__all__ = ["Run", "compare", "convert", "evaluate", "load", "plan", "report", "resume", "train"]
+
+
+_ROOMS = ("evaluate", "train")  # packages that can be called; the other verbs are functions
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"tessera.{name}")
+    if name in __all__:
+        return getattr(importlib.import_module("tessera.api"), name)
+    raise AttributeError(f"module 'tessera' has no attribute {name!r}")

@@ -58,7 +58,7 @@ _Loader.add_implicit_resolver(
 
 def parse_yaml(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
@@ -122,7 +122,7 @@ def _list_index(items: list[Any], part: str, path: str) -> int:
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words of a command line; the value is read as YAML, so 1e-5, true and [1, 2] mean what they look like."""
+    """`key=value` words of a command line; values are read as YAML: 1e-5, true and [1, 2] mean what they look like."""
     out: dict[str, Any] = {}
     for word in arguments:
         key, sign, text = word.partition("=")

@@ -1,7 +1,8 @@
 """Finding things by name without a table that everyone edits.
 
-A built-in is a module inside one package (`tessera.models.qwen2_vl`) that exposes an agreed attribute (`SPEC`). A user's own
-is an import path, `my_package.my_model` or `my_package.my_module:MY_SPEC`. Nothing is registered at import time.
+A built-in is a module inside one package (`tessera.models.qwen2_vl`) that exposes an agreed attribute (`SPEC`). A
+user's own is an import path, `my_package.my_model` or `my_package.my_module:MY_SPEC`.
+Nothing is registered at import time.
 """
 
 from __future__ import annotations

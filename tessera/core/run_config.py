@@ -14,13 +14,17 @@ DType = Literal["float32", "bfloat16"]
 
 
 class ModelSection(Section):
-    family: str | None = Field(None, description="model family, or an import path to a SPEC; found from `path` when left out")
+    family: str | None = Field(
+        None, description="model family, or an import path to a SPEC; found from `path` when left out"
+    )
     preset: str | None = Field(None, description="a size the family knows, such as 2b")
     path: Path | None = Field(None, description="Hugging Face folder, run or checkpoint to start from")
     tokenizer: Path | None = Field(None, description="folder with tokenizer.json, when `path` is not given")
     config: dict[str, Any] = Field(default_factory=dict, description="fields that differ from the preset or the folder")
     dtype: DType = Field("float32", description="type the trained weights are kept in")
-    freeze: list[str] = Field(default_factory=list, description="patterns of modules or parameters that are not trained")
+    freeze: list[str] = Field(
+        default_factory=list, description="patterns of modules or parameters that are not trained"
+    )
 
     @model_validator(mode="after")
     def _has_origin(self) -> ModelSection:
@@ -31,7 +35,9 @@ class ModelSection(Section):
 
 class SourceSection(Section):
     path: Path = Field(description="JSON or JSONL file")
-    root: Path | None = Field(None, description="media paths must lie under this folder; default: the file's own folder")
+    root: Path | None = Field(
+        None, description="media paths must lie under this folder; default: the file's own folder"
+    )
     format: Literal["auto", "messages", "sharegpt", "llava"] = Field("auto", description="form of the rows")
     max_samples: int | None = Field(None, gt=0, description="use only the first so many rows")
 
@@ -57,8 +63,12 @@ class ParallelSection(Section):
     shard: int | Literal["auto"] = Field("auto", description="ranks that share one copy; auto: all")
     param_dtype: DType | None = Field(None, description="type of computation; default: the type of the weights")
     reduce_dtype: DType = Field("float32", description="type in which gradients are summed over ranks")
-    reshard_after_forward: bool = Field(True, description="free gathered weights after forward, gather again in backward")
-    recompute: list[str] = Field(default_factory=list, description="patterns of modules whose activations are recomputed")
+    reshard_after_forward: bool = Field(
+        True, description="free gathered weights after forward, gather again in backward"
+    )
+    recompute: list[str] = Field(
+        default_factory=list, description="patterns of modules whose activations are recomputed"
+    )
     timeout_s: float = Field(600, gt=0, description="a collective that takes longer ends the run")
 
     @field_validator("shard")
@@ -101,7 +111,7 @@ class OptimSection(Section):
     weight_decay: float = Field(0.0, ge=0, description="not applied to vectors (biases, norms) unless a group says so")
     clip_norm: float | None = Field(1.0, gt=0)
     groups: list[GroupSection] = Field(default_factory=list)
-    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    schedule: ScheduleSection = ScheduleSection()
 
 
 class CheckpointSection(Section):
@@ -119,12 +129,12 @@ class RunConfig(Section):
     name: str = Field("run", pattern=r"^[\w.\-]+$", description="the run's folder is out/name")
     out: Path = Path("runs")
     model: ModelSection
-    data: DataSection = Field(default_factory=DataSection)
-    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    data: DataSection = DataSection()
+    parallel: ParallelSection = ParallelSection()
     train: TrainSection
-    optim: OptimSection = Field(default_factory=OptimSection)
-    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
-    log: LogSection = Field(default_factory=LogSection)
+    optim: OptimSection = OptimSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()
 
     @model_validator(mode="after")
     def _batches_divide(self) -> RunConfig:
@@ -141,7 +151,7 @@ class RunConfig(Section):
 
 
 def load_config(recipe: Path | str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """A recipe file (or the same as a dict) with dotted overrides, as a `RunConfig`. Paths are relative to the working folder."""
+    """A recipe file (or the same as a dict) with dotted overrides. Its paths are relative to the working folder."""
     if isinstance(recipe, Mapping):
         data, where = dict(recipe), "recipe given as a mapping"
     else:

@@ -24,7 +24,7 @@ IGNORE = -100  # the label of a position that is not trained on
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a message. `value` is text, or where the media is: a path inside the data root, or a decoded object."""
+    """A piece of a message. `value` is text, or the media: a path inside the data root, or a decoded object."""
 
     kind: Literal["text", "image", "video"]
     value: Any
@@ -58,13 +58,15 @@ class MediaSize:
 
 @dataclass
 class Encoded:
-    """One sample after tokenising: unpadded, not yet packed. `labels[i]` is the label *of* token i (shifted in collate)."""
+    """One sample after tokenising, not yet packed. `labels[i]` is the label *of* token i (collate shifts them)."""
 
     id: str
     tokens: Tensor  # [L] int64
     labels: Tensor  # [L] int64, IGNORE where not trained on
     positions: Tensor  # [L] or [3, L] int64
-    media: dict[str, Tensor] = field(default_factory=dict)  # family-private names; collate of the same family reads them
+    media: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # family-private names; collate of the same family reads them
     counts: dict[str, int] = field(default_factory=dict)
 
 
@@ -73,7 +75,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Segments:
-    """Bounds of the pieces packed into one long row: piece i is [bounds[i], bounds[i+1]). `longest` stays on the host."""
+    """Bounds of pieces packed into one long row: piece i is [bounds[i], bounds[i+1]). `longest` stays on the host."""
 
     bounds: Tensor  # [S + 1] int32
     longest: int
@@ -93,8 +95,8 @@ class Segments:
 class Batch:
     """One micro-batch: named tensors, bounds of packed pieces, and what the trainer may read (ids, counts, seeds).
 
-    Language batches carry `tokens`, `labels` (already shifted), `positions` and segments "text"; media batches add tensors
-    of their family. Generation batches carry latents or clips with their conditions. The trainer never looks inside.
+    Language batches carry `tokens`, `labels` (already shifted), `positions` and segments "text"; with media, tensors of
+    their family. Generation batches carry latents or clips with their conditions. The trainer never looks inside.
     """
 
     tensors: dict[str, Tensor]
@@ -102,7 +104,9 @@ class Batch:
     sample_ids: tuple[str, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()  # one per global row: randomness in a task depends on the row, never on the layout
-    problems: tuple[tuple[str, str], ...] = ()  # (sample id, why): samples that left a masked hole; listed in quarantine.jsonl
+    problems: tuple[
+        tuple[str, str], ...
+    ] = ()  # (sample id, why): samples that left a masked hole; listed in quarantine.jsonl
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -132,20 +136,21 @@ class Batch:
 
 
 class LanguageOutput(NamedTuple):
-    """What a language-producing model returns. `head` is the output projection *module*: the loss multiplies by its weight in
-    chunks, so that the logits of a long row never exist at once. `logits` is filled only when asked for."""
+    """What a language-producing model returns. `head` is the output projection *module*: the loss multiplies by its
+    weight in chunks, so that the logits of a long row never exist at once. `logits` is filled only when asked for."""
 
     hidden: Tensor  # [T, D]
     head: Any  # nn.Module with .weight [V, D]; a module, so that tree walkers over outputs pass it by
     logits: Tensor | None = None
 
 
-class LossOut(NamedTuple):
+@dataclass(frozen=True)
+class LossOut:
     """Sum of the loss over what was trained on, how much that was, and further sums to report (divided by count)."""
 
     sum: Tensor
     count: Tensor
-    metrics: dict[str, Tensor] = {}  # noqa: RUF012 - NamedTuple default, never mutated
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------------------------------------- contracts
@@ -207,8 +212,12 @@ class ModelSpec:
     """All that the rest of the house knows of a model family. A folder under `models/` exposes one as `SPEC`."""
 
     name: str
-    config: type[Section]  # with classmethod from_hf(dict) and method to_hf() -> dict when the family has a Hugging Face form
-    build: Callable[[Any], nn.Module]  # works under torch.device("meta"); module has initialize(name, tensor, generator)
+    config: type[
+        Section
+    ]  # with classmethod from_hf(dict) and method to_hf() -> dict when the family has a Hugging Face form
+    build: Callable[
+        [Any], nn.Module
+    ]  # works under torch.device("meta"); module has initialize(name, tensor, generator)
     plan: Callable[[Any], ModelPlan]
     weights: Callable[[Any], WeightMap] | None = None
     processor: Callable[..., Processor] | None = None  # (config, folder, **options of the `data.processor` section)
@@ -224,6 +233,11 @@ class RowSource(Protocol):
     Row numbers count draws since the start of training, so that number // len(source) is the epoch. Called in worker
     processes: holds no open file and no device tensor.
     """
+
+    @property
+    def bad_samples(self) -> Sequence[tuple[str, str]]:
+        """(id, why) of samples that were left out before training began."""
+        ...
 
     def __len__(self) -> int:
         """Rows in one pass over the data."""

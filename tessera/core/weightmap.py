@@ -85,7 +85,9 @@ class Rule:
 @dataclass(frozen=True)
 class WeightMap:
     rules: tuple[Rule, ...]
-    renames: tuple[tuple[str, str], ...] = ()  # (old prefix, new prefix): other spellings of foreign names, accepted on reading
+    renames: tuple[
+        tuple[str, str], ...
+    ] = ()  # (old prefix, new prefix): other spellings of foreign names, accepted on reading
     skip: tuple[str, ...] = ()  # foreign name templates that carry no weight of ours (buffers, caches)
 
     def to_foreign(self, name: str) -> tuple[Rule, tuple[str, ...]] | None:

@@ -1,0 +1,103 @@
+"""One folder per family, each exposing a `SPEC`. A new family is one folder and no edit elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tessera.core.config import Section, apply_overrides, build
+from tessera.core.errors import TesseraError, nearest
+from tessera.core.registry import Registry
+from tessera.core.run_config import ModelSection
+from tessera.core.types import ModelSpec
+
+FAMILIES: Registry[ModelSpec] = Registry("model family", "tessera.models", "SPEC")
+
+_MAX_CONFIG_BYTES = 4 << 20
+
+
+def family_of(model_type: str) -> ModelSpec:
+    """The family that reads folders whose config.json has this `model_type`."""
+    known: list[str] = []
+    for name in FAMILIES.names():
+        spec = FAMILIES.get(name)
+        if model_type in spec.hf_types:
+            return spec
+        known.extend(spec.hf_types)
+    raise TesseraError(
+        f"no model family reads model_type {model_type!r}",
+        where="config.json",
+        allowed=sorted(known),
+        nearest=nearest(model_type, known),
+    )
+
+
+def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
+    """Family and full configuration of a run's `model` section: from a preset, from a folder's config.json, or neither,
+    with the fields in `model.config` on top."""
+    if section.path is not None:
+        data = read_folder_config(section.path)
+        if section.preset is not None:
+            raise TesseraError(
+                "model.preset and model.path both say what the model is",
+                where="model",
+                fix="leave out model.preset; the folder has a configuration of its own",
+            )
+        spec = FAMILIES.get(section.family) if section.family else family_of(str(data.get("model_type", "")))
+        return spec, _with_changes(spec, spec.config.from_hf(data), section.config)  # type: ignore[attr-defined]
+    assert section.family is not None, "ModelSection checks that a family or a path is given"
+    spec = FAMILIES.get(section.family)
+    base = {} if section.preset is None else _preset(spec, section.preset)
+    return spec, build(spec.config, _merged(base, section.config), f"model ({spec.name})")
+
+
+def read_folder_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise TesseraError(
+            f"no config.json in {folder}", where="model.path", fix="give the folder that holds config.json and weights"
+        )
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise TesseraError(f"too large to be a configuration ({path.stat().st_size} bytes)", where=str(path))
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise TesseraError(f"not readable as JSON: {error}", where=str(path)) from None
+    if not isinstance(data, dict):
+        raise TesseraError(f"a configuration is a mapping, this is a {type(data).__name__}", where=str(path))
+    return data
+
+
+def _preset(spec: ModelSpec, name: str) -> Mapping[str, Any]:
+    if name not in spec.presets:
+        raise TesseraError(
+            f"{spec.name} has no preset {name!r}",
+            where="model.preset",
+            allowed=sorted(spec.presets),
+            nearest=nearest(name, spec.presets),
+        )
+    return spec.presets[name]
+
+
+def _with_changes(spec: ModelSpec, config: Section, changes: Mapping[str, Any]) -> Section:
+    if not changes:
+        return config
+    return build(spec.config, _merged(config.model_dump(mode="json"), changes), f"model.config ({spec.name})")
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` may be nested like the configuration, or name fields by dotted keys."""
+    return apply_overrides(base, dict(_leaves(changes)))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found.extend(_leaves(value, f"{prefix}{key}."))
+        else:
+            found.append((f"{prefix}{key}", value))
+    return found

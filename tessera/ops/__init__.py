@@ -1,0 +1,1 @@
+"""One function per hot operation, each with several implementations. `eager` always exists and is the reference."""

@@ -1,0 +1,1 @@
+"""Verbs that work on finished things: convert, compare."""

@@ -1,0 +1,313 @@
+"""Hugging Face folders: read directly into any layout, written directly from any. Safetensors only, never a pickle."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tessera.checkpoint.files import (
+    Fault,
+    free_bytes,
+    human_bytes,
+    no_fault,
+    remove_folder,
+    rename,
+    sync_folder,
+    write_file,
+)
+from tessera.checkpoint.ranks import Failure, RankFailure, Ranks, raise_together
+from tessera.checkpoint.safetensors_file import (
+    DTYPES,
+    PICKLE_SUFFIXES,
+    Entry,
+    SafetensorsStream,
+    open_safetensors,
+    read_box,
+    refuse_pickle,
+)
+from tessera.checkpoint.weights import Shape, cast_to, fill, foreign_entries, plan_reading, to_foreign
+from tessera.core.errors import TesseraError
+from tessera.core.weightmap import WeightMap
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MARK = "tessera_export.json"  # tells an earlier export, which may be replaced, from a folder of someone else
+MAX_INDEX_BYTES = 256 << 20
+_log = logging.getLogger("tessera")
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def load_folder(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    weight_map: WeightMap,
+    *,
+    tied: Mapping[str, str] | None = None,
+    expected: Iterable[str] = (),
+) -> None:
+    """Fills `tensors` (plain or sharded, of any float type) in place from the safetensors of a folder.
+
+    `tied`: further names of shared tensors -> the name in `tensors`. `expected`: all names of the model, when `tensors`
+    is only a part of it. Each rank reads for itself; a failure of one is raised on all.
+    """
+    Ranks.current().each(lambda: _load(folder, tensors, weight_map, tied or {}, expected))
+
+
+def _load(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    weight_map: WeightMap,
+    tied: Mapping[str, str],
+    expected: Iterable[str],
+) -> None:
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(open_safetensors(path)) for path in weight_files(folder)}
+        holder: dict[str, Any] = {}
+        shapes: dict[str, Shape] = {}
+        for path, file in files.items():
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                if key in holder:
+                    raise TesseraError(f"{key} is stored in two files", where=str(path))
+                holder[key] = file
+                shapes[key] = tuple(file.get_slice(key).get_shape())
+        recipes = plan_reading(tensors.keys(), shapes, weight_map, tied=tied, expected=expected, where=str(folder))
+
+        def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+            return read_box(holder[name], name, offsets, sizes)
+
+        for recipe in recipes:
+            fill(tensors[recipe.ours], recipe, shapes, read, str(folder))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up a model: by its index, or the one file, or all there are."""
+    if folder.is_file():
+        refuse_pickle(folder)
+    if not folder.is_dir():
+        raise TesseraError(f"no such folder: {folder}")
+    index = folder / INDEX
+    if index.is_file():
+        return _indexed(index)
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    found = sorted(folder.glob("*.safetensors"))
+    if found:
+        return found
+    for path in sorted(folder.iterdir()):
+        if path.suffix in PICKLE_SUFFIXES:
+            refuse_pickle(path)
+    raise TesseraError(
+        "no safetensors file here",
+        where=str(folder),
+        allowed=[INDEX, SINGLE, "*.safetensors"],
+        fix="name the model's folder",
+    )
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The floating point type that most weights of a folder are stored in."""
+    counts: dict[torch.dtype, int] = {}
+    for path in weight_files(folder):
+        with open_safetensors(path) as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                view = file.get_slice(key)
+                dtype = DTYPES.get(view.get_dtype())
+                if dtype is not None and dtype.is_floating_point:
+                    counts[dtype] = counts.get(dtype, 0) + prod(view.get_shape())
+    return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError("far too large")
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TesseraError(f"not an index of weights: {error!r}", where=str(index)) from error
+    paths = []
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise TesseraError(f"the index names a file outside of its folder: {name!r}", where=str(index))
+        path = index.parent / name
+        refuse_pickle(path)
+        if not path.is_file():
+            raise TesseraError(f"the index names {name}, which is not there", where=str(index))
+        paths.append(path)
+    return paths
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+def save_folder(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    weight_map: WeightMap,
+    config: Mapping[str, Any],
+    *,
+    shard_bytes: int = 5_000_000_000,
+    metadata: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    extras: Callable[[Path], None] | None = None,
+    fault: Fault = no_fault,
+) -> None:
+    """Writes config.json and safetensors with an index; the folder appears whole, by one rename.
+
+    Every rank calls this with the same names; each tensor is gathered, written by rank 0 and let go. `dtype` casts
+    floating point weights. `extras` (on rank 0) may put further files, such as the tokenizer's, into the folder before
+    it is published.
+    """
+    ranks = Ranks.current()
+    staging: Path | None = None
+    shards = _deal(tensors, weight_map, shard_bytes, dtype)
+    try:
+        staging = ranks.once(lambda: _begin(folder, overwrite))
+        table: dict[str, str] = {}
+        for number, shard in enumerate(shards, start=1):
+            name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            _write_shard(ranks, staging / name, shard, tensors, weight_map, metadata, dtype, fault)
+            table.update(dict.fromkeys((entry.key for entries in shard.values() for entry in entries), name))
+        size = sum(entry.nbytes for shard in shards for entries in shard.values() for entry in entries)
+        ranks.once(lambda: _finish(staging, folder, table, size, config, extras, fault))
+    except BaseException as error:
+        if ranks.rank == 0 and staging is not None:
+            remove_folder(staging)
+        told = _explain(ranks, error, folder, shards) if isinstance(error, RankFailure) else None
+        if told is not None:
+            raise told from error
+        raise
+    if ranks.rank == 0:
+        _log.info("exported %s to %s", human_bytes(size), folder)
+
+
+_Shard = dict[str, list[Entry]]  # our names -> what each becomes in the file, in order
+
+
+def _deal(
+    tensors: Mapping[str, Tensor], weight_map: WeightMap, shard_bytes: int, dtype: torch.dtype | None
+) -> list[_Shard]:
+    """Fills one file after another. What comes from one of our tensors stays together, so that it is gathered once."""
+    shards: list[_Shard] = [{}]
+    room = shard_bytes
+    for name, tensor in tensors.items():
+        theirs = foreign_entries(name, tensor, weight_map, dtype)
+        entries = [Entry(key, blank.dtype, tuple(blank.shape)) for key, blank in theirs.items()]
+        size = sum(entry.nbytes for entry in entries)
+        if size > room and shards[-1]:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = entries
+        room -= size
+    return [dict(sorted(shard.items(), key=lambda item: -item[1][0].dtype.itemsize)) for shard in shards]
+
+
+def _write_shard(
+    ranks: Ranks,
+    path: Path,
+    shard: _Shard,
+    tensors: Mapping[str, Tensor],
+    weight_map: WeightMap,
+    metadata: Mapping[str, str] | None,
+    dtype: torch.dtype | None,
+    fault: Fault,
+) -> None:
+    """Gathering is collective, writing is not: when rank 0 cannot write, it gathers on to the end of the file."""
+    stream = SafetensorsStream(path, [entry for made in shard.values() for entry in made], metadata, fault)
+    failures: list[Failure] = []
+
+    def guarded(work: Callable[..., Any], *arguments: Any) -> None:
+        if ranks.rank != 0 or failures:
+            return
+        try:
+            work(*arguments)
+        except Exception as error:
+            failures.append(Failure.of(error, 0))
+            stream.abandon()
+
+    def put(name: str, whole: Tensor) -> None:
+        for key, tensor in to_foreign(name, whole.to(cast_to(whole, dtype)), weight_map).items():
+            stream.put(key, tensor)
+
+    guarded(stream.open)
+    for name in shard:
+        guarded(put, name, _gather(tensors[name]))
+    guarded(stream.close)
+    raise_together(ranks.once(lambda: failures))
+
+
+@torch.no_grad()
+def _gather(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _begin(folder: Path, overwrite: bool) -> Path:
+    if folder.exists() and not folder.is_dir():
+        raise TesseraError(f"there is a file in the way: {folder}")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite and not (folder / MARK).is_file():
+        raise TesseraError(
+            "the folder is not empty and not an earlier export of ours",
+            where=str(folder),
+            fix="name another folder, or allow to overwrite this one (everything in it is replaced)",
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = folder.parent / f".staging-{folder.name}~{uuid.uuid4().hex[:8]}"
+    staging.mkdir()
+    return staging
+
+
+def _finish(
+    staging: Path | None,
+    folder: Path,
+    table: Mapping[str, str],
+    size: int,
+    config: Mapping[str, Any],
+    extras: Callable[[Path], None] | None,
+    fault: Fault,
+) -> None:
+    assert staging is not None
+    write_file(staging / "config.json", _pretty(config), fault)
+    if len(set(table.values())) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(table.items()))}
+        write_file(staging / INDEX, _pretty(index), fault)
+    if extras is not None:
+        extras(staging)
+    write_file(staging / MARK, _pretty({"format": "tessera-export", "version": 1}), fault)
+    sync_folder(staging, fault)
+    trash = folder.parent / f".trash-{folder.name}~{uuid.uuid4().hex[:8]}"
+    if folder.is_dir():
+        rename(folder, trash, fault)
+    rename(staging, folder, fault)
+    # Only now: until the new one stood, what an interrupted export had left might have been the last copy.
+    for path in folder.parent.iterdir():
+        if path.name.startswith((f".staging-{folder.name}~", f".trash-{folder.name}~")):
+            remove_folder(path)
+
+
+def _pretty(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _explain(ranks: Ranks, failure: RankFailure, folder: Path, shards: list[_Shard]) -> TesseraError | None:
+    causes = [f.error for f in failure.failures if isinstance(f.error, OSError)]
+    if not causes:
+        return None
+    needed = sum(entry.nbytes for shard in shards for entries in shard.values() for entry in entries)
+    free = ranks.once(lambda: free_bytes(folder.parent))
+    return TesseraError(
+        f"the export could not be written: {causes[0].strerror or causes[0]}",
+        where=str(folder),
+        fix=f"it needs {human_bytes(needed)}; {human_bytes(free)} are free there",
+    )

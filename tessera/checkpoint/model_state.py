@@ -1,0 +1,129 @@
+"""The tensors of a model and its optimizer under names that no wrapper, layout or device changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tessera.core.errors import TesseraError
+from tessera.core.names import clean
+
+
+def model_tensors(parts: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers themselves. One shared by two modules appears once, by its first name."""
+    found: dict[str, Tensor] = {clean(name): parameter for name, parameter in parts.named_parameters()}
+    persistent = {clean(name) for name in parts.state_dict(keep_vars=True)}
+    for name, buffer in parts.named_buffers():
+        if clean(name) in persistent:
+            found[clean(name)] = buffer
+    return found
+
+
+def tied_names(parts: nn.Module) -> dict[str, str]:
+    """Further names of shared parameters -> the name `model_tensors` knows them by."""
+    first: dict[Tensor, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in parts.named_parameters(remove_duplicate=False):
+        known = first.setdefault(tensor, clean(name))
+        if known != clean(name):
+            aliases[clean(name)] = known
+    return aliases
+
+
+def training_tensors(parts: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """All tensors of a run as a checkpoint names them: `model.<name>` and `optim.<name>.<key>`."""
+    tensors = model_tensors(parts)
+    names = {tensor: name for name, tensor in tensors.items()}
+    return {
+        **{f"model.{name}": tensor for name, tensor in tensors.items()},
+        **optimizer_tensors(optimizer, names),
+    }
+
+
+def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    """The optimizer's tensors, created now where it has not stepped yet, so that loading can be in place."""
+    _create_state(optimizer)
+    found: dict[str, Tensor] = {}
+    for parameter in _trained(optimizer):
+        for key, value in optimizer.state[parameter].items():
+            if value is None:
+                continue
+            if not isinstance(value, Tensor):
+                raise TesseraError(
+                    f"{type(optimizer).__name__} keeps {key!r} of {names[parameter]} as a {type(value).__name__}",
+                    fix="a checkpoint holds tensors: use an optimizer that keeps its state in them",
+                )
+            found[f"optim.{names[parameter]}.{key}"] = value
+    return found
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """What is not a tensor: the settings of the parameter groups (learning rates and so on), fit for JSON."""
+    groups = []
+    for group in optimizer.param_groups:
+        values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({key: _plain(value) for key, value in values.items()})
+    return {"groups": groups}
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    groups = state["groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise TesseraError(
+            f"the checkpoint has {len(groups)} parameter groups, this optimizer has {len(optimizer.param_groups)}",
+            fix="use the `optim` section that the checkpoint was written with",
+        )
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _trained(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+@torch.no_grad()
+def _create_state(optimizer: Optimizer) -> None:
+    """Lets the optimizer make its own state by a step that changes nothing: zero gradients, no learning rate.
+
+    One parameter at a time, each put back afterwards: even adding zero can turn -0.0 into 0.0, and a copy of all
+    of them at once might not fit.
+    """
+    fresh = [p for p in _trained(optimizer) if not optimizer.state.get(p)]
+    if not fresh:
+        return
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in everything]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for parameter in everything:
+            parameter.grad = None
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for parameter in fresh:
+            before = parameter.detach().clone()
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            parameter.grad = None
+            parameter.detach().copy_(before)
+            step = optimizer.state[parameter].get("step")
+            if isinstance(step, Tensor):
+                step.zero_()
+    finally:
+        for parameter, gradient in zip(everything, gradients, strict=True):
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate

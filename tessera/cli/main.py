@@ -1,0 +1,224 @@
+"""`tessera VERB …`. Torch and friends are imported when a verb needs them, so that help answers at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tessera.core.errors import TesseraError
+
+app = typer.Typer(
+    name="tessera",
+    help="Train multimodal models: models that see, listen and imagine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key=value, for example optim.lr=1e-4", metavar="[KEY=VALUE]...")
+]
+Ranks = Annotated[int, typer.Option("--nproc", help="ranks on this machine")]
+Port = Annotated[int | None, typer.Option("--port", help="port for the ranks to meet at; default: a free one")]
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe")],
+    overrides: Overrides = None,
+    nproc: Ranks = 1,
+    port: Port = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a run of the same name")] = False,
+) -> None:
+    """Train by a recipe."""
+    from tessera.core.config import parse_overrides
+    from tessera.core.run_config import load_config
+
+    settings = parse_overrides(overrides or [])
+    config = load_config(recipe, settings)  # before any rank starts: a misspelt key should cost a second, not a cluster
+    if nproc > 1:
+        from tessera.cli.launch import launch
+        from tessera.train.run import check_fresh
+
+        check_fresh(config, overwrite)
+        words = ["train", str(recipe), *(overrides or []), *(["--overwrite"] if overwrite else [])]
+        launch(words, nproc, port)
+        return
+    from tessera.train.run import train as run
+
+    _finish(run(recipe, settings, overwrite=overwrite))
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="folder of the run")],
+    overrides: Overrides = None,
+    nproc: Ranks = 1,
+    port: Port = None,
+) -> None:
+    """Go on with a run from its newest good checkpoint, on any number of ranks."""
+    from tessera.core.config import parse_overrides
+    from tessera.train.run import resume as go_on
+    from tessera.train.run import resume_config
+
+    settings = parse_overrides(overrides or [])
+    resume_config(run, settings)
+    if nproc > 1:
+        from tessera.cli.launch import launch
+
+        launch(["resume", str(run), *(overrides or [])], nproc, port)
+        return
+    _finish(go_on(run, settings))
+
+
+def _finish(run: object) -> None:
+    from tessera.train.run import Run
+
+    assert isinstance(run, Run)
+    if int(os.environ.get("RANK", 0)) == 0:
+        word = f"stopped by {run.stopped}, saved" if run.stopped else "done"
+        typer.echo(f"{word}: {run.folder}")
+
+
+@app.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe")],
+    overrides: Overrides = None,
+    world: Annotated[int, typer.Option("--world", help="number of ranks")] = 1,
+) -> None:
+    """Print how a recipe would be dealt out over ranks. Needs no accelerator and starts nothing."""
+    from tessera.api import plan as make
+    from tessera.core.config import parse_overrides
+
+    typer.echo(make(recipe, parse_overrides(overrides or []), world=world).describe())
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(help="run, checkpoint or Hugging Face folder")],
+    question: Annotated[str, typer.Argument(help="what to ask")],
+    image: Annotated[list[Path] | None, typer.Option("--image", help="picture to show; may be given again")] = None,
+    video: Annotated[list[Path] | None, typer.Option("--video", help="clip to show; may be given again")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="system prompt")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", help="0: always the likeliest token")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="0: no limit")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    device: Annotated[str, typer.Option("--device")] = "auto",
+) -> None:
+    """Ask a model; the answer streams to the terminal."""
+    from tessera.infer.load import load
+
+    loaded, processor = load(model, device=device)
+    parts: list[dict[str, object]] = [{"type": "image", "image": str(p)} for p in image or []]
+    parts += [{"type": "video", "video": str(p)} for p in video or []]
+    messages: list[dict[str, object]] = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": [*parts, {"type": "text", "text": question}]})
+    loaded.generate(
+        processor(messages),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        on_text=lambda text: typer.echo(text, nl=False),
+    )
+    typer.echo()
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="run, checkpoint or Hugging Face folder")],
+    target: Annotated[Path, typer.Argument(help="Hugging Face folder to write")],
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; default: as it is")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier export")] = False,
+) -> None:
+    """Write a model as a Hugging Face folder."""
+    from tessera.tools.convert import convert as run
+
+    typer.echo(f"wrote {run(source, target, dtype=dtype, overwrite=overwrite)}")
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="run, checkpoint or Hugging Face folder")],
+    data: Annotated[Path | None, typer.Option("--data", help="chat samples; default: the run's held-out set")] = None,
+    root: Annotated[Path | None, typer.Option("--root", help="folder that media paths are under")] = None,
+    max_samples: Annotated[int | None, typer.Option("--max-samples")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 32,
+) -> None:
+    """Let a model answer held-out samples and count exact matches."""
+    from tessera.evaluate.answers import evaluate as run
+
+    score = run(model, data=data, root=root, max_samples=max_samples, max_new_tokens=max_new_tokens)
+    for line in score.lines():
+        typer.echo(line)
+
+
+@app.command()
+def compare(
+    folder: Annotated[Path, typer.Argument(help="Hugging Face folder")],
+    data: Annotated[Path, typer.Option("--data", help="chat samples to answer")],
+    root: Annotated[Path | None, typer.Option("--root", help="folder that media paths are under")] = None,
+    max_samples: Annotated[int | None, typer.Option("--max-samples")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 32,
+) -> None:
+    """Prove a folder: plain `transformers` loads it and gives the same answers. Exit code 1 if it does not."""
+    from tessera.tools.compare import compare as run
+
+    agreement = run(folder, data, root=root, max_samples=max_samples, max_new_tokens=max_new_tokens)
+    for line in agreement.lines():
+        typer.echo(line)
+    if not agreement.complete:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="folder of the run")]) -> None:
+    """Draw a run's report.html anew."""
+    from tessera.train.report import write_report
+
+    typer.echo(f"wrote {write_report(run)}")
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of a recipe."""
+    from tessera.core.config import schema
+    from tessera.core.run_config import RunConfig
+
+    typer.echo(json.dumps(schema(RunConfig), indent=2))
+
+
+@config_app.command("show")
+def config_show(recipe: Annotated[Path, typer.Argument(help="YAML recipe")], overrides: Overrides = None) -> None:
+    """Print a recipe with every default filled in."""
+    from tessera.core.config import dump_yaml, parse_overrides
+    from tessera.core.run_config import load_config
+
+    typer.echo(dump_yaml(load_config(recipe, parse_overrides(overrides or []))), nl=False)
+
+
+def main() -> None:
+    try:
+        app()
+    except TesseraError as error:
+        if os.environ.get("TESSERA_TRACEBACK"):
+            raise
+        rank = os.environ.get("RANK")
+        prefix = f"rank {rank}: " if rank not in (None, "0") else ""
+        print(f"{prefix}error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+
+
+if __name__ == "__main__":
+    main()

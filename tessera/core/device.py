@@ -1,0 +1,147 @@
+"""The only file that names devices. Everyone else asks here what a device is called, can do, has and how fast it is."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+
+import torch
+
+from tessera.core.errors import TesseraError, nearest
+
+_BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
+
+# Dense bf16 matrix peak in FLOP/s as vendors state it, by a word in the device's name, most telling word first. Unknown
+# devices report no peak, and MFU is left out.
+_PEAKS = (
+    ("H200", 989e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("B200", 2250e12),
+    ("GB200", 2250e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("4090", 165e12),
+    ("Ascend910C", 752e12),
+    ("Ascend910B", 376e12),
+    ("Ascend910", 320e12),
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. On an accelerator: what tensors hold and held at most. On a CPU: resident memory of this process."""
+
+    used: int
+    peak: int
+    total: int
+
+
+def _accelerator() -> str | None:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None else None
+
+
+def resolve(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` or a device type -> the device of this process, checked to be there."""
+    kind = name
+    if kind == "auto":
+        kind = _accelerator() or "cpu"
+    if kind not in _BACKENDS:
+        raise TesseraError(
+            f"unknown device: {name!r}",
+            where="train.device",
+            allowed=["auto", *_BACKENDS],
+            nearest=nearest(name, _BACKENDS),
+        )
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind == "npu":
+        _load_npu()
+    if _accelerator() != kind:
+        raise TesseraError(
+            f"this machine has no {kind} device that torch can use",
+            where="train.device",
+            allowed=["auto", "cpu"] + ([str(_accelerator())] if _accelerator() else []),
+            fix="set train.device=auto, or install the torch build of that device",
+        )
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise TesseraError(
+            f"local rank {local_rank} has no device: this machine has {count}", fix=f"start at most {count} ranks here"
+        )
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(kind, local_rank)
+
+
+def _load_npu() -> None:
+    try:
+        import torch_npu  # noqa: F401 - importing it is what makes torch know the device
+    except ImportError:
+        raise TesseraError("device npu needs the package torch_npu", fix="pip install tessera-mm[npu]") from None
+
+
+def backend(device: torch.device, with_host: bool = False) -> str:
+    """The collective backend of a device; with the host's one beside it where checkpoints move host tensors."""
+    name = _BACKENDS[device.type]
+    if with_host and device.type != "cpu":
+        return f"cpu:gloo,{device.type}:{name}"
+    return name
+
+
+def supports(device: torch.device, what: str) -> bool:
+    """Capabilities that `ops` asks for by name. An unknown word is a programming error."""
+    if what == "varlen_attention":
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and _has_varlen()
+    if what == "flash_dtype":
+        return device.type != "cpu"
+    if what == "pinned_memory":
+        return device.type != "cpu"
+    if what == "fused_optimizer":
+        return device.type in ("cuda", "cpu")
+    raise AssertionError(f"unknown capability {what!r}")
+
+
+def _has_varlen() -> bool:
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "CPU"
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Stated dense bf16 peak, or None where we know none: then no MFU is reported rather than a wrong one."""
+    label = name(device)
+    return next((peak for word, peak in _PEAKS if word in label), None)
+
+
+def memory(device: torch.device) -> Memory:
+    if device.type == "cpu":
+        page = os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[1]) * page
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Memory(used, max(peak, used), os.sysconf("SC_PHYS_PAGES") * page)
+    total = torch.get_device_module(device).get_device_properties(device).total_memory
+    return Memory(
+        torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device), int(total)
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The widest type in which this device can add up scalars over ranks."""
+    return torch.float32 if device.type == "npu" else torch.float64

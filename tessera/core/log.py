@@ -1,0 +1,40 @@
+"""One logger for the house. Only the main rank speaks on the screen; every rank can write to its own file."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+LOGGER_NAME = "tessera"
+
+
+def logger() -> logging.Logger:
+    return logging.getLogger(LOGGER_NAME)
+
+
+def setup(rank: int = 0, folder: Path | None = None, level: int = logging.INFO) -> logging.Logger:
+    """Called once by whoever owns the process (command line, trainer), never at import."""
+    log = logger()
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+    log.setLevel(level)
+    log.propagate = False
+    if rank == 0:
+        screen = logging.StreamHandler(sys.stderr)
+        screen.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(screen)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(folder / f"rank-{rank:05d}.log", encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(file)
+    return log
+
+
+def close() -> None:
+    log = logger()
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,24 @@
+"""Randomness by name: a generator is a function of what it is for, so nothing depends on who drew before."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+_MASK = (1 << 63) - 1
+
+
+def derive(*words: object) -> int:
+    """A stable 63-bit seed from a run seed and what it is for: derive(seed, "init", "text.norm.weight")."""
+    digest = hashlib.blake2b("\x1f".join(map(str, words)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & _MASK
+
+
+def generator(device: torch.device | str, *words: object) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(derive(*words))
+
+
+def seed_process(*words: object) -> None:
+    """For what draws from torch's own stream (dropout): seeded once per step, so resuming needs no stored stream."""
+    torch.manual_seed(derive(*words))

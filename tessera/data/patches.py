@@ -1,0 +1,100 @@
+"""Pixels as patches, the way the Qwen-VL families see: resized to whole blocks, cut, and put in block order.
+
+Values are those of the reference's Pillow preprocessor bit for bit: eight-bit pixels have 256 values, so rescaling and
+normalising is a table, and cutting is done on bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from PIL import Image
+
+from tessera.core.errors import TesseraError
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+MAX_ASPECT = 200
+
+
+@dataclass(frozen=True)
+class Patches:
+    """How pictures of one kind (stills, or frames of clips) become patches."""
+
+    min_pixels: int
+    max_pixels: int
+    patch: int = 14
+    merge: int = 2  # patches along each side of a block that becomes one token
+    temporal: int = 2  # frames in one patch
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
+    scale: float = 1 / 255
+
+    @property
+    def width(self) -> int:
+        """Numbers in one patch."""
+        return len(self.mean) * self.temporal * self.patch**2
+
+    def fit(self, height: int, width: int) -> tuple[int, int]:
+        """The size a picture is resized to: whole blocks, within the pixel bounds, nearly the same aspect."""
+        side = self.patch * self.merge
+        if max(height, width) > MAX_ASPECT * min(height, width):
+            raise TesseraError(
+                f"a picture of {width}x{height} is too narrow: one side is over {MAX_ASPECT} times the other"
+            )
+        fit_h, fit_w = round(height / side) * side, round(width / side) * side
+        if fit_h * fit_w > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            fit_h = max(side, math.floor(height / shrink / side) * side)
+            fit_w = max(side, math.floor(width / shrink / side) * side)
+        elif fit_h * fit_w < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            fit_h = math.ceil(height * grow / side) * side
+            fit_w = math.ceil(width * grow / side) * side
+        return fit_h, fit_w
+
+    def grid(self, height: int, width: int, frames: int = 1) -> tuple[int, int, int]:
+        """Patches along time, height and width."""
+        fit_h, fit_w = self.fit(height, width)
+        return -(-frames // self.temporal), fit_h // self.patch, fit_w // self.patch
+
+    def tokens(self, grid: Sequence[int]) -> int:
+        return math.prod(grid) // self.merge**2
+
+    def cut(self, frames: Sequence[Image.Image]) -> np.ndarray:
+        """RGB pictures of one size -> [P, width] float32. A last temporal patch is filled by its last frame."""
+        t, h, w = self.grid(frames[0].height, frames[0].width, len(frames))
+        size = (w * self.patch, h * self.patch)
+        # A still is one frame shown `temporal` times: its bytes are cut once and copied.
+        distinct = 1 if len(frames) == 1 else self.temporal
+        pixels = np.empty((t * distinct, size[1], size[0], 3), dtype=np.uint8)
+        for number, frame in enumerate(frames):
+            pixels[number] = np.asarray(frame.resize(size, Image.Resampling.BICUBIC))
+        pixels[len(frames) :] = pixels[len(frames) - 1]
+        m, p = self.merge, self.patch
+        blocks = pixels.reshape(t, distinct, h // m, m, p, w // m, m, p, 3)
+        blocks = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(t * h * w, 3, distinct, p * p)
+        patches = np.empty((t * h * w, 3, self.temporal, p * p), dtype=np.float32)
+        for channel in range(3):
+            patches[:, channel] = np.take(self._table[channel], blocks[:, channel])
+        return patches.reshape(t * h * w, self.width)
+
+    @cached_property
+    def _table(self) -> np.ndarray:
+        """[3, 256]: the float32 of each byte, rounded where the reference rounds."""
+        values = (np.arange(256, dtype=np.float64) * self.scale).astype(np.float32)
+        mean, std = (np.array(x, dtype=np.float32)[:, None] for x in (self.mean, self.std))
+        table: np.ndarray = (values[None] - mean) / std
+        return table
+
+
+def block_positions(height: int, width: int, merge: int) -> np.ndarray:
+    """(row, column) of each patch of one frame, in the order patches are cut: block by block. [height * width, 2]"""
+    rows, columns = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
+    both = np.stack([rows, columns], axis=-1)
+    both = both.reshape(height // merge, merge, width // merge, merge, 2).transpose(0, 2, 1, 3, 4)
+    return both.reshape(-1, 2)

@@ -1,0 +1,184 @@
+"""Tokenizers from `tokenizer.json`: loading, encoding conversations, training a small one, writing a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers.models import BPE
+
+from tessera.core.errors import TesseraError
+from tessera.data.chat import Piece
+
+# How the Qwen family cuts text before merging; a folder written here must be read the same way by its tokenizer class.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise TesseraError(
+            f"no tokenizer.json in {folder}",
+            where="model.path or model.tokenizer",
+            fix="give a folder with a tokenizer.json, such as a downloaded Hugging Face model",
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise TesseraError(f"not readable as a tokenizer: {error}", where=str(path)) from None
+
+
+class PieceEncoder:
+    """Turns rendered pieces into token ids, each with its "trained on" flag.
+
+    Text between two special words is encoded in one go, since merges may run across the border of a header and a
+    content; a token that holds any trained character is trained. Text never becomes a special word: a user who writes
+    "<|im_end|>" ends no turn, and the number of media placeholders cannot be forged.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.json = tokenizer.to_str()
+        self._text = Tokenizer.from_str(self.json)
+        self._text.encode_special_tokens = True
+        self._text.no_truncation()
+        self._text.no_padding()
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"json": self.json}
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.__init__(Tokenizer.from_str(state["json"]))  # type: ignore[misc]
+
+    def id_of(self, word: str) -> int:
+        found = self._text.token_to_id(word)
+        if found is None:
+            raise TesseraError(
+                f"the tokenizer does not know {word}",
+                where="tokenizer.json",
+                fix="use the tokenizer of the model's family",
+            )
+        return int(found)
+
+    def find(self, word: str) -> int | None:
+        return self._text.token_to_id(word)
+
+    @property
+    def size(self) -> int:
+        """One more than the highest id."""
+        return max(self._text.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(
+        self, pieces: Sequence[Piece], repeats: Sequence[int] = ()
+    ) -> tuple[list[int], list[bool], list[tuple[int, int]]]:
+        """Ids, trained flags, and (first token, tokens) of each media. `repeats`: how many tokens each media takes."""
+        tokens: list[int] = []
+        trained: list[bool] = []
+        run: list[Piece] = []
+        media = iter(repeats)
+        spans: list[tuple[int, int]] = []
+        for piece in pieces:
+            if not piece.special:
+                run.append(piece)
+                continue
+            self._encode_text(run, tokens, trained)
+            run = []
+            times = 1
+            if piece.media is not None:
+                times = next(media)
+                spans.append((len(tokens), times))
+            tokens += [self.id_of(piece.text)] * times
+            trained += [piece.trained] * times
+        self._encode_text(run, tokens, trained)
+        return tokens, trained, spans
+
+    def _encode_text(self, run: Sequence[Piece], tokens: list[int], trained: list[bool]) -> None:
+        text = "".join(piece.text for piece in run)
+        if not text:
+            return
+        encoding = self._text.encode(text, add_special_tokens=False)
+        tokens += encoding.ids
+        if not any(piece.trained for piece in run):
+            trained += [False] * len(encoding.ids)
+            return
+        bounds: list[tuple[int, int]] = []
+        at = 0
+        for piece in run:
+            if piece.trained:
+                bounds.append((at, at + len(piece.text)))
+            at += len(piece.text)
+        for start, end in encoding.offsets:
+            trained.append(any(start < last and end > first for first, last in bounds))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._text.decode(list(tokens), skip_special_tokens=True))
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> Tokenizer:
+    """Byte-level BPE with exactly `vocab_size` ids, of which the last are `special_tokens` in their order.
+
+    When the texts give fewer merges than asked for, unused words fill the gap: a model's size does not depend on them.
+    """
+    plain = vocab_size - len(special_tokens)
+    if plain < 256:
+        raise TesseraError(
+            f"a vocabulary of {vocab_size} is too small",
+            fix=f"256 bytes and {len(special_tokens)} special words need at least {256 + len(special_tokens)}",
+        )
+    tokenizer = _byte_level(BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=plain, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    vocab: dict[str, int] = model["vocab"]
+    for number in range(len(vocab), plain):
+        vocab[f"<|unused_{number}|>"] = number
+    tokenizer = _byte_level(BPE(vocab=vocab, merges=[tuple(pair) for pair in model["merges"]]))
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in special_tokens])
+    assert tokenizer.token_to_id(special_tokens[-1]) == vocab_size - 1 if special_tokens else True
+    return tokenizer
+
+
+def _byte_level(model: BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def write_tokenizer(
+    folder: Path, tokenizer_json: str, *, chat_template: str | None, end: str, pad: str, kind: str = "Qwen2Tokenizer"
+) -> None:
+    """A folder that `transformers.AutoTokenizer` reads; `end` is the word that stops generation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    added = json.loads(tokenizer_json).get("added_tokens", [])
+    keys = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    config = {
+        "tokenizer_class": kind,
+        "added_tokens_decoder": {str(token["id"]): {key: token[key] for key in keys} for token in added},
+        "additional_special_tokens": [t["content"] for t in added if t["special"] and t["content"] not in (end, pad)],
+        "add_prefix_space": False,
+        "bos_token": None,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": end,
+        "errors": "replace",
+        "model_max_length": 32768,
+        "pad_token": pad,
+        "split_special_tokens": False,
+        "unk_token": None,
+    }
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")

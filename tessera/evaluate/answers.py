@@ -1,0 +1,157 @@
+"""Held-out accuracy: the model answers, and an answer counts when it equals the expected text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tessera.core.config import build, read_mapping
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import SourceSection, load_config
+from tessera.core.types import Message, Sample
+from tessera.data.forms import RowError
+from tessera.data.media import resolve
+from tessera.data.sources import FileSource, open_source
+from tessera.infer.load import LoadedModel, LoadedProcessor, load
+from tessera.train.jsonl import JsonLines
+
+log = logging.getLogger("tessera")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A sample cut before its last answer."""
+
+    sample: Sample
+    expected: str
+    root: Path
+
+    @property
+    def text(self) -> str:
+        asked = [m for m in self.sample.messages if m.role == "user"]
+        return " ".join(_text(asked[-1]).split()) if asked else ""
+
+    @property
+    def group(self) -> str:
+        """What kind of question it is, by what it shows: results are given for each."""
+        count = len(self.sample.media())
+        return "text only" if not count else "1 picture" if count == 1 else f"{count} pictures"
+
+
+@dataclass(frozen=True)
+class Score:
+    rows: list[dict[str, Any]]
+    skipped: int
+
+    def accuracy(self, group: str | None = None) -> float:
+        marks = [row["correct"] for row in self.rows if group is None or row["group"] == group]
+        return float(sum(marks) / max(1, len(marks)))
+
+    def groups(self) -> list[str]:
+        return sorted({row["group"] for row in self.rows})
+
+    def lines(self) -> list[str]:
+        out = [f"accuracy {self.accuracy():.4f} over {len(self.rows)} held-out samples"]
+        for group in self.groups():
+            total = sum(row["group"] == group for row in self.rows)
+            out.append(f"  {group}: {self.accuracy(group):.4f} of {total}")
+        if self.skipped:
+            out.append(f"  {self.skipped} samples could not be used")
+        return out
+
+
+def evaluate(
+    model: str | Path,
+    *,
+    data: str | Path | None = None,
+    root: str | Path | None = None,
+    max_samples: int | None = None,
+    max_new_tokens: int = 32,
+    batch: int = 64,
+) -> Score:
+    """Answers each sample of `data` (a run's held-out set by default); records `answers.jsonl` in a run's folder."""
+    folder = Path(model)
+    sources = held_out_sources(folder, data, root, max_samples)
+    loaded, processor = load(folder)
+    rows: list[dict[str, Any]] = []
+    skipped = 0
+    for group in _chunks(questions(sources), batch):
+        usable = [q for q in group if isinstance(q, Question)]
+        skipped += len(group) - len(usable)
+        for question, answer in zip(usable, answer_all(loaded, processor, usable, max_new_tokens), strict=True):
+            rows.append(
+                {
+                    "id": question.sample.id,
+                    "group": question.group,
+                    "question": question.text,
+                    "expected": question.expected,
+                    "answer": answer,
+                    "correct": answer.strip() == question.expected.strip(),
+                    "images": [
+                        str(resolve(p.value, question.root)) for p in question.sample.media() if p.kind == "image"
+                    ],
+                }
+            )
+    if not rows:
+        raise TesseraError("no held-out sample could be used", where=", ".join(str(s.path) for s in sources))
+    if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
+        record = JsonLines(folder / "answers.jsonl", keep=lambda row: False)
+        for row in rows:
+            record.write(row, flush=False)
+        record.close()
+    return Score(rows, skipped)
+
+
+def held_out_sources(
+    folder: Path, data: str | Path | None, root: str | Path | None, max_samples: int | None
+) -> list[FileSource]:
+    if data is not None:
+        sections = [build(SourceSection, {"path": data, "root": root}, "--data")]
+    elif (folder / "config.yaml").is_file():
+        sections = load_config(read_mapping(folder / "config.yaml")).data.eval
+    else:
+        sections = []
+    if not sections:
+        raise TesseraError(f"{folder} names no held-out data", where="--data", fix="give --data FILE")
+    return [open_source(s.path, s.root, s.format, max_samples or s.max_samples) for s in sections]
+
+
+def questions(sources: Sequence[FileSource]) -> Iterator[Question | RowError]:
+    for source in sources:
+        for _, sample in source:
+            if isinstance(sample, RowError):
+                yield sample
+                continue
+            last = max((i for i, m in enumerate(sample.messages) if m.role == "assistant"), default=None)
+            if not last:  # no answer, or nothing before it
+                yield RowError(sample.id, "has no question with an answer")
+                continue
+            yield Question(Sample(sample.id, sample.messages[:last]), _text(sample.messages[last]), source.root)
+
+
+def answer_all(
+    model: LoadedModel, processor: LoadedProcessor, group: Sequence[Question], max_new_tokens: int
+) -> list[str]:
+    if not group:
+        return []
+    prompt = processor.prompt([(q.sample, q.root) for q in group])
+    texts = model.generate(prompt, max_new_tokens=max_new_tokens)
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _text(message: Message) -> str:
+    return "".join(str(p.value) for p in message.parts if p.kind == "text")
+
+
+def _chunks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    chunk: list[Any] = []
+    for item in items:
+        chunk.append(item)
+        if len(chunk) == size:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk

@@ -1,0 +1,214 @@
+"""`load`: from whatever holds a model (Hugging Face folder, run, checkpoint) to a model that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera.checkpoint.hf import load_folder, stored_dtype
+from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.manifest import MANIFEST
+from tessera.checkpoint.model_state import model_tensors, tied_names
+from tessera.checkpoint.safetensors_file import refuse_pickle
+from tessera.checkpoint.storage import load_tensors
+from tessera.core import device as devices
+from tessera.core.config import Section, build, read_mapping
+from tessera.core.errors import TesseraError, nearest
+from tessera.core.run_config import ModelSection, RunConfig, load_config
+from tessera.core.types import Batch, ModelSpec, Processor, Sample
+from tessera.data import media
+from tessera.infer.generate import generate
+from tessera.infer.messages import conversations, open_media, sample_of
+from tessera.infer.sampling import Sampling
+from tessera.infer.stream import TextStream
+from tessera.models import resolve
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RUN_CONFIG = "config.yaml"
+
+
+class LoadedModel(nn.Module):
+    """A model with what it needs to answer in words. `module` is the plain torch module."""
+
+    def __init__(self, module: nn.Module, spec: ModelSpec, config: Section, processor: Processor | None) -> None:
+        super().__init__()
+        self.module = module
+        self.spec = spec
+        self.config = config
+        self._processor = processor
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def forward(self, batch: Batch, logits: bool = True) -> Any:
+        return self.module(batch.to(self.device), logits=logits)
+
+    def generate(
+        self,
+        batch: Batch,
+        max_new_tokens: int = 64,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        on_text: Callable[[str], None] | None = None,
+    ) -> str | list[str]:
+        """The answer to a prompt, or a list of answers to several. `on_text` gets a single answer as it grows."""
+        processor = _needed(self._processor, self.spec)
+        rows = batch.segments["text"].bounds.numel() - 1
+        stream = None if on_text is None else TextStream(processor.decode, on_text)
+        if stream is not None and rows != 1:
+            raise TesseraError(f"on_text follows one answer, the batch asks for {rows}", fix="ask one at a time")
+        answers = generate(
+            self.module,
+            batch.to(self.device),
+            max_new_tokens=max_new_tokens,
+            stop_tokens=processor.stop_tokens,
+            sampling=Sampling(temperature, top_k, top_p, seed),
+            on_token=None if stream is None else stream.add,
+        )
+        if stream is not None:
+            stream.close()
+        texts = [processor.decode(tokens) for tokens in answers]
+        return texts[0] if rows == 1 else texts
+
+
+@dataclass(frozen=True)
+class LoadedProcessor:
+    """Chat messages, or samples of a data set -> a batch to generate from."""
+
+    processor: Processor | None
+    spec: ModelSpec
+    limits: media.Limits
+
+    def __call__(self, messages: Sequence[Any], root: str | Path | None = None) -> Batch:
+        """One conversation or a list of them, each a list of {role, content}; pictures as paths, PIL images or bytes.
+
+        Relative paths start at `root`, or at the working folder.
+        """
+        processor = _needed(self.processor, self.spec)
+        base = Path.cwd() if root is None else Path(root)
+        samples = [sample_of(talk, str(number)) for number, talk in enumerate(conversations(messages))]
+        opened = [[open_media(part, base, self.limits, self._sampling) for part in s.media()] for s in samples]
+        return processor.prompt(samples, opened)
+
+    def prompt(self, samples: Sequence[tuple[Sample, Path]]) -> Batch:
+        """Samples of data sets with the roots their media must lie under."""
+        processor = _needed(self.processor, self.spec)
+        opened = [
+            [media.decode(part, root, self.limits, self._sampling) for part in sample.media()]
+            for sample, root in samples
+        ]
+        return processor.prompt([sample for sample, _ in samples], opened)
+
+    @property
+    def _sampling(self) -> media.VideoSampling:
+        found = getattr(self.processor, "sampling", None)
+        return found if isinstance(found, media.VideoSampling) else media.VideoSampling()
+
+
+def load(
+    path: str | Path, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
+) -> tuple[LoadedModel, LoadedProcessor]:
+    """The family is found from the folder. `device` "auto": an accelerator if there is one. `dtype` None: as stored."""
+    folder = Path(path)
+    where = device if isinstance(device, torch.device) else devices.resolve(device or "auto")
+    kind = _dtype(dtype)
+    if (folder / MANIFEST).is_file():
+        return _load_checkpoint(folder, folder.parent.parent, where, kind, verified=False)
+    if (folder / RUN_CONFIG).is_file():
+        newest = CheckpointManager(folder / "checkpoints", keep=1).latest()
+        if newest is None:
+            raise TesseraError("this run has no checkpoint yet", where=str(folder))
+        return _load_checkpoint(newest, folder, where, kind, verified=True)
+    if (folder / "config.json").is_file():
+        return _load_hugging_face(folder, where, kind)
+    raise _nothing_here(folder)
+
+
+def _load_hugging_face(
+    folder: Path, device: torch.device, dtype: torch.dtype | None
+) -> tuple[LoadedModel, LoadedProcessor]:
+    spec, config = resolve(build(ModelSection, {"path": folder}, str(folder)))
+    if spec.weights is None:
+        raise TesseraError(f"family {spec.name} has no weight map", where=str(folder))
+    module = _empty(spec, config, device, dtype or stored_dtype(folder))
+    load_folder(folder, model_tensors(module), spec.weights(config), tied=tied_names(module))
+    return _finished(module, spec, config, folder, {}, media.Limits())
+
+
+def _load_checkpoint(
+    checkpoint: Path, run: Path, device: torch.device, dtype: torch.dtype | None, *, verified: bool
+) -> tuple[LoadedModel, LoadedProcessor]:
+    settings = load_config(read_mapping(checkpoint / RUN_CONFIG))
+    spec, config = resolve(settings.model)
+    module = _empty(spec, config, device, dtype or DTYPES[settings.model.dtype])
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(module).items()}
+    if verified:
+        load_tensors(checkpoint, tensors)
+    else:
+        CheckpointManager(checkpoint.parent, keep=1).load(checkpoint, tensors)
+    limits = media.Limits(max_image_pixels=settings.data.max_image_pixels)
+    return _finished(module, spec, config, _processor_folder(run, settings), settings.data.processor, limits)
+
+
+def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
+    """A run keeps its processor's files; a checkpoint moved away from its run still knows where they came from."""
+    kept = run / "processor"
+    return kept if kept.is_dir() else settings.model.tokenizer or settings.model.path
+
+
+def _empty(spec: ModelSpec, config: Section, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    with torch.device("meta"):
+        module = spec.build(config)
+    return module.to(dtype).to_empty(device=device).eval()
+
+
+def _finished(
+    module: nn.Module,
+    spec: ModelSpec,
+    config: Section,
+    folder: Path | None,
+    options: Mapping[str, Any],
+    limits: media.Limits,
+) -> tuple[LoadedModel, LoadedProcessor]:
+    processor = None if spec.processor is None or folder is None else spec.processor(config, folder, **options)
+    return LoadedModel(module, spec, config, processor), LoadedProcessor(processor, spec, limits)
+
+
+def _needed(processor: Processor | None, spec: ModelSpec) -> Processor:
+    if processor is None:
+        raise TesseraError(
+            f"no processor for this {spec.name} model: words cannot be made into tokens",
+            fix="put tokenizer.json and the preprocessor files beside the weights, or in the run's `processor` folder",
+        )
+    return processor
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise TesseraError(f"unknown dtype {dtype!r}", where="dtype", allowed=DTYPES, nearest=nearest(dtype, DTYPES))
+    return DTYPES[dtype]
+
+
+def _nothing_here(folder: Path) -> TesseraError:
+    if folder.is_file():
+        refuse_pickle(folder)
+        return TesseraError(f"this is a file: {folder}", fix="name the folder that it lies in")
+    if not folder.is_dir():
+        near = nearest(folder.name, [p.name for p in folder.parent.iterdir()]) if folder.parent.is_dir() else None
+        return TesseraError(f"no such folder: {folder}", nearest=near)
+    return TesseraError(
+        "no model here",
+        where=str(folder),
+        allowed=["a Hugging Face folder (config.json)", "a run (config.yaml)", f"a checkpoint ({MANIFEST})"],
+    )

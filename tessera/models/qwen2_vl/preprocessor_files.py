@@ -1,0 +1,117 @@
+"""preprocessor_config.json and video_preprocessor_config.json, as transformers reads and writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tessera.core.errors import TesseraError
+from tessera.data.media import VideoSampling
+from tessera.data.patches import Patches
+from tessera.models.qwen2_vl.config import VisionConfig
+
+IMAGE_FILE = "preprocessor_config.json"
+VIDEO_FILE = "video_preprocessor_config.json"
+BOTH_FILE = "processor_config.json"  # newer folders keep both in one
+# Where a folder says nothing: what transformers assumes then.
+IMAGE_BOUNDS = (56 * 56, 1280 * 28 * 28)
+VIDEO_BOUNDS = (128 * 28 * 28, 768 * 28 * 28)
+Bounds = tuple[int | None, int | None]
+_BICUBIC = 3  # Pillow's number for it
+
+
+def read_patches(
+    folder: Path, vision: VisionConfig, *, image_bounds: Bounds, video_bounds: Bounds
+) -> tuple[Patches, Patches]:
+    """For stills and for clips. Bounds that are given win over the folder's."""
+    both = _read(folder / BOTH_FILE)
+    image_file = _read(folder / IMAGE_FILE) or both.get("image_processor") or {}
+    video_file = _read(folder / VIDEO_FILE) or both.get("video_processor") or {}
+    image = _patches(image_file, vision, image_bounds, IMAGE_BOUNDS, folder / IMAGE_FILE, "")
+    return image, _patches(video_file, vision, video_bounds, VIDEO_BOUNDS, folder / VIDEO_FILE, "video_")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TesseraError(f"not readable as JSON: {error}", where=str(path)) from None
+    return data if isinstance(data, dict) else {}
+
+
+def _patches(
+    data: Mapping[str, Any], vision: VisionConfig, given: Bounds, default: tuple[int, int], path: Path, prefix: str
+) -> Patches:
+    checks = {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": _BICUBIC,
+    }
+    for key, wanted in checks.items():
+        if data.get(key) is not None and data[key] != wanted:
+            raise TesseraError(f"{key} = {data[key]!r}, the model needs {wanted!r}", where=str(path))
+    size = data.get("size") if isinstance(data.get("size"), dict) else {}
+    assert isinstance(size, dict)
+    least = given[0] or data.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or default[0]
+    most = given[1] or data.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or default[1]
+    if least > most:
+        raise TesseraError(
+            f"{prefix}min_pixels ({least}) is more than {prefix}max_pixels ({most})", where="data.processor"
+        )
+    extra: dict[str, Any] = {}
+    if data.get("image_mean") is not None and data.get("image_std") is not None:
+        extra |= {"mean": tuple(map(float, data["image_mean"])), "std": tuple(map(float, data["image_std"]))}
+    if data.get("rescale_factor") is not None:
+        extra["scale"] = float(data["rescale_factor"])
+    return Patches(
+        int(least),
+        int(most),
+        vision.patch_size,
+        vision.spatial_merge_size,
+        vision.temporal_patch_size,
+        **extra,
+    )
+
+
+def write_patches(folder: Path, image: Patches, video: Patches, sampling: VideoSampling) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    still = {"image_processor_type": "Qwen2VLImageProcessor", **_common(image)}
+    clip = {
+        "video_processor_type": "Qwen2VLVideoProcessor",
+        **_common(video),
+        "cap_pixels_per_frame": False,
+        "do_sample_frames": True,
+        "fps": sampling.fps,
+        "min_frames": sampling.min_frames,
+        "max_frames": sampling.max_frames,
+    }
+    for name, content in ((IMAGE_FILE, still), (VIDEO_FILE, clip)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _common(patches: Patches) -> dict[str, Any]:
+    return {
+        "processor_class": "Qwen2VLProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": _BICUBIC,
+        "rescale_factor": patches.scale,
+        "image_mean": list(patches.mean),
+        "image_std": list(patches.std),
+        "patch_size": patches.patch,
+        "temporal_patch_size": patches.temporal,
+        "merge_size": patches.merge,
+        "min_pixels": patches.min_pixels,
+        "max_pixels": patches.max_pixels,
+        "size": {"shortest_edge": patches.min_pixels, "longest_edge": patches.max_pixels},
+    }

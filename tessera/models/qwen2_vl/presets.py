@@ -1,0 +1,64 @@
+"""Sizes by name: the published ones, and one small enough to learn something in minutes on two cores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def _published(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool
+) -> dict[str, Any]:
+    return {
+        "text": {
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "mrope_section": (16, 24, 24),
+            "max_position_embeddings": 32768,
+        },
+        "vision": {"depth": 32, "embed_dim": 1280, "num_heads": 16, "mlp_ratio": 4, "patch_size": 14},
+        "tie_word_embeddings": tied,
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+    }
+
+
+_QUICKSTART: dict[str, Any] = {
+    "text": {
+        "vocab_size": 320,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "mrope_section": (4, 6, 6),
+        "max_position_embeddings": 4096,
+        "bos_token_id": None,
+        "eos_token_id": 314,
+        "pad_token_id": 312,
+    },
+    "vision": {"depth": 3, "embed_dim": 96, "num_heads": 4, "mlp_ratio": 4, "patch_size": 14},
+    "tie_word_embeddings": True,
+    # 312 end of text (and padding), 313 and 314 open and close a message, as the published models order theirs.
+    "vision_start_token_id": 315,
+    "vision_end_token_id": 316,
+    "image_token_id": 317,
+    "video_token_id": 318,
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart": _QUICKSTART,
+    "2b": _published(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "7b": _published(3584, 18944, 28, 28, 4, 152064, tied=False),
+    "72b": _published(8192, 29568, 80, 64, 8, 152064, tied=False),
+}

@@ -1,0 +1,59 @@
+"""Our parameter names and those of Hugging Face folders.
+
+The rules use the hub's spelling (`visual.*`, `model.layers.*`, `lm_head.weight`), which transformers writes and reads.
+The renames accept the spellings of its modules in memory, and of a base model saved without its head.
+"""
+
+from __future__ import annotations
+
+from tessera.core.weightmap import Reshape, Rule, WeightMap
+from tessera.models.qwen2_vl.config import Qwen2VLConfig
+
+_PAIRS = (
+    ("vision.blocks.{i}.attn_norm.{kind}", "visual.blocks.{i}.norm1.{kind}"),
+    ("vision.blocks.{i}.attn.qkv.{kind}", "visual.blocks.{i}.attn.qkv.{kind}"),
+    ("vision.blocks.{i}.attn.proj.{kind}", "visual.blocks.{i}.attn.proj.{kind}"),
+    ("vision.blocks.{i}.mlp_norm.{kind}", "visual.blocks.{i}.norm2.{kind}"),
+    ("vision.blocks.{i}.mlp.up.{kind}", "visual.blocks.{i}.mlp.fc1.{kind}"),
+    ("vision.blocks.{i}.mlp.down.{kind}", "visual.blocks.{i}.mlp.fc2.{kind}"),
+    ("projector.norm.{kind}", "visual.merger.ln_q.{kind}"),
+    ("projector.up.{kind}", "visual.merger.mlp.0.{kind}"),
+    ("projector.down.{kind}", "visual.merger.mlp.2.{kind}"),
+    ("text.embed.weight", "model.embed_tokens.weight"),
+    ("text.layers.{i}.attn_norm.weight", "model.layers.{i}.input_layernorm.weight"),
+    ("text.layers.{i}.attn.q.{kind}", "model.layers.{i}.self_attn.q_proj.{kind}"),
+    ("text.layers.{i}.attn.k.{kind}", "model.layers.{i}.self_attn.k_proj.{kind}"),
+    ("text.layers.{i}.attn.v.{kind}", "model.layers.{i}.self_attn.v_proj.{kind}"),
+    ("text.layers.{i}.attn.o.weight", "model.layers.{i}.self_attn.o_proj.weight"),
+    ("text.layers.{i}.mlp_norm.weight", "model.layers.{i}.post_attention_layernorm.weight"),
+    ("text.layers.{i}.mlp.gate.weight", "model.layers.{i}.mlp.gate_proj.weight"),
+    ("text.layers.{i}.mlp.up.weight", "model.layers.{i}.mlp.up_proj.weight"),
+    ("text.layers.{i}.mlp.down.weight", "model.layers.{i}.mlp.down_proj.weight"),
+    ("text.norm.weight", "model.norm.weight"),
+)
+_RENAMES = (
+    ("model.visual.", "visual."),
+    ("model.language_model.", "model."),
+    ("language_model.", "model."),
+)
+_BUFFERS = (
+    "visual.rotary_pos_emb.inv_freq",
+    "model.rotary_emb.inv_freq",
+    "model.layers.{i}.self_attn.rotary_emb.inv_freq",
+)
+
+
+def weights(config: Qwen2VLConfig) -> WeightMap:
+    vision = config.vision
+    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    as_convolution = Reshape((vision.embed_dim, vision.patch_values), (vision.embed_dim, *patch))
+    rules = [
+        Rule("vision.patch_embed.weight", "visual.patch_embed.proj.weight", as_convolution),
+        *(Rule(ours, theirs) for ours, theirs in _PAIRS),
+    ]
+    skip: tuple[str, ...] = _BUFFERS
+    if config.tie_word_embeddings:
+        skip = (*skip, "lm_head.weight")  # some folders store the tied table twice
+    else:
+        rules.append(Rule("head.weight", "lm_head.weight"))
+    return WeightMap(tuple(rules), _RENAMES, skip)

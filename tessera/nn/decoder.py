@@ -1,0 +1,103 @@
+"""The text tower: pre-norm decoder layers with grouped-query attention and a gated MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from tessera.core.types import Segments
+from tessera.nn.cache import CacheStep, LayerCache
+from tessera.nn.norm import RMSNorm
+from tessera.ops.attention import cached_attention, packed_attention
+from tessera.ops.glu import swiglu
+from tessera.ops.registry import AUTO
+from tessera.ops.rope import Angles, multimodal_angles, rotate
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """The numbers a decoder is made of, whatever the family calls them."""
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    rope_sections: tuple[int, ...]  # frequencies that follow time, height and width
+    qkv_bias: bool = False
+    attention: str = AUTO  # implementation of attention
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.implementation = shape.attention
+        self.q = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=shape.qkv_bias)
+        self.k = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
+        self.v = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
+        self.o = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, angles: Angles, segments: Segments | None, cache: LayerCache | None) -> Tensor:
+        # The number of heads is left to the weights: under tensor parallelism a rank holds some of them.
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        q, k = rotate(q, angles), rotate(k, angles)
+        if cache is not None:
+            cache.write(k, v)
+        if cache is not None and cache.step.decoding:
+            out = cached_attention(q, *cache.filled(), cache.step.lengths)
+        else:
+            assert segments is not None, "packed attention needs the bounds of its segments"
+            out = packed_attention(q, k, v, segments, causal=True, implementation=self.implementation)
+        projected: Tensor = self.o(out.flatten(1))
+        return projected
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, intermediate, bias=False)
+        self.up = nn.Linear(hidden, intermediate, bias=False)
+        self.down = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(swiglu(self.gate(x), self.up(x)))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.attn_norm = RMSNorm(shape.hidden, shape.norm_eps)
+        self.attn = Attention(shape)
+        self.mlp_norm = RMSNorm(shape.hidden, shape.norm_eps)
+        self.mlp = GatedMLP(shape.hidden, shape.intermediate)
+
+    def forward(self, x: Tensor, angles: Angles, segments: Segments | None, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), angles, segments, cache)
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class TextDecoder(nn.Module):
+    """Embeddings in, final hidden states out. The table of token embeddings lives here; the caller looks it up."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
+        self.norm = RMSNorm(shape.hidden, shape.norm_eps)
+
+    def forward(self, x: Tensor, positions: Tensor, segments: Segments | None, step: CacheStep | None = None) -> Tensor:
+        shape = self.shape
+        angles = multimodal_angles(positions, shape.head_dim, shape.rope_theta, shape.rope_sections)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, angles, segments, None if step is None else step.layer(index))
+        out: Tensor = self.norm(x)
+        return out

@@ -1,0 +1,94 @@
+"""Output projection and cross-entropy in one, so that the logits of a long row never exist at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tessera.core.types import IGNORE
+from tessera.ops.registry import AUTO, Implementation, Operation
+
+DEFAULT_CHUNK = 2048  # positions; larger ones are hardly faster and hold more logits
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk: int = DEFAULT_CHUNK,
+    implementation: str = AUTO,
+) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropy of `hidden` [T, D] times `weight` [V, D] against `labels` [T], in fp32, and how many
+    positions were trained on. Those labelled IGNORE count for nothing; when all are, sum and gradients are 0.
+    """
+    run = LINEAR_CROSS_ENTROPY.choose(implementation, "plain", hidden.device, hidden.dtype)
+    total: Tensor = run(hidden, weight, labels, chunk)
+    return total, (labels != IGNORE).sum()
+
+
+def _eager(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+
+
+def _chunked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    # Under no_grad a Function still sees requires_grad on its inputs; say here whether gradients are worth computing.
+    differentiate = torch.is_grad_enabled()
+    total: Tensor = _ChunkedLoss.apply(hidden, weight, labels, chunk, differentiate)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Takes the gradients while the logits of a chunk are at hand, and only scales them in the backward pass.
+
+    That costs three matrix products where recomputing the logits would cost four. What is kept has the shape of
+    `hidden` and, unless it is frozen, of `weight`; the backward pass starts here, so it is not kept for long.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, differentiate: bool) -> Tensor:
+        for_hidden = differentiate and ctx.needs_input_grad[0]
+        for_weight = differentiate and ctx.needs_input_grad[1]
+        hidden_grad = torch.empty_like(hidden) if for_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            trained = (labels[rows] != IGNORE).unsqueeze(1)
+            targets = labels[rows].clamp(min=0).unsqueeze(1)
+            logits = F.linear(hidden[rows], weight).log_softmax(-1, dtype=torch.float32)
+            total -= logits.gather(1, targets).where(trained, 0.0).sum()
+            if not (for_hidden or for_weight):
+                continue
+            slope = logits.exp_().scatter_add_(1, targets, logits.new_full(targets.shape, -1.0)).to(hidden.dtype)
+            # Untrained positions are masked here, on the narrow side, and not in the slope, which is as wide as the
+            # vocabulary.
+            if hidden_grad is not None:
+                torch.mul(slope @ weight, trained, out=hidden_grad[rows])
+            if weight_grad is not None:
+                weight_grad += slope.t() @ (hidden[rows] * trained)
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        (grad,) = grads
+        hidden_grad, weight_grad = ctx.saved_tensors
+        # Scaled in fp32: rounding the one factor to bf16 would lengthen or shorten every gradient of the model alike.
+        return (
+            None if hidden_grad is None else (hidden_grad.float() * grad).to(hidden_grad.dtype),
+            None if weight_grad is None else (weight_grad * grad).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+        )
+
+
+LINEAR_CROSS_ENTROPY = Operation(
+    "linear_cross_entropy", (Implementation("chunked", _chunked), Implementation("eager", _eager))
+)

@@ -1,0 +1,63 @@
+"""Choosing how an operation is carried out: by its variant, by what was asked for, and by what the device can do.
+
+Each file of this package declares its implementations as one constant tuple, best first. There is no other table and
+nothing is registered at run time. Asking for an implementation that cannot serve is an error, never a wrong number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tessera.core import device as devices
+from tessera.core.errors import TesseraError, nearest
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to carry out an operation, and where it is right to use it."""
+
+    name: str
+    run: Callable[..., Any]
+    variants: tuple[str, ...] = ("plain",)
+    needs: tuple[str, ...] = ()  # capabilities of the device, as `core.device.supports` names them
+    dtypes: tuple[torch.dtype, ...] = ()  # empty: every floating type
+
+    def obstacle(self, variant: str, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why this implementation cannot serve, or None when it can."""
+        if variant not in self.variants:
+            return f"does not do {variant}"
+        if self.dtypes and dtype not in self.dtypes:
+            return f"does not take {dtype}"
+        for capability in self.needs:
+            if not devices.supports(device, capability):
+                return f"needs {capability}, which {device.type} lacks"
+        return None
+
+
+@dataclass(frozen=True)
+class Operation:
+    name: str
+    implementations: tuple[Implementation, ...]  # best first
+
+    def choose(self, wanted: str, variant: str, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
+        """The function to call. `wanted` is `auto` for the best that can serve, or the name of one."""
+        for candidate in self.implementations:
+            if wanted in (AUTO, candidate.name) and candidate.obstacle(variant, device, dtype) is None:
+                return candidate.run
+        raise self._refusal(wanted, variant, device, dtype)
+
+    def _refusal(self, wanted: str, variant: str, device: torch.device, dtype: torch.dtype) -> TesseraError:
+        able = [i.name for i in self.implementations if i.obstacle(variant, device, dtype) is None]
+        named = next((i for i in self.implementations if i.name == wanted), None)
+        why = "is unknown" if named is None else str(named.obstacle(variant, device, dtype))
+        return TesseraError(
+            f"implementation {wanted!r} of {self.name} ({variant}, {dtype}, {device.type}) {why}",
+            allowed=[AUTO, *able],
+            nearest=nearest(wanted, able) if named is None else None,
+        )

@@ -1,0 +1,49 @@
+"""Gradient norm, clipping and the division by the global count: one pass over the gradients, no host sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from tessera.core import device as devices
+
+
+def finish_gradients(parameters: Iterable[Tensor], count: Tensor, max_norm: float | None) -> Tensor:
+    """Divides gradients of a summed loss by `count`, clips them to `max_norm`, and returns the norm before clipping."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = total_norm(grads) / count.clamp(min=1)
+    scale = 1.0 / count.clamp(min=1)
+    if max_norm is not None:
+        scale = scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    local = [_local(g) for g in grads]
+    if local:
+        torch._foreach_mul_(local, scale.to(local[0].dtype))
+    return norm
+
+
+def total_norm(grads: Iterable[Tensor]) -> Tensor:
+    """2-norm over whatever axes the gradients are dealt out on: each is summed over just the axes that shard it."""
+    grads = list(grads)
+    by_layout: dict[tuple[object, tuple[Placement, ...]], list[Tensor]] = {}
+    for grad in grads:
+        key = (grad.device_mesh, tuple(grad.placements)) if isinstance(grad, DTensor) else (None, ())
+        by_layout.setdefault(key, []).append(_local(grad))
+    device = _local(grads[0]).device if grads else torch.device("cpu")
+    wide = devices.sum_dtype(device)
+    total = torch.zeros((), dtype=wide, device=device)
+    for (mesh, placements), tensors in by_layout.items():
+        squares = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).to(wide).square().sum()
+        for axis, placement in enumerate(placements):
+            if placement.is_shard():
+                dist.all_reduce(squares, group=mesh.get_group(axis))  # type: ignore[attr-defined]
+        total += squares
+    return total.sqrt()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,70 @@
+"""An engine runs one optimizer step's forward and backward passes. The trainer does not know which engine it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from tessera.core import device as devices
+from tessera.core.dist import sum_over_ranks
+from tessera.core.types import Batch, LossOut, Task
+
+
+class Engine(Protocol):
+    def step(self, task: Task, microbatches: Sequence[Batch]) -> LossOut:
+        """Leaves the gradient of the *summed* loss in the parameters; returns sums over all micro-batches and ranks."""
+        ...
+
+    def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossOut:
+        """Loss without gradient. With `counts` off, takes part in the collectives and adds nothing."""
+        ...
+
+
+class SimpleEngine:
+    """Whole model on every rank (possibly sharded): micro-batches one after another, gradients accumulate.
+
+    The loss is a sum, and its global count is known only after all ranks have run. So backward runs on the sum, and
+    whoever clips divides by the count in the same pass: any split of a global batch gives the same gradient.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def step(self, task: Task, microbatches: Sequence[Batch]) -> LossOut:
+        totals: list[LossOut] = []
+        for batch in microbatches:
+            out = self._forward(task, batch)
+            out.sum.backward()
+            totals.append(_detached(out))
+        return _reduce(totals)
+
+    @torch.no_grad()
+    def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossOut:
+        self.module.eval()
+        try:
+            out = self._forward(task, batch)
+        finally:
+            self.module.train()
+        return _reduce([out if counts else _detached(out, scale=0.0)])
+
+    def _forward(self, task: Task, batch: Batch) -> LossOut:
+        with torch.no_grad():
+            inputs = task.inputs(batch)
+        return task.loss(self.module(inputs), inputs)
+
+
+def _detached(out: LossOut, scale: float = 1.0) -> LossOut:
+    metrics = {name: value.detach() * scale for name, value in out.metrics.items()}
+    return LossOut(out.sum.detach() * scale, out.count * scale, metrics)
+
+
+def _reduce(parts: Sequence[LossOut]) -> LossOut:
+    """One small all-reduce for loss, count and metrics; everything stays on the device."""
+    names = sorted(parts[0].metrics)
+    wide = devices.sum_dtype(parts[0].sum.device)
+    rows = [torch.stack([t.to(wide) for t in (p.sum, p.count, *(p.metrics[n] for n in names))]) for p in parts]
+    total = sum_over_ranks(torch.stack(rows).sum(0))
+    return LossOut(total[0], total[1], {n: total[2 + i] for i, n in enumerate(names)})

@@ -1,0 +1,116 @@
+"""An export proves itself: plain `transformers` loads the folder and gives the same answers as we do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import Message
+from tessera.data.media import Limits, VideoSampling, decode
+from tessera.evaluate.answers import Question, answer_all, held_out_sources, questions
+from tessera.infer.load import load
+
+
+@dataclass(frozen=True)
+class Agreement:
+    answers: list[tuple[str, str, str]]  # sample id, our answer, theirs
+
+    @property
+    def same(self) -> int:
+        return sum(ours == theirs for _, ours, theirs in self.answers)
+
+    @property
+    def complete(self) -> bool:
+        return self.same == len(self.answers)
+
+    def lines(self) -> list[str]:
+        total = len(self.answers)
+        out = [f"agreement with transformers: {self.same / total:.2%} of {total} held-out answers"]
+        different = [row for row in self.answers if row[1] != row[2]]
+        out += [f"  {name}: ours {ours!r}, theirs {theirs!r}" for name, ours, theirs in different[:10]]
+        return out
+
+
+def compare(
+    folder: str | Path,
+    data: str | Path,
+    *,
+    root: str | Path | None = None,
+    max_samples: int | None = None,
+    max_new_tokens: int = 32,
+    batch: int = 64,
+) -> Agreement:
+    """Both sides answer greedily from the same messages and pictures, each with its own preprocessing."""
+    folder = Path(folder)
+    sources = held_out_sources(folder, data, root, max_samples)
+    asked = [q for q in questions(sources) if isinstance(q, Question)]
+    if not asked:
+        raise TesseraError("no sample could be used", where=str(data))
+    model, processor = load(folder)
+    ours: list[str] = []
+    for at in range(0, len(asked), batch):
+        ours += answer_all(model, processor, asked[at : at + batch], max_new_tokens)
+    theirs = _Transformers(folder).answer(asked, max_new_tokens, batch)
+    return Agreement([(q.sample.id, a, b) for q, a, b in zip(asked, ours, theirs, strict=True)])
+
+
+class _Transformers:
+    """The stock library, used as its own documentation says, with nothing of ours in between."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            import transformers
+        except ImportError:
+            raise TesseraError("comparing needs `transformers`", fix="pip install tessera-mm[hf]") from None
+        self._model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self._images = transformers.AutoImageProcessor.from_pretrained(folder)
+        self._processor = _without_video(transformers, folder, self._images, self._tokenizer)
+
+    @torch.no_grad()
+    def answer(self, asked: Sequence[Question], max_new_tokens: int, batch: int) -> list[str]:
+        # Alike questions together: no padding then, so each is answered just as it would be alone.
+        by_shape: dict[tuple[int, ...], list[int]] = {}
+        encoded: list[dict[str, Any]] = []
+        for number, question in enumerate(asked):
+            inputs = self._inputs(question)
+            encoded.append(inputs)
+            grid = tuple(inputs["image_grid_thw"].flatten().tolist()) if "image_grid_thw" in inputs else ()
+            by_shape.setdefault((inputs["input_ids"].shape[1], *grid), []).append(number)
+        answers = [""] * len(asked)
+        for numbers in by_shape.values():
+            for at in range(0, len(numbers), batch):
+                group = numbers[at : at + batch]
+                joined = {k: torch.cat([encoded[n][k] for n in group]) for k in encoded[group[0]]}
+                out = self._model.generate(**joined, max_new_tokens=max_new_tokens, do_sample=False)
+                tail = out[:, joined["input_ids"].shape[1] :]
+                for n, text in zip(group, self._tokenizer.batch_decode(tail, skip_special_tokens=True), strict=True):
+                    answers[n] = text
+        return answers
+
+    def _inputs(self, question: Question) -> dict[str, Any]:
+        messages = [_plain(m) for m in question.sample.messages]
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        pictures = [decode(p, question.root, Limits(), VideoSampling()) for p in question.sample.media()]
+        return dict(self._processor(text=[text], images=pictures or None, return_tensors="pt"))
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    parts = [{"type": p.kind, "text": p.value} if p.kind == "text" else {"type": p.kind} for p in message.parts]
+    return {"role": message.role, "content": parts}
+
+
+def _without_video(transformers: Any, folder: Path, images: Any, tokenizer: Any) -> Any:
+    """The library's own processor for the model; its video half needs torchvision, which pictures do not."""
+    try:
+        return transformers.AutoProcessor.from_pretrained(folder)
+    except ImportError:
+        kind = type(images).__name__.split("ImageProcessor")[0]
+        return getattr(transformers, f"{kind}Processor")(
+            image_processor=images, tokenizer=tokenizer, video_processor=None
+        )

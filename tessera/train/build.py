@@ -1,0 +1,188 @@
+"""From a recipe to a trainer: the ten steps of one run, in order, each a call into the room that owns it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera.checkpoint.hf import load_folder
+from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.model_state import model_tensors
+from tessera.core import device as devices
+from tessera.core.config import dump_yaml
+from tessera.core.dist import World, barrier
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import RunConfig
+from tessera.core.types import Batch, ModelSpec, Processor, RowSource
+from tessera.data.kinds import KINDS
+from tessera.data.loader import Loader
+from tessera.models import resolve
+from tessera.optim.groups import build_optimizer
+from tessera.parallel.apply import initialize, parallelize
+from tessera.parallel.engine import SimpleEngine
+from tessera.parallel.mesh import build_mesh
+from tessera.parallel.plan import Plan, make_plan
+from tessera.tasks import TASKS
+from tessera.train.callbacks import Callback
+from tessera.train.export import Export
+from tessera.train.meter import Meter, TensorBoard
+from tessera.train.records import Ledger, Quarantine
+from tessera.train.report import Report
+from tessera.train.signals import StopOnSignal
+from tessera.train.trainer import Trainer
+
+log = logging.getLogger("tessera")
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model as the recipe describes it, on the meta device: enough for a plan, no byte of weights."""
+
+    spec: ModelSpec
+    config: Any
+    module: nn.Module
+    plan: Plan
+
+
+def describe(config: RunConfig, world_size: int) -> Described:
+    """Steps 2, 3 and 5 of a run; needs no process group and no accelerator."""
+    spec, model_config = resolve(config.model)
+    with torch.device("meta"):
+        module = spec.build(model_config)
+    plan = make_plan(
+        config.parallel,
+        spec.plan(model_config),
+        module,
+        world_size,
+        storage_dtype=config.model.dtype,
+        freeze=config.model.freeze,
+    )
+    return Described(spec, model_config, module, plan)
+
+
+def build_trainer(config: RunConfig, world: World, extra: Sequence[Callback] = ()) -> Trainer:
+    described = describe(config, world.size)
+    spec, plan = described.spec, described.plan
+    if world.is_main:
+        write_run_folder(config)
+    barrier()
+    processor = build_processor(config, described)
+    if processor is not None and world.is_main:
+        processor.save(config.folder / "processor")
+    if not world.is_main:
+        barrier()  # the main rank builds the index; the others find it
+    source = build_rows(config, "train", processor)
+    held_out = build_rows(config, "eval", processor) if config.data.eval else None
+    if world.is_main:
+        barrier()
+
+    mesh = build_mesh(plan, world.device)
+    module = parallelize(described.module, plan, mesh, world.device)
+    fill(module, config, described)
+    optimizer = build_optimizer(module, config.optim, world.device)
+    if world.is_main:
+        log.info("%s", plan.describe())
+    flops = spec.flops
+    return Trainer(
+        config=config,
+        world=world,
+        module=module,
+        engine=SimpleEngine(module),
+        task=TASKS.get(config.train.task or spec.task)(**config.train.task_options),
+        optimizer=optimizer,
+        loader=_loader_from(config, world, source),
+        checkpoints=CheckpointManager(config.folder / "checkpoints", config.checkpoint.keep),
+        callbacks=[*_callbacks(config, described, processor, source), *extra],
+        eval_batches=_held_out(config, world, held_out) if held_out is not None else None,
+        flops=None if flops is None else lambda batch: flops(described.config, batch),
+    )
+
+
+def write_run_folder(config: RunConfig) -> None:
+    config.folder.mkdir(parents=True, exist_ok=True)
+    fresh = config.folder / "config.yaml.new"
+    fresh.write_text(dump_yaml(config), encoding="utf-8")
+    os.replace(fresh, config.folder / "config.yaml")  # a run killed here is still one that can be resumed
+
+
+def build_processor(config: RunConfig, described: Described) -> Processor | None:
+    if described.spec.processor is None:
+        return None
+    folder = config.model.tokenizer or config.model.path
+    if folder is None:
+        raise TesseraError(
+            "this family needs a tokenizer",
+            where="model.tokenizer",
+            fix="set model.tokenizer (or model.path) to a folder with tokenizer.json",
+        )
+    options = {"train_on": tuple(config.data.train_on), **config.data.processor}
+    return described.spec.processor(described.config, folder, **options)
+
+
+def build_rows(config: RunConfig, split: str, processor: Processor | None) -> RowSource:
+    kind = KINDS.get(config.data.kind)
+    return kind(config.data, split, processor, config.train.seed, config.folder / "index")
+
+
+def fill(module: nn.Module, config: RunConfig, described: Described) -> None:
+    """Step 7 for a fresh run: from a folder when the recipe names one, otherwise from the seed."""
+    if config.model.path is None:
+        initialize(module, config.train.seed)
+        return
+    if described.spec.weights is None:
+        raise TesseraError(f"family {described.spec.name} has no weight map", where="model.path")
+    load_folder(config.model.path, model_tensors(module), described.spec.weights(described.config))
+
+
+def _loader_from(config: RunConfig, world: World, source: RowSource) -> Callable[[int], Loader]:
+    def start(row: int) -> Loader:
+        return Loader(
+            source,
+            global_batch=config.train.global_batch,
+            micro_batch=config.train.micro_batch,
+            rank=world.rank,
+            ranks=world.size,
+            workers=config.data.workers,
+            prefetch=config.data.prefetch,
+            start_row=row,
+            pin=devices.supports(world.device, "pinned_memory"),
+        )
+
+    return start
+
+
+def _held_out(config: RunConfig, world: World, source: RowSource) -> Callable[[], Iterator[tuple[Batch, bool]]]:
+    """Held-out rows dealt over the ranks. All run equally often; a rank with no row left repeats one uncounted."""
+    total = min(config.train.eval_rows, len(source))
+
+    def batches() -> Iterator[tuple[Batch, bool]]:
+        for first in range(0, total, world.size):
+            row = first + world.rank
+            yield source.batch([min(row, total - 1)]), row < total
+
+    return batches
+
+
+def _callbacks(
+    config: RunConfig, described: Described, processor: Processor | None, source: RowSource
+) -> list[Callback]:
+    callbacks: list[Callback] = [StopOnSignal(), Meter(config.log.every)]
+    if config.log.tensorboard:
+        callbacks.append(TensorBoard())
+    callbacks += [Ledger(), Quarantine(source.bad_samples)]
+    if config.checkpoint.export:
+        callbacks.append(Export(described.spec, described.config, processor))
+    callbacks.append(Report())
+    return callbacks
+
+
+def run_exists(folder: Path) -> bool:
+    checkpoints = folder / "checkpoints"
+    return checkpoints.is_dir() and any(checkpoints.glob("step-*"))

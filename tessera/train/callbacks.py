@@ -1,0 +1,57 @@
+"""Side jobs of a run. A callback hears eight moments and may keep state of its own (plain JSON) in the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tessera.core.types import Batch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tessera.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One finished optimizer step. Tensors stay on the device until someone has a reason to look."""
+
+    step: int  # steps done, this one included
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+    metrics: dict[str, Tensor]
+    microbatches: Sequence[Batch]  # of this rank, as they were on the host
+
+
+class Callback:
+    """All moments do nothing; override what you need. `name` keys the callback's state in the checkpoint."""
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    def on_start(self, trainer: Trainer) -> None: ...
+
+    def on_step_begin(self, trainer: Trainer) -> None: ...
+
+    def on_before_optim(self, trainer: Trainer) -> None: ...
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None: ...
+
+    def on_eval(self, trainer: Trainer, metrics: dict[str, float]) -> None: ...
+
+    def on_save(self, trainer: Trainer, path: Path) -> None: ...
+
+    def on_error(self, trainer: Trainer, error: BaseException) -> None: ...
+
+    def on_end(self, trainer: Trainer) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -1,0 +1,50 @@
+"""The trained model as a Hugging Face folder: weights, config and processor files that plain `transformers` loads."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tessera.checkpoint.hf import save_folder
+from tessera.checkpoint.model_state import model_tensors
+from tessera.core.errors import TesseraError
+from tessera.core.types import ModelSpec, Processor
+from tessera.train.callbacks import Callback
+
+if TYPE_CHECKING:
+    from tessera.train.trainer import Trainer
+
+log = logging.getLogger("tessera")
+
+
+def export_folder(
+    module: nn.Module,
+    spec: ModelSpec,
+    model_config: Any,
+    processor: Processor | None,
+    folder: Path,
+    *,
+    is_main: bool = True,
+    overwrite: bool = False,
+) -> None:
+    """Every rank calls it (sharded weights are gathered tensor by tensor); the main one writes."""
+    if spec.weights is None:
+        raise TesseraError(f"family {spec.name} has no Hugging Face form to export to")
+    save_folder(folder, model_tensors(module), spec.weights(model_config), model_config.to_hf(), overwrite=overwrite)
+    if processor is not None and is_main:
+        processor.save(folder)
+
+
+class Export(Callback):
+    """Writes `RUN/hf` when training ends."""
+
+    def __init__(self, spec: ModelSpec, model_config: Any, processor: Processor | None) -> None:
+        self._parts = (spec, model_config, processor)
+
+    def on_end(self, trainer: Trainer) -> None:
+        folder = trainer.config.folder / "hf"
+        export_folder(trainer.module, *self._parts, folder, is_main=trainer.world.is_main, overwrite=True)
+        log.info("exported %s", folder)

@@ -1,0 +1,230 @@
+"""The step line, `metrics.jsonl` and TensorBoard: what happened, how fast, and how long it will take."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tessera.core import device as devices
+from tessera.core.dist import sum_over_ranks
+from tessera.train.callbacks import Callback, StepResult
+from tessera.train.jsonl import JsonLines, read_jsonl
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from tessera.train.trainer import Trainer
+
+log = logging.getLogger("tessera")
+
+
+class Meter(Callback):
+    """Collects each step's numbers as device tensors and looks at them once per `every` steps: one transfer, no stalls.
+
+    Every rank takes part (counts are summed over ranks); the main rank writes.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._pending: list[StepResult] = []
+        self._counts: dict[str, int] = {}
+        self._flops = 0.0
+        self._file: JsonLines | None = None
+        self._bar: Progress | None = None
+        self._unwritten: list[dict[str, Any]] = []  # rows that the checkpoint knew and the file may not
+        self._since = 0.0
+        self._waited = 0.0
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._restart_clock(trainer)
+        if trainer.world.is_main:
+            path = trainer.config.folder / "metrics.jsonl"
+            # Steps after the checkpoint that this run resumes from will happen again: their old lines must not stay.
+            self._file = JsonLines(path, keep=lambda row: row["step"] <= trainer.step)
+            known = max((row["step"] for row in read_jsonl(path)), default=0)
+            for row in self._unwritten:
+                if row["step"] > known:
+                    self._file.write(row)
+            self._bar = _terminal_bar(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"unwritten": _to_host(self._pending) if self._pending else []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._unwritten = state.get("unwritten", [])
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        self._pending.append(result)
+        for batch in result.microbatches:
+            for name, value in batch.counts.items():
+                self._counts[name] = self._counts.get(name, 0) + value
+            if trainer.flops is not None:
+                self._flops += trainer.flops(batch)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=result.step)
+        if result.step % self.every == 0 or result.step == trainer.config.train.steps or result.step == 1:
+            self._report(trainer)
+
+    def on_eval(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        if self._file is not None:
+            self._file.write({"kind": "eval", "step": trainer.step, **{f"eval_{k}": v for k, v in metrics.items()}})
+            log.info("step %d  held-out %s", trainer.step, "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+
+    def on_error(self, trainer: Trainer, error: BaseException) -> None:
+        self._close()
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _restart_clock(self, trainer: Trainer) -> None:
+        self._since = _training_time(trainer)
+        self._waited = _waiting_time(trainer)
+
+    def _report(self, trainer: Trainer) -> None:
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        values = _to_host(pending)  # the one wait for the device in the whole interval
+        elapsed = max(_training_time(trainer) - self._since, 1e-9)
+        waited = _waiting_time(trainer) - self._waited
+        names = sorted(self._counts)
+        local = torch.tensor([self._flops, *(self._counts[n] for n in names)], dtype=torch.float64)
+        sums = sum_over_ranks(local).tolist()
+        self._counts, self._flops = {}, 0.0
+        self._restart_clock(trainer)
+        if self._file is None:
+            return
+        memory = devices.memory(trainer.world.device)
+        speed: dict[str, Any] = {f"{n}_per_s": total / elapsed for n, total in zip(names, sums[1:], strict=True)}
+        speed |= {
+            "data_wait": min(1.0, waited / elapsed),
+            "memory_gib": memory.used / 2**30,
+            "peak_memory_gib": memory.peak / 2**30,
+            "step_seconds": elapsed / len(pending),
+        }
+        peak = devices.peak_flops(trainer.world.device)
+        if sums[0]:
+            speed["tflops"] = sums[0] / elapsed / trainer.world.size / 1e12
+        if sums[0] and peak:
+            speed["mfu"] = sums[0] / elapsed / trainer.world.size / peak
+        for row in values[:-1]:
+            self._file.write(row, flush=False)
+        self._file.write(values[-1] | speed)
+        log.info(step_line(values[-1] | speed, trainer.config.train.steps))
+
+
+def step_line(row: dict[str, Any], steps: int) -> str:
+    """One line for people; counts appear by the names the data gave them."""
+    width = len(str(steps))
+    parts = [
+        f"step {row['step']:>{width}}/{steps}",
+        f"loss {row['loss']:.4f}",
+        f"lr {row['lr']:.2e}",
+        f"grad {row['grad_norm']:.3f}",
+    ]
+    parts += [f"{_short(v)} {k.removesuffix('_per_s')}/s" for k, v in row.items() if k.endswith("_per_s") and v]
+    parts += [f"wait {row['data_wait']:.1%}", f"mem {row['memory_gib']:.2f} GiB"]
+    if "mfu" in row:
+        parts.append(f"mfu {row['mfu']:.1%}")
+    parts.append(f"left {_clock((steps - row['step']) * row['step_seconds'])}")
+    return "  ".join(parts)
+
+
+def _training_time(trainer: Trainer) -> float:
+    """A clock that stands still while the run evaluates or saves: those are not training speed."""
+    return time.perf_counter() - trainer.paused_seconds
+
+
+def _waiting_time(trainer: Trainer) -> float:
+    return trainer.loader.wait_seconds if trainer.loader else 0.0
+
+
+def _to_host(results: list[StepResult]) -> list[dict[str, Any]]:
+    names = sorted(results[0].metrics)
+    table = torch.stack([torch.stack([r.loss, r.grad_norm, *(r.metrics[n] for n in names)]) for r in results]).tolist()
+    return [
+        {"kind": "train", "step": r.step, "loss": row[0], "grad_norm": row[1], "lr": r.lr}
+        | dict(zip(names, row[2:], strict=True))
+        for r, row in zip(results, table, strict=True)
+    ]
+
+
+def _short(value: float) -> str:
+    for unit in ("", "k", "M", "G"):
+        if value < 1000 or unit == "G":
+            break
+        value /= 1000
+    return f"{value:.0f}" if not unit and value >= 100 else f"{value:.3g}{unit}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
+
+
+def _terminal_bar(trainer: Trainer) -> Progress | None:
+    if not sys.stderr.isatty():
+        return None
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(console=Console(stderr=True), transient=True)
+    bar.add_task(trainer.config.name, total=trainer.config.train.steps, completed=trainer.step)
+    bar.start()
+    return bar
+
+
+class TensorBoard(Callback):
+    """Scalars of `metrics.jsonl` as TensorBoard events: reads what the meter wrote, so the two never disagree."""
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+        self._read = 0
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.world.is_main:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = trainer.config.folder
+            self._writer = SummaryWriter(
+                str(folder / "tensorboard"), purge_step=trainer.step + 1 if trainer.step else None
+            )
+            self._read = (folder / "metrics.jsonl").stat().st_size if (folder / "metrics.jsonl").exists() else 0
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        self._copy(trainer)
+
+    def on_eval(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        self._copy(trainer)
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._copy(trainer)
+        if self._writer is not None:
+            self._writer.close()
+
+    def _copy(self, trainer: Trainer) -> None:
+        path = trainer.config.folder / "metrics.jsonl"
+        if self._writer is None or path.stat().st_size == self._read:
+            return
+        with path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                row = json.loads(line)
+                for key, value in row.items():
+                    if key not in ("step", "kind"):
+                        self._writer.add_scalar(key, value, row["step"])
+            self._read = file.tell()

@@ -1,0 +1,90 @@
+"""Records of what the data did: which samples each step saw, and which could not be used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from tessera.train.callbacks import Callback, StepResult
+from tessera.train.jsonl import JsonLines, read_jsonl
+
+if TYPE_CHECKING:
+    from tessera.train.trainer import Trainer
+
+log = logging.getLogger("tessera")
+
+
+class Ledger(Callback):
+    """`ledger/rank-N.jsonl`: sample ids by step, one file per rank so that nothing is gathered in the hot path.
+
+    Together the files prove that a resume lost nothing and repeated nothing, on any number of ranks.
+    """
+
+    def __init__(self) -> None:
+        self._file: JsonLines | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        folder = trainer.config.folder / "ledger"
+        if trainer.world.is_main and folder.exists():
+            for stale in folder.glob("rank-*.jsonl"):  # of ranks that may not exist any more, too
+                JsonLines(stale, keep=lambda row: row["step"] <= trainer.step).close()
+        self._file = None
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if self._file is None:  # after the first collective of the run: the main rank has trimmed the files by now
+            self._file = JsonLines(trainer.config.folder / "ledger" / f"rank-{trainer.world.rank:05d}.jsonl")
+        ids = [list(batch.sample_ids) for batch in result.microbatches]
+        self._file.write({"step": result.step, "samples": ids})
+
+    def on_error(self, trainer: Trainer, error: BaseException) -> None:
+        self._close()
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Quarantine(Callback):
+    """`quarantine.jsonl`: samples that could not be used, with the reason; counted on screen at the end."""
+
+    def __init__(self, from_index: Iterable[tuple[str, str]] = ()) -> None:
+        self._from_index = list(from_index)  # found before training, from headers
+        self._known: set[str] = set()
+        self._file: JsonLines | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        path = trainer.config.folder / "quarantine.jsonl"
+        self._known = {row["id"] for row in read_jsonl(path)}
+        if trainer.world.is_main:
+            for sample, reason in self._from_index:
+                self.note(trainer, sample, reason)
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        for batch in result.microbatches:
+            for sample, reason in batch.problems:
+                self.note(trainer, sample, reason)
+
+    def note(self, trainer: Trainer, sample: str, reason: str) -> None:
+        if sample in self._known:
+            return
+        self._known.add(sample)
+        if self._file is None:
+            self._file = JsonLines(trainer.config.folder / "quarantine.jsonl")
+        self._file.write({"id": sample, "reason": reason})
+        if len(self._known) <= 5:
+            log.warning("skipped sample %s: %s", sample, reason)
+
+    def on_end(self, trainer: Trainer) -> None:
+        if self._known and trainer.world.is_main:
+            log.warning("%d samples were skipped; quarantine.jsonl in the run folder lists them", len(self._known))
+        self.on_error(trainer, None)
+
+    def on_error(self, trainer: Trainer, error: BaseException | None) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,84 @@
+"""`tessera.train` and `tessera.resume`: a whole run from one call."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tessera.core import dist, log
+from tessera.core.config import read_mapping
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import RunConfig, load_config
+from tessera.train.build import build_trainer, run_exists
+from tessera.train.callbacks import Callback
+from tessera.train.jsonl import read_jsonl
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run leaves behind."""
+
+    folder: Path
+    checkpoint: Path | None
+    stopped: str | None = None  # why it ended before its last step, if it did
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return list(read_jsonl(self.folder / "metrics.jsonl"))
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Trains from the start. A folder that already holds a run is left alone unless `overwrite` says otherwise."""
+    config = load_config(recipe, overrides)
+    check_fresh(config, overwrite)
+    return _run(config, resume=False, overwrite=overwrite, callbacks=callbacks)
+
+
+def resume(run: str | Path, overrides: Mapping[str, Any] | None = None, *, callbacks: Sequence[Callback] = ()) -> Run:
+    """Goes on from the newest good checkpoint of a run; its own saved configuration is all that is needed."""
+    return _run(resume_config(run, overrides), resume=True, overwrite=False, callbacks=callbacks)
+
+
+def check_fresh(config: RunConfig, overwrite: bool) -> None:
+    if run_exists(config.folder) and not overwrite:
+        raise TesseraError(
+            f"{config.folder} already holds a run with checkpoints",
+            where="out, name",
+            fix=f"`tessera resume {config.folder}` goes on with it; name=NEW starts another; --overwrite replaces it",
+        )
+
+
+def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    folder = Path(run)
+    if not (folder / "config.yaml").is_file():
+        raise TesseraError(
+            f"{folder} is not a run: it has no config.yaml", fix="name the folder that `tessera train` made"
+        )
+    # The folder may have been moved since: where it lies now counts, not where it lay.
+    placed = {"out": str(folder.parent), "name": folder.name}
+    return load_config(read_mapping(folder / "config.yaml"), {**(overrides or {}), **placed})
+
+
+def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequence[Callback]) -> Run:
+    with dist.world(config.train.device, config.parallel.timeout_s) as world:
+        if overwrite and world.is_main and run_exists(config.folder):
+            shutil.rmtree(config.folder)
+        dist.barrier()
+        log.setup(world.rank, config.folder / "logs")
+        try:
+            trainer = build_trainer(config, world, callbacks)
+            if resume and not trainer.resume():
+                log.logger().warning("%s has no checkpoint yet: starting from the beginning", config.folder)
+            trainer.run()
+            return Run(config.folder, trainer.checkpoints.latest(), trainer.stop_reason)
+        finally:
+            log.close()

@@ -1,0 +1,203 @@
+"""Time, order and bookkeeping of a run. It knows no modality, no parallel axis and no file format."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.model_state import training_tensors
+from tessera.core import rng
+from tessera.core.config import dump_yaml
+from tessera.core.dist import World, any_rank
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import RunConfig
+from tessera.core.types import Batch, Task
+from tessera.data.loader import Loader
+from tessera.optim.clip import finish_gradients
+from tessera.optim.schedule import factor, set_learning_rate
+from tessera.parallel.engine import Engine
+from tessera.train.callbacks import Callback, StepResult
+
+
+class Trainer:
+    """Made of finished parts (see `train.build`); runs them until the last step, a stop request or an error."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        world: World,
+        module: nn.Module,
+        engine: Engine,
+        task: Task,
+        optimizer: torch.optim.Optimizer,
+        loader: Callable[[int], Loader],  # from the row to start with
+        checkpoints: CheckpointManager,
+        callbacks: Sequence[Callback] = (),
+        eval_batches: Callable[[], Iterable[tuple[Batch, bool]]] | None = None,  # (batch, whether it counts)
+        flops: Callable[[Batch], float] | None = None,
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.module = module
+        self.engine = engine
+        self.task = task
+        self.optimizer = optimizer
+        self.checkpoints = checkpoints
+        self.callbacks = list(callbacks)
+        self.flops = flops
+        self.step = 0
+        self.paused_seconds = 0.0  # spent on evaluation and saving
+        self.stop_reason: str | None = None
+        self.loader: Loader | None = None
+        self._make_loader = loader
+        self._eval_batches = eval_batches
+        self._saved_step = -1
+
+    # ------------------------------------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            try:
+                self._tell("on_start")
+                self.loader = stack.enter_context(contextlib.closing(self._make_loader(self.rows_drawn)))
+                self.module.train()
+                self._loop(iter(self.loader))
+                if self.stop_reason is None and self._eval_batches is not None:
+                    self.evaluate()
+                self.save()
+            except BaseException as error:
+                for callback in self.callbacks:
+                    callback.on_error(self, error)
+                raise
+            finally:
+                self.loader = None
+        self._tell("on_end")
+
+    def _loop(self, steps: Iterator[Sequence[Batch]]) -> None:
+        settings = self.config.train
+        while self.step < settings.steps and not self._should_stop():
+            microbatches = next(steps)
+            rng.seed_process(settings.seed, "step", self.step, self.world.rank)
+            self._tell("on_step_begin")
+            out = self.engine.step(self.task, [b.to(self.world.device, non_blocking=True) for b in microbatches])
+            grad_norm = finish_gradients(self.module.parameters(), out.count, self.config.optim.clip_norm)
+            self._tell("on_before_optim")
+            share = factor(self.config.optim.schedule, self.step, settings.steps)
+            lr = set_learning_rate(self.optimizer, share)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+            count = out.count.clamp(min=1)
+            metrics = {name: value / count for name, value in out.metrics.items()}
+            self._tell("on_step_end", StepResult(self.step, out.sum / count, grad_norm, lr, metrics, microbatches))
+            last = self.step == settings.steps
+            if self._eval_batches is not None and _due(self.step, settings.eval_every) and not last:
+                self.evaluate()
+            if _due(self.step, self.config.checkpoint.every) and not last:
+                self.save()
+
+    def _should_stop(self) -> bool:
+        """A stop asked of one rank (a signal reaches each at another moment) is a stop of all, before the same step."""
+        if any_rank(self.stop_reason is not None, torch.device("cpu")):
+            self.stop_reason = self.stop_reason or "another rank was asked to stop"
+            return True
+        return False
+
+    def request_stop(self, reason: str) -> None:
+        """From a signal handler or a callback: finish this step, save, leave."""
+        self.stop_reason = reason
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss over the held-out rows, the same on every rank."""
+        assert self._eval_batches is not None
+        total, count = 0.0, 0.0
+        sums: dict[str, float] = {}
+        with self._paused():
+            for batch, counts in self._eval_batches():
+                out = self.engine.evaluate(self.task, batch.to(self.world.device), counts)
+                total += float(out.sum)
+                count += float(out.count)
+                for name, value in out.metrics.items():
+                    sums[name] = sums.get(name, 0.0) + float(value)
+        metrics = {"loss": total / max(count, 1), **{n: v / max(count, 1) for n, v in sums.items()}}
+        self._tell("on_eval", metrics)
+        return metrics
+
+    # ------------------------------------------------------------------------------------------ state
+
+    @property
+    def rows_drawn(self) -> int:
+        """Data position: rows of the global order that training has used. Independent of ranks and micro-batches."""
+        return self._first_row + (self.step - self._first_step) * self.config.train.global_batch
+
+    _first_row = (
+        0  # where the row count stood at `_first_step`: differs from step * batch only if a resume changed the batch
+    )
+    _first_step = 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return training_tensors(self.module, self.optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "rows_drawn": self.rows_drawn,
+            "seed": self.config.train.seed,  # with the step, this is the state of every random stream
+            "schedule": self.config.optim.schedule.model_dump(mode="json"),
+            "world": self.world.size,
+            "callbacks": {c.name: c.state_dict() for c in self.callbacks},
+        }
+
+    def save(self) -> Path | None:
+        if self._saved_step == self.step:
+            return None
+        with self._paused():
+            path = self.checkpoints.save(self.step, self.tensors(), self.state_dict(), dump_yaml(self.config))
+        self._saved_step = self.step
+        self._tell("on_save", path)
+        return path
+
+    def resume(self) -> bool:
+        """Continues from the newest good checkpoint of this run's folder; False when there is none."""
+        found = self.checkpoints.resume(self.tensors())
+        if found is None:
+            return False
+        step, state = found
+        if state["seed"] != self.config.train.seed:
+            raise TesseraError(
+                f"the run was trained with train.seed={state['seed']}, now it is {self.config.train.seed}: "
+                "the data order would change in the middle",
+                where="train.seed",
+                fix=f"set train.seed={state['seed']}",
+            )
+        self.step = self._saved_step = self._first_step = step
+        self._first_row = state["rows_drawn"]
+        for callback in self.callbacks:
+            callback.load_state_dict(state["callbacks"].get(callback.name, {}))
+        return True
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.paused_seconds += time.perf_counter() - started
+
+    def _tell(self, moment: str, *details: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, moment)(self, *details)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

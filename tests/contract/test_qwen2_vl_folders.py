@@ -1,0 +1,178 @@
+"""Hugging Face folders: what transformers saves we read, what we write transformers reads; configurations both ways."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from qwen2_vl_cases import (
+    SHAPES,
+    config_of,
+    make_case,
+    ours_to_theirs,
+    pack,
+    reference_inputs,
+    reference_model,
+    theirs_to_ours,
+)
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, Qwen2VLForConditionalGeneration
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import ModelSection
+from tessera.models import resolve
+from tessera.models.qwen2_vl import SPEC
+from tessera.models.qwen2_vl.config import Qwen2VLConfig
+
+# The layout of the published 2B folder: the text's fields at the top.
+HUB = {
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "vision_token_id": 151654,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "initializer_range": 0.02,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2_vl",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "embed_dim": 1280,
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "in_chans": 3,
+        "hidden_size": 1536,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 151936,
+}
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_we_read_what_transformers_saves(number: int, tmp_path: Path) -> None:
+    config = config_of(SHAPES[number])
+    reference = reference_model(config)
+    reference.save_pretrained(tmp_path)
+    spec, read = resolve(ModelSection(path=tmp_path))
+    assert spec is SPEC
+    assert read == config
+    ours = theirs_to_ours(config, load_file(tmp_path / "model.safetensors"))
+    again = theirs_to_ours(config, reference.state_dict())  # the other spelling: names in memory
+    for (name, one), (_, other) in zip(ours.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_transformers_reads_what_we_write(number: int, tmp_path: Path) -> None:
+    config = config_of(SHAPES[number])
+    ours = theirs_to_ours(config, reference_model(config, seed=4).state_dict()).eval()
+    state = ours_to_theirs(ours, config, dict(ours.state_dict()))
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    reference, report = Qwen2VLForConditionalGeneration.from_pretrained(
+        tmp_path, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    case = make_case(
+        config, [("image", (1, 2 * config.vision.spatial_merge_size, config.vision.spatial_merge_size))], 3
+    )
+    with torch.no_grad():
+        expected = reference.eval()(**reference_inputs(reference, config, case)).logits[0]
+        torch.testing.assert_close(ours(pack(config, [case]), logits=True).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_hub_layout_is_the_preset() -> None:
+    _, preset = resolve(ModelSection(family="qwen2_vl", preset="2b"))
+    assert Qwen2VLConfig.from_hf(HUB) == preset
+
+
+@pytest.mark.parametrize("preset", sorted(SPEC.presets))
+def test_configurations_survive_the_way_through_transformers(preset: str, tmp_path: Path) -> None:
+    _, config = resolve(ModelSection(family="qwen2_vl", preset=preset))
+    assert isinstance(config, Qwen2VLConfig)
+    assert Qwen2VLConfig.from_hf(config.to_hf()) == config
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path / "again")
+    assert resolve(ModelSection(path=tmp_path / "again"))[1] == config
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("use_sliding_window", True),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("attention_dropout", 0.1),
+        ("quantization_config", {"bits": 4}),
+        ("model_type", "qwen3"),
+        ("head_dim", 64),
+        ("num_key_value_heads", 5),
+        ("vision_config", {"hidden_size": 99}),
+        ("vision_config", {"hidden_act": "relu"}),
+        ("image_token_id", 10**6),
+    ],
+)
+def test_what_we_do_not_compute_is_an_error(key: str, value: Any) -> None:
+    with pytest.raises(TesseraError):
+        Qwen2VLConfig.from_hf({**HUB, key: value})
+
+
+def test_changes_on_top_of_a_folder_or_preset(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HUB))
+    _, nested = resolve(ModelSection(path=tmp_path, config={"text": {"num_hidden_layers": 3}}))
+    _, dotted = resolve(ModelSection(family="qwen2_vl", preset="2b", config={"text.num_hidden_layers": 3}))
+    assert nested == dotted
+    assert nested.text.num_hidden_layers == 3  # type: ignore[attr-defined]
+    with pytest.raises(TesseraError, match="unknown key") as caught:
+        resolve(ModelSection(family="qwen2_vl", preset="2b", config={"text.num_hidden_layer": 3}))
+    assert caught.value.nearest == "text.num_hidden_layers"
+
+
+def test_a_head_dimension_of_its_own_works_but_has_no_hugging_face_form() -> None:
+    _, config = resolve(
+        ModelSection(
+            family="qwen2_vl", preset="quickstart", config={"text.head_dim": 16, "text.mrope_section": [2, 3, 3]}
+        )
+    )
+    assert isinstance(config, Qwen2VLConfig)
+    model = SPEC.build(config)
+    assert model.text.layers[0].attn.q.weight.shape == (64, 128)
+    with pytest.raises(TesseraError, match="heads"):
+        config.to_hf()
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match=r"no config\.json"):
+        resolve(ModelSection(path=tmp_path))
+    (tmp_path / "config.json").write_text("[1, 2")
+    with pytest.raises(TesseraError, match="not readable as JSON"):
+        resolve(ModelSection(path=tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(HUB))
+    with pytest.raises(TesseraError, match="both say"):
+        resolve(ModelSection(path=tmp_path, preset="2b"))

@@ -1,0 +1,356 @@
+"""The Qwen2-VL processor against transformers: pixels, grids, token ids and positions are identical, not close.
+
+The reference's clip processor needs torchvision, which the test machines do not have. Clips are compared with what its
+public formulas give from the image processor's arithmetic: each frame as an image, pairs of frames joined along the
+patch's time.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig as ReferenceConfig
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import DataSection
+from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
+from tessera.data.kinds import KINDS
+from tessera.data.loader import Loader
+from tessera.data.tokenizer import train_tokenizer, write_tokenizer
+from tessera.models.qwen2_vl.config import Qwen2VLConfig
+from tessera.models.qwen2_vl.processor import Qwen2VLProcessor
+
+WORDS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+VOCAB = 400
+TEXTS = [
+    "system user assistant\n\n You are a helpful assistant.",
+    "What is in the picture? A red square.",
+    "été 中文 12345",
+]
+
+
+def tiny_config() -> Qwen2VLConfig:
+    return Qwen2VLConfig.model_validate(
+        {
+            "text": {
+                "vocab_size": VOCAB,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "mrope_section": (2, 3, 3),
+            },
+            "vision": {"depth": 1, "embed_dim": 32, "num_heads": 2},
+            "vision_start_token_id": VOCAB - 4,
+            "vision_end_token_id": VOCAB - 3,
+            "image_token_id": VOCAB - 2,
+            "video_token_id": VOCAB - 1,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = train_tokenizer(TEXTS * 20, VOCAB, WORDS)
+    write_tokenizer(where, tokenizer.to_str(), chat_template=None, end="<|im_end|>", pad="<|endoftext|>")
+    return where
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> Qwen2VLProcessor:
+    return Qwen2VLProcessor.load(
+        tiny_config(),
+        folder,
+        min_pixels=28 * 28,
+        max_pixels=28 * 28 * 20,
+        video_min_pixels=28 * 28,
+        video_max_pixels=28 * 28 * 6,
+    )
+
+
+@pytest.fixture(scope="module")
+def exported(processor: Qwen2VLProcessor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("exported")
+    processor.save(where)
+    return where
+
+
+def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    rng = np.random.default_rng(seed)
+    noise = rng.integers(0, 256, (height, width, 4), dtype=np.uint8)
+    return Image.fromarray(noise, "RGBA").convert(mode)
+
+
+def text(value: str) -> Part:
+    return Part("text", value)
+
+
+def conversation(*media: str) -> Sample:
+    asked = [part for kind in media for part in (text(f"Look at this {kind}:\n"), Part(kind, None))]  # type: ignore[arg-type]
+    return Sample(
+        "one",
+        (
+            Message("user", (*asked, text("\n\n  What is in the picture? <b>été</b>"))),
+            Message("assistant", (text("\nA red square.\n"),)),
+            Message("user", (text("Sure?"),)),
+            Message("assistant", (text("中文 12345"),)),
+        ),
+    )
+
+
+def as_reference(sample: Sample) -> list[dict[str, Any]]:
+    """The same conversation in transformers' spelling."""
+    return [
+        {
+            "role": m.role,
+            "content": [{"type": p.kind, "text": p.value} if p.kind == "text" else {"type": p.kind} for p in m.parts],
+        }
+        for m in sample.messages
+    ]
+
+
+def reference_ids(exported: Path, sample: Sample, media_tokens: list[tuple[str, int]], **kwargs: Any) -> list[int]:
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    words = tokenizer.apply_chat_template(as_reference(sample), tokenize=False, **kwargs)
+    for kind, count in media_tokens:
+        words = words.replace(f"<|{kind}_pad|>", "<|placeholder|>" * count, 1)
+    for kind, _ in media_tokens[:1]:
+        words = words.replace("<|placeholder|>", f"<|{kind}_pad|>")
+    return list(tokenizer(words)["input_ids"])
+
+
+def reference_positions(tokens: torch.Tensor, images: Any, videos: Any) -> torch.Tensor:
+    with torch.device("meta"):
+        model = Qwen2VLModel(ReferenceConfig(**tiny_config().to_hf()))
+    kinds = (tokens == VOCAB - 2).int() + 2 * (tokens == VOCAB - 1).int()
+    positions, _ = model.get_rope_index(tokens[None], kinds[None], image_grid_thw=images, video_grid_thw=videos)
+    return positions[:, 0]
+
+
+SIZES = [(56, 56), (61, 87), (300, 40), (500, 333), (9, 9), (28, 28), (1000, 20)]
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_pixels_and_grids_are_the_references(
+    processor: Qwen2VLProcessor, exported: Path, width: int, height: int
+) -> None:
+    reference = Qwen2VLImageProcessorPil.from_pretrained(exported)
+    image = picture(width, height)
+    theirs = reference(images=[image], return_tensors="pt")
+    ours = processor.encode(conversation("image"), [image])
+    assert torch.equal(ours.media["grids"], theirs["image_grid_thw"])
+    assert torch.equal(ours.media["pixels"], theirs["pixel_values"])
+    assert ours.media["pixels"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "CMYK", "1"])
+def test_pixels_of_other_modes(processor: Qwen2VLProcessor, exported: Path, mode: str) -> None:
+    image = picture(64, 48, mode)
+    theirs = Qwen2VLImageProcessorPil.from_pretrained(exported)(images=[image], return_tensors="pt")
+    assert torch.equal(processor.encode(conversation("image"), [image]).media["pixels"], theirs["pixel_values"])
+
+
+def test_tokens_are_the_references(processor: Qwen2VLProcessor, exported: Path) -> None:
+    images = [picture(61, 87), picture(120, 60, seed=1)]
+    sample = conversation("image", "image")
+    ours = processor.encode(sample, images)
+    counts = [("image", int(grid.prod()) // 4) for grid in ours.media["grids"]]
+    assert ours.tokens.tolist() == reference_ids(exported, sample, counts)
+    asked = Sample("one", sample.messages[:-1])
+    prompt = processor.prompt([sample], [images])
+    assert prompt["tokens"].tolist() == reference_ids(exported, asked, counts, add_generation_prompt=True)
+
+
+def test_text_alone_and_its_own_system_prompt(processor: Qwen2VLProcessor, exported: Path) -> None:
+    for opening in (Message("system", (text("Be brief."),)), Message("user", (text("Hi"),))):
+        sample = Sample("one", (opening, Message("assistant", (text("Yes."),))))
+        ours = processor.encode(sample, [])
+        assert ours.tokens.tolist() == reference_ids(exported, sample, [])
+        assert torch.equal(ours.positions, torch.arange(len(ours.tokens)).expand(3, -1))
+        assert "pixels" not in processor.collate([[ours]], 128)
+
+
+@pytest.mark.parametrize("system", [None, "Answer in {{ braces }}."])
+def test_a_folder_with_another_system_prompt(folder: Path, tmp_path: Path, system: str | None) -> None:
+    plain = Qwen2VLProcessor.load(tiny_config(), folder, system=system)
+    plain.save(tmp_path)
+    sample = Sample("one", (Message("user", (text("Hi"),)), Message("assistant", (text("Yes."),))))
+    assert plain.encode(sample, []).tokens.tolist() == reference_ids(tmp_path, sample, [])
+
+
+@pytest.mark.parametrize("media", [("image",), ("image", "image"), ("video",), ("image", "video", "image")])
+def test_positions_are_the_references(processor: Qwen2VLProcessor, media: tuple[str, ...]) -> None:
+    clip = np.stack([np.asarray(picture(70, 90, seed=i)) for i in range(6)])
+    things = [clip if kind == "video" else picture(61 + 30 * i, 87, seed=i) for i, kind in enumerate(media)]
+    ours = processor.encode(conversation(*media), things)
+    grids = dict(zip(range(len(media)), ours.media["grids"], strict=True))
+    of = {kind: [grids[i] for i, k in enumerate(media) if k == kind] for kind in ("image", "video")}
+    images, videos = (torch.stack(of[kind]) if of[kind] else None for kind in ("image", "video"))
+    assert torch.equal(ours.positions, reference_positions(ours.tokens, images, videos))
+
+
+def test_a_clip_is_pairs_of_frames(processor: Qwen2VLProcessor, exported: Path) -> None:
+    """Five frames: the last temporal patch holds the fifth twice."""
+    frames = [picture(70, 90, seed=i) for i in range(5)]
+    ours = processor.encode(conversation("video"), [np.stack([np.asarray(f) for f in frames])])
+    size = {"shortest_edge": processor.video.min_pixels, "longest_edge": processor.video.max_pixels}
+    reference = Qwen2VLImageProcessorPil.from_pretrained(exported)
+    stills = [reference(images=[f], size=size, return_tensors="pt") for f in [*frames, frames[-1]]]
+    _, h, w = stills[0]["image_grid_thw"][0].tolist()
+    assert ours.media["grids"].tolist() == [[3, h, w]]
+    single = [s["pixel_values"].reshape(h * w, 3, 2, 14 * 14)[:, :, :1] for s in stills]
+    pairs = [torch.cat(single[i : i + 2], dim=2).reshape(h * w, -1) for i in (0, 2, 4)]
+    assert torch.equal(ours.media["pixels"], torch.cat(pairs))
+    assert int((ours.tokens == VOCAB - 1).sum()) == 3 * h * w // 4
+
+
+def test_only_what_the_assistant_says_is_trained(processor: Qwen2VLProcessor, folder: Path) -> None:
+    sample = conversation("image")
+    ours = processor.encode(sample, [picture(56, 56)])
+    trained = ours.labels != IGNORE
+    assert torch.equal(ours.labels[trained], ours.tokens[trained])
+    runs, run = [], []
+    for token, flag in zip(ours.tokens.tolist(), trained.tolist(), strict=True):
+        if flag:
+            run.append(token)
+        elif run:
+            runs.append(run)
+            run = []
+    assert len(runs) == 2
+    assert [r[-1] for r in runs] == [processor.encoder.id_of("<|im_end|>")] * 2
+    # The header's newline and the answer's own first newline may be one token; then it is trained.
+    assert processor.decode(runs[0]).lstrip("\n") == "A red square.\n"
+    assert processor.decode(runs[1]) == "中文 12345"
+    both = processor.training_on(["assistant", "user"]).encode(sample, [picture(56, 56)])
+    spoken = processor.decode(both.tokens[both.labels != IGNORE].tolist())
+    assert "What is in the picture?" in spoken
+    assert "helpful" not in spoken
+    assert not bool((both.labels == VOCAB - 2).any())
+
+
+def test_measure_is_what_encode_gives(processor: Qwen2VLProcessor) -> None:
+    clip = np.zeros((7, 50, 80, 3), dtype=np.uint8)
+    sample = conversation("image", "video")
+    measured = processor.measure(sample, [MediaSize(333, 91), MediaSize(80, 50, 7)])
+    encoded = processor.encode(sample, [picture(333, 91), clip])
+    assert measured == encoded.counts
+    assert measured["tokens"] == len(encoded.tokens)
+    assert measured["patches"] == len(encoded.media["pixels"])
+    assert measured["frames"] == 7
+    assert measured["images"] == 1
+    assert measured["trained"] == int((encoded.labels != IGNORE).sum())
+
+
+def test_collate_packs_rows(processor: Qwen2VLProcessor) -> None:
+    a = processor.encode(conversation("image"), [picture(56, 84)])
+    b = processor.encode(conversation(), [])
+    c = processor.encode(conversation("image", "video"), [picture(56, 56), np.zeros((4, 56, 56, 3), dtype=np.uint8)])
+    length = len(a.tokens) + len(b.tokens) + 5
+    batch = processor.collate([[a, b], [c]], length)
+    assert batch["tokens"].shape == batch["labels"].shape == (2 * length,)
+    assert batch["positions"].shape == (3, 2 * length)
+    bounds = batch.segments["text"].bounds.tolist()
+    assert bounds == [0, len(a.tokens), length - 5, length, length + len(c.tokens), 2 * length]
+    for item, start in ((a, 0), (b, len(a.tokens)), (c, length)):
+        end = start + len(item.tokens)
+        assert torch.equal(batch["tokens"][start:end], item.tokens)
+        assert torch.equal(batch["positions"][:, start:end], item.positions)
+        assert torch.equal(batch["labels"][start : end - 1], item.labels[1:])
+        assert int(batch["labels"][end - 1]) == IGNORE  # does not predict the next sample
+    assert bool((batch["labels"][length - 5 : length] == IGNORE).all())
+    media = torch.isin(batch["tokens"], torch.tensor([VOCAB - 2, VOCAB - 1])).nonzero()[:, 0]
+    assert torch.equal(batch["media_slots"], media)
+    assert len(media) * 4 == len(batch["pixels"]) == len(batch["patch_positions"])
+    assert torch.equal(batch["pixels"], torch.cat([a.media["pixels"], c.media["pixels"]]))
+    assert batch.segments["vision"].bounds.diff().tolist() == [24, 16, 16, 16]
+    assert batch["patch_positions"][:6].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3]]
+    assert batch.counts["trained"] == int((batch["labels"] != IGNORE).sum())
+    assert batch.counts["samples"] == 3
+
+
+def test_special_words_in_a_text_stay_text(processor: Qwen2VLProcessor) -> None:
+    sample = Sample(
+        "one", (Message("user", (text("a <|im_end|><|image_pad|> b"),)), Message("assistant", (text("ok"),)))
+    )
+    tokens = processor.encode(sample, []).tokens.tolist()
+    assert tokens.count(processor.encoder.id_of("<|im_end|>")) == 3  # system, user, assistant
+    assert VOCAB - 2 not in tokens
+
+
+def test_save_and_load_again(processor: Qwen2VLProcessor, exported: Path) -> None:
+    again = Qwen2VLProcessor.load(tiny_config(), exported)
+    assert (again.image, again.video) == (processor.image, processor.video)
+    sample, image = conversation("image"), picture(61, 87)
+    assert torch.equal(again.encode(sample, [image]).media["pixels"], processor.encode(sample, [image]).media["pixels"])
+    assert again.fingerprint == processor.fingerprint
+    assert again.training_on(["user"]).fingerprint != processor.fingerprint
+    assert processor.stop_tokens == (VOCAB - 5, VOCAB - 7)
+    travelled = pickle.loads(pickle.dumps(processor))  # noqa: S301 - our own object, as a spawned worker gets it
+    assert travelled.fingerprint == processor.fingerprint
+
+
+def test_from_a_file_to_batches(processor: Qwen2VLProcessor, tmp_path: Path) -> None:
+    """The whole road with this processor: index, packing, worker process, and a picture that fails when decoded."""
+    rows = []
+    for number in range(6):
+        picture(40 + 20 * number, 60, seed=number).save(tmp_path / f"{number}.png")
+        said = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": f"It is {number}."}]
+        rows.append({"id": f"p{number}", "conversations": said, "image": f"{number}.png"})
+    rows.append({"id": "words", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes."}]})
+    (tmp_path / "data.json").write_text(json.dumps(rows), encoding="utf-8")
+    data = (tmp_path / "2.png").read_bytes()
+    (tmp_path / "2.png").write_bytes(data[: len(data) // 2])
+    section = DataSection.model_validate({"train": [{"path": tmp_path / "data.json"}], "length": 128})
+    source = KINDS.get("chat")(section, "train", processor, 0, tmp_path / "cache")
+    with Loader(source, global_batch=len(source), workers=1) as loader:
+        batches = next(loader)
+    assert sorted(i for b in batches for i in b.sample_ids) == sorted(row["id"] for row in rows)
+    assert [i for b in batches for i, _ in b.problems] == ["p2"]
+    assert sum(b.counts["samples"] for b in batches) == 6
+    assert sum(b.counts["images"] for b in batches) == 5
+    for batch in batches:
+        bounds = batch.segments["text"].bounds.tolist()
+        assert bounds[-1] == 128
+        assert batch.counts["trained"] == int((batch["labels"] != IGNORE).sum())
+        assert len(batch.get("media_slots") if "media_slots" in batch else ()) == int(
+            (batch["tokens"] == VOCAB - 2).sum()
+        )
+        for id, start, end in zip(batch.sample_ids, bounds, bounds[1:], strict=False):
+            if id == "p2":
+                assert bool((batch["labels"][start:end] == IGNORE).all())
+                assert torch.equal(batch["positions"][:, start:end], torch.arange(end - start).expand(3, -1))
+
+
+def test_mistakes_are_explained(folder: Path, tmp_path: Path) -> None:
+    config = tiny_config()
+    with pytest.raises(TesseraError, match="unknown key: min_pixel"):
+        Qwen2VLProcessor.load(config, folder, min_pixel=5)
+    with pytest.raises(TesseraError, match="no tokenizer"):
+        Qwen2VLProcessor.load(config, tmp_path)
+    with pytest.raises(TesseraError, match="is more than"):
+        Qwen2VLProcessor.load(config, folder, min_pixels=10_000, max_pixels=5_000)
+    with pytest.raises(TesseraError, match=r"<\|image_pad\|> is 398 for the tokenizer and 397 for the model"):
+        Qwen2VLProcessor.load(config.model_copy(update={"image_token_id": 397}), folder)
+    processor = Qwen2VLProcessor.load(config, folder)
+    with pytest.raises(TesseraError, match="too narrow"):
+        processor.measure(conversation("image"), [MediaSize(3000, 3)])

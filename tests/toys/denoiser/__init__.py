@@ -1,0 +1,52 @@
+"""A second family, in one folder and nowhere else: a small image denoiser without tokens or vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tessera.core.config import Section
+from tessera.core.types import Batch, ModelPlan, ModelSpec
+
+
+class DenoiserConfig(Section):
+    side: int = 8
+    width: int = 64
+    depth: int = 2
+
+
+class Denoiser(nn.Module):
+    def __init__(self, config: DenoiserConfig) -> None:
+        super().__init__()
+        pixels = config.side**2
+        self.inlet = nn.Linear(pixels + 1, config.width)
+        self.blocks = nn.ModuleList(nn.Linear(config.width, config.width) for _ in range(config.depth))
+        self.outlet = nn.Linear(config.width, pixels)
+
+    def forward(self, batch: Batch) -> Tensor:
+        x = self.inlet(torch.cat([batch["noisy"], batch["time"]], dim=1))
+        for block in self.blocks:
+            x = x + torch.nn.functional.silu(block(x))
+        return self.outlet(x)
+
+    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        if name.endswith("bias"):
+            tensor.zero_()
+        else:
+            tensor.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)
+
+
+SPEC = ModelSpec(
+    name="denoiser",
+    config=DenoiserConfig,
+    build=Denoiser,
+    plan=lambda config: ModelPlan(
+        blocks=("blocks.{*}",),
+        tensor={"inlet.{*}": "replicate", "blocks.{*}.{*}": "replicate", "outlet.{*}": "replicate"},
+    ),
+    flops=lambda config, batch: (
+        6.0 * len(batch["clean"]) * config.width * (2 * config.side**2 + 1 + config.depth * config.width)
+    ),
+    presets={"tiny": {"side": 8, "width": 64, "depth": 2}},
+    task="tests.toys.denoise_task",
+)

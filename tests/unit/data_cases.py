@@ -1,0 +1,112 @@
+"""A small world of conversations and pictures for the tests of the data room, with a processor of their own making."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import IGNORE, Batch, Encoded, MediaSize, Sample, Segments
+from tessera.data.media import VideoSampling
+
+
+@dataclass(frozen=True)
+class LetterProcessor:
+    """One token for each letter, one for each 10x10 pixels: enough to see where every sample went."""
+
+    train_on: tuple[str, ...] = ("assistant",)
+    sampling: VideoSampling = field(default_factory=VideoSampling)
+    stop_tokens: tuple[int, ...] = (0,)
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+    def training_on(self, roles: Sequence[str]) -> LetterProcessor:
+        return replace(self, train_on=tuple(roles))
+
+    def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
+        if any(size.width > 100 * size.height for size in sizes):
+            raise TesseraError("too wide")
+        tokens, trained = self._letters(sample)
+        media = sum(size.width * size.height * size.frames // 100 for size in sizes)
+        return {"samples": 1, "tokens": len(tokens) + media, "trained": sum(trained), "images": len(sizes)}
+
+    def encode(self, sample: Sample, media: Sequence[Any]) -> Encoded:
+        sizes = [MediaSize(*item.size) for item in media]
+        letters, trained = self._letters(sample)
+        counts = self.measure(sample, sizes)
+        tokens = torch.tensor([1] * (counts["tokens"] - len(letters)) + letters)
+        flags = torch.tensor([False] * (counts["tokens"] - len(letters)) + trained)
+        return Encoded(sample.id, tokens, torch.where(flags, tokens, IGNORE), torch.arange(len(tokens)), {}, counts)
+
+    def _letters(self, sample: Sample) -> tuple[list[int], list[bool]]:
+        said = [(m.role, str(p.value)) for m in sample.messages for p in m.parts if p.kind == "text"]
+        tokens = [2 + ord(c) for _, words in said for c in words]
+        return tokens, [role in self.train_on for role, words in said for _ in words]
+
+    def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
+        tokens = torch.zeros(len(rows), length, dtype=torch.int64)
+        for into, row in zip(tokens, rows, strict=True):
+            joined = torch.cat([item.tokens for item in row])
+            into[: len(joined)] = joined
+        counts: dict[str, int] = {}
+        for item in (item for row in rows for item in row):
+            for name, count in item.counts.items():
+                counts[name] = counts.get(name, 0) + count
+        lengths = [len(item.tokens) for row in rows for item in row]
+        return Batch({"tokens": tokens.flatten()}, {"text": Segments.of(lengths)}, counts=counts)
+
+    def prompt(self, samples: Sequence[Sample], media: Sequence[Sequence[Any]]) -> Batch:
+        raise NotImplementedError
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(chr(t - 2) for t in tokens if t > 2)
+
+    def save(self, folder: Path) -> None:
+        raise NotImplementedError
+
+
+def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def row(asked: str, said: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}], **more}
+
+
+def seen(image: str, **more: Any) -> dict[str, Any]:
+    """A LLaVA row about one picture."""
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A thing."}]
+    return {"conversations": turns, "image": image, **more}
+
+
+def texts(folder: Path, count: int) -> Path:
+    """Conversations of many lengths, each with its number as id."""
+    rows = [row("q" * (1 + 7 * i % 23), f"{i:03d}" + "a" * (i * 13 % 31), id=f"s{i}") for i in range(count)]
+    return write_jsonl(folder / "texts.jsonl", rows)
+
+
+def pictures(folder: Path, names: Sequence[str], size: tuple[int, int] = (20, 20)) -> None:
+    for name in names:
+        Image.new("RGB", size, (200, 30, 30)).save(folder / name)
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and has no pixels behind it."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")

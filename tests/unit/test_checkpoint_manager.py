@@ -1,0 +1,289 @@
+"""A checkpoint exists wholly or not at all, whatever kills the writer and whatever happens to its bytes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tessera.checkpoint.manager import CheckpointManager
+from tessera.core.errors import TesseraError
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
+
+
+def tensors(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = {f"model.{str(t)[6:]}": torch.randint(0, 2, (3, 5), generator=generator).to(t) for t in TYPES}
+    made["model.weight"] = torch.randn(7, 4, generator=generator).requires_grad_()
+    made["model.strided"] = torch.randn(4, 7, generator=generator).t()
+    made["model.empty"] = torch.zeros(0, 3)
+    made["optim.weight.step"] = torch.tensor(float(seed))
+    made["model.odd"] = torch.tensor([float("nan"), -0.0, float("inf")])
+    return made
+
+
+def blank() -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
+
+
+def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    def bits(tensor: Tensor) -> bytes:
+        return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+    return left.keys() == right.keys() and all(bits(left[name]) == bits(right[name]) for name in left)
+
+
+def save(folder: Path, step: int, keep: int = 2, fault: Callable[[str], None] = lambda point: None) -> Path:
+    return CheckpointManager(folder, keep, fault=fault).save(
+        step, tensors(step), {"rows": step * 10}, f"step: {step}\n"
+    )
+
+
+def test_round_trip_is_bitwise(tmp_path: Path) -> None:
+    state = {"rng": [1, 2**62], "loss": 0.1 + 0.2, "best": float("inf"), "callbacks": {"a": {"on": True, "x": None}}}
+    manager = CheckpointManager(tmp_path / "run", 1)
+    path = manager.save(7, tensors(7), state, "model: größer\n")
+    assert path == tmp_path / "run" / "step-00000007"
+    assert sorted(p.name for p in path.iterdir()) == [
+        "config.yaml",
+        "manifest.json",
+        "shard-00000.safetensors",
+        "state.json",
+        "tensors.json",
+    ]
+    assert (path / "config.yaml").read_text(encoding="utf-8") == "model: größer\n"
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000007\n"
+    assert manager.report is not None
+    assert manager.report.bytes > 300
+    into = blank()
+    assert CheckpointManager(tmp_path / "run", 1).resume(into) == (7, state)
+    assert same_bits(into, tensors(7))
+    assert manager.latest() == path
+
+
+def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
+    assert CheckpointManager(tmp_path / "none", 1).resume(blank()) is None
+    assert CheckpointManager(tmp_path / "none", 1).latest() is None
+
+
+def test_keeps_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000003", "step-00000004"]
+
+
+def test_after_going_back_the_newly_saved_is_the_newest(tmp_path: Path) -> None:
+    for step in (10, 20, 15):
+        save(tmp_path, step, keep=2)
+    into = blank()
+    found = CheckpointManager(tmp_path, 2).resume(into)
+    assert found is not None
+    assert found[0] == 15
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000015", "step-00000020"]
+
+
+def test_the_same_step_again_replaces_without_a_gap(tmp_path: Path) -> None:
+    first = save(tmp_path, 5)
+    second = CheckpointManager(tmp_path, 2).save(5, tensors(9), {"again": 1}, "")
+    assert not first.exists()
+    assert second.name == "step-00000005.2"
+    assert CheckpointManager(tmp_path, 2).resume(blank()) == (5, {"again": 1})
+
+
+# ---------------------------------------------------------------------------------------------- killed while saving
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Runs in a fork; the exit status tells how it ended."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def points_of_a_save(folder: Path) -> list[str]:
+    seen: list[str] = []
+    save(folder, 1)
+    save(folder, 2)
+    save(folder, 3, fault=seen.append)
+    return seen
+
+
+def test_killed_at_any_point_a_whole_checkpoint_remains(tmp_path: Path) -> None:
+    points = points_of_a_save(tmp_path / "dry")
+    assert len(points) > 40
+    assert len(set(points)) > 35
+    outcomes = set()
+    for number in range(len(points)):
+        folder = tmp_path / f"kill-{number}"
+        shutil.copytree(tmp_path / "dry", folder)
+        shutil.rmtree(folder / "step-00000002")
+        save(folder, 4)
+
+        def die(point: str, left: list[int] = [number]) -> None:  # noqa: B006 - a counter of this child alone
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+
+        assert in_child(lambda folder=folder, die=die: save(folder, 5, fault=die)) == -signal.SIGKILL
+        into = blank()
+        found = CheckpointManager(folder, 2).resume(into)
+        assert found is not None, points[number]
+        step, state = found
+        assert step in (4, 5), points[number]
+        assert state == {"rows": step * 10}
+        assert same_bits(into, tensors(step)), points[number]
+        outcomes.add(step)
+        assert not list(folder.glob(".*")), "left-overs are cleaned at the next start"
+        save(folder, 6)
+        assert len(list(folder.glob("step-*"))) == 2
+        shutil.rmtree(folder)
+    assert outcomes == {4, 5}
+
+
+# ---------------------------------------------------------------------------------------------- damaged afterwards
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def swap(path: Path) -> None:
+    shutil.copy(path.parent.parent / "step-00000001" / path.name, path)
+
+
+FILES = ("shard-00000.safetensors", "tensors.json", "state.json", "config.yaml", "manifest.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [flip, truncate, swap, Path.unlink])
+def test_damage_is_found_and_the_older_one_used(
+    tmp_path: Path, damage: Callable[[Path], None], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    if damage is swap and name == "tensors.json":
+        (newest.parent / "step-00000001" / name).write_text("{}")  # the tables of both steps are alike: use another
+    before = (newest / name).read_bytes()
+    damage(newest / name)
+    assert not (newest / name).exists() or (newest / name).read_bytes() != before
+    if damage is swap and name == "tensors.json":
+        (newest.parent / "step-00000001" / name).write_bytes(before)
+    into = blank()
+    with caplog.at_level(logging.WARNING, logger="tessera"):
+        assert CheckpointManager(tmp_path, 2).resume(into) == (1, {"rows": 10})
+    assert same_bits(into, tensors(1))
+    assert "step-00000002" in caplog.text
+    with pytest.raises(TesseraError, match="damaged"):
+        CheckpointManager(tmp_path, 2).load(newest, into)
+
+
+def test_every_single_bit_of_the_manifest_counts(tmp_path: Path) -> None:
+    path = save(tmp_path, 1) / "manifest.json"
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 7):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        with pytest.raises(TesseraError):
+            CheckpointManager(tmp_path, 1).latest()
+    path.write_bytes(whole)
+    assert CheckpointManager(tmp_path, 1).latest() == path.parent
+
+
+def test_only_damaged_ones_is_an_error(tmp_path: Path) -> None:
+    flip(save(tmp_path, 1) / "shard-00000.safetensors")
+    with pytest.raises(TesseraError, match="every one of them is damaged"):
+        CheckpointManager(tmp_path, 1).resume(blank())
+
+
+# ---------------------------------------------------------------------------------------------- cannot be written
+
+
+def test_a_real_write_error_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    large = {"model.large": torch.ones(300_000)}
+
+    def limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        with pytest.raises(TesseraError, match=r"File too large(.|\n)*1200000 bytes"):
+            CheckpointManager(tmp_path, 1).save(2, large, {}, "")
+        os._exit(42)
+
+    assert in_child(limited) == 42
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert not list(tmp_path.glob(".staging*"))
+
+
+def test_an_error_at_any_point_before_publishing_leaves_the_old(tmp_path: Path) -> None:
+    points = points_of_a_save(tmp_path / "dry")
+    published = points.index("renamed .staging-step-00000003")
+    for number in range(0, published, 3):
+
+        def fail(point: str, left: list[int] = [number]) -> None:  # noqa: B006 - a counter of this save alone
+            left[0] -= 1
+            if left[0] == -1:
+                raise OSError(5, "Input/output error")
+
+        folder = tmp_path / str(number)
+        save(folder, 1)
+        with pytest.raises(TesseraError, match="Input/output error"):
+            save(folder, 2, fault=fail)
+        assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-00000001"]
+        assert (folder / "latest").read_text() == "step-00000001\n"
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(TesseraError, match="could not be written"):
+        save(tmp_path / "file" / "checkpoints", 1)
+
+
+# ---------------------------------------------------------------------------------------------- misfits
+
+
+def test_a_missing_tensor_is_named_with_the_nearest(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    wanted = {"model.wieght": torch.zeros(7, 4), "model.weight": torch.zeros(7, 5)}
+    with pytest.raises(TesseraError) as caught:
+        CheckpointManager(tmp_path, 1).resume(wanted)
+    assert "model.wieght is not in the checkpoint (it has model.weight)" in str(caught.value)
+    assert "model.weight has shape [7, 5] here, [7, 4] in the checkpoint" in str(caught.value)
+
+
+def test_a_part_can_be_loaded_and_cast(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    part = {"model.weight": torch.zeros(7, 4, dtype=torch.bfloat16)}
+    CheckpointManager(tmp_path, 1).load(path, part)
+    assert torch.equal(part["model.weight"], tensors(1)["model.weight"].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("bad", [{"a": object()}, {"a": {1: 2}}, {"a": [torch.zeros(1)]}])
+def test_state_that_json_would_lose_is_refused(tmp_path: Path, bad: dict[str, object]) -> None:
+    with pytest.raises(TesseraError, match="state"):
+        CheckpointManager(tmp_path, 1).save(1, tensors(1), bad, "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_things_than_tensors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="only tensors"):
+        CheckpointManager(tmp_path, 1).save(1, {"model.x": 3}, {}, "")  # type: ignore[dict-item]

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tessera.core.config import dump_yaml, parse_overrides, parse_yaml, read_mapping, schema
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import RunConfig, load_config
+
+BASE = {"model": {"family": "qwen2_vl"}, "train": {"steps": 3}}
+
+
+def test_misspelt_key_names_file_key_and_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {family: qwen2_vl}\ntrain: {steps: 3}\noptim: {weight_deccay: 0.1}\n")
+    with pytest.raises(TesseraError) as caught:
+        load_config(path)
+    assert "optim.weight_deccay" in str(caught.value)
+    assert caught.value.nearest == "optim.weight_decay"
+    assert str(path) in str(caught.value)
+
+
+def test_misspelt_key_inside_a_list() -> None:
+    with pytest.raises(TesseraError) as caught:
+        load_config(BASE, {"optim": {"groups": [{"patern": "x"}]}})
+    assert "pattern" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"train.steps": "many"}, "train.steps"),
+        ({"optim.lr": -1}, "optim.lr"),
+        ({"train.global_batch": 3, "train.micro_batch": 2}, "not a multiple"),
+        ({"parallel.shard": 0}, "at least 1"),
+        ({"model.dtype": "float8"}, "model.dtype"),
+        ({"train.steps.more": 1}, "not a section"),
+        ({"name": "../elsewhere"}, "name"),
+    ],
+)
+def test_wrong_values_are_named(overrides: dict[str, object], words: str) -> None:
+    with pytest.raises(TesseraError, match=words):
+        load_config(BASE, overrides)
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    with pytest.raises(TesseraError) as caught:
+        load_config(BASE, {"optm.lr": 1, "train.steps": 0, "data.length": "long"})
+    assert all(word in str(caught.value) for word in ("optm", "train.steps", "data.length"))
+
+
+def test_numbers_like_1e_5_are_numbers() -> None:
+    assert parse_yaml("{a: 1e-5, b: 1.5E3, c: -2e+4, d: 1e5x}", "t") == {"a": 1e-5, "b": 1500.0, "c": -2e4, "d": "1e5x"}
+    assert parse_overrides(["optim.lr=1e-4", "data.pack=false", "x=[1, 2]", "y="]) == {
+        "optim.lr": 1e-4,
+        "data.pack": False,
+        "x": [1, 2],
+        "y": None,
+    }
+
+
+def test_override_reaches_into_lists() -> None:
+    base = {**BASE, "data": {"train": [{"path": "a.json"}]}}
+    assert load_config(base, {"data.train.0.path": "b.json"}).data.train[0].path == Path("b.json")
+    with pytest.raises(TesseraError, match="no entry"):
+        load_config(base, {"data.train.4.path": "b.json"})
+
+
+@pytest.mark.parametrize("word", ["optim.lr", "=3", "a b=1"])
+def test_an_override_without_sense_is_refused(word: str) -> None:
+    with pytest.raises(TesseraError, match="not an override"):
+        parse_overrides([word])
+
+
+def test_missing_file_suggests_a_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("{}")
+    with pytest.raises(TesseraError) as caught:
+        read_mapping(tmp_path / "recipi.yaml")
+    assert caught.value.nearest == "recipe.yaml"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: !!python/object/apply:os.system ['true']",
+        "a: &x [1]\nb: *x",
+        "a: 1\na: 2",
+        "a: [1, 2",
+        "? [1, 2]\n: 3",
+        "[" * 5000 + "]" * 5000,
+    ],
+)
+def test_dangerous_or_ambiguous_yaml_is_refused_quickly(text: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(TesseraError):
+        parse_yaml(text, "t")
+    assert time.perf_counter() - started < 5
+
+
+def test_resolved_copy_reads_back_the_same(tmp_path: Path) -> None:
+    config = load_config(BASE, {"optim.lr": 3e-4, "data.train": [{"path": "x.json"}]})
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_schema_describes_every_section() -> None:
+    assert {"model", "data", "parallel", "train", "optim", "checkpoint", "log"} <= set(schema(RunConfig)["properties"])

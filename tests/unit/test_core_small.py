@@ -1,0 +1,114 @@
+"""errors, registry, rng, weight map, device, fake world: small things everyone leans on."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tessera.core import device as devices
+from tessera.core.dist import environment_ranks, fake_world, free_port, port_is_free
+from tessera.core.errors import TesseraError
+from tessera.core.registry import Registry
+from tessera.core.rng import derive, generator
+from tessera.core.weightmap import Concat, Reshape, Rule, Transpose, WeightMap
+
+
+def test_error_shows_all_it_knows_and_survives_a_process_border() -> None:
+    error = TesseraError("no such key", where="a.yaml", allowed=["x", "y"], nearest="x", fix="use x")
+    text = str(error)
+    assert all(word in text for word in ("no such key", "a.yaml", "x, y", "did you mean: x", "use x"))
+    assert str(copy.copy(error)) == text  # copying takes the same road as sending
+
+
+def test_registry_finds_built_ins_and_import_paths() -> None:
+    tasks: Registry[object] = Registry("task", "tessera.tasks", "TASK")
+    assert "language" in tasks.names()
+    assert tasks.get("language") is tasks.get("tessera.tasks.language") is tasks.get("tessera.tasks.language:TASK")
+    with pytest.raises(TesseraError) as caught:
+        tasks.get("langage")
+    assert caught.value.nearest == "language"
+    with pytest.raises(TesseraError, match="no attribute"):
+        tasks.get("tessera.core.rng")
+
+
+def test_random_streams_depend_on_their_purpose_alone() -> None:
+    assert derive(1, "init", "a") == derive(1, "init", "a") != derive(1, "init", "b")
+    assert derive(1, "23") != derive(12, "3")
+    first = torch.rand(3, generator=generator("cpu", 5, "x"))
+    torch.rand(10)
+    assert torch.equal(first, torch.rand(3, generator=generator("cpu", 5, "x")))
+
+
+def test_weight_map_goes_both_ways() -> None:
+    table = WeightMap(
+        (
+            Rule("layers.{i}.q", "model.h.{i}.attn.q"),
+            Rule("layers.{i}.qkv", ("h.{i}.q", "h.{i}.k"), Concat((4, 2))),
+            Rule("patch", "conv", Reshape((4, 12), (4, 3, 2, 2))),
+            Rule("out", "o", Transpose()),
+        ),
+        renames=(("old.", "model."),),
+        skip=("rotary.{x}.inv",),
+    )
+    assert table.to_foreign("layers.7.q")[1] == ("model.h.7.attn.q",)  # type: ignore[index]
+    assert table.to_foreign("layers.7.x.q") is None
+    assert table.canonical("old.h.1") == "model.h.1"
+    assert table.skips("rotary.3.inv")
+    assert not table.skips("rotary.inv")
+    for name, shape in (("layers.0.qkv", (6, 3)), ("patch", (4, 12)), ("out", (2, 5))):
+        ours = torch.rand(shape)
+        rule, foreign = table.to_foreign(name)  # type: ignore[misc]
+        theirs = rule.op.to_theirs(ours)
+        assert len(theirs) == len(foreign)
+        assert torch.equal(rule.op.to_ours(theirs), ours)
+
+
+def test_devices() -> None:
+    assert devices.resolve("cpu").type == "cpu"
+    with pytest.raises(TesseraError) as caught:
+        devices.resolve("cpi")
+    assert caught.value.nearest == "cpu"
+    memory = devices.memory(torch.device("cpu"))
+    assert 0 < memory.used <= memory.peak <= memory.total
+    assert devices.peak_flops(torch.device("cpu")) is None
+    assert devices.backend(torch.device("cpu")) == "gloo"
+
+
+def test_a_fake_world_of_a_thousand_ranks_needs_one_process() -> None:
+    with fake_world(1024, rank=77) as world:
+        assert (world.rank, world.size, dist.get_world_size()) == (77, 1024, 1024)
+        dist.all_reduce(torch.ones(3))
+    assert not dist.is_initialized()
+
+
+def test_ranks_from_the_environment() -> None:
+    assert environment_ranks({}) == (0, 1, 0)
+    assert environment_ranks({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == (3, 8, 1)
+    with pytest.raises(TesseraError):
+        environment_ranks({"RANK": "x"})
+
+
+def test_free_ports() -> None:
+    import socket
+
+    port = free_port()
+    assert port_is_free(port)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        assert not port_is_free(port)
+
+
+def test_help_answers_at_once_and_without_torch() -> None:
+    code = "import sys, tessera, tessera.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "tessera.cli.main", "--help"], capture_output=True, check=True)
+    assert b"train" in done.stdout
+    assert time.perf_counter() - started < 5  # half a second where nothing else runs; here other tests share the cores

@@ -1,0 +1,187 @@
+"""Generation gives what transformers gives, row by row, and sampling does what it says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import Batch, Segments
+from tessera.infer.generate import generate
+from tessera.infer.sampling import Sampling, pick
+from tessera.infer.stream import TextStream
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
+cases = pytest.importorskip("qwen2_vl_cases", reason="needs transformers, the reference")
+
+GREEDY = Sampling()
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_greedy_equals_transformers(number: int) -> None:
+    config = cases.config_of(cases.SHAPES[number])
+    reference = cases.reference_model(config, seed=number).eval()
+    model = cases.theirs_to_ours(config, reference.state_dict()).eval()
+    merge = config.vision.spatial_merge_size
+    media: list[list[tuple[str, tuple[int, int, int]]]] = [
+        [],
+        [("image", (1, 2 * merge, 3 * merge))],
+        [("image", (1, merge, 2 * merge)), ("image", (1, 3 * merge, merge))],
+    ]
+    made = [cases.make_case(config, wanted, seed=10 + i) for i, wanted in enumerate(media)]
+    expected = []
+    for case in made:
+        inputs = cases.reference_inputs(reference, config, case)
+        inputs.pop("position_ids")
+        out = reference.generate(
+            **inputs,
+            attention_mask=torch.ones_like(inputs["input_ids"]),
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+        new = out[0, case.tokens.numel() :].tolist()
+        expected.append(new[: new.index(1)] if 1 in new else new)
+    alone = [generate_greedy(model, cases.pack(config, [case])) for case in made]
+    assert [rows[0] for rows in alone] == expected
+    assert generate_greedy(model, cases.pack(config, made)) == expected
+    assert len({tuple(row) for row in expected}) > 1, "the prompts matter"
+
+
+def generate_greedy(model: Any, batch: Batch) -> list[list[int]]:
+    return generate(model, batch, max_new_tokens=12, stop_tokens=[1], sampling=GREEDY)
+
+
+# ---------------------------------------------------------------------------------------------- a model of our own
+
+
+class Counter:
+    """Says (last token + 1) in each row; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Batch] = []
+
+    def new_cache(self, rows: int, capacity: int) -> SimpleNamespace:
+        return SimpleNamespace(rows=rows, capacity=capacity)
+
+    def __call__(self, batch: Batch, logits: str, cache: SimpleNamespace) -> SimpleNamespace:
+        self.asked.append(batch)
+        ends = batch.segments["text"].bounds[1:] - 1 if batch.segments else torch.arange(cache.rows)
+        return SimpleNamespace(logits=10.0 * torch.nn.functional.one_hot(batch["tokens"][ends] + 1, 20))
+
+
+def prompt() -> Batch:
+    positions = torch.tensor([[0, 1, 0, 1, 2], [0, 7, 0, 1, 2], [0, 1, 0, 1, 2]])
+    return Batch({"tokens": torch.tensor([3, 5, 1, 1, 10]), "positions": positions}, {"text": Segments.of([2, 3])})
+
+
+def test_each_row_stops_for_itself() -> None:
+    heard: list[tuple[int, int]] = []
+    model = Counter()
+    out = generate(
+        model,
+        prompt(),
+        max_new_tokens=5,
+        stop_tokens=(8, 99),
+        sampling=GREEDY,
+        on_token=lambda row, token: heard.append((row, token)),
+    )
+    assert out == [[6, 7], [11, 12, 13, 14, 15]]
+    assert heard == [(0, 6), (1, 11), (0, 7), (1, 12), (1, 13), (1, 14), (1, 15)]
+    assert len(model.asked) == 5, "nothing is asked for after the last token"
+    assert model.asked[1]["positions"].tolist() == [[8, 3]] * 3
+    assert model.asked[4]["positions"].tolist() == [[11, 6]] * 3
+
+
+def test_all_done_ends_early_and_nothing_asked_is_nothing_done() -> None:
+    model = Counter()
+    assert generate(model, prompt(), max_new_tokens=50, stop_tokens=(7, 12), sampling=GREEDY) == [[6], [11]]
+    assert len(model.asked) == 2
+    assert generate(model, prompt(), max_new_tokens=0, stop_tokens=(), sampling=GREEDY) == [[], []]
+    with pytest.raises(TesseraError, match="max_new_tokens"):
+        generate(model, prompt(), max_new_tokens=-1, stop_tokens=(), sampling=GREEDY)
+
+
+def test_nan_is_an_error_not_a_token() -> None:
+    class Broken(Counter):
+        def __call__(self, batch: Batch, logits: str, cache: SimpleNamespace) -> SimpleNamespace:
+            return SimpleNamespace(logits=torch.full((cache.rows, 20), float("nan")))
+
+    with pytest.raises(TesseraError, match="nan"):
+        generate(Broken(), prompt(), max_new_tokens=2, stop_tokens=(), sampling=GREEDY)
+
+
+def test_a_seed_gives_the_same_again_whoever_is_in_the_next_row() -> None:
+    def run(batch: Batch, seed: int) -> list[list[int]]:
+        class Flat(Counter):
+            def __call__(self, batch: Batch, logits: str, cache: SimpleNamespace) -> SimpleNamespace:
+                return SimpleNamespace(logits=torch.zeros(cache.rows, 1000))
+
+        return generate(Flat(), batch, max_new_tokens=8, stop_tokens=(), sampling=Sampling(1.0, seed=seed))
+
+    first = run(prompt(), 1)
+    alone = Batch({"tokens": torch.tensor([3]), "positions": torch.tensor([0])}, {"text": Segments.of([1])})
+    assert run(prompt(), 1) == first
+    assert run(alone, 1)[0] == first[0]
+    assert run(prompt(), 2) != first
+    assert first[0] != first[1]
+
+
+# ---------------------------------------------------------------------------------------------- sampling
+
+LOGITS = torch.log(torch.tensor([[0.1, 0.5, 0.15, 0.25]]))
+
+
+def shares(sampling: Sampling, logits: Tensor = LOGITS) -> list[float]:
+    """How often each token is chosen, over evenly spaced draws."""
+    count = 2000
+    chosen = pick(logits.expand(count, -1), sampling, (torch.arange(count) + 0.5) / count)
+    return [round(float((chosen == token).float().mean()), 2) for token in range(logits.shape[-1])]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(1.0), [0.1, 0.5, 0.15, 0.25]),
+        (Sampling(1.0, top_k=2), [0, 0.67, 0, 0.33]),
+        (Sampling(1.0, top_k=99), [0.1, 0.5, 0.15, 0.25]),
+        (Sampling(1.0, top_p=0.6), [0, 0.67, 0, 0.33]),
+        (Sampling(1.0, top_p=0.01), [0, 1, 0, 0]),
+        (Sampling(1.0, top_k=3, top_p=0.5), [0, 1, 0, 0]),  # of the three, the first has more than half already
+        (Sampling(0.5), [0.03, 0.72, 0.07, 0.18]),
+        (Sampling(1e-4), [0, 1, 0, 0]),
+    ],
+)
+def test_shares(sampling: Sampling, expected: list[float]) -> None:
+    assert shares(sampling) == pytest.approx(expected, abs=0.011)
+
+
+def test_the_highest_draw_stays_among_the_allowed() -> None:
+    almost_one = torch.tensor([1.0])
+    assert pick(LOGITS, Sampling(1.0, top_k=2), almost_one).item() == 3
+    assert pick(torch.full((1, 50_000), -3.0), Sampling(1.0), almost_one).item() == 49_999
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_senseless_settings_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(TesseraError, match=next(iter(bad))):
+        Sampling(**bad)
+
+
+def test_a_stream_never_shows_half_a_character() -> None:
+    data = "grün 😀!".encode()
+    shown: list[str] = []
+    stream = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"), shown.append)
+    for byte in data:
+        stream.add(0, byte)
+    stream.close()
+    assert "".join(shown) == "grün 😀!"
+    assert "�" not in "".join(shown)
+    assert len(shown) == len("grün 😀!")

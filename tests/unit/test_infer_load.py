@@ -1,0 +1,214 @@
+"""One door for Hugging Face folders, runs and checkpoints; one form of messages, whatever a picture comes as."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tessera.checkpoint.hf import save_folder
+from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.model_state import model_tensors
+from tessera.core.config import dump_yaml
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import load_config
+from tessera.core.types import Message, Part, Sample
+from tessera.data.chat import ChatTemplate
+from tessera.data.tokenizer import train_tokenizer
+from tessera.infer.load import LoadedModel, LoadedProcessor, load
+from tessera.models.qwen2_vl import SPEC
+
+VOCAB = 300
+WORDS = (*ChatTemplate().special_words(), "<|endoftext|>")
+
+
+def settings() -> dict[str, Any]:
+    template = ChatTemplate()
+    ids = {word: VOCAB - len(WORDS) + number for number, word in enumerate(WORDS)}
+    return {
+        "text": {
+            "vocab_size": VOCAB,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "mrope_section": [2, 1, 1],
+            "bos_token_id": None,
+            "eos_token_id": ids[template.end],
+        },
+        "vision": {"depth": 1, "embed_dim": 16, "num_heads": 2, "patch_size": 4},
+        "tie_word_embeddings": True,
+        "image_token_id": ids[template.media_words["image"]],
+        "video_token_id": ids[template.media_words["video"]],
+        "vision_start_token_id": ids[template.media_before],
+        "vision_end_token_id": ids[template.media_after],
+    }
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights as a Hugging Face folder `hf` and as a run `run` with a checkpoint."""
+    root = tmp_path_factory.mktemp("house")
+    words = root / "words"
+    words.mkdir()
+    train_tokenizer(["what is in this picture", "a cat"], VOCAB, WORDS).save(str(words / "tokenizer.json"))
+    config = SPEC.config.model_validate(settings())
+    torch.manual_seed(0)
+    module = SPEC.build(config)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.3)
+    assert SPEC.weights is not None
+    assert SPEC.processor is not None
+    processor = SPEC.processor(config, words, min_pixels=64, max_pixels=4096)
+    run = load_config(
+        {
+            "out": str(root),
+            "model": {"family": "qwen2_vl", "config": settings(), "tokenizer": str(words)},
+            "train": {"steps": 1},
+            "data": {"max_image_pixels": 10_000, "processor": {"min_pixels": 64, "max_pixels": 4096}},
+        }
+    )
+    processor.save(run.folder / "processor")
+    (run.folder / "config.yaml").write_text(dump_yaml(run))
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(module).items()}
+    manager = CheckpointManager(run.folder / "checkpoints", 2)
+    manager.save(1, {name: torch.zeros_like(t) for name, t in tensors.items()}, {}, dump_yaml(run))
+    manager.save(2, {**tensors, "optim.x.exp_avg": torch.ones(3)}, {}, dump_yaml(run))
+    save_folder(root / "hf", model_tensors(module), SPEC.weights(config), config.to_hf(), extras=processor.save)
+    picture().save(root / "cat.png")
+    return root
+
+
+def picture(seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (20, 28, 3), dtype=np.uint8))
+
+
+def ask(image: Any, text: str = "what is in this picture") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}]
+
+
+@pytest.fixture(scope="module")
+def loaded(house: Path) -> tuple[LoadedModel, LoadedProcessor]:
+    return load(house / "hf", device="cpu")
+
+
+def test_every_holder_gives_the_same_model(house: Path, loaded: tuple[LoadedModel, LoadedProcessor]) -> None:
+    model, processor = loaded
+    batch = processor(ask(house / "cat.png"))
+    logits = model(batch, logits=True).logits
+    assert logits.shape == (batch["tokens"].numel(), VOCAB)
+    for place in ("run", "run/checkpoints/step-00000002"):
+        other, its_processor = load(house / place, device="cpu")
+        again = its_processor(ask(house / "cat.png"))
+        assert torch.equal(again["tokens"], batch["tokens"])
+        assert torch.equal(other(again).logits, logits)
+    zeros, _ = load(house / "run" / "checkpoints" / "step-00000001", device="cpu")
+    assert not torch.equal(zeros(batch).logits, logits)
+
+
+def test_types_are_as_stored_or_as_asked(house: Path) -> None:
+    assert next(load(house / "hf", "cpu")[0].module.parameters()).dtype == torch.float32
+    assert next(load(house / "run", "cpu", "bfloat16")[0].module.parameters()).dtype == torch.bfloat16
+    assert next(load(house / "hf", torch.device("cpu"), torch.float64)[0].parameters()).dtype == torch.float64
+    with pytest.raises(TesseraError, match="dtype"):
+        load(house / "hf", "cpu", "bfloat61")
+
+
+def test_answers_are_text(house: Path, loaded: tuple[LoadedModel, LoadedProcessor]) -> None:
+    model, processor = loaded
+    one = model.generate(processor(ask(house / "cat.png")), max_new_tokens=6)
+    assert isinstance(one, str)
+    several = model.generate(processor([ask(house / "cat.png"), ask(picture(1)), ask(picture(2))]), max_new_tokens=6)
+    assert isinstance(several, list)
+    assert len(several) == 3
+    assert several[0] == one, "an answer does not depend on who else asks"
+    grown: list[str] = []
+    streamed = model.generate(processor(ask(house / "cat.png")), max_new_tokens=6, on_text=grown.append)
+    assert "".join(grown) == streamed == one
+    with pytest.raises(TesseraError, match="on_text"):
+        model.generate(processor([ask(picture()), ask(picture())]), on_text=grown.append)
+    free = [model.generate(processor(ask(picture())), 8, temperature=2.0, seed=s) for s in (1, 1, 2)]
+    assert free[0] == free[1] != free[2]
+
+
+def test_a_picture_is_a_picture(house: Path, loaded: tuple[LoadedModel, LoadedProcessor]) -> None:
+    _, processor = loaded
+    data = (house / "cat.png").read_bytes()
+    batches = [processor(ask(form)) for form in (house / "cat.png", str(house / "cat.png"), picture(), data)]
+    batches.append(processor(ask("cat.png"), root=house))
+    batches.append(processor(ask("../words/../cat.png"), root=house / "words"))
+    url = {"type": "image_url", "image_url": {"url": str(house / "cat.png")}}
+    batches.append(processor([{"role": "user", "content": [url, {"type": "text", "text": "what is in this picture"}]}]))
+    for batch in batches[1:]:
+        assert torch.equal(batch["pixels"], batches[0]["pixels"])
+        assert torch.equal(batch["tokens"], batches[0]["tokens"])
+
+
+def test_samples_of_data_sets_stay_under_their_root(house: Path, loaded: tuple[LoadedModel, LoadedProcessor]) -> None:
+    _, processor = loaded
+    words = Part("text", "what is in this picture")
+
+    def sample(path: str) -> Sample:
+        return Sample("a", (Message("user", (Part("image", path), words)), Message("assistant", (words,))))
+
+    batch = processor.prompt([(sample("cat.png"), house), (sample("cat.png"), house)])
+    assert batch.segments["text"].bounds.numel() == 3
+    assert torch.equal(processor.prompt([(sample("cat.png"), house)])["tokens"], processor(ask(picture()))["tokens"])
+    with pytest.raises(TesseraError, match="outside the data root"):
+        processor.prompt([(sample(str(house / "cat.png")), house / "words")])
+
+
+BAD: list[tuple[Any, str]] = [
+    ("hello", "list"),
+    ([], "list"),
+    ([[]], "empty"),
+    ([{"role": "usr", "content": "x"}], "unknown role(.|\n)*user"),
+    ([{"role": "user"}], "role and content"),
+    ([{"role": "user", "content": 3}], "text or a list"),
+    ([{"role": "user", "content": [{"type": "imgae", "image": "x"}]}], "unknown type(.|\n)*image"),
+    ([{"role": "user", "content": [{"type": "image"}]}], "names no image"),
+    ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "text is a int"),
+    ([{"role": "user", "content": "x"}, [{"role": "user", "content": "x"}]], "mixed"),
+    (ask(3.5), "given as a float"),
+    (ask("https://example.org/cat.png"), "URL"),
+    (ask("data:image/png;base64,AAAA"), "URL"),
+    (ask("no-such.png"), "no such file"),
+    (ask(b"not a picture"), "unreadable image"),
+]
+
+
+@pytest.mark.parametrize(("messages", "told"), BAD)
+def test_bad_messages_are_explained(loaded: tuple[LoadedModel, LoadedProcessor], messages: Any, told: str) -> None:
+    with pytest.raises(TesseraError, match=told):
+        loaded[1](messages)
+
+
+def test_limits_hold_for_every_form_of_a_picture(house: Path, tmp_path: Path) -> None:
+    _, processor = load(house / "run", device="cpu")  # its recipe allows 10,000 pixels
+    large = Image.new("RGB", (200, 100))
+    large.save(tmp_path / "large.png")
+    data = io.BytesIO()
+    large.save(data, "PNG")
+    for form in (large, tmp_path / "large.png", data.getvalue()):
+        with pytest.raises(TesseraError, match=r"10000|10,000"):
+            processor(ask(form))
+
+
+def test_what_is_no_model_is_told(house: Path, tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match="no model here"):
+        load(tmp_path, "cpu")
+    with pytest.raises(TesseraError, match=r"no such folder(.|\n)*hf"):
+        load(house / "hff", "cpu")
+    (tmp_path / "model.pt").write_bytes(b"\x80\x04")
+    with pytest.raises(TesseraError, match="this is a pickle"):
+        load(tmp_path / "model.pt", "cpu")
+    (tmp_path / "config.yaml").write_text((house / "run" / "config.yaml").read_text())
+    with pytest.raises(TesseraError, match="no checkpoint yet"):
+        load(tmp_path, "cpu")

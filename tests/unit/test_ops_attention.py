@@ -1,0 +1,148 @@
+"""Every implementation of attention equals the eager one, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import Segments
+from tessera.ops import attention
+from tessera.ops.attention import cached_attention, packed_attention
+
+# Equal pieces; similar ones (padded); one long among many short (looped); an empty one at the end and in the middle.
+LENGTHS = ([6, 6, 6], [7, 5, 6, 1], [20, 1, 2, 1, 3, 1, 1], [5, 0, 4, 0])
+WINDOWS = ((True, None), (False, None), (True, (2, 2)), (False, (2, 1)), (False, (3, -1)), (False, (-1, 2)))
+
+
+def inputs(tokens: int, heads: int = 4, kv_heads: int = 2, dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens + kv_heads)
+    return tuple(
+        torch.randn(tokens, count, dim, generator=generator, requires_grad=True)
+        for count in (heads, kv_heads, kv_heads)
+    )
+
+
+def with_gradients(run: Callable[..., Tensor], qkv: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    out = run(*qkv)
+    weights = torch.linspace(-1, 1, out.numel()).view_as(out)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), qkv)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize(("causal", "window"), WINDOWS, ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_sdpa_equals_eager(lengths: list[int], causal: bool, window: tuple[int, int] | None, kv_heads: int) -> None:
+    segments = Segments.of(lengths)
+    qkv = inputs(sum(lengths), kv_heads=kv_heads)
+
+    def run(implementation: str) -> list[Tensor]:
+        return with_gradients(
+            lambda q, k, v: packed_attention(
+                q, k, v, segments, causal=causal, window=window, scale=0.3, implementation=implementation
+            ),
+            qkv,
+        )
+
+    for ours, reference in zip(run("sdpa"), run("eager"), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", ["_padded", "_looped", "_masked"])
+@pytest.mark.parametrize(("causal", "window"), WINDOWS, ids=str)
+def test_every_path_of_sdpa_equals_eager(path: str, causal: bool, window: tuple[int, int] | None) -> None:
+    """Which path runs depends on lengths and device; all of them must be right for all lengths."""
+    left, right = window or (-1, -1)
+    bounds = (left, 0 if causal else right)
+    for lengths in LENGTHS:
+        segments, qkv = Segments.of(lengths), inputs(sum(lengths))
+
+        def run(
+            function: Callable[..., Tensor], segments: Segments = segments, qkv: tuple[Tensor, ...] = qkv
+        ) -> list[Tensor]:
+            return with_gradients(lambda q, k, v: function(q, k, v, segments, bounds, 0.3), qkv)
+
+        for ours, reference in zip(run(getattr(attention, path)), run(attention._packed_eager), strict=True):
+            torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_pieces_do_not_see_each_other() -> None:
+    segments = Segments.of([4, 3])
+    q, k, v = (x.detach() for x in inputs(7))
+    before = packed_attention(q, k, v, segments, causal=False)
+    v[4:] += 1
+    after = packed_attention(q, k, v, segments, causal=False)
+    assert torch.equal(before[:4], after[:4])
+    assert not torch.allclose(before[4:], after[4:])
+
+
+def test_causal_means_no_later_token_and_the_window_counts_earlier_ones() -> None:
+    segments = Segments.of([6])
+    q, k, v = (x.detach() for x in inputs(6))
+    before = packed_attention(q, k, v, segments, causal=True, window=(1, 0))
+    v[2] += 1
+    changed = (packed_attention(q, k, v, segments, causal=True, window=(1, 0)) - before).abs().amax((1, 2)) > 1e-6
+    assert changed.tolist() == [False, False, True, True, False, False]
+
+
+@pytest.mark.parametrize("implementation", ["auto", "eager", "sdpa"])
+def test_cached_attention_equals_attention_over_the_filled_part(implementation: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 4, 8, generator=generator)
+    k, v = (torch.randn(3, 10, 2, 8, generator=generator) for _ in range(2))
+    lengths = torch.tensor([10, 1, 6])
+    out = cached_attention(q, k, v, lengths, implementation=implementation)
+    for row, length in enumerate(lengths.tolist()):
+        alone = attention._attend_explicitly(q[row : row + 1], k[row, :length], v[row, :length], None, 8**-0.5)
+        torch.testing.assert_close(out[row : row + 1], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_an_implementation_that_cannot_serve_is_an_error_that_names_those_that_can() -> None:
+    q, k, v = inputs(4)
+    with pytest.raises(TesseraError, match="varlen") as caught:
+        packed_attention(q, k, v, Segments.of([4]), causal=True, implementation="varlen")
+    assert caught.value.allowed == ["auto", "sdpa", "eager"]
+    with pytest.raises(TesseraError, match="unknown") as caught:
+        packed_attention(q, k, v, Segments.of([4]), causal=True, implementation="sdpaa")
+    assert caught.value.nearest == "sdpa"
+
+
+def test_nothing_in_is_nothing_out() -> None:
+    q, k, v = (torch.zeros(0, heads, 8) for heads in (4, 2, 2))
+    assert packed_attention(q, k, v, Segments.of([]), causal=True).shape == (0, 4, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("lengths", LENGTHS[:3], ids=str)
+@pytest.mark.parametrize(("causal", "window"), WINDOWS[:3], ids=str)
+@pytest.mark.parametrize("implementation", ["varlen", "sdpa"])
+def test_accelerated_equals_eager(
+    lengths: list[int], causal: bool, window: tuple[int, int] | None, implementation: str
+) -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    segments = Segments.of(lengths)
+    wide = inputs(sum(lengths), dim=64)
+    narrow = tuple(x.detach().to(device, torch.bfloat16).requires_grad_() for x in wide)
+
+    def run(qkv: tuple[Tensor, ...], name: str) -> list[Tensor]:
+        return with_gradients(
+            lambda q, k, v: packed_attention(
+                q.float() if name == "eager" else q,
+                k.float() if name == "eager" else k,
+                v.float() if name == "eager" else v,
+                segments.to(q.device),
+                causal=causal,
+                window=window,
+                implementation=name,
+            ).to("cpu", torch.float32),
+            qkv,
+        )
+
+    for ours, reference in zip(run(narrow, implementation), run(narrow, "eager"), strict=True):
+        error = (ours.float() - reference.float()).abs().max() / reference.float().abs().max()
+        assert error < 2e-2
