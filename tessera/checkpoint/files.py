@@ -10,7 +10,6 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Self
 
 Fault = Callable[[str], None]
 CHUNK_BYTES = 16 << 20
-THREAD_BYTES = 1 << 20  # below this, handing work to a thread takes longer than doing it
 
 
 def no_fault(point: str) -> None:
@@ -41,7 +39,6 @@ class DurableFile:
         self._path = path
         self._fault = fault
         self._hash = hashlib.sha256()
-        self._helper = ThreadPoolExecutor(max_workers=1)  # starts its thread when first used
         self._size = 0
         self._file: BufferedWriter | None = None
         self.record: FileRecord | None = None
@@ -55,16 +52,8 @@ class DurableFile:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), CHUNK_BYTES):
             piece = view[start : start + CHUNK_BYTES]
-            if len(piece) < THREAD_BYTES:
-                self._hash.update(piece)
-                self._file.write(piece)
-                continue
-            # Hashing is as slow as a fast disk, and lets other threads run: done beside the writing, it costs little.
-            hashed = self._helper.submit(self._hash.update, piece)
-            try:
-                self._file.write(piece)
-            finally:
-                hashed.result()
+            self._file.write(piece)
+            self._hash.update(piece)
         self._size += len(view)
 
     def close(self) -> None:
@@ -75,13 +64,11 @@ class DurableFile:
             self._file.flush()
             self._fault(f"fsync {name}")
             os.fsync(self._file.fileno())
-        self._helper.shutdown()
         self._fault(f"closed {name}")
         self.record = FileRecord(name, self._size, self._hash.hexdigest())
 
     def abandon(self) -> None:
         """Closes what is open; what cannot be flushed any more is lost, as it should be."""
-        self._helper.shutdown()
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()

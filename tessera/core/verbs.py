@@ -1,7 +1,7 @@
 """Rooms that are verbs as well: `tessera.train` is the package, `tessera.train(...)` runs a training.
 
-Python binds a package's name on its parent when the package is imported, so a function of the same name would come and go
-with the order of imports. A package that can be called has one meaning at all times.
+Python binds a package's name on its parent when the package is imported, so a function of the same name would come and
+go with the order of imports. A package that can be called has one meaning at all times.
 """
 
 from __future__ import annotations

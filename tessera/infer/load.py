@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tessera.checkpoint.hf import load_folder, stored_dtype
-from tessera.checkpoint.manager import CheckpointManager
-from tessera.checkpoint.manifest import MANIFEST
+from tessera.checkpoint.hf import stored_dtype
 from tessera.checkpoint.model_state import model_tensors, tied_names
-from tessera.checkpoint.safetensors_file import refuse_pickle
-from tessera.checkpoint.storage import load_tensors
+from tessera.checkpoint.origin import fill_from, origin_of
 from tessera.core import device as devices
 from tessera.core.config import Section, build, read_mapping
 from tessera.core.errors import TesseraError, nearest
@@ -121,42 +118,25 @@ def load(
     folder = Path(path)
     where = device if isinstance(device, torch.device) else devices.resolve(device or "auto")
     kind = _dtype(dtype)
-    if (folder / MANIFEST).is_file():
-        return _load_checkpoint(folder, folder.parent.parent, where, kind, verified=False)
-    if (folder / RUN_CONFIG).is_file():
-        newest = CheckpointManager(folder / "checkpoints", keep=1).latest()
-        if newest is None:
-            raise TesseraError("this run has no checkpoint yet", where=str(folder))
-        return _load_checkpoint(newest, folder, where, kind, verified=True)
-    if (folder / "config.json").is_file():
-        return _load_hugging_face(folder, where, kind)
-    raise _nothing_here(folder)
-
-
-def _load_hugging_face(
-    folder: Path, device: torch.device, dtype: torch.dtype | None
-) -> tuple[LoadedModel, LoadedProcessor]:
-    spec, config = resolve(build(ModelSection, {"path": folder}, str(folder)))
-    if spec.weights is None:
-        raise TesseraError(f"family {spec.name} has no weight map", where=str(folder))
-    module = _empty(spec, config, device, dtype or stored_dtype(folder))
-    load_folder(folder, model_tensors(module), spec.weights(config), tied=tied_names(module))
-    return _finished(module, spec, config, folder, {}, media.Limits())
-
-
-def _load_checkpoint(
-    checkpoint: Path, run: Path, device: torch.device, dtype: torch.dtype | None, *, verified: bool
-) -> tuple[LoadedModel, LoadedProcessor]:
-    settings = load_config(read_mapping(checkpoint / RUN_CONFIG))
-    spec, config = resolve(settings.model)
-    module = _empty(spec, config, device, dtype or DTYPES[settings.model.dtype])
-    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(module).items()}
-    if verified:
-        load_tensors(checkpoint, tensors)
+    origin = origin_of(folder)
+    if origin == "folder":
+        section = build(ModelSection, {"path": folder}, str(folder))
+        kind = kind or stored_dtype(folder)
+        files: Path | None = folder
+        options: dict[str, Any] = {}
+        limits = media.Limits()
     else:
-        CheckpointManager(checkpoint.parent, keep=1).load(checkpoint, tensors)
-    limits = media.Limits(max_image_pixels=settings.data.max_image_pixels)
-    return _finished(module, spec, config, _processor_folder(run, settings), settings.data.processor, limits)
+        settings = load_config(read_mapping(folder / RUN_CONFIG))
+        section, options = settings.model, settings.data.processor
+        kind = kind or DTYPES[section.dtype]
+        files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
+        limits = media.Limits(max_image_pixels=settings.data.max_image_pixels)
+    spec, config = resolve(section)
+    module = _empty(spec, config, where, kind)
+    weights = None if spec.weights is None else spec.weights(config)
+    fill_from(folder, model_tensors(module), weights, tied_names(module))
+    processor = None if spec.processor is None or files is None else spec.processor(config, files, **options)
+    return LoadedModel(module, spec, config, processor), LoadedProcessor(processor, spec, limits)
 
 
 def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
@@ -169,18 +149,6 @@ def _empty(spec: ModelSpec, config: Section, device: torch.device, dtype: torch.
     with torch.device("meta"):
         module = spec.build(config)
     return module.to(dtype).to_empty(device=device).eval()
-
-
-def _finished(
-    module: nn.Module,
-    spec: ModelSpec,
-    config: Section,
-    folder: Path | None,
-    options: Mapping[str, Any],
-    limits: media.Limits,
-) -> tuple[LoadedModel, LoadedProcessor]:
-    processor = None if spec.processor is None or folder is None else spec.processor(config, folder, **options)
-    return LoadedModel(module, spec, config, processor), LoadedProcessor(processor, spec, limits)
 
 
 def _needed(processor: Processor | None, spec: ModelSpec) -> Processor:
@@ -198,17 +166,3 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype not in DTYPES:
         raise TesseraError(f"unknown dtype {dtype!r}", where="dtype", allowed=DTYPES, nearest=nearest(dtype, DTYPES))
     return DTYPES[dtype]
-
-
-def _nothing_here(folder: Path) -> TesseraError:
-    if folder.is_file():
-        refuse_pickle(folder)
-        return TesseraError(f"this is a file: {folder}", fix="name the folder that it lies in")
-    if not folder.is_dir():
-        near = nearest(folder.name, [p.name for p in folder.parent.iterdir()]) if folder.parent.is_dir() else None
-        return TesseraError(f"no such folder: {folder}", nearest=near)
-    return TesseraError(
-        "no model here",
-        where=str(folder),
-        allowed=["a Hugging Face folder (config.json)", "a run (config.yaml)", f"a checkpoint ({MANIFEST})"],
-    )

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tessera.core.config import Section, apply_overrides, build
+from tessera.core.config import Section, apply_overrides, build, read_mapping
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.registry import Registry
-from tessera.core.run_config import ModelSection
+from tessera.core.run_config import ModelSection, load_config
 from tessera.core.types import ModelSpec
 
 FAMILIES: Registry[ModelSpec] = Registry("model family", "tessera.models", "SPEC")
@@ -37,7 +37,12 @@ def family_of(model_type: str) -> ModelSpec:
 def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
     """Family and full configuration of a run's `model` section: from a preset, from a folder's config.json, or neither,
     with the fields in `model.config` on top."""
-    if section.path is not None:
+    if section.path is not None and (section.path / "config.yaml").is_file():  # a run, or one of its checkpoints
+        spec, config = resolve(load_config(read_mapping(section.path / "config.yaml")).model)
+        return spec, _with_changes(spec, config, section.config)
+    # A run's own copy of its recipe names the family and every field: it does not need the folder it once began from.
+    complete = section.family is not None and section.config and section.preset is None
+    if section.path is not None and not (complete and not section.path.exists()):
         data = read_folder_config(section.path)
         if section.preset is not None:
             raise TesseraError(

@@ -67,10 +67,10 @@ class _Transformers:
             import transformers
         except ImportError:
             raise TesseraError("comparing needs `transformers`", fix="pip install tessera-mm[hf]") from None
+        transformers.utils.logging.disable_progress_bar()
         self._model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self._images = transformers.AutoImageProcessor.from_pretrained(folder)
-        self._processor = _without_video(transformers, folder, self._images, self._tokenizer)
 
     @torch.no_grad()
     def answer(self, asked: Sequence[Question], max_new_tokens: int, batch: int) -> list[str]:
@@ -94,23 +94,25 @@ class _Transformers:
         return answers
 
     def _inputs(self, question: Question) -> dict[str, Any]:
+        """Tokenizer, chat template and image processor one by one: the library's joint processor would do the same, but
+        cannot be made without torchvision, which only its video half needs."""
+        if any(part.kind != "image" for part in question.sample.media()):
+            raise TesseraError(f"sample {question.sample.id} has a clip: comparing serves pictures and text")
         messages = [_plain(m) for m in question.sample.messages]
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         pictures = [decode(p, question.root, Limits(), VideoSampling()) for p in question.sample.media()]
-        return dict(self._processor(text=[text], images=pictures or None, return_tensors="pt"))
+        seen = dict(self._images(images=pictures, return_tensors="pt")) if pictures else {}
+        place = self._tokenizer.convert_ids_to_tokens(self._model.config.image_token_id)
+        head, *tail = text.split(place)
+        if len(tail) != len(pictures):
+            raise TesseraError(f"the chat template made {len(tail)} places for {len(pictures)} pictures")
+        for grid, rest in zip(seen.get("image_grid_thw", ()), tail, strict=True):
+            head += place * int(grid.prod() // self._images.merge_size**2) + rest
+        tokens = self._tokenizer(head, return_tensors="pt")
+        kinds = (tokens["input_ids"] == self._model.config.image_token_id).long()
+        return {**tokens, "mm_token_type_ids": kinds, **seen}
 
 
 def _plain(message: Message) -> dict[str, Any]:
     parts = [{"type": p.kind, "text": p.value} if p.kind == "text" else {"type": p.kind} for p in message.parts]
     return {"role": message.role, "content": parts}
-
-
-def _without_video(transformers: Any, folder: Path, images: Any, tokenizer: Any) -> Any:
-    """The library's own processor for the model; its video half needs torchvision, which pictures do not."""
-    try:
-        return transformers.AutoProcessor.from_pretrained(folder)
-    except ImportError:
-        kind = type(images).__name__.split("ImageProcessor")[0]
-        return getattr(transformers, f"{kind}Processor")(
-            image_processor=images, tokenizer=tokenizer, video_processor=None
-        )

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.checkpoint.model_state import model_tensors
+from tessera.checkpoint.model_state import model_tensors, tied_names
+from tessera.checkpoint.origin import fill_from
 from tessera.core import device as devices
 from tessera.core.config import dump_yaml
 from tessera.core.dist import World, barrier
@@ -70,6 +70,7 @@ def describe(config: RunConfig, world_size: int) -> Described:
 def build_trainer(config: RunConfig, world: World, extra: Sequence[Callback] = ()) -> Trainer:
     described = describe(config, world.size)
     spec, plan = described.spec, described.plan
+    config = with_model_resolved(config, described)
     if world.is_main:
         write_run_folder(config)
     barrier()
@@ -85,7 +86,6 @@ def build_trainer(config: RunConfig, world: World, extra: Sequence[Callback] = (
 
     mesh = build_mesh(plan, world.device)
     module = parallelize(described.module, plan, mesh, world.device)
-    fill(module, config, described)
     optimizer = build_optimizer(module, config.optim, world.device)
     if world.is_main:
         log.info("%s", plan.describe())
@@ -95,6 +95,7 @@ def build_trainer(config: RunConfig, world: World, extra: Sequence[Callback] = (
         world=world,
         module=module,
         engine=SimpleEngine(module),
+        first_weights=_first_weights(module, config, described),
         task=TASKS.get(config.train.task or spec.task)(**config.train.task_options),
         optimizer=optimizer,
         loader=_loader_from(config, world, source),
@@ -103,6 +104,13 @@ def build_trainer(config: RunConfig, world: World, extra: Sequence[Callback] = (
         eval_batches=_held_out(config, world, held_out) if held_out is not None else None,
         flops=None if flops is None else lambda batch: flops(described.config, batch),
     )
+
+
+def with_model_resolved(config: RunConfig, described: Described) -> RunConfig:
+    """The recipe as a run keeps it: with every field of the model, so that presets and folders may change or go."""
+    full = {"family": config.model.family or described.spec.name, "preset": None}
+    full["config"] = described.config.model_dump(mode="json")
+    return config.model_copy(update={"model": config.model.model_copy(update=full)})
 
 
 def write_run_folder(config: RunConfig) -> None:
@@ -131,14 +139,18 @@ def build_rows(config: RunConfig, split: str, processor: Processor | None) -> Ro
     return kind(config.data, split, processor, config.train.seed, config.folder / "index")
 
 
-def fill(module: nn.Module, config: RunConfig, described: Described) -> None:
-    """Step 7 for a fresh run: from a folder when the recipe names one, otherwise from the seed."""
-    if config.model.path is None:
-        initialize(module, config.train.seed)
-        return
-    if described.spec.weights is None:
-        raise TesseraError(f"family {described.spec.name} has no weight map", where="model.path")
-    load_folder(config.model.path, model_tensors(module), described.spec.weights(described.config))
+def _first_weights(module: nn.Module, config: RunConfig, described: Described) -> Callable[[], None]:
+    """Step 7 of a run that begins: from what the recipe names, otherwise from the seed."""
+    weights = described.spec.weights
+
+    def fill() -> None:
+        if config.model.path is None:
+            initialize(module, config.train.seed)
+        else:
+            table = None if weights is None else weights(described.config)
+            fill_from(config.model.path, model_tensors(module), table, tied_names(module))
+
+    return fill
 
 
 def _loader_from(config: RunConfig, world: World, source: RowSource) -> Callable[[int], Loader]:

@@ -27,15 +27,19 @@ def export_folder(
     processor: Processor | None,
     folder: Path,
     *,
-    is_main: bool = True,
     overwrite: bool = False,
 ) -> None:
     """Every rank calls it (sharded weights are gathered tensor by tensor); the main one writes."""
     if spec.weights is None:
         raise TesseraError(f"family {spec.name} has no Hugging Face form to export to")
-    save_folder(folder, model_tensors(module), spec.weights(model_config), model_config.to_hf(), overwrite=overwrite)
-    if processor is not None and is_main:
-        processor.save(folder)
+    save_folder(
+        folder,
+        model_tensors(module),
+        spec.weights(model_config),
+        model_config.to_hf(),
+        overwrite=overwrite,
+        extras=None if processor is None else processor.save,
+    )
 
 
 class Export(Callback):
@@ -46,5 +50,5 @@ class Export(Callback):
 
     def on_end(self, trainer: Trainer) -> None:
         folder = trainer.config.folder / "hf"
-        export_folder(trainer.module, *self._parts, folder, is_main=trainer.world.is_main, overwrite=True)
+        export_folder(trainer.module, *self._parts, folder, overwrite=True)
         log.info("exported %s", folder)

@@ -12,7 +12,7 @@ from tessera.core import dist, log
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig, load_config
-from tessera.train.build import build_trainer, run_exists
+from tessera.train.build import build_trainer, describe, run_exists
 from tessera.train.callbacks import Callback
 from tessera.train.jsonl import read_jsonl
 
@@ -65,19 +65,24 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None) -
         )
     # The folder may have been moved since: where it lies now counts, not where it lay.
     placed = {"out": str(folder.parent), "name": folder.name}
+    if (folder / "processor").is_dir():
+        placed["model.tokenizer"] = str(folder / "processor")  # its own copy, should the first one be gone
     return load_config(read_mapping(folder / "config.yaml"), {**(overrides or {}), **placed})
 
 
 def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequence[Callback]) -> Run:
     with dist.world(config.train.device, config.parallel.timeout_s) as world:
+        describe(config, world.size)  # what cannot work should fail before anything is replaced
         if overwrite and world.is_main and run_exists(config.folder):
             shutil.rmtree(config.folder)
         dist.barrier()
         log.setup(world.rank, config.folder / "logs")
         try:
             trainer = build_trainer(config, world, callbacks)
-            if resume and not trainer.resume():
-                log.logger().warning("%s has no checkpoint yet: starting from the beginning", config.folder)
+            if not (resume and trainer.resume()):
+                if resume:
+                    log.logger().warning("%s has no checkpoint yet: starting from the beginning", config.folder)
+                trainer.begin()
             trainer.run()
             return Run(config.folder, trainer.checkpoints.latest(), trainer.stop_reason)
         finally:

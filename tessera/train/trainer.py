@@ -36,6 +36,7 @@ class Trainer:
         world: World,
         module: nn.Module,
         engine: Engine,
+        first_weights: Callable[[], None],  # fills the module for a run that begins
         task: Task,
         optimizer: torch.optim.Optimizer,
         loader: Callable[[int], Loader],  # from the row to start with
@@ -57,6 +58,7 @@ class Trainer:
         self.paused_seconds = 0.0  # spent on evaluation and saving
         self.stop_reason: str | None = None
         self.loader: Loader | None = None
+        self._first_weights = first_weights
         self._make_loader = loader
         self._eval_batches = eval_batches
         self._saved_step = -1
@@ -166,6 +168,10 @@ class Trainer:
         self._saved_step = self.step
         self._tell("on_save", path)
         return path
+
+    def begin(self) -> None:
+        """From the first step, with first weights."""
+        self._first_weights()
 
     def resume(self) -> bool:
         """Continues from the newest good checkpoint of this run's folder; False when there is none."""

@@ -13,7 +13,7 @@ from PIL import Image
 from tessera.data.tokenizer import train_tokenizer
 
 SPECIAL = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad", "vision_pad")
-VOCABULARY = 320
+VOCABULARY = 512
 MODEL = {
     "text": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "mrope_section": [1, 1, 2]},
     "vision": {"depth": 2, "embed_dim": 24, "num_heads": 2, "patch_size": 4},

@@ -33,7 +33,7 @@ def _published(
 
 _QUICKSTART: dict[str, Any] = {
     "text": {
-        "vocab_size": 320,
+        "vocab_size": 512,
         "hidden_size": 128,
         "intermediate_size": 384,
         "num_hidden_layers": 4,
@@ -43,17 +43,18 @@ _QUICKSTART: dict[str, Any] = {
         "rope_theta": 1e4,
         "mrope_section": (4, 6, 6),
         "max_position_embeddings": 4096,
+        "initializer_range": 0.06,  # about 1/sqrt(hidden): the published 0.02 suits widths of thousands
         "bos_token_id": None,
-        "eos_token_id": 314,
-        "pad_token_id": 312,
+        "eos_token_id": 506,
+        "pad_token_id": 504,
     },
-    "vision": {"depth": 3, "embed_dim": 96, "num_heads": 4, "mlp_ratio": 4, "patch_size": 14},
+    "vision": {"depth": 3, "embed_dim": 96, "num_heads": 4, "mlp_ratio": 4, "patch_size": 7},
     "tie_word_embeddings": True,
-    # 312 end of text (and padding), 313 and 314 open and close a message, as the published models order theirs.
-    "vision_start_token_id": 315,
-    "vision_end_token_id": 316,
-    "image_token_id": 317,
-    "video_token_id": 318,
+    # 504 end of text (and padding), 505 and 506 open and close a message, as the published models order theirs.
+    "vision_start_token_id": 507,
+    "vision_end_token_id": 508,
+    "image_token_id": 509,
+    "video_token_id": 510,
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

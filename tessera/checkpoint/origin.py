@@ -1,0 +1,62 @@
+"""Where a model's weights can come from: a Hugging Face folder, a run, or one checkpoint of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from tessera.checkpoint.hf import load_folder
+from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.manifest import MANIFEST
+from tessera.checkpoint.safetensors_file import refuse_pickle
+from tessera.core.errors import TesseraError, nearest
+from tessera.core.weightmap import WeightMap
+
+Origin = Literal["folder", "run", "checkpoint"]
+
+
+def origin_of(path: Path) -> Origin:
+    """What lies at a path, from the files that mark it."""
+    if (path / MANIFEST).is_file():
+        return "checkpoint"
+    if (path / "config.yaml").is_file():
+        return "run"
+    if (path / "config.json").is_file():
+        return "folder"
+    raise _nothing_here(path)
+
+
+def fill_from(
+    path: Path, tensors: Mapping[str, Tensor], weight_map: WeightMap | None, tied: Mapping[str, str] | None = None
+) -> None:
+    """Fills a model's tensors (plain or sharded) in place from whatever lies at `path`."""
+    origin = origin_of(path)
+    if origin == "folder":
+        if weight_map is None:
+            raise TesseraError("this family has no weight map: it cannot read Hugging Face folders", where=str(path))
+        load_folder(path, tensors, weight_map, tied=tied)
+        return
+    if origin == "run":
+        manager = CheckpointManager(path / "checkpoints", keep=1)
+        newest = manager.latest()
+        if newest is None:
+            raise TesseraError("this run has no checkpoint yet", where=str(path))
+        path = newest
+    CheckpointManager(path.parent, keep=1).load(path, {f"model.{name}": tensor for name, tensor in tensors.items()})
+
+
+def _nothing_here(path: Path) -> TesseraError:
+    if path.is_file():
+        refuse_pickle(path)
+        return TesseraError(f"this is a file: {path}", fix="name the folder that it lies in")
+    if not path.is_dir():
+        near = nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else None
+        return TesseraError(f"no such folder: {path}", nearest=near)
+    return TesseraError(
+        "no model here",
+        where=str(path),
+        allowed=["a Hugging Face folder (config.json)", "a run (config.yaml)", f"a checkpoint ({MANIFEST})"],
+    )

@@ -1,0 +1,248 @@
+"""Each mistake a user can make gets a clear error with exit code 2, or a counted skip; nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from tessera.cli.main import main
+from tests.toys.chat_set import chat_recipe, write_chat_set
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_set(tmp_path_factory.mktemp("chat"), samples=12)
+
+
+@pytest.fixture
+def recipe(data: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(chat_recipe(data, tmp_path / "runs", steps=3)))
+    return path
+
+
+def tessera(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: object) -> tuple[int, str]:
+    """The command line, in this process: exit code and everything it said."""
+    monkeypatch.setattr(sys, "argv", ["tessera", *map(str, words)])
+    try:
+        main()
+        code = 0
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    return lambda *words: tessera(capsys, monkeypatch, *words)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optim.lrr=1", "did you mean lr"),
+        ("train.steps=soon", "train.steps"),
+        ("data.train.0.path=missing.jsonl", "no such data file: missing.jsonl"),
+        ("model.tokenizer=nowhere", "no tokenizer.json"),
+        ("model.path=nowhere", "nowhere"),
+        ("train.device=gpu", "unknown device"),
+        ("data.kind=chats", "did you mean: chat"),
+        ("train.task=langage", "did you mean: language"),
+        ("data.train_on=[asistant]", "asistant"),
+        ("data.processor.min_pixel=3", "min_pixels"),
+        ("data.length=8", "no usable sample"),
+        ("parallel.recompute=[text.layer]", "did you mean: text.layers"),
+    ],
+)
+def test_mistakes_in_a_recipe(run: Any, recipe: Path, override: str, words: str) -> None:
+    code, said = run("train", recipe, override)
+    assert code == 2
+    assert words in said
+    assert "Traceback" not in said
+
+
+def test_missing_recipe(run: Any, recipe: Path) -> None:
+    code, said = run("train", recipe.with_name("recipy.yaml"))
+    assert code == 2
+    assert "did you mean: recipe.yaml" in said
+
+
+def test_bad_samples_are_counted_listed_and_skipped(run: Any, tmp_path: Path) -> None:
+    data = write_chat_set(tmp_path / "data", samples=9)
+    pictures = data / "pictures"
+    (pictures / "empty.png").write_bytes(b"")
+    whole = (pictures / "1-0.png").read_bytes()
+    (pictures / "truncated.png").write_bytes(whole[: len(whole) // 2])
+    (pictures / "noise.png").write_bytes(b"no picture at all" * 20)
+    bomb = bytearray(whole)
+    bomb[16:24] = (30000).to_bytes(4, "big") * 2  # width and height in the PNG header, and its checksum
+    bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4, "big")
+    (pictures / "bomb.png").write_bytes(bomb)
+    Image.new("RGB", (9, 9)).save(tmp_path / "secret.png")
+
+    def row(name: str, picture: str, question: str = "What?", answer: str = "red") -> dict[str, Any]:
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
+        talk = [{"role": "user", "content": content}]
+        return {"id": name, "messages": [*talk, *([{"role": "assistant", "content": answer}] if answer else [])]}
+
+    bad = {
+        "missing": row("missing", "pictures/none.png"),
+        "empty": row("empty", "pictures/empty.png"),
+        "noise": row("noise", "pictures/noise.png"),
+        "bomb": row("bomb", "pictures/bomb.png"),
+        "outside": row("outside", str(tmp_path / "secret.png")),
+        "climbing": row("climbing", "../secret.png"),
+        "url": row("url", "http://127.0.0.1/x.png"),
+        "silent": row("silent", "pictures/1-0.png", answer=""),
+        "truncated": row("truncated", "pictures/truncated.png"),
+    }
+    with (data / "train.jsonl").open("a") as file:
+        for item in bad.values():
+            file.write(json.dumps(item) + "\n")
+        file.write("{not json\n")
+    recipe = chat_recipe(data, tmp_path / "runs", steps=4)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    code, said = run("train", path)
+    assert code == 0, said
+    listed = [json.loads(line) for line in (tmp_path / "runs/chat/quarantine.jsonl").read_text().splitlines()]
+    reasons = {item["id"]: item["reason"] for item in listed}
+    assert set(bad) <= set(reasons)
+    assert len(reasons) == len(bad) + 1
+    assert "pixels" in reasons["bomb"]
+    assert "outside" in reasons["outside"]
+    assert f"{len(reasons)} samples were skipped" in said
+
+    code, said = run("train", path, "data.on_bad_sample=fail", "name=strict")
+    assert code == 2
+    assert "data.on_bad_sample=skip" in said
+
+
+def test_more_placeholders_than_pictures(run: Any, data: Path, tmp_path: Path) -> None:
+    rows = [{"conversations": [{"from": "human", "value": "<image><image> x"}, {"from": "gpt", "value": "y"}]}]
+    rows[0]["images"] = ["pictures/1-0.png"]  # type: ignore[assignment]
+    (tmp_path / "odd.json").write_text(json.dumps(rows))
+    made = chat_recipe(data, tmp_path / "runs")
+    made["data"]["train"] = [{"path": str(tmp_path / "odd.json"), "root": str(data)}]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(made))
+    code, said = run("train", tmp_path / "recipe.yaml")
+    assert code == 2
+    assert "2" in said
+    assert "1" in said
+
+
+class Canary:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+def test_a_pickle_as_weights_is_never_opened(run: Any, recipe: Path, tmp_path: Path) -> None:
+    from tessera.models.qwen2_vl import SPEC
+    from tessera.models.qwen2_vl.config import Qwen2VLConfig
+
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    config = Qwen2VLConfig.model_validate(SPEC.presets["quickstart"])
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
+    override = ("model.path=" + str(folder), "model.family=null", "model.preset=null", "model.config={}")
+    code, said = run("train", recipe, *override)
+    assert code == 2
+    assert "pickle" in said
+    code, said = run("generate", folder / "pytorch_model.bin", "hello")
+    assert code == 2
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_flipped_bit_is_found_and_the_one_before_is_used(run: Any, recipe: Path, tmp_path: Path) -> None:
+    assert run("train", recipe, "checkpoint.every=1")[0] == 0
+    checkpoints = tmp_path / "runs/chat/checkpoints"
+    shard = checkpoints / "step-00000003/shard-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+    code, said = run("resume", tmp_path / "runs/chat", "train.steps=4")
+    assert code == 0
+    assert "step-00000003 is damaged" in said
+    assert "resumed from" in said
+    assert "step-00000002" in said
+    assert run("generate", tmp_path / "runs/chat", "hello", "--max-new-tokens", "3")[0] == 0
+
+
+def test_a_port_in_use(run: Any, recipe: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, said = run("train", recipe, "--nproc", "2", "--port", taken.getsockname()[1])
+    assert code == 2
+    assert "is in use" in said
+
+
+def test_not_a_run(run: Any, tmp_path: Path) -> None:
+    for words in (("resume", tmp_path), ("report", tmp_path), ("eval", tmp_path), ("generate", tmp_path, "x")):
+        code, said = run(*words)
+        assert code == 2, said
+        assert "Traceback" not in said
+
+
+def start(*words: object, limit: int | None = None) -> subprocess.Popen[str]:
+    def lower() -> None:
+        if limit:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write then fails with an error, as on a full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "tessera.cli.main", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+        preexec_fn=lower,
+    )
+
+
+def test_a_full_disk_during_save_loses_nothing(run: Any, recipe: Path, tmp_path: Path) -> None:
+    assert run("train", recipe, "train.steps=1")[0] == 0
+    job = start("resume", tmp_path / "runs/chat", "train.steps=3", limit=100_000)
+    said = job.communicate(timeout=120)[0]
+    assert job.returncode == 2, said
+    assert "could not be written" in said
+    assert "Traceback" not in said
+    checkpoints = tmp_path / "runs/chat/checkpoints"
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", "step-00000001"]
+    code, said = run("resume", tmp_path / "runs/chat", "train.steps=3")
+    assert code == 0
+    assert "step-00000001" in said
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_sigterm_saves_and_leaves_cleanly(nproc: int, recipe: Path, tmp_path: Path) -> None:
+    job = start("train", recipe, "train.steps=100000", "checkpoint.every=0", "log.every=1", "--nproc", nproc)
+    metrics = tmp_path / "runs/chat/metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    said = job.communicate(timeout=90)[0]
+    assert job.returncode == 0, said
+    saved = [p for p in (tmp_path / "runs/chat/checkpoints").iterdir() if p.name.startswith("step-")]
+    assert len(saved) == 1, said
+    assert "SIGTERM" in said

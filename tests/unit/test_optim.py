@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import OptimSection, ScheduleSection
+from tessera.optim.clip import finish_gradients, total_norm
+from tessera.optim.groups import build_optimizer, parameter_groups
+from tessera.optim.schedule import factor, set_learning_rate
+
+
+def net() -> nn.Module:
+    module = nn.ModuleDict({"vision": nn.Linear(4, 4), "text": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+    module["norm"].bias.requires_grad_(False)
+    return module
+
+
+def test_groups_by_pattern_last_one_wins() -> None:
+    section = OptimSection.model_validate(
+        {
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            "groups": [
+                {"pattern": "vision", "lr": 1e-5},
+                {"pattern": "vision.bias", "lr": 1e-4, "weight_decay": 0.2},
+            ],
+        }
+    )
+    groups = {name: (g["lr"], g["weight_decay"]) for g in parameter_groups(net(), section) for name in g["names"]}
+    assert groups == {
+        "vision.weight": (1e-5, 0.1),
+        "vision.bias": (1e-4, 0.2),
+        "text.weight": (1e-3, 0.1),
+        "text.bias": (1e-3, 0.0),
+        "norm.weight": (1e-3, 0.0),
+    }
+
+
+def test_a_group_for_nothing_is_an_error() -> None:
+    section = OptimSection.model_validate({"groups": [{"pattern": "visoin"}]})
+    with pytest.raises(TesseraError) as caught:
+        parameter_groups(net(), section)
+    assert caught.value.nearest == "vision"
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_schedules(kind: str) -> None:
+    section = ScheduleSection.model_validate({"kind": kind, "warmup": 10, "final": 0.1})
+    values = [factor(section, step, 110) for step in range(110)]
+    assert values[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert values[10] == pytest.approx(1.0)
+    if kind == "constant":
+        assert set(values[10:]) == {1.0}
+        return
+    assert all(a > b for a, b in itertools.pairwise(values[10:]))
+    assert 0.1 <= values[-1] < 0.12
+    middle = factor(section, 60, 110)
+    assert middle == pytest.approx(0.55)
+    assert kind == "linear" or factor(section, 35, 110) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi / 4)))
+
+
+def test_learning_rates_keep_their_ratio() -> None:
+    section = OptimSection.model_validate({"lr": 1e-2, "groups": [{"pattern": "text", "lr": 1e-3}]})
+    optimizer = build_optimizer(net(), section, torch.device("cpu"))
+    set_learning_rate(optimizer, 0.5)
+    assert sorted({g["lr"] for g in optimizer.param_groups}) == pytest.approx([5e-4, 5e-3])
+
+
+def test_gradients_are_divided_by_the_count_and_clipped_in_one_pass() -> None:
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad = torch.tensor([3.0, 0.0, 0.0])
+    parameters[1].grad = torch.tensor([[0.0, 4.0], [0.0, 0.0]])
+    assert float(total_norm([p.grad for p in parameters[:2]])) == pytest.approx(5.0)
+    norm = finish_gradients(parameters, torch.tensor(10.0), max_norm=0.25)
+    assert float(norm) == pytest.approx(0.5)
+    assert parameters[0].grad[0] == pytest.approx(0.15, rel=1e-4)
+    assert parameters[1].grad[0, 1] == pytest.approx(0.2, rel=1e-4)
+    assert parameters[2].grad is None
+
+
+def test_nothing_trained_on_gives_no_infinity() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.zeros(2)
+    assert float(finish_gradients([parameter], torch.tensor(0.0), None)) == 0.0
+    assert torch.equal(parameter.grad, torch.zeros(2))

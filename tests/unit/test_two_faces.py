@@ -1,0 +1,125 @@
+"""Every verb from Python and from the shell, on one tiny run: train, load, generate, evaluate, convert, report."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import tessera
+from tests.toys.chat_set import chat_recipe, write_chat_set
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_set(tmp_path_factory.mktemp("chat"), samples=12)
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tessera.Run:
+    recipe = chat_recipe(data, tmp_path_factory.mktemp("runs"), eval_every=3)
+    recipe["checkpoint"]["export"] = True
+    recipe["log"]["tensorboard"] = True
+    return tessera.train(recipe)
+
+
+def ask(picture: Path, question: str = "Say red.") -> list[dict[str, object]]:
+    content = [{"type": "image", "image": str(picture)}, {"type": "text", "text": question}]
+    return [{"role": "user", "content": content}]
+
+
+def test_the_run_folder_holds_everything(run: tessera.Run) -> None:
+    names = {path.name for path in run.folder.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "report.html", "checkpoints", "hf", "ledger", "tensorboard"} <= names
+    assert run.checkpoint == run.folder / "checkpoints" / "step-00000006"
+    assert [row["step"] for row in run.metrics if row["kind"] == "eval"] == [3, 6]
+    rates = [key for key in run.metrics[-2] if key.endswith("_per_s")]
+    assert {"tokens_per_s", "images_per_s", "samples_per_s"} <= set(rates)
+
+
+def test_run_checkpoint_and_folder_are_the_same_model(run: tessera.Run, data: Path) -> None:
+    assert run.checkpoint is not None
+    answers, logits = [], []
+    for place in (run.folder, run.checkpoint, run.folder / "hf"):
+        model, processor = tessera.load(place, device="cpu")
+        batch = processor(ask(data / "pictures/1-0.png"))
+        with torch.no_grad():
+            logits.append(model(batch, logits=True).logits)
+        answers.append(model.generate(batch, max_new_tokens=6))
+    assert torch.equal(logits[0], logits[1])
+    assert torch.allclose(logits[0], logits[2], atol=1e-6)
+    assert answers[0] == answers[1] == answers[2]
+    assert isinstance(answers[0], str)
+
+
+def test_a_run_starts_from_a_run_and_from_a_folder(run: tessera.Run, data: Path, tmp_path: Path) -> None:
+    for number, origin in enumerate((run.folder, run.folder / "hf")):
+        recipe = chat_recipe(data, tmp_path / str(number), steps=1)
+        recipe["model"] = {"path": str(origin), "tokenizer": str(data / "tokenizer")}
+        recipe["optim"]["lr"] = 0.0
+        begun = tessera.train(recipe)
+        first = [row["loss"] for row in begun.metrics if row["kind"] == "train"][0]
+        assert first == pytest.approx(run.metrics[-2]["loss"], rel=0.2)
+        assert first < run.metrics[0]["loss"] - 0.1
+
+
+def test_a_run_outlives_the_folder_it_began_from(run: tessera.Run, data: Path, tmp_path: Path) -> None:
+    folder = tessera.convert(run.folder, tmp_path / "start")
+    recipe = chat_recipe(data, tmp_path, steps=2)
+    recipe["model"] = {"path": str(folder)}
+    begun = tessera.train(recipe)
+    folder.rename(tmp_path / "gone")
+    assert tessera.resume(begun.folder, {"train.steps": 3}).checkpoint == begun.folder / "checkpoints/step-00000003"
+    tessera.load(begun.folder)
+
+
+def test_evaluate_writes_answers_and_the_report_shows_them(run: tessera.Run) -> None:
+    score = tessera.evaluate(run.folder, max_new_tokens=4)
+    assert len(score.rows) == 6
+    assert set(score.groups()) == {"text only", "1 picture", "2 pictures"}
+    page = tessera.report(run.folder).read_text()
+    assert "Held-out answers" in page
+    assert "data:image/png;base64" in page
+    assert not re.search(r"(?:src|href)=[\"']https?:", page), "the report needs nothing from elsewhere"
+
+
+def test_transformers_agrees_with_the_export(run: tessera.Run, data: Path) -> None:
+    agreement = tessera.compare(run.folder / "hf", data / "train.jsonl", max_new_tokens=5)
+    assert len(agreement.answers) == 12
+    assert agreement.complete, agreement.lines()
+
+
+def shell(*words: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "tessera.cli.main", *map(str, words)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_generate_streams_from_the_shell(run: tessera.Run, data: Path, tmp_path: Path) -> None:
+    picture = data / "pictures/1-0.png"
+    said = shell("generate", run.folder, "Say red.", "--image", picture, "--max-new-tokens", 6, "--device", "cpu")
+    model, processor = tessera.load(run.folder, device="cpu")
+    assert said == f"{model.generate(processor(ask(picture)), max_new_tokens=6)}\n"
+    memory = Image.open(picture)
+    talk = [{"role": "user", "content": [{"type": "image", "image": memory}, {"type": "text", "text": "Say red."}]}]
+    assert said == f"{model.generate(processor(talk), max_new_tokens=6)}\n"
+
+
+def test_plan_config_and_convert_from_the_shell(run: tessera.Run, data: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(chat_recipe(data, tmp_path)))
+    assert "8 = 1 replicated x 8 sharded" in shell("plan", recipe, "--world", 8)
+    assert "lr: 0.5" in shell("config", "show", recipe, "optim.lr=0.5")
+    assert "properties" in json.loads(shell("config", "schema"))
+    shell("convert", run.folder, tmp_path / "out", "--dtype", "bfloat16")
+    model, _ = tessera.load(tmp_path / "out")
+    assert next(model.module.parameters()).dtype == torch.bfloat16
