@@ -115,7 +115,8 @@ class OptimSection(Section):
 
 
 class CheckpointSection(Section):
-    every: int = Field(0, ge=0, description="steps between checkpoints; 0: only at the end")
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0: none before the end")
+    at_end: bool = Field(True, description="save when the run ends or is stopped; off for runs that only measure")
     keep: int = Field(2, gt=0, description="how many of the newest to keep")
     export: bool = Field(False, description="also write a Hugging Face folder at the end")
 

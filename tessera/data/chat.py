@@ -7,6 +7,7 @@ folders, so that other tools write conversations the same way.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -78,6 +79,11 @@ class ChatTemplate:
                     Piece(self.media_after, message.role, special=True),
                 ]
         return pieces
+
+    def system_in(self, jinja: str) -> str | None:
+        """What a folder's own template says first when a conversation has no system message: `jinja` read backwards."""
+        found = re.search(re.escape(f"{self.start}system\n") + "(.*?)" + re.escape(self.end), jinja, re.DOTALL)
+        return None if found is None else found[1].removeprefix("{% raw %}").removesuffix("{% endraw %}")
 
     def jinja(self) -> str:
         """The same, for tools that read a chat template from the tokenizer's folder."""

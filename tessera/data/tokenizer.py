@@ -156,6 +156,21 @@ def _byte_level(model: BPE) -> Tokenizer:
     return tokenizer
 
 
+def read_chat_template(folder: Path) -> str | None:
+    """The Jinja template that a folder carries, in whichever of its usual places."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            try:
+                found = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
+            except (ValueError, AttributeError) as error:
+                raise TesseraError(f"not readable as JSON: {error}", where=str(folder / name)) from None
+            if isinstance(found, str):
+                return found
+    return None
+
+
 def write_tokenizer(
     folder: Path, tokenizer_json: str, *, chat_template: str | None, end: str, pad: str, kind: str = "Qwen2Tokenizer"
 ) -> None:

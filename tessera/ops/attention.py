@@ -208,9 +208,12 @@ def _packed_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: 
         else:
             groups = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    # The kernel takes head sizes in eights. Zeros at the end change no product, and are cut off again.
+    size = q.shape[-1]
+    q, k, v = (F.pad(x, (0, -size % 8)) if size % 8 else x for x in (q, k, v))
     out = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
     assert isinstance(out, Tensor), "a tuple comes back only when more than the output is asked for"
-    return out
+    return out[..., :size] if size % 8 else out
 
 
 # Read once: the keywords of this young function still move between releases of torch.

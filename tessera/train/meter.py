@@ -12,6 +12,7 @@ import torch
 
 from tessera.core import device as devices
 from tessera.core.dist import sum_over_ranks
+from tessera.core.errors import TesseraError
 from tessera.train.callbacks import Callback, StepResult
 from tessera.train.jsonl import JsonLines, read_jsonl
 
@@ -197,7 +198,12 @@ class TensorBoard(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         if trainer.world.is_main:
-            from torch.utils.tensorboard import SummaryWriter
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise TesseraError(
+                    "log.tensorboard needs the package tensorboard", fix="pip install tessera-mm[track]"
+                ) from None
 
             folder = trainer.config.folder
             self._writer = SummaryWriter(

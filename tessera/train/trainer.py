@@ -74,7 +74,8 @@ class Trainer:
                 self._loop(iter(self.loader))
                 if self.stop_reason is None and self._eval_batches is not None:
                     self.evaluate()
-                self.save()
+                if self.config.checkpoint.at_end:
+                    self.save()
             except BaseException as error:
                 for callback in self.callbacks:
                     callback.on_error(self, error)

@@ -33,6 +33,13 @@ def read_patches(
     return image, _patches(video_file, vision, video_bounds, VIDEO_BOUNDS, folder / VIDEO_FILE, "video_")
 
 
+def read_sampling(folder: Path) -> dict[str, float]:
+    """How many frames the folder's own files say to take from a clip; what they leave open is left out."""
+    data = _read(folder / VIDEO_FILE) or _read(folder / BOTH_FILE).get("video_processor") or {}
+    names = ("fps", "min_frames", "max_frames")
+    return {name: data[name] for name in names if isinstance(data.get(name), (int, float)) and data[name] > 0}
+
+
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}

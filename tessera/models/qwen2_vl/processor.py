@@ -26,9 +26,9 @@ from tessera.core.types import IGNORE, Batch, Encoded, MediaSize, Sample, Segmen
 from tessera.data.chat import ChatTemplate, Piece
 from tessera.data.media import VideoSampling, to_rgb
 from tessera.data.patches import Patches, block_positions
-from tessera.data.tokenizer import PieceEncoder, load_tokenizer, write_tokenizer
+from tessera.data.tokenizer import PieceEncoder, load_tokenizer, read_chat_template, write_tokenizer
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
-from tessera.models.qwen2_vl.preprocessor_files import read_patches, write_patches
+from tessera.models.qwen2_vl.preprocessor_files import read_patches, read_sampling, write_patches
 
 MEANING = (
     "qwen2_vl 1"  # raise the number when the same options begin to mean other tokens: kept indexes are then remade
@@ -38,7 +38,7 @@ Grid = tuple[int, int, int]
 
 
 class ProcessorOptions(Section):
-    """The `data.processor` section of a recipe. Pixel bounds left out come from the model's folder."""
+    """The `data.processor` section of a recipe. What is left out comes from the model's folder, if it says."""
 
     min_pixels: int | None = Field(None, gt=0)
     max_pixels: int | None = Field(None, gt=0)
@@ -66,6 +66,9 @@ class Qwen2VLProcessor:
         chosen = build(ProcessorOptions, options, "data.processor")
         folder = Path(folder)
         template = ChatTemplate(system=chosen.system)
+        jinja = read_chat_template(folder)
+        if jinja is not None and "system" not in chosen.model_fields_set:
+            template = replace(template, system=template.system_in(jinja))
         encoder = PieceEncoder(load_tokenizer(folder))
         _check_words(encoder, template, config, folder)
         image, video = read_patches(
@@ -74,7 +77,9 @@ class Qwen2VLProcessor:
             image_bounds=(chosen.min_pixels, chosen.max_pixels),
             video_bounds=(chosen.video_min_pixels, chosen.video_max_pixels),
         )
-        sampling = VideoSampling(chosen.fps, chosen.min_frames, chosen.max_frames, config.vision.temporal_patch_size)
+        given = {name: getattr(chosen, name) for name in ("fps", "min_frames", "max_frames")}
+        stored = {k: v for k, v in read_sampling(folder).items() if k not in chosen.model_fields_set}
+        sampling = VideoSampling(**{**given, **stored}, multiple=config.vision.temporal_patch_size)
         return cls(encoder, template, image, video, sampling, chosen.train_on)
 
     def training_on(self, roles: Sequence[str]) -> Qwen2VLProcessor:

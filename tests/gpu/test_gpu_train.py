@@ -1,0 +1,83 @@
+"""What only an accelerator shows: the same run there and on the CPU, mixed precision, no host waits between lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tessera
+from tessera.train.callbacks import Callback, StepResult
+from tests.toys.chat_set import chat_recipe, write_chat_set
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_set(tmp_path_factory.mktemp("chat"))
+
+
+def losses(run: tessera.Run) -> list[float]:
+    return [row["loss"] for row in run.metrics if row["kind"] == "train"]
+
+
+def test_fp32_follows_the_cpu(data: Path, tmp_path: Path) -> None:
+    weights = tessera.train(chat_recipe(data, tmp_path / "start", steps=1)).folder
+    runs = []
+    for device in ("cpu", "auto"):
+        recipe = chat_recipe(data, tmp_path / device, device=device)
+        recipe["model"] = {"path": str(weights), "tokenizer": str(data / "tokenizer")}
+        runs.append(losses(tessera.train(recipe)))
+    assert runs[1] == pytest.approx(runs[0], rel=1e-3)
+
+
+def test_bf16_with_fp32_master_weights_learns_and_resumes(data: Path, tmp_path: Path) -> None:
+    recipe = chat_recipe(data, tmp_path / "a", device="auto", steps=40)
+    recipe["parallel"] = {"param_dtype": "bfloat16", "recompute": ["text.layers.{*}"]}
+    whole = tessera.train(recipe)
+    assert losses(whole)[-1] < losses(whole)[0] - 0.5
+    part = tessera.train({**recipe, "out": str(tmp_path / "b")}, callbacks=[StopAt(21)])
+    # Not bitwise here: some kernels of an accelerator add in an order of their own.
+    assert losses(tessera.resume(part.folder)) == pytest.approx(losses(whole), rel=2e-2)
+    model, processor = tessera.load(whole.folder, dtype="bfloat16")
+    assert isinstance(model.generate(processor([{"role": "user", "content": "Say red."}]), max_new_tokens=5), str)
+
+
+def test_no_host_waits_between_lines(data: Path, tmp_path: Path) -> None:
+    recipe = chat_recipe(data, tmp_path, device="auto", steps=12, micro_batch=2)
+    recipe["parallel"] = {"param_dtype": "bfloat16"}
+    recipe["log"]["every"] = 100
+    recipe["data"]["eval"] = []
+    recipe["checkpoint"] = {"every": 0}
+    watch = Watch()
+    tessera.train(recipe, callbacks=[watch])
+    assert watch.steps > 5
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.at = step
+
+    def on_step_end(self, trainer: Any, result: StepResult) -> None:
+        if result.step == self.at:
+            trainer.request_stop("test")
+
+
+class Watch(Callback):
+    """From the third step on, anything that makes the host wait for the device is an error."""
+
+    steps = 0
+
+    def on_step_begin(self, trainer: Any) -> None:
+        if trainer.step >= 3:
+            torch.cuda.set_sync_debug_mode("error")
+            self.steps += 1
+
+    def on_step_end(self, trainer: Any, result: StepResult) -> None:
+        torch.cuda.set_sync_debug_mode("default")
