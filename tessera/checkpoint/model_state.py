@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from tessera.core.errors import TesseraError
@@ -15,12 +16,21 @@ from tessera.core.names import clean
 
 def model_tensors(parts: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers themselves. One shared by two modules appears once, by its first name."""
+    _reshard(parts)
     found: dict[str, Tensor] = {clean(name): parameter for name, parameter in parts.named_parameters()}
     persistent = {clean(name) for name in parts.state_dict(keep_vars=True)}
     for name, buffer in parts.named_buffers():
         if clean(name) in persistent:
             found[clean(name)] = buffer
     return found
+
+
+def _reshard(parts: nn.Module) -> None:
+    """A pass without a backward one (evaluation) leaves gathered weights in place of the sharded parameters; the
+    optimizer and the checkpoint know only the latter."""
+    for part in parts.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def tied_names(parts: nn.Module) -> dict[str, str]:

@@ -138,6 +138,17 @@ def test_packed_equals_unpacked(data: Path, tmp_path: Path) -> None:
     assert max(relative(all_in_one[name], one[name]) for name in one) < 1e-6
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_mixed_precision_saves_after_an_evaluation(world: int, data: Path, tmp_path: Path) -> None:
+    """bf16 computation over fp32 master weights; evaluation leaves weights gathered, and saving must not mind."""
+    recipe = chat_recipe(data, tmp_path, eval_every=2)
+    overrides = {"parallel.param_dtype": "bfloat16", "parallel.reduce_dtype": "bfloat16"}
+    _, values = run_ranks(run_once, world, recipe, overrides, None)[0]
+    assert values[-1] < values[0]
+    saved = final_weights(tmp_path / "chat", 6)
+    assert {t.dtype for t in saved.values()} == {torch.float32}
+
+
 def test_two_ranks_resume_bitwise(data: Path, tmp_path: Path) -> None:
     run_ranks(run_once, 2, chat_recipe(data, tmp_path / "whole"), {}, None)
     run_ranks(run_once, 2, chat_recipe(data, tmp_path / "part"), {}, 3)

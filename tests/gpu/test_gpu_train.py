@@ -70,12 +70,12 @@ class StopAt(Callback):
 
 
 class Watch(Callback):
-    """From the third step on, anything that makes the host wait for the device is an error."""
+    """From the third step to the one before the last line, making the host wait for the device is an error."""
 
     steps = 0
 
     def on_step_begin(self, trainer: Any) -> None:
-        if trainer.step >= 3:
+        if 3 <= trainer.step < trainer.config.train.steps - 1:
             torch.cuda.set_sync_debug_mode("error")
             self.steps += 1
 
