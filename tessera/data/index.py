@@ -23,8 +23,10 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import SourceSection
 from tessera.core.types import Processor, Sample
 from tessera.data.forms import RowError
-from tessera.data.media import Limits, VideoSampling, probe
+from tessera.data.images import Limits
+from tessera.data.media import probe
 from tessera.data.sources import FileSource, open_source
+from tessera.data.video import VideoSampling
 
 FORMAT = 1  # of the cache file, and of what an index means: raise it when either changes
 Policy = Literal["skip", "fail"]

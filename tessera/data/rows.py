@@ -12,8 +12,9 @@ import torch
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Batch, Encoded, Sample
 from tessera.data.forms import RowError
+from tessera.data.images import Limits
 from tessera.data.index import ChatProcessor, Policy, SplitIndex
-from tessera.data.media import Limits, decode
+from tessera.data.media import decode
 from tessera.data.order import Order
 
 # Always reported, so that ranks agree on the names.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +13,31 @@ import numpy as np
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import MediaSize
-from tessera.data.media import Limits, VideoSampling, open_image, read_image, size_of
+from tessera.data.images import Limits, open_image, read_image, size_of
 
 _PICTURES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"}
+
+
+@dataclass(frozen=True)
+class VideoSampling:
+    """How many frames are taken from a clip: `fps` for each second, within bounds, a multiple of `multiple`."""
+
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+    multiple: int = 2
+
+    def count(self, total: int, rate: float | None) -> int:
+        """Frames to take of `total` at `rate` per second; without a rate the clip is taken as already sampled."""
+        most = min(self.max_frames, total)
+        wanted = float(total) if rate is None else total / rate * self.fps
+        taken = int(min(max(wanted, self.min_frames), most))
+        # A clip shorter than one temporal patch is filled up by repeating its last frame, by whoever makes patches.
+        return max(taken // self.multiple * self.multiple, 1)
+
+    def choose(self, total: int, rate: float | None) -> list[int]:
+        count = self.count(total, rate)
+        return [i * total // count for i in range(count)]
 
 
 class _Clip(NamedTuple):

@@ -19,6 +19,8 @@ from tessera.core.errors import TesseraError, nearest
 from tessera.core.run_config import ModelSection, RunConfig, load_config
 from tessera.core.types import Batch, ModelSpec, Processor, Sample
 from tessera.data import media
+from tessera.data.images import Limits
+from tessera.data.video import VideoSampling
 from tessera.infer.generate import generate
 from tessera.infer.messages import conversations, open_media, sample_of
 from tessera.infer.sampling import Sampling
@@ -83,7 +85,7 @@ class LoadedProcessor:
 
     processor: Processor | None
     spec: ModelSpec
-    limits: media.Limits
+    limits: Limits
 
     def __call__(self, messages: Sequence[Any], root: str | Path | None = None) -> Batch:
         """One conversation or a list of them, each a list of {role, content}; pictures as paths, PIL images or bytes.
@@ -106,9 +108,9 @@ class LoadedProcessor:
         return processor.prompt([sample for sample, _ in samples], opened)
 
     @property
-    def _sampling(self) -> media.VideoSampling:
+    def _sampling(self) -> VideoSampling:
         found = getattr(self.processor, "sampling", None)
-        return found if isinstance(found, media.VideoSampling) else media.VideoSampling()
+        return found if isinstance(found, VideoSampling) else VideoSampling()
 
 
 def load(
@@ -124,13 +126,13 @@ def load(
         kind = kind or stored_dtype(folder)
         files: Path | None = folder
         options: dict[str, Any] = {}
-        limits = media.Limits()
+        limits = Limits()
     else:
         settings = load_config(read_mapping(folder / RUN_CONFIG))
         section, options = settings.model, settings.data.processor
         kind = kind or DTYPES[section.dtype]
         files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
-        limits = media.Limits(max_image_pixels=settings.data.max_image_pixels)
+        limits = Limits(max_image_pixels=settings.data.max_image_pixels)
     spec, config = resolve(section)
     module = _empty(spec, config, where, kind)
     weights = None if spec.weights is None else spec.weights(config)

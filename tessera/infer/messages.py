@@ -17,6 +17,8 @@ from tessera.core.errors import TesseraError, nearest
 from tessera.core.types import Message, Part, Sample
 from tessera.data import media
 from tessera.data.forms import ROLES
+from tessera.data.images import Limits, read_image
+from tessera.data.video import VideoSampling
 
 _KINDS: Mapping[str, Literal["text", "image", "video"]] = {
     "text": "text",
@@ -79,11 +81,11 @@ def _part(part: Any, where: str) -> Part:
     return Part(kind, value)
 
 
-def open_media(part: Part, base: Path, limits: media.Limits, sampling: media.VideoSampling) -> Any:
+def open_media(part: Part, base: Path, limits: Limits, sampling: VideoSampling) -> Any:
     """A media part as given by a caller, decoded; relative paths start at `base`."""
     value = part.value
     if part.kind == "image" and isinstance(value, (bytes, bytearray)):
-        return media.read_image(cast(Path, _NamedBytes(value)), limits)
+        return read_image(cast(Path, _NamedBytes(value)), limits)
     if part.kind == "image" and isinstance(value, Image.Image):
         if value.width * value.height > limits.max_image_pixels:
             raise TesseraError(

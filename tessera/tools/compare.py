@@ -11,7 +11,9 @@ import torch
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import Message
-from tessera.data.media import Limits, VideoSampling, decode
+from tessera.data.images import Limits
+from tessera.data.media import decode
+from tessera.data.video import VideoSampling
 from tessera.evaluate.answers import Question, answer_all, held_out_sources, questions
 from tessera.infer.load import load
 

@@ -26,7 +26,7 @@ def line_chart(title: str, series: Sequence[Series], *, log_scale: bool = False)
     points = [p for s in finite for p in s.points if not log_scale or p[1] > 0]
     if not points:
         return f"<figure><figcaption>{html.escape(title)}</figcaption><p>nothing recorded</p></figure>"
-    x_low, x_high = min(p[0] for p in points), max(p[0] for p in points)
+    x_low, x_high = 0.0, max(p[0] for p in points)
     values = sorted(_scale(p[1], log_scale) for p in points)
     y_low, y_high = values[0], values[-1]
     if y_high - y_low < 1e-12:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError
-from tessera.data.media import Limits, read_image
+from tessera.data.images import Limits, read_image
 from tessera.train.callbacks import Callback
 from tessera.train.charts import Series, line_chart, smooth
 from tessera.train.jsonl import read_jsonl
@@ -86,7 +86,7 @@ def write_report(folder: Path) -> Path:
 def _subtitle(config: dict[str, Any]) -> str:
     model, train = config["model"], config["train"]
     origin = " ".join(str(model[k]) for k in ("family", "preset", "path") if model.get(k))
-    return f"{origin} · {train['steps']} steps of {train['global_batch']} rows · seed {train['seed']}"
+    return f"{origin} · {train['steps']} steps · global batch {train['global_batch']} · seed {train['seed']}"
 
 
 def _facts(rows: list[dict[str, Any]], answers: list[dict[str, Any]]) -> str:
@@ -128,7 +128,11 @@ def _charts(rows: list[dict[str, Any]]) -> list[str]:
             ],
             log_scale=all(y > 0 for _, y in loss),
         ),
-        line_chart("Gradient norm", [Series("each step", norm, "raw"), Series("smoothed", smooth(norm), "main")]),
+        line_chart(
+            "Gradient norm (logarithmic)",
+            [Series("each step", norm, "raw"), Series("smoothed", smooth(norm), "main")],
+            log_scale=all(y > 0 for _, y in norm),
+        ),
         line_chart("Learning rate", [Series("learning rate", column("lr"), "main")]),
         line_chart("Seconds per step", [Series("seconds", column("step_seconds"), "main")]),
     ]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tessera.train.callbacks import Callback, StepResult
 from tessera.train.run import Run, resume, train
 from tests.dist.spawn import run_ranks
+from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -31,15 +32,6 @@ class KeepGradients(Callback):
                 assert grad is not None, name
                 whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
                 self.found[clean(name)] = whole.flatten().double().tolist()
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.at = step
-
-    def on_step_end(self, trainer: Any, result: StepResult) -> None:
-        if result.step == self.at:
-            trainer.request_stop("test")
 
 
 def run_once(rank: int, world: int, recipe: dict[str, Any], overrides: dict[str, Any], stop: int | None) -> Any:

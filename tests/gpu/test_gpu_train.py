@@ -10,6 +10,7 @@ import torch
 
 import tessera
 from tessera.train.callbacks import Callback, StepResult
+from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 pytestmark = [
@@ -58,15 +59,6 @@ def test_no_host_waits_between_lines(data: Path, tmp_path: Path) -> None:
     watch = Watch()
     tessera.train(recipe, callbacks=[watch])
     assert watch.steps > 5
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.at = step
-
-    def on_step_end(self, trainer: Any, result: StepResult) -> None:
-        if result.step == self.at:
-            trainer.request_stop("test")
 
 
 class Watch(Callback):

@@ -16,7 +16,7 @@ from PIL import Image
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Batch, Encoded, MediaSize, Sample, Segments
-from tessera.data.media import VideoSampling
+from tessera.data.video import VideoSampling
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from PIL import Image
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import MediaSize, Part
-from tessera.data.media import Limits, VideoSampling, decode, probe, resolve, to_rgb
+from tessera.data.images import Limits, to_rgb
+from tessera.data.media import decode, probe, resolve
+from tessera.data.video import VideoSampling
 
 LIMITS = Limits()
 SAMPLING = VideoSampling()

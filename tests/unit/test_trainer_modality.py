@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import tessera
-from tessera.train.callbacks import Callback
 from tests.toys import denoise_task, denoiser
+from tests.toys.callbacks import StopAt
 
 
 def recipe(folder: Path, **train: Any) -> dict[str, Any]:
@@ -81,12 +81,3 @@ def test_another_seed_in_the_middle_is_refused(tmp_path: Path) -> None:
     run = tessera.train(recipe(tmp_path, steps=2))
     with pytest.raises(Exception, match=r"train\.seed"):
         tessera.resume(run.folder, {"train.seed": 5, "train.steps": 4})
-
-
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Any, result: Any) -> None:
-        if result.step == self.step:
-            trainer.request_stop("test")

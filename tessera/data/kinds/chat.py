@@ -9,8 +9,8 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import DataSection
 from tessera.core.types import Processor, RowSource
 from tessera.data.forms import ROLES
+from tessera.data.images import Limits
 from tessera.data.index import ChatProcessor, build_index
-from tessera.data.media import Limits
 from tessera.data.order import Order, make_packs
 from tessera.data.rows import ChatRows
 

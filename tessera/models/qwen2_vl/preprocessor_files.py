@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tessera.core.errors import TesseraError
-from tessera.data.media import VideoSampling
 from tessera.data.patches import Patches
+from tessera.data.video import VideoSampling
 from tessera.models.qwen2_vl.config import VisionConfig
 
 IMAGE_FILE = "preprocessor_config.json"

@@ -24,9 +24,10 @@ from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Batch, Encoded, MediaSize, Sample, Segments
 from tessera.data.chat import ChatTemplate, Piece
-from tessera.data.media import VideoSampling, to_rgb
+from tessera.data.images import to_rgb
 from tessera.data.patches import Patches, block_positions
 from tessera.data.tokenizer import PieceEncoder, load_tokenizer, read_chat_template, write_tokenizer
+from tessera.data.video import VideoSampling
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.models.qwen2_vl.preprocessor_files import read_patches, read_sampling, write_patches
 
