@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,36 +68,6 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict
                 )
             found[f"optim.{names[parameter]}.{key}"] = value
     return found
-
-
-def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """What is not a tensor: the settings of the parameter groups (learning rates and so on), fit for JSON."""
-    groups = []
-    for group in optimizer.param_groups:
-        values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({key: _plain(value) for key, value in values.items()})
-    return {"groups": groups}
-
-
-def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    groups = state["groups"]
-    if len(groups) != len(optimizer.param_groups):
-        raise TesseraError(
-            f"the checkpoint has {len(groups)} parameter groups, this optimizer has {len(optimizer.param_groups)}",
-            fix="use the `optim` section that the checkpoint was written with",
-        )
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in saved.items():
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(value, list) else value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _trained(optimizer: Optimizer) -> list[Tensor]:

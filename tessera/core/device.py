@@ -137,9 +137,10 @@ def memory(device: torch.device) -> Memory:
     )
 
 
-def synchronize(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
+    """A run's peak is its own, not that of what the process did before. A CPU process cannot forget its peak."""
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

