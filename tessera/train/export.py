@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,6 @@ from tessera.train.callbacks import Callback
 
 if TYPE_CHECKING:
     from tessera.train.trainer import Trainer
-
-log = logging.getLogger("tessera")
 
 
 def export_folder(
@@ -43,12 +40,12 @@ def export_folder(
 
 
 class Export(Callback):
-    """Writes `RUN/hf` when training ends."""
+    """Writes `RUN/hf` when training is complete. A run that was told to stop has no time for it, and is not done."""
 
     def __init__(self, spec: ModelSpec, model_config: Any, processor: Processor | None) -> None:
         self._parts = (spec, model_config, processor)
 
     def on_end(self, trainer: Trainer) -> None:
-        folder = trainer.config.folder / "hf"
-        export_folder(trainer.module, *self._parts, folder, overwrite=True)
-        log.info("exported %s", folder)
+        if trainer.stop_reason is not None:
+            return
+        export_folder(trainer.module, *self._parts, trainer.config.folder / "hf", overwrite=True)

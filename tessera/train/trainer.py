@@ -71,8 +71,9 @@ class Trainer:
                 self._tell("on_start")
                 self.loader = stack.enter_context(contextlib.closing(self._make_loader(self.rows_drawn)))
                 self.module.train()
+                before = self.step
                 self._loop(iter(self.loader))
-                if self.stop_reason is None and self._eval_batches is not None:
+                if self.step > before and self.stop_reason is None and self._eval_batches is not None:
                     self.evaluate()
                 if self.config.checkpoint.at_end:
                     self.save()

@@ -67,6 +67,7 @@ def test_resume_is_bitwise_and_a_finished_run_stays_finished(tmp_path: Path) -> 
     strip = lambda rows: [(r["step"], r["loss"], r["grad_norm"]) for r in rows if r["kind"] == "train"]  # noqa: E731
     assert strip(resumed.metrics) == strip(whole.metrics)
     again = tessera.resume(part.folder)
+    assert again.metrics == resumed.metrics
     assert all(torch.equal(expected[name], tensor) for name, tensor in weights(again).items())
 
 
