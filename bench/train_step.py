@@ -1,6 +1,7 @@
 """Step time of a published shape through the whole Trainer: loader, engine, clipping, optimizer, metrics.
 
-    python bench/train_step.py 2b 8192 4        # preset, tokens of a row, pictures of 56 x 56 patches in it
+    python bench/train_step.py precision 2b 8192 4    # cases, preset, tokens of a row, pictures (56 x 56 patches) in it
+    python bench/train_step.py memory                 # what each memory form saves and costs
 
 Prints one JSON line per case. Weights are random: speed does not depend on them as long as they are finite.
 """
@@ -8,10 +9,12 @@ Prints one JSON line per case. Weights are random: speed does not depend on them
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import statistics
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,6 @@ import torch
 from PIL import Image
 
 import tessera
-from tessera.core import device as devices
 from tessera.data.tokenizer import train_tokenizer
 
 SPECIAL = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
@@ -47,7 +49,7 @@ def write_data(folder: Path, length: int, pictures: int, rows: int = 8) -> None:
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def measure(preset: str, length: int, case: dict[str, Any], folder: Path, steps: int = 14) -> dict[str, Any]:
+def measure(preset: str, length: int, case: dict[str, Any], folder: Path, steps: int = 10) -> dict[str, Any]:
     ids = {f"{word}_token_id": VOCABULARY - 7 + at for at, word in enumerate(SPECIAL)}
     recipe = {
         "name": "bench",
@@ -72,41 +74,58 @@ def measure(preset: str, length: int, case: dict[str, Any], folder: Path, steps:
         "log": {"every": 1},
     }
     run = tessera.train(recipe, overwrite=True)
-    rows = [row for row in run.metrics if "step_seconds" in row][4:]
+    rows = [row for row in run.metrics if "step_seconds" in row][3:]
     middle = statistics.median(row["step_seconds"] for row in rows)
     return {
         "ms": round(middle * 1e3, 1),
         "tokens_per_s": round(length / middle),
         "tflops": round(statistics.median(row["tflops"] for row in rows), 1),
         "data_wait": round(statistics.median(row["data_wait"] for row in rows), 4),
-        "peak_gib": round(max(row["peak_memory_gib"] for row in rows), 1),
+        "peak_gib": round(rows[-1]["peak_memory_gib"], 1),
+        "held_gib": round(rows[-1]["memory_gib"], 1),
         "loss": round(rows[-1]["loss"], 3),
         "finite": all(np.isfinite(row["loss"]) and np.isfinite(row["grad_norm"]) for row in rows),
     }
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "bf16 weights": {"dtype": "bfloat16", "parallel": {"reduce_dtype": "bfloat16"}},
-    "fp32 master weights": {"dtype": "float32", "parallel": {"param_dtype": "bfloat16"}},
-    "fp32 master weights, recompute": {
-        "dtype": "float32",
-        "parallel": {"param_dtype": "bfloat16", "recompute": ["text.layers.{*}", "vision.blocks.{*}"]},
+LAYERS = ["text.layers.{*}", "vision.blocks.{*}"]
+MASTER = {"param_dtype": "bfloat16"}  # computed in bf16 over fp32 master weights
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "precision": {
+        "bf16 weights": {"dtype": "bfloat16", "parallel": {"reduce_dtype": "bfloat16"}},
+        "fp32 master weights": {"dtype": "float32", "parallel": MASTER},
+    },
+    "memory": {
+        name: {"dtype": "float32", "parallel": {**MASTER, **form}}
+        for name, form in {
+            "nothing": {},
+            "recompute_activation": {"recompute_activation": ["text.layers.{*}.mlp", "vision.blocks.{*}.mlp"]},
+            "recompute_norm": {"recompute_norm": LAYERS},
+            "recompute, keep matmul": {"recompute": [{"modules": m, "keep": "matmul"} for m in LAYERS]},
+            "recompute, keep attention": {"recompute": [{"modules": m, "keep": "attention"} for m in LAYERS]},
+            "recompute": {"recompute": LAYERS},
+            "swap attention": {"swap": ["text.layers.{*}.attn", "vision.blocks.{*}.attn"]},
+            "swap layers": {"swap": LAYERS},
+            "recompute, offload": {"recompute": LAYERS, "offload": True},
+        }.items()
     },
 }
 
 
-def main(preset: str = "2b", length: int = 8192, pictures: int = 4) -> None:
-    device = devices.resolve("auto")
+def main(cases: str = "precision", preset: str = "2b", length: int = 8192, pictures: int = 4) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_data(folder, length, pictures)
-        for name, case in CASES.items():
-            facts = {"case": name, "preset": preset, "tokens": length, "pictures": pictures}
-            result = measure(preset, length, case, folder)
-            print(
-                json.dumps({**facts, "device": devices.name(device), "torch": torch.__version__, **result}), flush=True
-            )
+        for name, case in CASES[cases].items():
+            facts = {"case": name, "preset": preset, "tokens": length, "pictures": pictures, "torch": torch.__version__}
+            # A process of its own for each case: nothing that one leaves in memory can be seen by the next.
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                try:
+                    facts |= pool.submit(measure, preset, length, case, folder).result()
+                except Exception as error:
+                    facts["error"] = f"{type(error).__name__}: {error}"[:300]
+            print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":
-    main(*(sys.argv[1:2] or ["2b"]), *map(int, sys.argv[2:4]))
+    main(*sys.argv[1:3], *map(int, sys.argv[3:5]))

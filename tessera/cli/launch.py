@@ -1,41 +1,135 @@
-"""Starting this program under torch's own launcher, one process per rank."""
+"""Starting this program under torch's own launcher, one process per rank, on one machine or as one of several."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
+import socket
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tessera.core.dist import free_port, port_is_free
-from tessera.core.errors import TesseraError
+from tessera.cli.cluster import Cluster
+from tessera.core.dist import RankFailure, free_port, port_is_free
+from tessera.core.errors import TesseraError, first_line
+from tessera.core.join import JOIN_TIMEOUT_S, reach, spans
+from tessera.train.watch import FAILURE_FILE
 
 
-def launch(words: Sequence[str], nproc: int, port: int | None = None) -> None:
-    """Runs `tessera WORDS` on `nproc` ranks of this machine and waits; a rank's exit code becomes ours."""
-    if port is not None and not port_is_free(port):
-        raise TesseraError(f"port {port} is in use", where="--port", fix="leave --port out to take a free one")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        rdzv_backend="static",
-        rdzv_endpoint=f"127.0.0.1:{port or free_port()}",
-        rdzv_configs={"rank": 0, "timeout": 60},
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+def launch(
+    words: Sequence[str],
+    cluster: Cluster,
+    folder: Path,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
+) -> None:
+    """Runs `tessera WORDS` on this machine's ranks and waits; a rank's exit code becomes ours.
+
+    `folder` is the run's: after a failure the ranks' own verdict is read from there.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // cluster.nproc)))
+    began = time.time()
+    meeting = None
     try:
-        elastic_launch(settings, sys.executable)("-m", "tessera.cli.main", *words)
+        # Kept until the end: where this machine serves the meeting point, torch's launcher shares its open port.
+        meeting = _meet_nodes(cluster, join_timeout_s)
+        elastic_launch(_settings(cluster, join_timeout_s), sys.executable)("-m", "tessera.cli.main", *words)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
-        print(f"rank {rank} failed with exit code {first.exitcode}", file=sys.stderr)
-        raise SystemExit(first.exitcode if first.exitcode > 0 else 1) from None
+        if not _told(folder, began):
+            print(f"rank {rank} {_how_it_ended(first.exitcode)}", file=sys.stderr)
+        raise SystemExit(first.exitcode if first.exitcode > 0 else RankFailure.exit_code) from None
+    except (RendezvousError, dist.DistNetworkError, dist.DistStoreError) as error:
+        raise TesseraError(
+            f"{cluster.min_nodes} machines did not come together at {cluster.endpoint} within {join_timeout_s:g} s "
+            f"({first_line(error)})",
+            fix="start the same command on every machine; --nnodes says how many are needed",
+        ) from None
     except SignalException as error:
         # The ranks were told to stop and have saved by now.
         print(f"stopped by {error.sigval.name}; `tessera resume` goes on", file=sys.stderr)
         raise SystemExit(0) from None
+    finally:
+        del meeting
+
+
+def _settings(cluster: Cluster, join_timeout_s: float) -> LaunchConfig:
+    patience = int(join_timeout_s) + 1
+    if cluster.elastic:
+        rendezvous: dict[str, object] = {"join_timeout": patience, "last_call_timeout": 3, "timeout": patience}
+        rendezvous["read_timeout"] = patience
+    else:
+        rendezvous = {"rank": cluster.node_rank, "timeout": patience}
+    return LaunchConfig(
+        min_nodes=cluster.min_nodes,
+        max_nodes=cluster.max_nodes,
+        nproc_per_node=cluster.nproc,
+        run_id="tessera",  # the machines of one run must use the same word; the meeting point tells runs apart
+        rdzv_backend="c10d" if cluster.elastic else "static",
+        rdzv_endpoint=cluster.endpoint or f"127.0.0.1:{free_port()}",
+        rdzv_configs=rendezvous,
+        max_restarts=cluster.restarts,
+        monitor_interval=0.1,
+    )
+
+
+def _meet_nodes(cluster: Cluster, patience_s: float) -> Store | None:
+    """Machines with fixed numbers: all are there, each once, with as many ranks; or the ones amiss are named."""
+    if cluster.elastic or cluster.endpoint is None:
+        return None
+    host, _, port = cluster.endpoint.rpartition(":")
+    if cluster.node_rank == 0 and not port_is_free(int(port), ""):
+        where = "--port" if cluster.max_nodes == 1 else "--master"
+        raise TesseraError(f"port {port} is in use", where=where, fix="choose another, or leave --port out")
+    if cluster.max_nodes == 1:
+        return None
+    deadline = time.monotonic() + patience_s
+    serves = cluster.node_rank == 0
+    if not serves:
+        reach(host.strip("[]"), int(port), patience_s, "machine 0 is missing")
+    timeout = datetime.timedelta(seconds=patience_s + 5)
+    store = TCPStore(host.strip("[]"), int(port), None, serves, timeout, wait_for_workers=False, multi_tenant=True)
+    mine = f"nodes/{cluster.node_rank}"
+    if store.add(f"{mine}/taken", 1) > 1:
+        raise TesseraError(f"machine {cluster.node_rank} has come already", where="--node-rank", fix="number each once")
+    store.set(mine, json.dumps([socket.gethostname(), cluster.nproc, cluster.max_nodes]))
+    keys = [f"nodes/{node}" for node in range(cluster.max_nodes)]
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = [node for node, key in enumerate(keys) if not store.check([key])]
+            word = f"machines {spans(missing)} are" if len(missing) > 1 else f"machine {missing[0]} is"
+            raise TesseraError(
+                f"{word} missing: {len(keys) - len(missing)} of {len(keys)} came to {cluster.endpoint} "
+                f"within {patience_s:g} s",
+                fix="start the same command there, with its own --node-rank",
+            )
+        time.sleep(0.05)
+    for node, text in enumerate(store.multi_get(keys)):
+        name, nproc, nodes = json.loads(text)
+        if (nproc, nodes) != (cluster.nproc, cluster.max_nodes):
+            raise TesseraError(
+                f"machine {node} ({name}) was started with --nproc {nproc} --nnodes {nodes}, machine "
+                f"{cluster.node_rank} with --nproc {cluster.nproc} --nnodes {cluster.max_nodes}",
+                fix="use the same numbers on every machine",
+            )
+    return store
+
+
+def _told(folder: Path, began: float) -> bool:
+    """Whether the ranks themselves have named who failed, on the screen, since `began`."""
+    try:
+        return float(json.loads((folder / FAILURE_FILE).read_text(encoding="utf-8"))["time"]) >= began
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _how_it_ended(exitcode: int) -> str:
+    return f"was ended by signal {-exitcode}" if exitcode < 0 else f"failed with exit code {exitcode}"

@@ -28,6 +28,11 @@ Overrides = Annotated[
 ]
 Ranks = Annotated[int, typer.Option("--nproc", help="ranks on this machine")]
 Port = Annotated[int | None, typer.Option("--port", help="port for the ranks to meet at; default: a free one")]
+Nodes = Annotated[str, typer.Option("--nnodes", help="machines: 4, or 2:4 for as many as come (elastic)")]
+NodeRank = Annotated[int | None, typer.Option("--node-rank", help="number of this machine, from 0")]
+Master = Annotated[str | None, typer.Option("--master", help="HOST:PORT on machine 0, where fixed machines meet")]
+Rendezvous = Annotated[str | None, typer.Option("--rdzv", help="HOST:PORT where elastic machines meet")]
+Restarts = Annotated[int, typer.Option("--restarts", help="times to start the ranks again after one failed")]
 
 
 @app.command()
@@ -36,25 +41,48 @@ def train(
     overrides: Overrides = None,
     nproc: Ranks = 1,
     port: Port = None,
+    nnodes: Nodes = "1",
+    node_rank: NodeRank = None,
+    master: Master = None,
+    rdzv: Rendezvous = None,
+    restarts: Restarts = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a run of the same name")] = False,
+    or_resume: Annotated[bool, typer.Option("--or-resume", help="go on if the run has checkpoints already")] = False,
 ) -> None:
     """Train by a recipe."""
+    from tessera.cli.cluster import parse_cluster
     from tessera.core.config import parse_overrides
     from tessera.core.run_config import load_config
 
     settings = parse_overrides(overrides or [])
     config = load_config(recipe, settings)  # before any rank starts: a misspelt key should cost a second, not a cluster
-    if nproc > 1:
+    cluster = parse_cluster(
+        nproc=nproc, nnodes=nnodes, node_rank=node_rank, master=master, rdzv=rdzv, restarts=restarts, port=port
+    )
+    if overwrite and (or_resume or cluster.elastic or restarts):
+        raise TesseraError(
+            "a run that goes on by itself would be replaced each time", where="--overwrite", fix="leave --overwrite out"
+        )
+    if cluster.launches:
         from tessera.cli.launch import launch
         from tessera.train.run import check_fresh
 
-        check_fresh(config, overwrite)
-        words = ["train", str(recipe), *(overrides or []), *(["--overwrite"] if overwrite else [])]
-        launch(words, nproc, port)
+        if not or_resume and cluster.node_rank == 0 and not cluster.elastic:
+            check_fresh(config, overwrite)
+        # Ranks that are started again must go on with what the first attempt has saved.
+        again = or_resume or cluster.elastic or restarts > 0
+        flags = [*(["--overwrite"] if overwrite else []), *(["--or-resume"] if again else [])]
+        words = ["train", str(recipe), *(overrides or []), *flags]
+        launch(words, cluster, config.folder, config.parallel.join_timeout_s)
         return
+    from tessera.train.build import run_exists
+    from tessera.train.run import resume as go_on
     from tessera.train.run import train as run
 
-    _finish(run(recipe, settings, overwrite=overwrite))
+    if or_resume and run_exists(config.folder):
+        _finish(go_on(config.folder, settings))
+    else:
+        _finish(run(recipe, settings, overwrite=overwrite))
 
 
 @app.command()
@@ -63,20 +91,117 @@ def resume(
     overrides: Overrides = None,
     nproc: Ranks = 1,
     port: Port = None,
+    nnodes: Nodes = "1",
+    node_rank: NodeRank = None,
+    master: Master = None,
+    rdzv: Rendezvous = None,
+    restarts: Restarts = 0,
 ) -> None:
     """Go on with a run from its newest good checkpoint, on any number of ranks."""
+    from tessera.cli.cluster import parse_cluster
     from tessera.core.config import parse_overrides
     from tessera.train.run import resume as go_on
     from tessera.train.run import resume_config
 
     settings = parse_overrides(overrides or [])
-    resume_config(run, settings)
-    if nproc > 1:
+    config = resume_config(run, settings)
+    cluster = parse_cluster(
+        nproc=nproc, nnodes=nnodes, node_rank=node_rank, master=master, rdzv=rdzv, restarts=restarts, port=port
+    )
+    if cluster.launches:
         from tessera.cli.launch import launch
 
-        launch(["resume", str(run), *(overrides or [])], nproc, port)
+        launch(["resume", str(run), *(overrides or [])], cluster, config.folder, config.parallel.join_timeout_s)
         return
     _finish(go_on(run, settings))
+
+
+@app.command()
+def preflight(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe")],
+    overrides: Overrides = None,
+    nproc: Ranks = 1,
+    port: Port = None,
+    nnodes: Nodes = "1",
+    node_rank: NodeRank = None,
+    master: Master = None,
+    rdzv: Rendezvous = None,
+) -> None:
+    """Bring all ranks together, compare them, try one collective, and end: does this cluster work?"""
+    from tessera.cli.cluster import parse_cluster
+    from tessera.core.config import parse_overrides
+    from tessera.core.run_config import load_config
+
+    settings = parse_overrides(overrides or [])
+    config = load_config(recipe, settings)
+    cluster = parse_cluster(nproc=nproc, nnodes=nnodes, node_rank=node_rank, master=master, rdzv=rdzv, port=port)
+    if cluster.launches:
+        from tessera.cli.launch import launch
+
+        words = ["preflight", str(recipe), *(overrides or [])]
+        launch(words, cluster, config.folder, config.parallel.join_timeout_s)
+        return
+    from tessera.tools.preflight import preflight as check
+
+    for line in check(recipe, settings):
+        typer.echo(line)
+
+
+@app.command()
+def launch(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe, by the path it has on the machines")],
+    overrides: Overrides = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="write an sbatch file")] = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="write a PyTorchJob manifest")] = False,
+    nodes: Annotated[int, typer.Option("--nodes", help="machines")] = 1,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="devices, and so ranks, per machine")] = 8,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="file to write; default: the screen")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="of the job; default: the run's")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="Slurm")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="Slurm")] = None,
+    time_limit: Annotated[str | None, typer.Option("--time", help="Slurm, such as 24:00:00")] = None,
+    cpus_per_rank: Annotated[int | None, typer.Option("--cpus-per-rank", help="Slurm")] = None,
+    setup: Annotated[str | None, typer.Option("--setup", help="Slurm: a shell line to run first")] = None,
+    image: Annotated[str | None, typer.Option("--image", help="Kubernetes: container image")] = None,
+    pvc: Annotated[str | None, typer.Option("--pvc", help="Kubernetes: claim with data and runs")] = None,
+    mount: Annotated[str, typer.Option("--mount", help="Kubernetes: where the claim is mounted")] = "/data",
+    namespace: Annotated[str | None, typer.Option("--namespace", help="Kubernetes")] = None,
+    resource: Annotated[str, typer.Option("--resource", help="Kubernetes: name of a device")] = "nvidia.com/gpu",
+    workdir: Annotated[str | None, typer.Option("--workdir", help="Kubernetes: working folder")] = None,
+) -> None:
+    """Write a recipe as a job for Slurm or Kubernetes. Starts nothing."""
+    from tessera.cli.jobs import Job, kubernetes_manifest, slurm_script
+    from tessera.core.config import parse_overrides
+    from tessera.core.run_config import load_config
+
+    if slurm == kubernetes:
+        raise TesseraError("for which scheduler?", where="tessera launch", allowed=["--slurm", "--kubernetes"])
+    config = load_config(recipe, parse_overrides(overrides or []))
+    job = Job([str(recipe), *(overrides or [])], name or config.name, nodes, gpus_per_node)
+    if slurm:
+        text = slurm_script(
+            job,
+            partition=partition,
+            account=account,
+            time_limit=time_limit,
+            cpus_per_rank=cpus_per_rank,
+            setup=setup,
+        )
+    else:
+        text = kubernetes_manifest(
+            job,
+            image=image,
+            pvc=pvc,
+            mount=mount,
+            namespace=namespace,
+            resource=resource,
+            workdir=workdir,
+        )
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        output.write_text(text, encoding="utf-8")
+        typer.echo(f"wrote {output}")
 
 
 def _finish(run: object) -> None:

@@ -57,6 +57,8 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, where: str) -> Any:
+    if "\t" in text:  # at the end of a line it means nothing to anyone but the scanner, and published files have it
+        text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -175,7 +177,9 @@ def _keys_at(section: type[Section], path: Iterable[Any]) -> list[str]:
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)) or part not in kind.model_fields:
             return []
         kind = _section_in(kind.model_fields[part].annotation)
-    return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return []
+    return [field.alias or name for name, field in kind.model_fields.items()]
 
 
 def _section_in(annotation: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from tessera.core.errors import TesseraError, nearest
 
 _BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
+COLLECTIVE_BACKENDS = tuple(_BACKENDS.values())  # the words by which errors of collectives are known
 
 # Dense bf16 matrix peak in FLOP/s as vendors state it, by a word in the device's name, most telling word first. Unknown
 # devices report no peak, and MFU is left out.

@@ -5,16 +5,24 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError
+from tessera.core.join import JOIN_TIMEOUT_S, make_card, meet, open_store
+
+_PEER_WORDS = re.compile(
+    "|".join([*devices.COLLECTIVE_BACKENDS, "closed by peer", "reset by peer", "broken pipe", "process ?group"]),
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -40,11 +48,19 @@ def environment_ranks(env: Mapping[str, str] = os.environ) -> tuple[int, int, in
 
 
 @contextlib.contextmanager
-def world(device: str = "auto", timeout_s: float = 600) -> Iterator[World]:
+def world(
+    device: str = "auto",
+    timeout_s: float = 600,
+    *,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
+    config: str = "",
+    folder: Path | None = None,
+) -> Iterator[World]:
     """Joins the world that the environment describes; leaves it at the end, whatever happened.
 
     A single process gets a group of one as well, over an in-process store: no port, and one path for one or many ranks.
-    A group that the caller has set up already (tests, a user's own program) is used and left alone.
+    A group that the caller has set up already (tests, a user's own program) is used and left alone. Ranks that do not
+    come within `join_timeout_s`, or that differ in `config` or in the shared `folder`, are named (see `core.join`).
     """
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -55,30 +71,16 @@ def world(device: str = "auto", timeout_s: float = 600) -> Iterator[World]:
     timeout = datetime.timedelta(seconds=timeout_s)
     backend = devices.backend(here, with_host=True)
     if size == 1:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        store: Store = HashStore()
     else:
-        _join(backend, rank, size, timeout)
+        store = open_store(rank, size, join_timeout_s)
+        meet(store, make_card(rank, size, local, here, config), join_timeout_s, folder)
+        store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         yield World(rank, size, local, here)
     finally:
         dist.destroy_process_group()
-
-
-def _join(backend: str, rank: int, size: int, timeout: datetime.timedelta) -> None:
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not address or not port:
-        raise TesseraError(
-            f"WORLD_SIZE is {size} but MASTER_ADDR and MASTER_PORT are not set",
-            where="environment",
-            fix="start with `tessera train --nproc N recipe.yaml` or with torchrun",
-        )
-    try:
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise TesseraError(
-            f"rank {rank} of {size} could not join the others at {address}:{port}: {str(error).splitlines()[0]}",
-            fix="check that the address is reachable, the port is free, and every rank was started",
-        ) from None
 
 
 @contextlib.contextmanager
@@ -116,13 +118,48 @@ def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None)
     return values
 
 
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """True on every rank if it is true on one."""
+def agree_on_step(step: int, flag: bool) -> bool:
+    """True on every rank if `flag` is true on one. Ranks that are not at the same step are named instead: their
+    collectives would pair up all the same, and mix one step's numbers into another's."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return flag
-    vote = torch.tensor(float(flag), device=device)
+    vote = torch.tensor([float(flag), step, -step], dtype=torch.float64)
     dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-    return bool(vote.item())
+    raised, highest, lowest = vote.tolist()
+    if highest != -lowest:
+        raise OutOfStep(_steps_of_ranks(step))
+    return bool(raised)
+
+
+def _steps_of_ranks(step: int) -> list[int]:
+    steps = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(steps, torch.tensor([step]))
+    return [int(one) for one in steps]
+
+
+class RankFailure(TesseraError):
+    """Another rank, or the agreement between ranks, failed; not something in this rank's own work."""
+
+    exit_code = 3
+
+
+class OutOfStep(RankFailure):
+    def __init__(self, steps: Sequence[int]) -> None:
+        # Without a majority the main rank is the measure.
+        common = max(dict.fromkeys(steps), key=lambda s: (steps.count(s), s == steps[0]))
+        self.ranks = [rank for rank, step in enumerate(steps) if step != common]
+        found = ", ".join(f"rank {rank} is at step {steps[rank]}" for rank in self.ranks[:8])
+        super().__init__(
+            f"{found}, the others are at step {common}: the ranks are out of step",
+            fix="a callback or loader that ends or skips a step must do so on every rank; then `tessera resume`",
+        )
+
+
+def is_peer_error(error: BaseException) -> bool:
+    """Whether a collective broke because its partner did; then the cause lies on another rank."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(_PEER_WORDS.search(str(error)))
 
 
 def barrier() -> None:

@@ -12,6 +12,11 @@ def nearest(name: str, options: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
+def first_line(error: BaseException) -> str:
+    """Foreign errors may carry pages of stack in their text, or nothing."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 class TesseraError(Exception):
     """Something the user can mend. The command line prints it without a traceback and exits with code 2.
 

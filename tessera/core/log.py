@@ -33,6 +33,15 @@ def setup(rank: int = 0, folder: Path | None = None, level: int = logging.INFO) 
     return log
 
 
+def to_file(level: int, message: str) -> None:
+    """To this rank's own file alone, for what one rank says on the screen for all."""
+    log = logger()
+    record = log.makeRecord(log.name, level, "", 0, message, (), None)
+    for handler in log.handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
+
+
 def close() -> None:
     log = logger()
     for handler in list(log.handlers):

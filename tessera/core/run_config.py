@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tessera.core.config import Section, apply_overrides, build, read_mapping
+from tessera.core.fsdp2_file import with_fsdp2_file
 
 DType = Literal["float32", "bfloat16"]
 
@@ -58,18 +59,69 @@ class DataSection(Section):
     options: dict[str, Any] = Field(default_factory=dict, description="options of a data kind of your own")
 
 
+class RecomputeSection(Section):
+    modules: str = Field(description="pattern of modules")
+    keep: Literal["none", "matmul", "attention"] = Field(
+        "none",
+        description="what is kept and not computed again: none; matmul: matrix products and attention; "
+        "attention: attention alone",
+    )
+
+
 class ParallelSection(Section):
     backend: Literal["fsdp2"] = "fsdp2"
+    fsdp2_config: Path | None = Field(
+        None, description="a MindSpeed-MM fsdp2_config.yaml; what it says becomes part of this section"
+    )
     shard: int | Literal["auto"] = Field("auto", description="ranks that share one copy; auto: all")
     param_dtype: DType | None = Field(None, description="type of computation; default: the type of the weights")
     reduce_dtype: DType = Field("float32", description="type in which gradients are summed over ranks")
-    reshard_after_forward: bool = Field(
-        True, description="free gathered weights after forward, gather again in backward"
+    output_dtype: DType | None = Field(None, description="type of what the whole model returns; default: as computed")
+    cast_forward_inputs: bool = Field(False, description="cast what enters the model and each block to param_dtype")
+    wrap: list[str] | None = Field(
+        None,
+        description="patterns of modules gathered and freed as one, in order of execution; default: the model's blocks",
     )
-    recompute: list[str] = Field(
-        default_factory=list, description="patterns of modules whose activations are recomputed"
+    ignore: list[str] = Field(
+        default_factory=list, description="patterns of frozen modules that every rank keeps whole"
+    )
+    reshard_after_forward: bool | int = Field(
+        True,
+        description="free gathered weights after forward, gather again in backward; "
+        "a number: keep them shared by so many ranks in between",
+    )
+    recompute: list[str | RecomputeSection] = Field(
+        default_factory=list,
+        description="patterns of modules whose activations are recomputed; {modules: pattern, keep: matmul} keeps some",
+    )
+    recompute_activation: list[str] = Field(
+        default_factory=list, description="patterns of MLPs: products are kept, the function between is recomputed"
+    )
+    recompute_norm: list[str] = Field(
+        default_factory=list, description="patterns of layers: products and attention are kept, norms are recomputed"
+    )
+    use_reentrant: bool = Field(False, description="the older form of recompute, which cannot keep anything")
+    swap: list[str] = Field(
+        default_factory=list, description="patterns of modules whose activations wait in host memory for backward"
+    )
+    offload: bool = Field(False, description="keep parameters, gradients and optimizer state in host memory")
+    pin_memory: bool = Field(True, description="page-locked host memory for offload; off where nothing could use it")
+    prefetch_forward: int = Field(0, ge=0, description="blocks gathered ahead in forward; 0: each when it is needed")
+    prefetch_backward: int = Field(
+        0, ge=0, description="blocks gathered ahead in backward; 0: the engine's own choice, the one that ran before"
+    )
+    accumulate: Literal["reduce", "local"] = Field(
+        "reduce",
+        description="reduce: gradients are summed over ranks after each micro-batch; "
+        "local: once per step, while each rank holds them whole",
     )
     timeout_s: float = Field(600, gt=0, description="a collective that takes longer ends the run")
+    join_timeout_s: float = Field(30, gt=0, description="ranks that have not come by then are named, and the run ends")
+    watch: bool = Field(
+        True, description="name a rank that died, stopped, stalled or is out of step, and end all ranks"
+    )
+    silence_s: float = Field(15, ge=1, description="a rank without a sign of life for so long is taken for lost")
+    stall_s: float = Field(25, gt=0, description="a rank that holds up the others inside a step for so long is named")
 
     @field_validator("shard")
     @classmethod
@@ -77,6 +129,20 @@ class ParallelSection(Section):
         if isinstance(value, int) and value < 1:
             raise ValueError("must be at least 1, or auto")
         return value
+
+    @field_validator("param_dtype", "reduce_dtype", "output_dtype", mode="before")
+    @classmethod
+    def _no_half(cls, value: Any) -> Any:
+        if value in ("float16", "fp16", "half"):
+            raise ValueError("float16 needs loss scaling, which this trainer does not do; use bfloat16")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_up_file(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("fsdp2_config") is not None:
+            return with_fsdp2_file(data)
+        return data
 
 
 class TrainSection(Section):

@@ -175,6 +175,9 @@ class ModelPlan:
     stages: tuple[Stage, ...] = ()  # in order of execution
     idle_groups: tuple[str, ...] = ()  # towers that a batch may leave unused
     experts: tuple[str, ...] = ()
+    # Modules whose weights are read outside of their own forward (a head that the loss multiplies by): these must be
+    # gathered with the root and cannot be a shard group of their own.
+    with_root: tuple[str, ...] = ()
 
 
 @runtime_checkable
@@ -224,6 +227,9 @@ class ModelSpec:
     flops: Callable[[Any, Batch], float] | None = None  # of one forward + backward over the batch
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     task: str = "language"  # the objective when the recipe names none
+    # For classes without `initialize`: a module with the weights its own constructor draws, on the host, whole.
+    fresh: Callable[[Any], nn.Module] | None = None
+    needs_processor_files: bool = True  # off: a run without tokenizer files goes on without a processor
     hf_types: tuple[str, ...] = ()  # values of "model_type" in config.json that mean this family
 
 

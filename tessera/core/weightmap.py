@@ -89,6 +89,7 @@ class WeightMap:
         tuple[str, str], ...
     ] = ()  # (old prefix, new prefix): other spellings of foreign names, accepted on reading
     skip: tuple[str, ...] = ()  # foreign name templates that carry no weight of ours (buffers, caches)
+    same_names: bool = False  # a name that no rule speaks of is spelled alike on both sides
 
     def to_foreign(self, name: str) -> tuple[Rule, tuple[str, ...]] | None:
         """The rule for one of our names and the foreign names it is made of; None when no rule matches."""
@@ -96,7 +97,7 @@ class WeightMap:
             found = _template(rule.ours).fullmatch(name)
             if found:
                 return rule, tuple(_fill(foreign, found.groupdict()) for foreign in rule.foreign())
-        return None
+        return (Rule(name, name), (name,)) if self.same_names else None
 
     def canonical(self, foreign: str) -> str:
         """A foreign name in the spelling the rules use."""

@@ -16,6 +16,7 @@ from tessera.checkpoint.origin import fill_from, origin_of
 from tessera.core import device as devices
 from tessera.core.config import Section, build, read_mapping
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.meta import computed_buffers, put_back_buffers
 from tessera.core.run_config import ModelSection, RunConfig, load_config
 from tessera.core.types import Batch, ModelSpec, Processor, Sample
 from tessera.data import media
@@ -26,6 +27,7 @@ from tessera.infer.messages import conversations, open_media, sample_of
 from tessera.infer.sampling import Sampling
 from tessera.infer.stream import TextStream
 from tessera.models import resolve
+from tessera.parallel.materialize import allocate
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RUN_CONFIG = "config.yaml"
@@ -46,7 +48,9 @@ class LoadedModel(nn.Module):
         return next(self.module.parameters()).device
 
     def forward(self, batch: Batch, logits: bool = True) -> Any:
-        return self.module(batch.to(self.device), logits=logits)
+        # What to leave out is a question to our own language models; other classes give what they give.
+        asked = {"logits": logits} if self.spec.task == "language" else {}
+        return self.module(batch.to(self.device), **asked)
 
     def generate(
         self,
@@ -150,7 +154,10 @@ def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
 def _empty(spec: ModelSpec, config: Section, device: torch.device, dtype: torch.dtype) -> nn.Module:
     with torch.device("meta"):
         module = spec.build(config)
-    return module.to(dtype).to_empty(device=device).eval()
+    buffers = computed_buffers(module)
+    allocate(module.to(dtype), device)
+    put_back_buffers(module, buffers)
+    return module.eval()
 
 
 def _needed(processor: Processor | None, spec: ModelSpec) -> Processor:

@@ -31,6 +31,7 @@ def family_of(model_type: str) -> ModelSpec:
         where="config.json",
         allowed=sorted(known),
         nearest=nearest(model_type, known),
+        fix="model.family=transformers runs the library's own class",
     )
 
 

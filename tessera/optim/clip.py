@@ -14,30 +14,41 @@ from tessera.core import device as devices
 
 
 def finish_gradients(parameters: Iterable[Tensor], count: Tensor, max_norm: float | None) -> Tensor:
-    """Divides gradients of a summed loss by `count`, clips them to `max_norm`, and returns the norm before clipping."""
+    """Divides gradients of a summed loss by `count`, clips them to `max_norm`, and returns the norm before clipping.
+
+    Gradients may lie elsewhere than `count` (in host memory, when they are offloaded): the norm is where `count` is.
+    """
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm = total_norm(grads) / count.clamp(min=1)
+    norm = total_norm(grads, count.device) / count.clamp(min=1)
     scale = 1.0 / count.clamp(min=1)
     if max_norm is not None:
         scale = scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    local = [_local(g) for g in grads]
-    if local:
-        torch._foreach_mul_(local, scale.to(local[0].dtype))
+    by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for local in map(_local, grads):
+        by_place.setdefault((local.device, local.dtype), []).append(local)
+    for (device, dtype), tensors in by_place.items():
+        torch._foreach_mul_(tensors, scale.to(device=device, dtype=dtype))
     return norm
 
 
-def total_norm(grads: Iterable[Tensor]) -> Tensor:
-    """2-norm over whatever axes the gradients are dealt out on: each is summed over just the axes that shard it."""
+def total_norm(grads: Iterable[Tensor], device: torch.device | None = None) -> Tensor:
+    """2-norm over whatever axes the gradients are dealt out on: each is summed over just the axes that shard it.
+
+    The result is on `device`; by default where the gradients are.
+    """
     grads = list(grads)
+    if device is None:
+        device = _local(grads[0]).device if grads else torch.device("cpu")
     by_layout: dict[tuple[object, tuple[Placement, ...]], list[Tensor]] = {}
     for grad in grads:
         key = (grad.device_mesh, tuple(grad.placements)) if isinstance(grad, DTensor) else (None, ())
         by_layout.setdefault(key, []).append(_local(grad))
-    device = _local(grads[0]).device if grads else torch.device("cpu")
     wide = devices.sum_dtype(device)
     total = torch.zeros((), dtype=wide, device=device)
     for (mesh, placements), tensors in by_layout.items():
-        squares = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).to(wide).square().sum()
+        norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+        # Moved before it is summed over ranks: the axes of a mesh belong to the device, not to the host.
+        squares = norms.to(device=device, dtype=wide).square().sum()
         for axis, placement in enumerate(placements):
             if placement.is_shard():
                 dist.all_reduce(squares, group=mesh.get_group(axis))  # type: ignore[attr-defined]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from tessera.core import device as devices
 from tessera.core.dist import sum_over_ranks
@@ -30,12 +31,15 @@ class SimpleEngine:
     whoever clips divides by the count in the same pass: any split of a global batch gives the same gradient.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, accumulate: Literal["reduce", "local"] = "reduce") -> None:
         self.module = module
+        self.accumulate = accumulate
 
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossOut:
         totals: list[LossOut] = []
-        for batch in microbatches:
+        for number, batch in enumerate(microbatches):
+            if self.accumulate == "local" and isinstance(self.module, FSDPModule):
+                self.module.set_requires_gradient_sync(number == len(microbatches) - 1)
             out = self._forward(task, batch)
             out.sum.backward()
             totals.append(_detached(out))

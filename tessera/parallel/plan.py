@@ -1,23 +1,32 @@
 """The resolved answer to "how is this model dealt out": frozen, printable, and made without any process group.
 
-All validation is here, so that what cannot work is refused on a laptop and not on a thousand devices.
+All validation is here and in `plan_modules`, so that what cannot work is refused on a laptop and not on a thousand
+devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 
 from tessera.core.errors import TesseraError
-from tessera.core.pattern import select, select_trees
+from tessera.core.pattern import select_trees
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
+from tessera.parallel.plan_modules import Keep, Recompute, Roles, resolve_roles
+from tessera.parallel.plan_text import plan_text
 
+__all__ = ["DTYPES", "Keep", "Plan", "Recompute", "ahead", "make_plan"]
+
+T = TypeVar("T")
+Direction = Literal["forward", "backward"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ADAMW_STATES = 2  # exp_avg and exp_avg_sq, each of a parameter's own shape and type
+ADAMW_STEP_BYTES = 4  # and one number that counts its steps
 
 
 @dataclass(frozen=True)
@@ -26,32 +35,45 @@ class Plan:
     replicate: int  # copies of the model
     shard: int  # ranks that share one copy
     sharded: bool  # whether fully_shard runs at all
-    blocks: tuple[str, ...]  # modules that are gathered and freed as one, in order of the tree
-    recompute: tuple[str, ...]  # modules whose activations are recomputed in backward
+    blocks: tuple[str, ...]  # modules that are gathered and freed as one, in order of execution
+    ignored: tuple[str, ...]  # modules that every rank keeps whole
+    recompute: tuple[Recompute, ...]  # modules whose activations are recomputed in backward
+    use_reentrant: bool
+    swap: tuple[str, ...]  # modules whose activations wait in host memory
+    offload: bool  # parameters, gradients and optimizer state live in host memory
+    pin_memory: bool
+    prefetch_forward: int
+    prefetch_backward: int
+    accumulate: Literal["reduce", "local"]
     frozen: tuple[str, ...]  # parameters that are not trained
     storage_dtype: torch.dtype
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    reshard_after_forward: bool
+    output_dtype: torch.dtype | None
+    cast_forward_inputs: bool
+    reshard_after_forward: bool | int
     parameters: int
     trained: int
-    parameter_bytes: int  # per rank, as are the next two
+    parameter_bytes: int  # on rank 0, which holds the most; as are the next two
     gradient_bytes: int
     optimizer_bytes: int
+    whole_gradient_bytes: int  # on top of these while micro-batches accumulate locally
 
     def describe(self) -> str:
         """For people: what `tessera plan` prints."""
-        held = (self.parameter_bytes, self.gradient_bytes, self.optimizer_bytes)
-        types = (self.storage_dtype, self.param_dtype, self.reduce_dtype)
-        rows = [
-            ("ranks", f"{self.world} = {self.replicate} replicated x {self.shard} sharded"),
-            ("parameters", f"{self.parameters:,} ({self.trained:,} trained)"),
-            ("shard groups", f"{len(self.blocks)} blocks + root" if self.sharded else "none: one rank, no casting"),
-            ("recompute", _summary(self.recompute)),
-            ("types", "kept {}, computed {}, summed {}".format(*map(_word, types))),
-            ("per rank", "parameters {}, gradients {}, optimizer {}".format(*map(_size, held))),
-        ]
-        return "\n".join(f"{name:<13} {text}" for name, text in rows)
+        return plan_text(self)
+
+    def ahead(self, block: int, direction: Direction) -> list[str]:
+        """The blocks that block number `block` has gathered before their turn."""
+        count = self.prefetch_forward if direction == "forward" else self.prefetch_backward
+        return ahead(self.blocks, block, count, direction)
+
+
+def ahead(chain: Sequence[T], at: int, count: int, direction: Direction) -> list[T]:
+    """The next `count` members of a chain that is in order of execution, nearest first."""
+    if direction == "forward":
+        return list(chain[at + 1 : at + 1 + count])
+    return list(chain[max(0, at - count) : at])[::-1]
 
 
 def make_plan(
@@ -64,6 +86,54 @@ def make_plan(
     freeze: Sequence[str] = (),
 ) -> Plan:
     """`module` is only looked at (names and shapes): one on the meta device serves."""
+    shard = _shard_size(section, world)
+    parameters = dict(module.named_parameters())
+    asked = select_trees(freeze, parameters, "model.freeze") if freeze else []
+    frozen = [name for name, p in parameters.items() if name in set(asked) or not p.requires_grad]
+    if len(frozen) == len(parameters):
+        raise TesseraError("every parameter is frozen: there is nothing to train", where="model.freeze")
+    roles = resolve_roles(section, model_plan, module, set(frozen))
+    kept = DTYPES[storage_dtype]
+    computed = DTYPES[section.param_dtype] if section.param_dtype else kept
+    # One rank gains nothing from fully_shard, unless it keeps master weights, casts or moves parameters to the host.
+    casts = computed != kept or section.output_dtype is not None or section.cast_forward_inputs
+    held = {name: _held(name, p, roles, shard, kept, computed) for name, p in parameters.items()}
+    trained = [name for name in parameters if name not in set(frozen)]
+    trained_bytes = sum(held[name] for name in trained)
+    trained_size = sum(parameters[name].numel() for name in trained)
+    reduced = DTYPES[section.reduce_dtype]
+    return Plan(
+        world=world,
+        replicate=world // shard,
+        shard=shard,
+        sharded=world > 1 or casts or section.offload,
+        blocks=roles.blocks,
+        ignored=roles.ignored,
+        recompute=roles.recompute,
+        use_reentrant=section.use_reentrant,
+        swap=roles.swap,
+        offload=section.offload,
+        pin_memory=section.pin_memory,
+        prefetch_forward=section.prefetch_forward,
+        prefetch_backward=section.prefetch_backward,
+        accumulate=section.accumulate,
+        frozen=tuple(frozen),
+        storage_dtype=kept,
+        param_dtype=computed,
+        reduce_dtype=reduced,
+        output_dtype=DTYPES[section.output_dtype] if section.output_dtype else None,
+        cast_forward_inputs=section.cast_forward_inputs,
+        reshard_after_forward=section.reshard_after_forward,
+        parameters=sum(p.numel() for p in parameters.values()),
+        trained=trained_size,
+        parameter_bytes=sum(held.values()),
+        gradient_bytes=trained_bytes,
+        optimizer_bytes=ADAMW_STATES * trained_bytes + ADAMW_STEP_BYTES * len(trained),
+        whole_gradient_bytes=trained_size * reduced.itemsize if section.accumulate == "local" and world > 1 else 0,
+    )
+
+
+def _shard_size(section: ParallelSection, world: int) -> int:
     shard = world if section.shard == "auto" else section.shard
     if world % shard:
         raise TesseraError(
@@ -71,69 +141,23 @@ def make_plan(
             where="parallel.shard",
             allowed=["auto", *(d for d in range(1, world + 1) if world % d == 0)],
         )
-    module_names = [name for name, _ in module.named_modules() if name]
-    parameters = dict(module.named_parameters())
-    frozen = select_trees(freeze, parameters, "model.freeze") if freeze else []
-    blocks = select(model_plan.blocks, module_names, "the model's plan (blocks)")
-    recompute = select(section.recompute, module_names, "parallel.recompute") if section.recompute else []
-    for inner in recompute:
-        outer = next((o for o in recompute if inner.startswith(o + ".")), None)
-        if outer:
-            raise TesseraError(
-                f"{inner} would be recomputed twice: it lies inside {outer}",
-                where="parallel.recompute",
-                fix="name one of the two",
-            )
-    kept = DTYPES[storage_dtype]
-    computed = DTYPES[section.param_dtype] if section.param_dtype else kept
-    total = sum(p.numel() for p in parameters.values())
-    trained = total - sum(parameters[name].numel() for name in frozen)
-    if not trained:
-        raise TesseraError("every parameter is frozen: there is nothing to train", where="model.freeze")
-    # fully_shard splits the first dimension into equal chunks, so a rank holds ceil(rows / shard) rows of each tensor.
-    held = {n: _rows_per_rank(p, shard) * kept.itemsize for n, p in parameters.items()}
-    trained_bytes = sum(size for n, size in held.items() if n not in set(frozen))
-    return Plan(
-        world=world,
-        replicate=world // shard,
-        shard=shard,
-        # One rank without casting gains nothing from fully_shard; with casting it is what keeps master weights.
-        sharded=world > 1 or computed != kept,
-        blocks=tuple(blocks),
-        recompute=tuple(recompute),
-        frozen=tuple(frozen),
-        storage_dtype=kept,
-        param_dtype=computed,
-        reduce_dtype=DTYPES[section.reduce_dtype],
-        reshard_after_forward=section.reshard_after_forward,
-        parameters=total,
-        trained=trained,
-        parameter_bytes=sum(held.values()),
-        gradient_bytes=trained_bytes,
-        optimizer_bytes=ADAMW_STATES * trained_bytes,
-    )
+    again = section.reshard_after_forward
+    if not isinstance(again, bool) and not (1 < again < shard and shard % again == 0):
+        raise TesseraError(
+            f"parallel.reshard_after_forward={again} is no part of the {shard} ranks that share one copy",
+            where="parallel.reshard_after_forward",
+            allowed=["true", "false", *(d for d in range(2, shard) if shard % d == 0)],
+        )
+    return shard
 
 
-def _rows_per_rank(parameter: nn.Parameter, shard: int) -> int:
+def _held(
+    name: str, parameter: nn.Parameter, roles: Roles, shard: int, kept: torch.dtype, computed: torch.dtype
+) -> int:
+    """Bytes on rank 0. fully_shard cuts the first dimension into equal chunks, so it holds ceil(rows / shard) rows."""
+    if any(name.startswith(path + ".") for path in roles.ignored):
+        return parameter.numel() * computed.itemsize
     if parameter.dim() == 0:
-        return 1
-    return -(-parameter.shape[0] // shard) * (parameter.numel() // max(parameter.shape[0], 1))
-
-
-def _summary(paths: Sequence[str]) -> str:
-    if not paths:
-        return "none"
-    return f"{len(paths)} modules, {paths[0]} … {paths[-1]}" if len(paths) > 2 else ", ".join(paths)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.2f} {unit}" if unit != "B" else f"{count} B"
+        return kept.itemsize
+    rows = parameter.shape[0]
+    return -(-rows // shard) * (parameter.numel() // max(rows, 1)) * kept.itemsize

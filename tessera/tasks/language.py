@@ -11,7 +11,9 @@ class LanguageTask:
         return batch
 
     def loss(self, outputs: LanguageOutput, batch: Batch) -> LossOut:
-        total, count = linear_cross_entropy(outputs.hidden, outputs.head.weight, batch["labels"])
+        weight = outputs.head.weight
+        # `parallel.output_dtype` may have widened the hidden states; the product is taken in the head's type.
+        total, count = linear_cross_entropy(outputs.hidden.to(weight.dtype), weight, batch["labels"])
         return LossOut(total, count)
 
 

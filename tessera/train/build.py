@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ from tessera.train.records import Ledger, Quarantine
 from tessera.train.report import Report
 from tessera.train.signals import StopOnSignal
 from tessera.train.trainer import Trainer
+from tessera.train.watch import Watch
 
 log = logging.getLogger("tessera")
 
@@ -75,8 +77,10 @@ def build_trainer(config: RunConfig, world: World, extra: Sequence[Callback] = (
         write_run_folder(config)
     barrier()
     processor = build_processor(config, described)
-    if processor is not None and world.is_main:
-        processor.save(config.folder / "processor")
+    own_copy = config.folder / "processor"
+    # A resumed run reads its own copy: writing it again would pull it from under the ranks that are still reading.
+    if processor is not None and world.is_main and config.model.tokenizer != own_copy:
+        processor.save(own_copy)
     if not world.is_main:
         barrier()  # the main rank builds the index; the others find it
     source = build_rows(config, "train", processor)
@@ -94,13 +98,13 @@ def build_trainer(config: RunConfig, world: World, extra: Sequence[Callback] = (
         config=config,
         world=world,
         module=module,
-        engine=SimpleEngine(module),
+        engine=SimpleEngine(module, plan.accumulate),
         first_weights=_first_weights(module, config, described),
         task=TASKS.get(config.train.task or spec.task)(**config.train.task_options),
         optimizer=optimizer,
         loader=_loader_from(config, world, source),
         checkpoints=CheckpointManager(config.folder / "checkpoints", config.checkpoint.keep),
-        callbacks=[*_callbacks(config, described, processor, source), *extra],
+        callbacks=[*_callbacks(config, described, processor, source), *extra, *_watch(config, world, plan)],
         eval_batches=_held_out(config, world, held_out) if held_out is not None else None,
         flops=None if flops is None else lambda batch: flops(described.config, batch),
     )
@@ -124,7 +128,7 @@ def build_processor(config: RunConfig, described: Described) -> Processor | None
     if described.spec.processor is None:
         return None
     folder = config.model.tokenizer or config.model.path
-    if folder is None:
+    if folder is None and described.spec.needs_processor_files:
         raise TesseraError(
             "this family needs a tokenizer",
             where="model.tokenizer",
@@ -141,11 +145,12 @@ def build_rows(config: RunConfig, split: str, processor: Processor | None) -> Ro
 
 def _first_weights(module: nn.Module, config: RunConfig, described: Described) -> Callable[[], None]:
     """Step 7 of a run that begins: from what the recipe names, otherwise from the seed."""
-    weights = described.spec.weights
+    weights, fresh = described.spec.weights, described.spec.fresh
 
     def fill() -> None:
         if config.model.path is None:
-            initialize(module, config.train.seed)
+            make = None if fresh is None else functools.partial(fresh, described.config)
+            initialize(module, config.train.seed, make)
         else:
             table = None if weights is None else weights(described.config)
             fill_from(config.model.path, model_tensors(module), table, tied_names(module))
@@ -193,6 +198,11 @@ def _callbacks(
         callbacks.append(Export(described.spec, described.config, processor))
     callbacks.append(Report())
     return callbacks
+
+
+def _watch(config: RunConfig, world: World, plan: Plan) -> list[Callback]:
+    """Last of all, so that it still watches while the others end."""
+    return [Watch(plan.blocks, config.parallel)] if config.parallel.watch and world.size > 1 else []
 
 
 def run_exists(folder: Path) -> bool:

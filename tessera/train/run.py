@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tessera.core import dist, log
-from tessera.core.config import read_mapping
-from tessera.core.errors import TesseraError
+from tessera.core.config import dump_yaml, read_mapping
+from tessera.core.errors import TesseraError, first_line
 from tessera.core.run_config import RunConfig, load_config
 from tessera.train.build import build_trainer, describe, run_exists
 from tessera.train.callbacks import Callback
@@ -70,8 +71,19 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None) -
     return load_config(read_mapping(folder / "config.yaml"), {**(overrides or {}), **placed})
 
 
+def fingerprint(config: RunConfig) -> str:
+    """Short, and the same only for the same configuration: ranks compare it when they meet."""
+    return hashlib.sha256(dump_yaml(config).encode()).hexdigest()[:12]
+
+
 def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequence[Callback]) -> Run:
-    with dist.world(config.train.device, config.parallel.timeout_s) as world:
+    with dist.world(
+        config.train.device,
+        config.parallel.timeout_s,
+        join_timeout_s=config.parallel.join_timeout_s,
+        config=fingerprint(config),
+        folder=config.folder,
+    ) as world:
         describe(config, world.size)  # what cannot work should fail before anything is replaced
         if overwrite and world.is_main and run_exists(config.folder):
             shutil.rmtree(config.folder)
@@ -85,5 +97,12 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequenc
                 trainer.begin()
             trainer.run()
             return Run(config.folder, trainer.checkpoints.latest(), trainer.stop_reason)
+        except RuntimeError as error:
+            if not dist.is_peer_error(error):
+                raise
+            # While the parts are built no watch runs yet: this rank knows that a partner is gone, not which one.
+            raise dist.RankFailure(
+                f"another rank is gone: {first_line(error)}", fix="look at what the other ranks said"
+            ) from error
         finally:
             log.close()

@@ -15,7 +15,7 @@ from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.model_state import training_tensors
 from tessera.core import rng
 from tessera.core.config import dump_yaml
-from tessera.core.dist import World, any_rank
+from tessera.core.dist import World, agree_on_step
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig
 from tessera.core.types import Batch, Task
@@ -57,6 +57,7 @@ class Trainer:
         self.step = 0
         self.paused_seconds = 0.0  # spent on evaluation and saving
         self.stop_reason: str | None = None
+        self.doing = "starting"  # for whoever watches from another thread
         self.loader: Loader | None = None
         self._first_weights = first_weights
         self._make_loader = loader
@@ -78,27 +79,33 @@ class Trainer:
                 if self.config.checkpoint.at_end:
                     self.save()
             except BaseException as error:
-                for callback in self.callbacks:
+                for callback in reversed(self.callbacks):  # undone in the opposite order, as with nested contexts
                     callback.on_error(self, error)
                 raise
             finally:
                 self.loader = None
+        self.doing = "ending"
         self._tell("on_end")
 
     def _loop(self, steps: Iterator[Sequence[Batch]]) -> None:
         settings = self.config.train
         while self.step < settings.steps and not self._should_stop():
+            self.doing = "loading data"
             microbatches = next(steps)
             rng.seed_process(settings.seed, "step", self.step, self.world.rank)
             self._tell("on_step_begin")
+            self.doing = "running the model"
             out = self.engine.step(self.task, [b.to(self.world.device, non_blocking=True) for b in microbatches])
+            self.doing = "finishing gradients"
             grad_norm = finish_gradients(self.module.parameters(), out.count, self.config.optim.clip_norm)
             self._tell("on_before_optim")
+            self.doing = "updating weights"
             share = factor(self.config.optim.schedule, self.step, settings.steps)
             lr = set_learning_rate(self.optimizer, share)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.step += 1
+            self.doing = "reporting"
             count = out.count.clamp(min=1)
             metrics = {name: value / count for name, value in out.metrics.items()}
             self._tell("on_step_end", StepResult(self.step, out.sum / count, grad_norm, lr, metrics, microbatches))
@@ -110,7 +117,8 @@ class Trainer:
 
     def _should_stop(self) -> bool:
         """A stop asked of one rank (a signal reaches each at another moment) is a stop of all, before the same step."""
-        if any_rank(self.stop_reason is not None, torch.device("cpu")):
+        self.doing = "agreeing to go on"
+        if agree_on_step(self.step, self.stop_reason is not None):
             self.stop_reason = self.stop_reason or "another rank was asked to stop"
             return True
         return False
@@ -126,7 +134,7 @@ class Trainer:
         assert self._eval_batches is not None
         total, count = 0.0, 0.0
         sums: dict[str, float] = {}
-        with self._paused():
+        with self._paused("evaluating"):
             for batch, counts in self._eval_batches():
                 out = self.engine.evaluate(self.task, batch.to(self.world.device), counts)
                 total += float(out.sum)
@@ -165,7 +173,7 @@ class Trainer:
     def save(self) -> Path | None:
         if self._saved_step == self.step:
             return None
-        with self._paused():
+        with self._paused("saving"):
             path = self.checkpoints.save(self.step, self.tensors(), self.state_dict(), dump_yaml(self.config))
         self._saved_step = self.step
         self._tell("on_save", path)
@@ -195,8 +203,9 @@ class Trainer:
         return True
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
+    def _paused(self, doing: str) -> Iterator[None]:
         started = time.perf_counter()
+        self.doing = doing
         try:
             yield
         finally:

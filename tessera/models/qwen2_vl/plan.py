@@ -38,6 +38,7 @@ def plan(config: Qwen2VLConfig) -> ModelPlan:
         tensor={**_VISION, **_TEXT, **head},
         stages=_stages(config),
         idle_groups=("vision", "projector"),
+        with_root=("text.embed", "head"),  # the loss multiplies by the head, and a tied head reads the embedding
     )
 
 

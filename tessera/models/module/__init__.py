@@ -1,0 +1,24 @@
+"""Any `nn.Module` as it is: named in the recipe by its import path, trained, sharded, saved and exported.
+
+    model: {family: module, config: {class: "my_package.net:Net", arguments: {width: 64}}}
+
+Its constructor is the only code of it that runs before training: without weights to plan, and once more on the host to
+draw first weights when the recipe gives none to load.
+"""
+
+from __future__ import annotations
+
+from tessera.core.types import ModelSpec
+from tessera.core.weightmap import WeightMap
+from tessera.models.module.config import ModuleConfig
+from tessera.models.module.model import build, fresh, plan
+
+SPEC = ModelSpec(
+    name="module",
+    config=ModuleConfig,
+    build=build,
+    plan=plan,
+    weights=lambda config: WeightMap((), same_names=True),
+    fresh=fresh,
+    task="returns_loss",
+)

@@ -1,0 +1,34 @@
+"""Which class, and what its constructor is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ConfigDict, Field, model_serializer
+
+from tessera.core.config import Section
+
+MODEL_TYPE = "tessera_module"
+
+
+class ModuleConfig(Section):
+    model_config = ConfigDict(populate_by_name=True)
+
+    class_path: str = Field(
+        "", alias="class", description="import path of an nn.Module, such as my_package.my_module:MyClass"
+    )
+    arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of its constructor")
+
+    @model_serializer
+    def _as_recipe(self) -> dict[str, Any]:
+        return {"class": self.class_path, "arguments": self.arguments}
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> ModuleConfig:
+        """A folder gives weights and arguments. It never says which code to import: only the recipe does."""
+        arguments = data.get("arguments")
+        return cls.model_validate({"arguments": arguments if isinstance(arguments, dict) else {}})
+
+    def to_hf(self) -> dict[str, Any]:
+        return {"model_type": MODEL_TYPE, "class": self.class_path, "arguments": self.arguments}

@@ -1,0 +1,94 @@
+"""The content of a config.json and the few things it does not say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, model_serializer, model_validator
+
+from tessera.core.config import Section
+
+MAX_CONFIG_BYTES = 4 << 20
+# The stored weights say what type they have; a word that contradicts them would make readers cast.
+TYPE_KEYS = ("dtype", "torch_dtype")
+
+
+class TransformersConfig(Section):
+    model_config = ConfigDict(populate_by_name=True)
+
+    hf: dict[str, Any] = Field(default_factory=dict, description="config.json, or the fields that differ from it")
+    folder: Path | None = Field(None, description="folder whose config.json is meant; its weights are not read")
+    class_name: str | None = Field(
+        None,
+        alias="class",
+        description="an id of the hub, a class or auto class of transformers, or an import path; "
+        "default: the hub's class for the model_type, then config.json's architectures",
+    )
+    hub: dict[str, str] = Field(
+        default_factory=dict, description="further ids of the hub: id or model_type -> import path of an adapted class"
+    )
+    attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_folder(cls, data: Any) -> Any:
+        """Once read, the fields are kept: a run does not need the folder again."""
+        folder = data.get("folder") if isinstance(data, Mapping) else None
+        if not folder or "model_type" in (data.get("hf") or {}):
+            return data
+        return {**data, "hf": _over(_read(Path(folder) / "config.json"), data.get("hf") or {})}
+
+    @model_serializer
+    def _as_recipe(self) -> dict[str, Any]:
+        return {
+            "hf": self.hf,
+            "folder": None if self.folder is None else str(self.folder),
+            "class": self.class_name,
+            "hub": self.hub,
+            "attention": self.attention,
+        }
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> TransformersConfig:
+        return cls.model_validate({"hf": dict(data)})
+
+    def to_hf(self) -> dict[str, Any]:
+        """config.json as it was read, less what it claims about the type of the weights."""
+        from tessera.models.transformers.model import TransformersModel
+
+        published = TransformersModel(self).published
+        named = {"architectures": [published.__name__], "model_type": published.config_class.model_type}
+        return {**named, **_without_types(self.hf)}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError(f"{path} is too large to be a configuration")
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not readable as JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is not a mapping")
+    return data
+
+
+def _over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        below = base.get(key)
+        merged[key] = _over(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _without_types(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_types(value) if isinstance(value, Mapping) else value
+        for key, value in data.items()
+        if key not in TYPE_KEYS
+    }

@@ -1,0 +1,110 @@
+"""Which class a name means. A plain mapping: extending it gives another hub and changes nothing for anyone else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from tessera.core.errors import TesseraError, nearest
+from tessera.models._foreign import import_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WHERE = "model.config.class"
+LIBRARY = "transformers"
+
+# Where one model_type has several classes, the one that is trained.
+MODEL_MAPPINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "internvl": "transformers:InternVLForConditionalGeneration",
+        "qwen2_audio": "transformers:Qwen2AudioForConditionalGeneration",
+        "qwen3": "transformers:Qwen3ForCausalLM",
+        "qwen3_vl": "transformers:Qwen3VLForConditionalGeneration",
+        "whisper": "transformers:WhisperForConditionalGeneration",
+    }
+)
+
+
+@dataclass(frozen=True)
+class ModelHub:
+    """Ids (often a model_type) -> import paths of classes: the library's own, or ones that a user has adapted."""
+
+    classes: Mapping[str, str] = field(default_factory=lambda: MODEL_MAPPINGS)
+
+    def with_classes(self, more: Mapping[str, str]) -> ModelHub:
+        return ModelHub({**self.classes, **more})
+
+    def find(self, name: str) -> type[PreTrainedModel]:
+        """By id, by import path (`package.module:Class`), or by the name of one of the library's classes."""
+        if name in self.classes:
+            name = self.classes[name]
+        if ":" in name:
+            return import_class(name, _base(), WHERE)
+        found = getattr(_library(), name, None)
+        if isinstance(found, type) and issubclass(found, _base()):
+            return found
+        known = [*self.classes, *_class_names()]
+        raise TesseraError(
+            f"no class of transformers is called {name!r}",
+            where=WHERE,
+            allowed=[*self.classes, "a class of transformers", "an import path like my_package.my_module:MyClass"],
+            nearest=nearest(name, known),
+        )
+
+    def choose(self, hf: Mapping[str, Any], asked: str | None) -> type[PreTrainedModel]:
+        """The class for a config.json: the one asked for, else the hub's for its model_type, else the one it names.
+
+        A folder names classes of the library only. Code that lies in the folder (`auto_map`) is never run.
+        """
+        if asked is not None:
+            return _from_auto(asked, hf) or self.find(asked)
+        model_type = hf.get("model_type")
+        if isinstance(model_type, str) and model_type in self.classes:
+            return self.find(model_type)
+        named = hf.get("architectures")
+        if isinstance(named, list) and named and isinstance(named[0], str) and ":" not in named[0]:
+            return self.find(named[0])
+        raise TesseraError(
+            f"config.json (model_type {model_type!r}) does not say which class it is for",
+            where=WHERE,
+            fix="set model.config.class, for example to AutoModelForCausalLM",
+        )
+
+
+def _from_auto(name: str, hf: Mapping[str, Any]) -> type[PreTrainedModel] | None:
+    """What an auto class such as AutoModelForCausalLM stands for, given the model_type."""
+    library = _library()
+    auto = getattr(library, name, None) if name.startswith("Auto") else None
+    mapping = getattr(auto, "_model_mapping", None)
+    if mapping is None:
+        return None
+    try:
+        kind = mapping[library.CONFIG_MAPPING[str(hf.get("model_type"))]]
+    except KeyError:
+        raise TesseraError(f"{name} has no class for model_type {hf.get('model_type')!r}", where=WHERE) from None
+    chosen: type[PreTrainedModel] = kind[0] if isinstance(kind, tuple) else kind
+    return chosen
+
+
+def _library() -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise TesseraError(
+            "this family runs classes of the transformers library, which is not installed",
+            where="model.family=transformers",
+            fix="pip install 'tessera-mm[hf]'",
+        ) from None
+    return transformers
+
+
+def _base() -> type[PreTrainedModel]:
+    base: type[PreTrainedModel] = _library().PreTrainedModel
+    return base
+
+
+def _class_names() -> list[str]:
+    return [name for name in dir(_library()) if "For" in name or name.endswith("Model")]

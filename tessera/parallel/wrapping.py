@@ -1,0 +1,17 @@
+"""Putting a wrapper around a module deep inside another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+
+def wrap_submodule(root: nn.Module, path: str, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    """`core.names.clean` takes the wrapper's name out again, so parameters keep the names their author gave them."""
+    parent, _, name = path.rpartition(".")
+    owner = root.get_submodule(parent)
+    while isinstance(owner, ActivationWrapper):  # a wrapper hands attributes on when read, but not when set
+        owner = owner._checkpoint_wrapped_module
+    setattr(owner, name, wrapper(owner.get_submodule(name)))

@@ -1,0 +1,99 @@
+"""For models that compute their own loss. What they return is made into a sum and a count.
+
+A model may return a scalar; a mapping with `loss` and perhaps `count`; or an object with such attributes (outputs of
+`transformers` are both). Gradients of micro-batches and ranks are *added* and divided once, by the global count, so
+that any split of a batch trains alike. For that a mean has to become a sum again:
+
+    reduction: mean (default)   the loss is a mean over `count` things; it is multiplied by `count`
+    reduction: sum              the loss is a sum already
+
+`count` is what the model returns, else the labels that are trained on (`count_labels: name of a tensor`), else the
+number of samples in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import IGNORE, Batch, LossOut
+
+REDUCTIONS = ("mean", "sum")
+
+
+class ReturnsLossTask:
+    def __init__(self, reduction: Literal["mean", "sum"] = "mean", count_labels: str | None = None) -> None:
+        if reduction not in REDUCTIONS:
+            raise TesseraError(
+                f"not a reduction: {reduction!r}", where="train.task_options.reduction", allowed=REDUCTIONS
+            )
+        self.reduction = reduction
+        self.count_labels = count_labels
+
+    def inputs(self, batch: Batch) -> Batch:
+        return batch
+
+    def loss(self, outputs: Any, batch: Batch) -> LossOut:
+        loss = _part(outputs, "loss")
+        if loss is None and isinstance(outputs, Tensor):
+            loss = outputs
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TesseraError(
+                f"the model returned {_kind(outputs)}, which holds no scalar loss",
+                where="train.task=returns_loss",
+                allowed=["a scalar tensor", 'a mapping {"loss": ..., "count": ...}', "an object with .loss"],
+                fix="return the loss from forward, or name a task of your own in train.task",
+            )
+        loss = loss.reshape(())
+        count = self._count(outputs, batch, loss)
+        # A mean over nothing is nan, and nan times zero stays nan: it must not reach the other samples of the step.
+        total = loss if self.reduction == "sum" else torch.where(count > 0, loss, loss.new_zeros(())) * count
+        return LossOut(total, count)
+
+    def _count(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
+        told = _part(outputs, "count")
+        if told is not None:
+            return torch.as_tensor(told, device=loss.device).detach().reshape(())
+        if self.count_labels is not None:
+            labels = batch.get(self.count_labels)
+            if labels is None:
+                raise TesseraError(
+                    f"the batch has no tensor {self.count_labels!r} to count",
+                    where="train.task_options.count_labels",
+                    allowed=batch.tensors,
+                )
+            return (labels != IGNORE).sum()
+        return torch.tensor(_samples(batch), device=loss.device)
+
+
+def _part(outputs: Any, name: str) -> Any:
+    """`outputs["loss"]` or `outputs.loss`. A tensor's own methods (`count_nonzero`...) are not parts of it."""
+    if isinstance(outputs, Tensor):
+        return None
+    if isinstance(outputs, Mapping):
+        return outputs.get(name)
+    value = getattr(outputs, name, None)
+    return None if callable(value) else value  # tuples and lists have a method `count`
+
+
+def _samples(batch: Batch) -> int:
+    if "samples" in batch.counts:
+        return batch.counts["samples"]
+    if batch.sample_ids:
+        return len(batch.sample_ids)
+    return next((len(tensor) for tensor in batch.tensors.values() if tensor.dim()), 1)
+
+
+def _kind(outputs: Any) -> str:
+    if isinstance(outputs, Tensor):
+        return f"a tensor of shape {list(outputs.shape)}"
+    if isinstance(outputs, Mapping):
+        return f"a mapping with {', '.join(map(str, outputs)) or 'nothing'}"
+    return f"a {type(outputs).__name__}"
+
+
+TASK = ReturnsLossTask

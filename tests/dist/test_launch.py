@@ -1,0 +1,90 @@
+"""Launchers as people start them: two of them on one machine over loopback, and one whose rank is killed on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tessera.core.dist import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+def recipe(folder: Path, **train: Any) -> Path:
+    content = {
+        "name": "denoise",
+        "out": str(folder / "runs"),
+        "model": {"family": "tests.toys.denoiser", "preset": "tiny"},
+        "data": {"kind": "tests.toys.digit_pictures"},
+        "train": {"steps": 6, "global_batch": 4, "device": "cpu", **train},
+        "checkpoint": {"every": 2},
+        "log": {"every": 1},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def start(*words: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tessera.cli.main", *map(str, words)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 100) -> str:
+    try:
+        said, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+    return said
+
+
+def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
+    """Processes that the launcher started for the run, in order of rank."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    lines = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+    return sorted(pid for pid, line in lines.items() if b"tessera.cli.main" in line)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
+
+
+def test_two_machines_with_fixed_numbers_train_one_run(tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    place = f"127.0.0.1:{free_port()}"
+    nodes = [start("train", path, "--nnodes", 2, "--node-rank", rank, "--master", place) for rank in range(2)]
+    said = [finish(node) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "2 = 1 replicated x 2 sharded" in said[0]
+    assert sorted(losses(tmp_path / "runs/denoise")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_killed_rank_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
+    steps = 60
+    path = recipe(tmp_path, steps=steps)
+    place = f"127.0.0.1:{free_port()}"
+    words = ["--nproc", 2, "--nnodes", "1:2", "--rdzv", place, "--restarts", 2]
+    launcher = start("train", path, "checkpoint.every=10", "checkpoint.keep=100", *words)
+    folder = tmp_path / "runs/denoise"
+    try:
+        while not list(folder.glob("checkpoints/step-*")):
+            assert launcher.poll() is None
+            time.sleep(0.02)
+        os.kill(ranks_of(launcher)[-1], signal.SIGKILL)
+    finally:
+        said = finish(launcher)
+    assert launcher.returncode == 0, said
+    assert "died" in said
+    assert "resumed from" in said
+    assert sorted(losses(folder)) == list(range(1, steps + 1))

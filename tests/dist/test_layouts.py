@@ -1,0 +1,182 @@
+"""Every layout and memory form trains like one process; towers that a rank's batch leaves idle never stop the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from tessera.core.run_config import ParallelSection
+from tessera.core.types import Batch, LossOut, ModelPlan
+from tessera.parallel.apply import parallelize
+from tessera.parallel.engine import SimpleEngine
+from tessera.parallel.mesh import build_mesh
+from tessera.parallel.mixin import FSDP2Mixin, MultiModalModule
+from tessera.parallel.plan import make_plan
+from tessera.train.run import train
+from tests.dist.layouts import ESSENTIAL, LIMIT, Record, measure, recipe_of, relative
+from tests.dist.spawn import RankError, run_ranks
+from tests.toys.chat_set import write_chat_set
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    return measure(ESSENTIAL, tmp_path_factory.mktemp("layouts"))
+
+
+@pytest.mark.parametrize("name", [case.name for case in ESSENTIAL])
+def test_a_layout_trains_like_one_process_and_holds_what_its_plan_says(name: str, measured: Any) -> None:
+    row = measured[name]
+    assert max(row["loss"], row["gradient"], row["weight"]) < LIMIT, row
+    assert row["bytes"] < 0.01, row
+
+
+# ---------------------------------------------------------------------------------------------- idle towers
+
+ORDERS = ["text picture", "picture text", "text text", "picture picture", "text picture"]
+
+
+def write_ordered_set(folder: Path) -> Path:
+    """Rows in the given orders: one per sample, so that which rank gets a picture is known."""
+    write_chat_set(folder)
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    kinds = {"text": [r for r in rows if len(r["messages"][0]["content"]) == 1]}
+    kinds["picture"] = [r for r in rows if len(r["messages"][0]["content"]) > 1]
+    ordered = [kinds[kind].pop(0) for order in ORDERS for kind in order.split()]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ordered))
+    return folder
+
+
+class SeenPictures(Record):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pictures: list[int] = []
+
+    def on_step_end(self, trainer: Any, result: Any) -> None:
+        super().on_step_end(trainer, result)
+        self.pictures.append(sum(batch.counts.get("images", 0) for batch in result.microbatches))
+
+
+def train_ordered(rank: int, world: int, data: Path, out: Path, overrides: dict[str, Any]) -> Any:
+    record = SeenPictures()
+    fixed = {"data.shuffle": False, "data.pack": False, "train.global_batch": 2, "train.steps": len(ORDERS)}
+    train(recipe_of(data, out), {**fixed, **overrides}, callbacks=[record])
+    gradients = {n: t.flatten().tolist() for n, t in record.tensors.items() if n.startswith("gradient.")}
+    losses = [float(record.tensors[f"loss.{step + 1}"]) for step in range(len(ORDERS))]
+    return record.pictures, losses, gradients
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"parallel.prefetch_forward": 2, "parallel.prefetch_backward": 2, "parallel.recompute": ["vision.blocks.{*}"]},
+        {"parallel.offload": True, "parallel.swap": ["vision.blocks.{*}"]},
+    ],
+    ids=["plain", "prefetch", "offload"],
+)
+def test_idle_towers_never_hang_and_equal_one_process(overrides: dict[str, Any], tmp_path: Path) -> None:
+    data = write_ordered_set(tmp_path / "data")
+    _, expected, right = train_ordered(0, 1, data, tmp_path / "one", {})
+    (first, losses, gradients), (second, _, _) = run_ranks(
+        train_ordered, 2, data, tmp_path / "two", overrides, timeout=60
+    )
+    shown = [" ".join("picture" if n else "text" for n in pair) for pair in zip(first, second, strict=True)]
+    assert shown == ORDERS  # one rank had pictures while the other had none
+    assert losses == pytest.approx(expected, rel=LIMIT)
+    assert max(relative(torch.tensor(gradients[n]), torch.tensor(right[n])) for n in right) < LIMIT
+
+
+# ---------------------------------------------------------------------------------------------- tied weights, own way
+
+
+class Net(MultiModalModule, FSDP2Mixin):
+    """Two names for one weight, a buffer, and sizes that two ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        x = self.embed(batch["tokens"])
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class OwnWay(Net):
+    def _fully_shard(self, fsdp2_kwargs: Any = None, fsdp2_config: Any = None) -> None:
+        self.set_recompute_modules_to_wrap(["layers.0"])
+        self.set_fullyshard_modules_to_wrap([self.layers[1], "layers.2"])
+        self.set_modules_to_prefetch(1, 1)
+
+
+class Forgetful(Net):
+    def _fully_shard(self, fsdp2_kwargs: Any = None, fsdp2_config: Any = None) -> None:
+        fully_shard(self.layers[0], **fsdp2_kwargs)
+
+
+class Copying:
+    """Says the next token is the same one."""
+
+    def inputs(self, batch: Batch) -> Batch:
+        return batch
+
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> LossOut:
+        total = torch.nn.functional.cross_entropy(outputs, batch["tokens"], reduction="sum")
+        return LossOut(total, torch.tensor(len(batch["tokens"])))
+
+
+def train_net(rank: int, world: int, kind: type[Net], **section: Any) -> tuple[list[list[float]], list[str]]:
+    with torch.device("meta"):
+        net = kind()
+    plan = make_plan(ParallelSection(**section), ModelPlan(("layers.{*}",), {}), net, world)
+    device = torch.device("cpu")
+    parallelize(net, plan, build_mesh(plan, device), device)
+    assert net.head.weight is net.embed.weight
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            full = torch.randn(parameter.shape)
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            rows = full.chunk(world)
+            if local.numel():
+                local.copy_(rows[rank] if plan.sharded else full)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    engine, losses = SimpleEngine(net, plan.accumulate), []
+    for step in range(3):
+        tokens = ((torch.arange(8) * 5 + step) % 13).chunk(world)[rank]
+        out = engine.step(Copying(), [Batch({"tokens": half}) for half in tokens.chunk(2)])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([float(out.sum), float(out.count)])
+    groups = [name for name, part in net.named_modules() if isinstance(part, FSDPModule)]
+    return losses, groups
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [(Net, ["", "layers.0", "layers.1", "layers.2"]), (OwnWay, ["", "layers.1", "layers.2"])],
+)
+def test_a_model_that_shards_itself_keeps_its_ties_and_trains_like_one_process(
+    kind: type[Net], groups: list[str]
+) -> None:
+    expected, none = run_ranks(train_net, 1, kind)[0]
+    found, made = run_ranks(train_net, 2, kind)[0]
+    assert none == []
+    assert made == groups
+    assert [value for row in found for value in row] == pytest.approx([v for row in expected for v in row], rel=LIMIT)
+
+
+def test_a_model_that_leaves_parameters_out_is_refused() -> None:
+    with pytest.raises(RankError, match=r"Forgetful\._fully_shard left embed\.weight out"):
+        run_ranks(train_net, 2, Forgetful)

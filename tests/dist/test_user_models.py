@@ -1,0 +1,174 @@
+"""Models that Tessera did not write train on two ranks as on one: a user's own, and classes of `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+from tessera.core.names import clean
+from tessera.train.callbacks import Callback, StepResult
+from tessera.train.run import Run, resume, train
+from tests.dist.spawn import run_ranks
+from tests.toys.hf_folders import CASES, write_folder
+
+OWN = "tests.toys.own_models"
+NAMES = ["plain", "two_towers", "internvl", "qwen3", "whisper", "adapted"]
+
+
+class Keep(Callback):
+    """The first step's gradients, whole, as lists (they cross a process border); and who is sharded."""
+
+    def __init__(self, stop: int | None) -> None:
+        self.stop = stop
+        self.gradients: dict[str, list[float]] = {}
+        self.groups: list[str] = []
+
+    def on_start(self, trainer: Any) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        named = trainer.module.named_modules()
+        self.groups = [clean(name + ".")[:-1] for name, part in named if isinstance(part, FSDPModule)]
+
+    def on_before_optim(self, trainer: Any) -> None:
+        if trainer.step == 0:
+            for name, parameter in trainer.module.named_parameters():
+                if parameter.grad is not None:
+                    grad = parameter.grad
+                    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                    self.gradients[clean(name)] = whole.flatten().double().tolist()
+
+    def on_step_end(self, trainer: Any, result: StepResult) -> None:
+        if result.step == self.stop:
+            trainer.request_stop("test")
+
+
+def begin(rank: int, world: int, recipe: dict[str, Any], overrides: dict[str, Any], stop: int | None) -> Any:
+    keep = Keep(stop)
+    run = train(recipe, overrides, callbacks=[keep])
+    return keep.gradients, losses(run), keep.groups
+
+
+def begin_all(rank: int, world: int, recipes: list[dict[str, Any]]) -> list[Any]:
+    """All models in one go: starting processes that import `transformers` is what takes time here."""
+    return [begin(rank, world, one, {}, 3) for one in recipes]
+
+
+def losses(run: Run) -> list[float]:
+    return [row["loss"] for row in run.metrics if row["kind"] == "train"]
+
+
+def recipe(name: str, folders: dict[str, Path], out: Path, micro_batch: int = 2) -> dict[str, Any]:
+    make = "digits"
+    model: dict[str, Any]
+    parallel: dict[str, Any] = {}
+    if name == "plain":
+        model = {"family": "module", "config": {"class": f"{OWN}:PlainNet", "arguments": {"depth": 3}}}
+        parallel = {"wrap": ["blocks.{*}"]}
+    elif name == "two_towers":
+        model = {"family": "module", "config": {"class": f"{OWN}:TwoTowers"}}
+    elif name == "adapted":
+        hub = {"qwen3": "tests.toys.adapted_qwen3:AdaptedQwen3"}
+        model = {"family": "transformers", "config": {"folder": str(folders["qwen3"]), "hub": hub}}
+        make = CASES["qwen3"].rows
+    else:
+        model = {"family": "transformers", "path": str(folders[name])}
+        make = CASES[name].rows
+    return {
+        "name": name,
+        "out": str(out),
+        "model": model,
+        "data": {"kind": "tests.toys.keyword_rows", "options": {"make": make}},
+        "parallel": parallel,
+        "train": {"steps": 4, "global_batch": 4, "micro_batch": micro_batch, "device": "cpu"},
+        "optim": {"lr": 1e-3, "schedule": {"kind": "constant"}},
+        "checkpoint": {"every": 2, "export": True},
+        "log": {"every": 1},
+    }
+
+
+def relative(found: list[float], expected: list[float]) -> float:
+    a, b = torch.tensor(found), torch.tensor(expected)
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("folders")
+    return {name: write_folder(name, base / name) for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def one_rank(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("one")
+    return {name: (*begin(0, 1, recipe(name, folders, out), {}, None)[:2], out / name) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Stopped after three of four steps. One row at a time, where the single rank took two: rows with fewer labels
+    must not weigh more."""
+    out = tmp_path_factory.mktemp("two")
+    recipes = [recipe(name, folders, out, micro_batch=1) for name in NAMES]
+    found = run_ranks(begin_all, 2, recipes)[0]
+    return {name: (*results, out / name) for name, results in zip(NAMES, found, strict=True)}
+
+
+GROUPS = {
+    "plain": ["", "blocks.0", "blocks.1", "blocks.2"],
+    "two_towers": ["", "fuse", "picture.2"],
+    "internvl": [
+        "",
+        "model.vision_tower.encoder.layer.0",
+        "model.vision_tower.encoder.layer.1",
+        "model.language_model.layers.0",
+        "model.language_model.layers.1",
+    ],
+    "qwen3": ["", "model.layers.0", "model.layers.1"],
+    "whisper": [
+        "",
+        "model.encoder.layers.0",
+        "model.encoder.layers.1",
+        "model.decoder.layers.0",
+        "model.decoder.layers.1",
+    ],
+    "adapted": ["", "model.layers.1"],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_train_as_one_and_resume(name: str, one_rank: dict[str, Any], two_ranks: dict[str, Any]) -> None:
+    gradients, values, folder = one_rank[name]
+    found, begun, groups, other = two_ranks[name]
+    assert sorted(groups) == sorted(GROUPS[name])
+    assert found.keys() == gradients.keys()
+    assert max(relative(found[n], gradients[n]) for n in gradients) < 1e-5
+    assert begun == pytest.approx(values[:3], rel=1e-5)
+    assert losses(resume(other)) == pytest.approx(values, rel=1e-5)  # the last step on one rank again
+    ours, theirs = (load_file(place / "hf" / "model.safetensors") for place in (other, folder))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        torch.testing.assert_close(ours[key], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_mixed_precision_casts_what_the_data_gives(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Batches are float32; the classes compute in bfloat16 over float32 weights, with tables as they came."""
+    for name in ("plain", "internvl", "whisper"):
+        _, values, _ = begin(0, 1, recipe(name, folders, tmp_path), {"parallel.param_dtype": "bfloat16"}, None)
+        assert values[-1] < 1.2 * values[0]
+        saved = load_file(tmp_path / name / "hf" / "model.safetensors")
+        assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+def test_recompute_of_a_library_class_changes_nothing(
+    folders: dict[str, Path], one_rank: dict[str, Any], tmp_path: Path
+) -> None:
+    asked = {"parallel.recompute": ["model.language_model.layers.{*}"], "checkpoint.export": False}
+    found, values, _ = begin(0, 1, recipe("internvl", folders, tmp_path), asked, 1)
+    gradients, expected, _ = one_rank["internvl"]
+    assert values == pytest.approx(expected[:1], rel=1e-6)
+    assert max(relative(found[n], gradients[n]) for n in gradients) < 1e-6

@@ -1,0 +1,81 @@
+"""A data kind whose batches hold the keyword arguments of a class. A row is a function of its number and the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from tessera.core.rng import derive, generator
+from tessera.core.run_config import DataSection
+from tessera.core.types import IGNORE, Batch
+from tests.toys.hf_folders import AUDIO_FRAMES, IMAGE_SLOTS, IMAGE_TOKEN, MELS, SIDE, VOCABULARY
+
+ROWS = 16
+LENGTH = 12
+
+
+def digits(number: int, chance: torch.Generator) -> dict[str, Tensor]:
+    data = load_digits()
+    return {
+        "pixels": torch.tensor(data.data[number] / 8 - 1, dtype=torch.float32),
+        "labels": torch.tensor(data.target[number]),
+    }
+
+
+def words(number: int, chance: torch.Generator) -> dict[str, Tensor]:
+    """Padded on the right; as many labels as there are words, so that rows weigh differently."""
+    tokens = torch.randint(10, VOCABULARY, (LENGTH,), generator=chance)
+    used = torch.arange(LENGTH) < LENGTH - number % 5
+    return {
+        "input_ids": tokens,
+        "attention_mask": used.long(),
+        "labels": torch.where(used, tokens, IGNORE),
+    }
+
+
+def picture_and_words(number: int, chance: torch.Generator) -> dict[str, Tensor]:
+    row = words(number, chance)
+    row["input_ids"][1 : 1 + IMAGE_SLOTS] = IMAGE_TOKEN
+    row["labels"][: 1 + IMAGE_SLOTS] = IGNORE
+    return {**row, "pixel_values": torch.randn(3, SIDE, SIDE, generator=chance)}
+
+
+def speech(number: int, chance: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "input_features": torch.randn(MELS, AUDIO_FRAMES, generator=chance),
+        "labels": words(number, chance)["labels"],
+    }
+
+
+MAKERS: dict[str, Callable[[int, torch.Generator], dict[str, Tensor]]] = {
+    maker.__name__: maker for maker in (digits, words, picture_and_words, speech)
+}
+
+
+class KeywordRows:
+    bad_samples = ()
+
+    def __init__(self, make: str, seed: int) -> None:
+        self.make = make
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        numbers = [row % ROWS for row in rows]
+        made = [MAKERS[self.make](n, generator("cpu", self.seed, "row", n)) for n in numbers]
+        return Batch(
+            {name: torch.stack([row[name] for row in made]) for name in made[0]},
+            sample_ids=tuple(f"{self.make}-{n}" for n in numbers),
+            counts={"samples": len(numbers)},
+            seeds=tuple(derive(self.seed, "row", n) for n in numbers),
+        )
+
+
+def KIND(section: DataSection, split: str, processor: object, seed: int, cache_folder: Path | None) -> KeywordRows:
+    return KeywordRows(section.options["make"], seed)

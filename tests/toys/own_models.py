@@ -1,0 +1,69 @@
+"""Two models as a user would write them: a plain module that knows nothing of Tessera, and one that shards itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from tessera.core.types import Batch
+from tessera.parallel.mixin import FSDP2Mixin, Fsdp2Settings, MultiModalModule, WeightInitMixin
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class PlainNet(nn.Module):
+    """Tells digits apart. Two tables live in buffers that are not saved: one computed, one drawn at random."""
+
+    window: Tensor
+    features: Tensor
+
+    def __init__(self, width: int = 16, depth: int = 2, classes: int = 10) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.hann_window(64) + 0.5, persistent=False)
+        self.register_buffer("features", torch.randn(64, width) / 8, persistent=False)
+        self.inlet = nn.Linear(64, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        pixels = pixels * self.window.to(pixels.dtype)
+        x = self.inlet(pixels) + pixels @ self.features.to(pixels.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), labels)
+
+
+class TwoTowers(MultiModalModule, FSDP2Mixin, WeightInitMixin):
+    """A picture and a number, each through a tower of its own; only the last layers of the first one are trained."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.picture = nn.Sequential(nn.Linear(64, width), Block(width), Block(width))
+        self.number = nn.Embedding(10, width)
+        self.fuse = Block(width)
+        self.freeze("picture.0")
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        distance = (self.picture(batch["pixels"]) - self.fuse(self.number(batch["labels"]))).square().mean(1)
+        return {"loss": distance.mean(), "count": torch.tensor(len(distance))}
+
+    def _fully_shard(
+        self, fsdp2_kwargs: dict[str, Any] | None = None, fsdp2_config: Fsdp2Settings | None = None
+    ) -> None:
+        assert fsdp2_kwargs is not None
+        self.set_recompute_modules_to_wrap(["picture.1"])
+        fully_shard(self.fuse, **fsdp2_kwargs)
+        self.set_fullyshard_modules_to_wrap([self.picture[2]])

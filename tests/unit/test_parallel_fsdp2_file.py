@@ -1,0 +1,99 @@
+"""A MindSpeed-MM fsdp2_config.yaml is read as it stands, and a mistake in it is named with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tessera.core.config import dump_yaml, read_mapping
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import ParallelSection, RunConfig, load_config
+
+# As the published example has it, tabs at the ends of lines included.
+EXAMPLE = """sharding_size: auto\t
+sub_modules_to_wrap:\t
+  - "text_decoder.output_layer"\t
+  - "text_decoder.embedding"\t
+  - "text_decoder.rotary_pos_emb"\t
+  - "text_decoder.decoder.layers.{*}"\t
+param_dtype: "bf16"\t
+reduce_dtype: "fp32"\t
+cast_forward_inputs: True\t
+ignored_modules:\t
+  - "image_encoder"\t
+recompute_modules:\t
+  - "text_decoder.decoder.layers.{*}"\t
+num_to_forward_prefetch: 2\t
+num_to_backward_prefetch: 2
+offload_to_cpu: False
+"""
+
+
+def load(folder: Path, text: str, **parallel: Any) -> RunConfig:
+    path = folder / "fsdp2_config.yaml"
+    path.write_text(text)
+    recipe = {"model": {"family": "qwen2_vl"}, "train": {"steps": 1}}
+    return load_config({**recipe, "parallel": {"fsdp2_config": str(path), **parallel}})
+
+
+def test_the_published_example(tmp_path: Path) -> None:
+    section = load(tmp_path, EXAMPLE).parallel
+    assert section.wrap == [
+        "text_decoder.output_layer",
+        "text_decoder.embedding",
+        "text_decoder.rotary_pos_emb",
+        "text_decoder.decoder.layers.{*}",
+    ]
+    assert (section.shard, section.param_dtype, section.reduce_dtype) == ("auto", "bfloat16", "float32")
+    assert (section.ignore, section.recompute) == (["image_encoder"], ["text_decoder.decoder.layers.{*}"])
+    assert (section.prefetch_forward, section.prefetch_backward) == (2, 2)
+    assert section.cast_forward_inputs
+    assert section.use_reentrant  # the file's own default
+    assert not section.offload
+
+
+def test_defaults_are_the_files_own(tmp_path: Path) -> None:
+    section = load(tmp_path, "offload_to_cpu: true\n").parallel
+    assert section == ParallelSection(
+        shard=1, offload=True, pin_memory=False, cast_forward_inputs=True, prefetch_backward=1
+    )
+
+
+def test_a_saved_run_needs_the_file_no_more(tmp_path: Path) -> None:
+    config = load(tmp_path, EXAMPLE, accumulate="local")
+    (tmp_path / "fsdp2_config.yaml").unlink()
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    assert load_config(read_mapping(tmp_path / "config.yaml")) == config
+    assert yaml.safe_load(dump_yaml(config))["parallel"]["fsdp2_config"] is None
+
+
+def test_both_places_may_agree(tmp_path: Path) -> None:
+    assert load(tmp_path, "sharding_size: 2\nparam_dtype: bf16\n", param_dtype="bfloat16", shard=2).parallel.shard == 2
+    assert load(tmp_path, "param_dtype: bf16\n", shard=4).parallel.shard == 4  # a default is no statement
+
+
+@pytest.mark.parametrize(
+    ("text", "own", "words"),
+    [
+        ("sharding_sise: 2\n", {}, "did you mean sharding_size"),
+        ("param_dtype: bf61\n", {}, "'bf16', 'fp16' or 'fp32'"),
+        ("param_dtype: fp16\n", {}, "loss scaling.*\n.*\n.*\n.*param_dtype: bf16"),
+        ("num_to_forward_prefetch: -1\n", {}, "greater than or equal to 0"),
+        ("sub_modules_to_wrap: layers\n", {}, "list"),
+        ("sharding_size: 2\n", {"shard": 4}, "parallel.shard is 4 in the recipe, but sharding_size is 2 here"),
+        ("param_dtype: bf16\n", {"param_dtype": "float32"}, "give it in one of the two places"),
+        ("- 1\n", {}, "mapping"),
+    ],
+)
+def test_mistakes_name_the_file(tmp_path: Path, text: str, own: dict[str, Any], words: str) -> None:
+    with pytest.raises(TesseraError, match=words) as caught:
+        load(tmp_path, text, **own)
+    assert "fsdp2_config.yaml" in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match="no such configuration file"):
+        ParallelSection(fsdp2_config=tmp_path / "none.yaml")

@@ -1,0 +1,143 @@
+"""Who is blamed for what, and that watching changes nothing in a model, compiled or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tessera.core.dist import OutOfStep, is_peer_error
+from tessera.core.process import Process
+from tessera.core.run_config import ParallelSection
+from tessera.train.verdict import Beat, Patience, Verdict, judge
+from tessera.train.watch import Watch
+
+PATIENCE = Patience(silence_s=15, stall_s=60, timeout_s=600)
+MODEL = Beat(0, 9, 4, "running the model", "forward of a.1", 0.0, "", "h", False)
+
+
+def blamed(beats: list[Beat], silent: dict[int, float] | None = None) -> tuple[str, tuple[int, ...]] | None:
+    quiet = {beat.rank: 0.0 for beat in beats} | (silent or {})
+    found = judge({beat.rank: beat for beat in beats}, quiet, PATIENCE, beats[0])
+    return None if found is None else (found.kind, found.ranks)
+
+
+def ranks(count: int, **changes: Any) -> list[Beat]:
+    return [replace(MODEL, rank=rank, **changes) for rank in range(count)]
+
+
+def test_ranks_that_work_or_wait_together_are_left_alone() -> None:
+    assert blamed(ranks(4)) is None
+    assert blamed(ranks(4, still_s=500, collective="all_gather")) is None  # a slow link is the timeout's business
+    slow = [*ranks(3, still_s=59, collective="all_reduce"), replace(MODEL, rank=3, still_s=59, doing="loading data")]
+    assert blamed(slow) is None
+
+
+def test_silence_is_a_loss() -> None:
+    assert blamed(ranks(3), {2: 16.0}) == ("lost", (2,))
+    assert blamed(ranks(3), {2: 14.0}) is None
+
+
+def test_the_one_that_does_not_wait_is_waited_for() -> None:
+    beats = [*ranks(3, still_s=61, collective="all_gather"), replace(MODEL, rank=3, still_s=61)]
+    assert blamed(beats) == ("stalled", (3,))
+    beats[3] = replace(beats[3], doing="loading data", module="")
+    assert blamed(beats) == ("stalled", (3,))
+
+
+def test_without_a_visible_wait_the_one_behind_is_blamed() -> None:
+    beats = [*ranks(2, still_s=61, doing="agreeing to go on", step=5), replace(MODEL, rank=2, still_s=61)]
+    assert blamed(beats) == ("stalled", (2,))
+
+
+def test_saving_and_first_steps_may_take_their_time() -> None:
+    waiting = ranks(2, still_s=599, collective="barrier", doing="saving")
+    assert blamed([waiting[0], replace(waiting[1], collective="")]) is None
+    first = ranks(2, still_s=599, collective="all_reduce", first=True)
+    assert blamed([first[0], replace(first[1], collective="", doing="loading data")]) is None
+    assert blamed([first[0], replace(first[1], collective="", still_s=601)]) is None
+    late = [replace(beat, still_s=601) for beat in first]
+    assert blamed([late[0], replace(late[1], collective="")]) == ("stalled", (1,))
+
+
+def test_waiting_in_different_places_is_a_disagreement() -> None:
+    beats = ranks(4, still_s=21, collective="all_gather")
+    beats[2] = replace(beats[2], doing="finishing gradients", collective="all_reduce")
+    assert blamed(beats) == ("disagree", (2,))
+    assert blamed([replace(beat, still_s=19) for beat in beats]) is None
+
+
+def test_the_minority_is_out_of_step() -> None:
+    assert OutOfStep([4, 4, 5, 4]).ranks == [2]
+    assert OutOfStep([5, 4]).ranks == [1]
+    assert OutOfStep([5, 4, 4]).ranks == [0]
+    assert OutOfStep([5, 4]).exit_code == 3
+
+
+def test_words_go_through_the_store_unchanged() -> None:
+    assert Beat.load(MODEL.dump()) == MODEL
+    verdict = Verdict("lost", (1, 2), "rank 1 …")
+    assert Verdict.load(verdict.dump()) == verdict
+
+
+def test_a_broken_collective_is_told_from_an_error_of_ones_own() -> None:
+    assert is_peer_error(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"))
+    assert not is_peer_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_peer_error(ValueError("closed by peer"))
+
+
+def test_a_process_is_known_by_more_than_its_number() -> None:
+    this = Process.this()
+    assert this.visible()
+    assert this.alive()
+    assert not replace(this, started="1").alive()
+    assert not replace(this, realm="elsewhere").visible()
+    replace(this, started="1").kill()  # another process of that number would not be hit
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_following_a_block_changes_no_number_and_recompiles_nothing(compiled: bool) -> None:
+    torch.manual_seed(0)
+    plain, watched = Net(), Net()
+    watched.load_state_dict(plain.state_dict())
+    watch = Watch(["blocks.0", "blocks.1"], ParallelSection())
+    for path in watch.blocks:
+        watch._follow(path, watched.get_submodule(path))
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    if compiled:
+        for block in watched.blocks:
+            block.compile(backend=backend)
+    seen = []
+    for _ in range(4):
+        x = torch.randn(3, 4)
+        out = watched(x)
+        seen.append(watch.module)
+        out.sum().backward()
+        seen.append(watch.module)
+        plain(x).sum().backward()
+    for a, b in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+    assert seen[::2] == ["forward of blocks.1"] * 4
+    if compiled:
+        assert len(graphs) <= 2
+    else:
+        assert seen[1::2] == ["backward of blocks.0"] * 4
