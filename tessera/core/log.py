@@ -5,8 +5,20 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import TextIO
 
 LOGGER_NAME = "tessera"
+
+
+class _Screen(logging.StreamHandler[TextIO]):
+    """Writes to whatever stderr is at the moment: a progress bar puts itself in between, so that lines go above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
 
 
 def logger() -> logging.Logger:
@@ -22,7 +34,7 @@ def setup(rank: int = 0, folder: Path | None = None, level: int = logging.INFO) 
     log.setLevel(level)
     log.propagate = False
     if rank == 0:
-        screen = logging.StreamHandler(sys.stderr)
+        screen = _Screen()
         screen.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(screen)
     if folder is not None:
