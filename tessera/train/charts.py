@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT = 560, 230
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 30
+LEFT, RIGHT, TOP, BOTTOM = 58, 26, 14, 30
 
 
 @dataclass(frozen=True)
