@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from tessera.core.errors import TesseraError
+from tessera.core.errors import TesseraError, nearest
 from tessera.core.types import Sample
 from tessera.data.forms import PARSERS, RowError, decide
 
@@ -88,7 +88,13 @@ def open_source(
 ) -> FileSource:
     """Finds the rows of a file and, with `auto`, their form: that of the first row that tells."""
     if not path.is_file():
-        raise TesseraError(f"no such data file: {path}", where="data", fix="give the path of a JSON or JSONL file")
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise TesseraError(
+            f"no such data file: {path}",
+            where="data",
+            nearest=nearest(path.name, beside),
+            fix="give the path of a JSON or JSONL file",
+        )
     spans = _find_rows(path)
     if max_samples is not None:
         spans = spans[:max_samples]

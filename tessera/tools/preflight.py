@@ -13,7 +13,7 @@ from tessera.core import device as devices
 from tessera.core import dist
 from tessera.core.run_config import load_config
 from tessera.train.build import describe
-from tessera.train.run import fingerprint
+from tessera.train.run import fingerprint, join
 
 
 def preflight(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> list[str]:
@@ -24,13 +24,7 @@ def preflight(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, An
     config = load_config(recipe, overrides)
     describe(config, dist.environment_ranks()[1])
     began = time.perf_counter()
-    with dist.world(
-        config.train.device,
-        config.parallel.timeout_s,
-        join_timeout_s=config.parallel.join_timeout_s,
-        config=fingerprint(config),
-        folder=config.folder,
-    ) as world:
+    with join(config) as world:
         met = time.perf_counter() - began
         total = dist.sum_over_ranks(torch.ones(1, device=world.device))
         assert int(total) == world.size  # reading it waits for the device

@@ -69,8 +69,8 @@ def describe(config: RunConfig, world_size: int) -> Described:
     return Described(spec, model_config, module, plan)
 
 
-def build_trainer(config: RunConfig, world: World, extra: Sequence[Callback] = ()) -> Trainer:
-    described = describe(config, world.size)
+def build_trainer(config: RunConfig, described: Described, world: World, extra: Sequence[Callback] = ()) -> Trainer:
+    """`described` is used up: its module becomes this rank's part of the model."""
     spec, plan = described.spec, described.plan
     config = with_model_resolved(config, described)
     if world.is_main:

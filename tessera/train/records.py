@@ -81,10 +81,13 @@ class Quarantine(Callback):
 
     def on_end(self, trainer: Trainer) -> None:
         if self._known and trainer.world.is_main:
-            log.warning("%d samples were skipped; quarantine.jsonl in the run folder lists them", len(self._known))
-        self.on_error(trainer, None)
+            log.warning("skipped in all: %d; quarantine.jsonl in the run folder lists them", len(self._known))
+        self._close()
 
-    def on_error(self, trainer: Trainer, error: BaseException | None) -> None:
+    def on_error(self, trainer: Trainer, error: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,21 +77,26 @@ def fingerprint(config: RunConfig) -> str:
     return hashlib.sha256(dump_yaml(config).encode()).hexdigest()[:12]
 
 
-def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequence[Callback]) -> Run:
-    with dist.world(
+def join(config: RunConfig) -> AbstractContextManager[dist.World]:
+    """The world that a recipe's ranks meet in, after they have compared versions, configuration and run folder."""
+    return dist.world(
         config.train.device,
         config.parallel.timeout_s,
         join_timeout_s=config.parallel.join_timeout_s,
         config=fingerprint(config),
         folder=config.folder,
-    ) as world:
-        describe(config, world.size)  # what cannot work should fail before anything is replaced
+    )
+
+
+def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequence[Callback]) -> Run:
+    with join(config) as world:
+        described = describe(config, world.size)  # what cannot work should fail before anything is replaced
         if overwrite and world.is_main and run_exists(config.folder):
             shutil.rmtree(config.folder)
         dist.barrier()
         log.setup(world.rank, config.folder / "logs")
         try:
-            trainer = build_trainer(config, world, callbacks)
+            trainer = build_trainer(config, described, world, callbacks)
             if not (resume and trainer.resume()):
                 if resume:
                     log.logger().warning("%s has no checkpoint yet: starting from the beginning", config.folder)

@@ -58,6 +58,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         ("optim.lrr=1", "did you mean lr"),
         ("train.steps=soon", "train.steps"),
         ("data.train.0.path=missing.jsonl", "no such data file: missing.jsonl"),
+        ("data.train.0.path=README.mdd", "did you mean: README.md"),
         ("model.tokenizer=nowhere", "no tokenizer.json"),
         ("model.path=nowhere", "nowhere"),
         ("train.device=gpu", "unknown device"),
@@ -126,7 +127,7 @@ def test_bad_samples_are_counted_listed_and_skipped(run: Any, tmp_path: Path) ->
     assert len(reasons) == len(bad) + 1
     assert "pixels" in reasons["bomb"]
     assert "outside" in reasons["outside"]
-    assert f"{len(reasons)} samples were skipped" in said
+    assert f"skipped in all: {len(reasons)};" in said
 
     code, said = run("train", path, "data.on_bad_sample=fail", "name=strict")
     assert code == 2
