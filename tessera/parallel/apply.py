@@ -69,11 +69,14 @@ def _let_it_shard_itself(module: ShardsItself, plan: Plan, mesh: DeviceMesh, dev
             )
 
 
-def initialize(module: nn.Module, seed: int, fresh: Callable[[], nn.Module] | None = None) -> None:
+def initialize(
+    module: nn.Module, seed: int, device: torch.device, fresh: Callable[[], nn.Module] | None = None
+) -> None:
     """Fills every parameter as a function of the seed alone, so any layout starts from the same numbers.
 
     A module with `initialize(name, tensor, generator)` is filled by name: each full tensor exists once, on the device,
-    while its own shard is taken from it. Any other has only its constructor to ask: `fresh` makes the whole module in
+    while its own shard is taken from it. Drawn there also where weights are kept on the host: another device's
+    generator gives other numbers. Any other module has only its constructor to ask: `fresh` makes the whole module in
     the memory of each rank's host, and each rank keeps its shards. Nothing is communicated either way.
     """
     start: Callable[[str, torch.Tensor, torch.Generator], None] | None = getattr(module, "initialize", None)
@@ -84,8 +87,8 @@ def initialize(module: nn.Module, seed: int, fresh: Callable[[], nn.Module] | No
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             name = clean(name)
-            full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-            start(name, full, generator(parameter.device, seed, "init", name))
+            full = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+            start(name, full, generator(device, seed, "init", name))
             _keep_shard(parameter, full)
 
 

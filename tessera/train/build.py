@@ -99,7 +99,7 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
         world=world,
         module=module,
         engine=SimpleEngine(module, plan.accumulate),
-        first_weights=_first_weights(module, config, described),
+        first_weights=_first_weights(module, config, described, world.device),
         task=TASKS.get(config.train.task or spec.task)(**config.train.task_options),
         optimizer=optimizer,
         loader=_loader_from(config, world, source),
@@ -143,14 +143,16 @@ def build_rows(config: RunConfig, split: str, processor: Processor | None) -> Ro
     return kind(config.data, split, processor, config.train.seed, config.folder / "index")
 
 
-def _first_weights(module: nn.Module, config: RunConfig, described: Described) -> Callable[[], None]:
+def _first_weights(
+    module: nn.Module, config: RunConfig, described: Described, device: torch.device
+) -> Callable[[], None]:
     """Step 7 of a run that begins: from what the recipe names, otherwise from the seed."""
     weights, fresh = described.spec.weights, described.spec.fresh
 
     def fill() -> None:
         if config.model.path is None:
             make = None if fresh is None else functools.partial(fresh, described.config)
-            initialize(module, config.train.seed, make)
+            initialize(module, config.train.seed, device, make)
         else:
             table = None if weights is None else weights(described.config)
             fill_from(config.model.path, model_tensors(module), table, tied_names(module))

@@ -50,6 +50,23 @@ def test_bf16_with_fp32_master_weights_learns_and_resumes(data: Path, tmp_path: 
     assert isinstance(model.generate(processor([{"role": "user", "content": "Say red."}]), max_new_tokens=5), str)
 
 
+def test_every_memory_form_begins_and_learns_alike(data: Path, tmp_path: Path) -> None:
+    """Weights kept on the host begin as those on the device do: both are drawn on the device."""
+    forms: list[dict[str, Any]] = [
+        {},
+        {"offload": True},
+        {"recompute": ["text.layers.{*}"]},
+        {"swap": ["text.layers.{*}"]},
+    ]
+    curves = []
+    for number, form in enumerate(forms):
+        recipe = chat_recipe(data, tmp_path / str(number), device="auto", steps=8)
+        recipe["parallel"] = form
+        curves.append(losses(tessera.train(recipe)))
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=1e-4)
+
+
 def test_no_host_waits_between_lines(data: Path, tmp_path: Path) -> None:
     recipe = chat_recipe(data, tmp_path, device="auto", steps=12, micro_batch=2)
     recipe["parallel"] = {"param_dtype": "bfloat16"}
