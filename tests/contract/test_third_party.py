@@ -304,16 +304,18 @@ def test_the_page_s_own_example_runs(tmp_path: Path) -> None:
     for command in commands.splitlines():
         setting, program, *words = command.split()
         assert (setting, program) == ("PYTHONPATH=.", "tessera")
-        path = f".{os.pathsep}{ROOT}"  # where the package under test lies, as if it were installed
-        subprocess.run(
+        # Where the package under test lies, as if it were installed.
+        path = os.pathsep.join([".", str(ROOT), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
             [sys.executable, "-m", "tessera.cli.main", *words],
             cwd=tmp_path,
             # Its two ranks need no two accelerators: where there is one, it is hidden from them.
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            check=True,
             timeout=120,
             capture_output=True,
+            text=True,
         )
+        assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "runs" / "shapes"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
