@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+import re
+
+# Recompute, compile, and the stages of a pipeline.
+_WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_stage\d+\.|_stage_model\.")
 
 
 def clean(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return _WRAPPERS.sub("", name)

@@ -68,12 +68,49 @@ class RecomputeSection(Section):
     )
 
 
+class TowerSection(Section):
+    """A tower that sees media. Its ranks are those of the model's tp x cp; what tp and cp of its own leave over deals
+    the pictures of a batch among them."""
+
+    tp: int | None = Field(None, ge=1, description="ranks that compute one picture together; default: as the model")
+    cp: int = Field(1, ge=1, description="ranks that share the patches of a picture: 1, or the model's cp")
+
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv"]
+
+
 class ParallelSection(Section):
-    backend: Literal["fsdp2"] = "fsdp2"
+    backend: Literal["fsdp2", "megatron"] = Field(
+        "fsdp2",
+        description="presets for what is not said: megatron keeps gathered weights until the step ends and sums "
+        "gradients over ranks once",
+    )
+    tp: int = Field(1, ge=1, description="ranks that compute each layer together")
+    sequence_parallel: bool = Field(
+        False, description="between layers, each of the tp ranks keeps a part of the tokens"
+    )
+    pp: int = Field(1, ge=1, description="ranks that hold the layers one after another")
+    schedule: Schedule | None = Field(
+        None, description="order of a pipeline's work; default: 1f1b, or interleaved when `virtual` is above 1"
+    )
+    virtual: int | None = Field(None, ge=1, description="stages on each rank of a pipeline; default: 1, zbv: 2")
+    layers: dict[str, list[int]] | None = Field(
+        None,
+        description="layers of each tower on each stage, such as {vision: [32, 0, 0, 0], text: [1, 10, 10, 7]}; "
+        "default: cut by cost",
+    )
+    cp: int = Field(1, ge=1, description="ranks that share the tokens of each row")
+    ulysses: int | None = Field(
+        None, ge=1, description="of the cp ranks, so many trade heads for tokens, the others form a ring; default: all"
+    )
+    ep: int = Field(1, ge=1, description="ranks among which experts are dealt; a part of `shard`")
+    towers: dict[str, TowerSection] = Field(default_factory=dict, description="towers that are split otherwise")
     fsdp2_config: Path | None = Field(
         None, description="a MindSpeed-MM fsdp2_config.yaml; what it says becomes part of this section"
     )
-    shard: int | Literal["auto"] = Field("auto", description="ranks that share one copy; auto: all")
+    shard: int | Literal["auto"] = Field(
+        "auto", description="ranks that share one copy; auto: all that read other rows"
+    )
     param_dtype: DType | None = Field(None, description="type of computation; default: the type of the weights")
     reduce_dtype: DType = Field("float32", description="type in which gradients are summed over ranks")
     output_dtype: DType | None = Field(None, description="type of what the whole model returns; default: as computed")
@@ -85,10 +122,10 @@ class ParallelSection(Section):
     ignore: list[str] = Field(
         default_factory=list, description="patterns of frozen modules that every rank keeps whole"
     )
-    reshard_after_forward: bool | int = Field(
-        True,
-        description="free gathered weights after forward, gather again in backward; "
-        "a number: keep them shared by so many ranks in between",
+    reshard_after_forward: bool | int | None = Field(
+        None,
+        description="free gathered weights after forward, gather again in backward; a number: keep them shared by so "
+        "many ranks in between; default: true, with backend megatron or a pipeline false",
     )
     recompute: list[str | RecomputeSection] = Field(
         default_factory=list,
@@ -110,10 +147,10 @@ class ParallelSection(Section):
     prefetch_backward: int = Field(
         0, ge=0, description="blocks gathered ahead in backward; 0: the engine's own choice, the one that ran before"
     )
-    accumulate: Literal["reduce", "local"] = Field(
-        "reduce",
-        description="reduce: gradients are summed over ranks after each micro-batch; "
-        "local: once per step, while each rank holds them whole",
+    accumulate: Literal["reduce", "local"] | None = Field(
+        None,
+        description="reduce: gradients are summed over ranks after each micro-batch; local: once per step, while each "
+        "rank holds them whole; default: reduce, with backend megatron or a pipeline local",
     )
     timeout_s: float = Field(600, gt=0, description="a collective that takes longer ends the run")
     join_timeout_s: float = Field(30, gt=0, description="ranks that have not come by then are named, and the run ends")

@@ -75,20 +75,25 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Segments:
-    """Bounds of pieces packed into one long row: piece i is [bounds[i], bounds[i+1]). `longest` stays on the host."""
+    """Bounds of pieces packed into one long row: piece i is [bounds[i], bounds[i+1]). `longest` and `lengths` stay on
+    the host, so that nobody waits for a device to learn them."""
 
     bounds: Tensor  # [S + 1] int32
     longest: int
+    lengths: tuple[int, ...] = ()  # of the pieces; empty where the maker did not know them on the host
 
     @staticmethod
     def of(lengths: Sequence[int]) -> Segments:
         bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         if lengths:
             bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-        return Segments(bounds, max(lengths, default=0))
+        return Segments(bounds, max(lengths, default=0), tuple(int(length) for length in lengths))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Segments:
-        return Segments(self.bounds.to(device, non_blocking=non_blocking), self.longest)
+        return replace(self, bounds=self.bounds.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Segments:
+        return replace(self, bounds=self.bounds.pin_memory())
 
 
 @dataclass
@@ -107,6 +112,7 @@ class Batch:
     problems: tuple[
         tuple[str, str], ...
     ] = ()  # (sample id, why): samples that left a masked hole; listed in quarantine.jsonl
+    flops: float = 0.0  # of one forward and backward pass over what this rank reports
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -131,7 +137,7 @@ class Batch:
         return replace(
             self,
             tensors={name: t.pin_memory() for name, t in self.tensors.items()},
-            segments={name: Segments(s.bounds.pin_memory(), s.longest) for name, s in self.segments.items()},
+            segments={name: s.pin_memory() for name, s in self.segments.items()},
         )
 
 
@@ -155,15 +161,31 @@ class LossOut:
 
 # ---------------------------------------------------------------------------------------------- contracts
 
+# How a parameter is dealt out over ranks that compute one tensor together. column, row: the output or input features
+# of a linear layer (of stacked experts: of each expert); vocab: entries of a table of tokens; sequence: whole, and
+# applied to a part of the tokens where `parallel.sequence_parallel` is on; replicate: whole, applied to all.
 TensorStyle = Literal["column", "row", "vocab", "sequence", "replicate"]
 
 
 @dataclass(frozen=True)
+class Carry:
+    """What one pipeline stage hands to the next: `rows_per_token` rows for each token of a micro-batch, at most (the
+    model cuts off what it padded), each of `width` numbers."""
+
+    rows_per_token: int
+    width: int
+
+
+@dataclass(frozen=True)
 class Stage:
-    """A part of the model that pipeline cuts may fall between: a module pattern and the cost of one match."""
+    """A link in the chain that a model computes: a module pattern, and the cost of one match. A pipeline may be cut
+    behind a match if it says what it hands on. Links of one `tower` are what `parallel.layers` counts; those without
+    one (embeddings, norms, heads) go with their neighbours."""
 
     pattern: str
     cost: float = 1.0
+    tower: str = ""
+    carry: Carry | None = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +196,12 @@ class ModelPlan:
     tensor: Mapping[str, TensorStyle]  # parameter pattern -> style; every parameter is matched exactly once
     stages: tuple[Stage, ...] = ()  # in order of execution
     idle_groups: tuple[str, ...] = ()  # towers that a batch may leave unused
-    experts: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()  # modules that hold the stacked weights of experts, [experts, ...] each
+    # Modules that compute attention and nothing else, forward(q, k, v, segments): what context parallelism wraps.
+    attention: tuple[str, ...] = ()
+    heads: Mapping[str, int] = field(default_factory=dict)  # module pattern -> heads that its columns hold
+    # Towers that see media and not tokens: they may be split otherwise, and deal the pieces of a batch among ranks.
+    towers: Mapping[str, str] = field(default_factory=dict)  # name in `parallel.towers` -> module path
     # Modules whose weights are read outside of their own forward (a head that the loss multiplies by): these must be
     # gathered with the root and cannot be a shard group of their own.
     with_root: tuple[str, ...] = ()

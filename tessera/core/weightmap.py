@@ -59,6 +59,27 @@ class Transpose:
 
 
 @dataclass(frozen=True)
+class GroupByHead:
+    """Rows of a product that makes `kinds` things (queries, keys, values) for each of `heads` heads: theirs lie kind by
+    kind, ours head by head."""
+
+    heads: int
+    kinds: int = 3
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        (tensor,) = theirs
+        return _regroup(tensor, self.kinds, self.heads)
+
+    def to_theirs(self, ours: Tensor) -> list[Tensor]:
+        return [_regroup(ours, self.heads, self.kinds)]
+
+
+def _regroup(tensor: Tensor, outer: int, inner: int) -> Tensor:
+    grouped = tensor.reshape(outer, inner, -1, *tensor.shape[1:])
+    return grouped.transpose(0, 1).reshape(tensor.shape)
+
+
+@dataclass(frozen=True)
 class Concat:
     """Ours is theirs joined along `dim`; `sizes` are their lengths along it."""
 

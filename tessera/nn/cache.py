@@ -16,32 +16,24 @@ from tessera.core.types import Segments
 
 
 class KVCache:
-    """Room for `capacity` tokens in each of `rows` rows. `lengths` [rows] says how many are filled."""
+    """Room for `capacity` tokens in each of `rows` rows. `lengths` [rows] says how many are filled.
 
-    def __init__(
-        self,
-        layers: int,
-        rows: int,
-        capacity: int,
-        heads: int,
-        head_dim: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        shape = (layers, rows, capacity, heads, head_dim)
-        # Zeros, not empty: attention multiplies what lies beyond `lengths` by zero, and stray memory may hold a NaN.
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+    A layer's room is made when it first writes: it knows how many heads it has here, on which device and of what type.
+    """
+
+    def __init__(self, rows: int, capacity: int, device: torch.device | str | None = None) -> None:
+        self.rows = rows
+        self.capacity = capacity
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, [rows, capacity, heads, head_dim] each
         self.lengths = torch.zeros(rows, device=device, dtype=torch.int64)
         self.longest = 0  # of `lengths`, known on the host
 
-    @property
-    def rows(self) -> int:
-        return self.keys.shape[1]
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[2]
+    def room(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        if layer not in self.layers:
+            # Zeros, not empty: what lies beyond `lengths` is multiplied by zero, and stray memory may hold a NaN.
+            shape = (self.rows, self.capacity, *like.shape[1:])
+            self.layers[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+        return self.layers[layer]
 
     @property
     def empty(self) -> bool:
@@ -86,7 +78,7 @@ class CacheStep:
     decoding: bool
 
     def layer(self, index: int) -> LayerCache:
-        return LayerCache(self, self.cache.keys[index], self.cache.values[index])
+        return LayerCache(self, index)
 
     def commit(self) -> None:
         self.cache.lengths = self.lengths
@@ -96,13 +88,14 @@ class CacheStep:
 @dataclass(frozen=True)
 class LayerCache:
     step: CacheStep
-    keys: Tensor  # [rows, capacity, heads, head_dim]
-    values: Tensor
+    layer: int
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        self.keys[self.step.row, self.step.column] = k
-        self.values[self.step.row, self.step.column] = v
+        keys, values = self.step.cache.room(self.layer, k)
+        keys[self.step.row, self.step.column] = k
+        values[self.step.row, self.step.column] = v
 
     def filled(self) -> tuple[Tensor, Tensor]:
         """Keys and values without the columns that no row has reached yet."""
-        return self.keys[:, : self.step.longest], self.values[:, : self.step.longest]
+        keys, values = self.step.cache.layers[self.layer]
+        return keys[:, : self.step.longest], values[:, : self.step.longest]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from tessera.core.types import Segments
+from tessera.nn.attention import PackedAttention
 from tessera.nn.cache import CacheStep, LayerCache
 from tessera.nn.norm import RMSNorm
-from tessera.ops.attention import cached_attention, packed_attention
+from tessera.ops.attention import cached_attention
 from tessera.ops.glu import swiglu
 from tessera.ops.registry import AUTO
 from tessera.ops.rope import Angles, multimodal_angles, rotate
@@ -37,11 +38,11 @@ class Attention(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.implementation = shape.attention
         self.q = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=shape.qkv_bias)
         self.k = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
         self.v = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
         self.o = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        self.core = PackedAttention(causal=True, implementation=shape.attention)
 
     def forward(self, x: Tensor, angles: Angles, segments: Segments | None, cache: LayerCache | None) -> Tensor:
         # The number of heads is left to the weights: under tensor parallelism a rank holds some of them.
@@ -53,7 +54,7 @@ class Attention(nn.Module):
             out = cached_attention(q, *cache.filled(), cache.step.lengths)
         else:
             assert segments is not None, "packed attention needs the bounds of its segments"
-            out = packed_attention(q, k, v, segments, causal=True, implementation=self.implementation)
+            out = self.core(q, k, v, segments)
         projected: Tensor = self.o(out.flatten(1))
         return projected
 
@@ -85,19 +86,22 @@ class DecoderLayer(nn.Module):
 
 
 class TextDecoder(nn.Module):
-    """Embeddings in, final hidden states out. The table of token embeddings lives here; the caller looks it up."""
+    """Embeddings in, final hidden states out. The table of token embeddings lives here; the caller looks it up.
+
+    Parts that are None lie elsewhere (in another stage of a pipeline) and are passed over.
+    """
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.shape = shape
-        self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        self.embed: nn.Embedding = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
-        self.norm = RMSNorm(shape.hidden, shape.norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(shape.hidden, shape.norm_eps)
 
     def forward(self, x: Tensor, positions: Tensor, segments: Segments | None, step: CacheStep | None = None) -> Tensor:
         shape = self.shape
         angles = multimodal_angles(positions, shape.head_dim, shape.rope_theta, shape.rope_sections)
         for index, layer in enumerate(self.layers):
-            x = layer(x, angles, segments, None if step is None else step.layer(index))
-        out: Tensor = self.norm(x)
-        return out
+            if layer is not None:
+                x = layer(x, angles, segments, None if step is None else step.layer(index))
+        return x if self.norm is None else self.norm(x)

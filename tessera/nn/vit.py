@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tessera.core.types import Batch, Segments
+from tessera.nn.attention import PackedAttention
 from tessera.nn.norm import LayerNorm
-from tessera.ops.attention import packed_attention
 from tessera.ops.registry import AUTO
 from tessera.ops.rope import Angles, axial_angles, rotate
 
@@ -62,17 +62,20 @@ class PatchEmbed(nn.Linear):
 
 
 class VisionAttention(nn.Module):
+    """One product makes queries, keys and values. Its rows are grouped by head, so that a cut between heads is a cut
+    between rows; folders that group them by kind are regrouped on reading."""
+
     def __init__(self, shape: VisionShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.implementation = shape.attention
         self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)
         self.proj = nn.Linear(shape.hidden, shape.hidden)
+        self.core = PackedAttention(causal=False, implementation=shape.attention)
 
     def forward(self, x: Tensor, angles: Angles, segments: Segments) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).unbind(-2)
         q, k = rotate(q, angles), rotate(k, angles)
-        out = packed_attention(q, k, v, segments, causal=False, implementation=self.implementation)
+        out = self.core(q, k, v, segments)
         projected: Tensor = self.proj(out.flatten(1))
         return projected
 
@@ -104,20 +107,33 @@ class VisionBlock(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Features [P, hidden] from a batch's `pixels` [P, values], `patch_positions` [P, 2] and segments "vision"."""
+    """Features [P, hidden] from a batch's `pixels` [P, values], `patch_positions` [P, 2] and segments "vision".
+
+    A batch without pictures gets a blank one: other ranks may have pictures, and running the tower keeps every
+    collective in step, forward and backward, and gives each parameter a gradient. Parts that are None lie in another
+    stage of a pipeline: then `carry` is what the blocks before have made, padded behind.
+    """
 
     def __init__(self, shape: VisionShape) -> None:
         super().__init__()
         self.shape = shape
-        self.patch_embed = PatchEmbed(shape.patch_values, shape.hidden)
+        self.patch_embed: PatchEmbed | None = PatchEmbed(shape.patch_values, shape.hidden)
         self.blocks = nn.ModuleList(VisionBlock(shape) for _ in range(shape.layers))
 
-    def forward(self, batch: Batch) -> Tensor:
-        x: Tensor = self.patch_embed(batch["pixels"])
+    def forward(self, batch: Batch, carry: Tensor | None = None) -> Tensor:
+        if not has_pictures(batch):
+            batch = self.blank(batch["tokens"].device)
+        pixels = batch["pixels"]
+        if self.patch_embed is not None:
+            x: Tensor = self.patch_embed(pixels)
+        else:
+            assert carry is not None, "without its first part a tower goes on from what another stage made"
+            x = carry[: pixels.shape[0]]
         angles = axial_angles(batch["patch_positions"], self.shape.head_dim, self.shape.rope_theta)
         segments = batch.segments["vision"]
         for block in self.blocks:
-            x = block(x, angles, segments)
+            if block is not None:
+                x = block(x, angles, segments)
         return x
 
     def blank(self, device: torch.device) -> Batch:
@@ -128,4 +144,9 @@ class VisionTower(nn.Module):
             "patch_positions": torch.zeros(patches, 2, device=device, dtype=torch.int64),
         }
         bounds = torch.arange(2, device=device, dtype=torch.int32) * patches
-        return Batch(tensors, {"vision": Segments(bounds, patches)})
+        return Batch(tensors, {"vision": Segments(bounds, patches, (patches,))})
+
+
+def has_pictures(batch: Batch) -> bool:
+    pixels = batch.get("pixels")
+    return pixels is not None and pixels.shape[0] > 0

@@ -12,7 +12,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.types import Batch, LanguageOutput
 from tessera.nn.cache import CacheStep, KVCache
 from tessera.nn.decoder import TextDecoder
-from tessera.nn.vit import VisionTower
+from tessera.nn.vit import VisionTower, has_pictures
 
 
 class TiedHead(nn.Module):
@@ -38,7 +38,11 @@ class VisionLanguageModel(nn.Module):
     """`vision` makes features of pictures, `projector` makes embeddings of them, `text` reads these among the words.
 
     Batch: `tokens` [T], `positions` [3, T] or [T], segments "text"; with media what the vision tower reads, and
-    `media_slots` [M]: the places among the tokens where the embeddings of the pictures go, in order.
+    `media_slots` [M]: the places among the tokens where the embeddings of the pictures go, in order. `media_rows` [M],
+    if it is there, says which embedding goes to each slot: a batch may hold a part of the tokens and all pictures.
+
+    Parts that are None lie in another stage of a pipeline: then the model goes on from the `carry` of the stage before,
+    or returns its own for the next one. Text begins in the stage that has the projector.
     """
 
     def __init__(
@@ -50,27 +54,44 @@ class VisionLanguageModel(nn.Module):
         initializer_range: float,
     ) -> None:
         super().__init__()
-        self.vision = vision
-        self.projector = projector
-        self.text = text
-        self.head = head
+        self.vision: VisionTower | None = vision
+        self.projector: nn.Module | None = projector
+        self.text: TextDecoder | None = text
+        self.head: nn.Module | None = head
         self.initializer_range = initializer_range
 
     def forward(
-        self, batch: Batch, logits: bool | Literal["last"] = False, cache: KVCache | None = None
-    ) -> LanguageOutput:
+        self,
+        batch: Batch,
+        logits: bool | Literal["last"] = False,
+        cache: KVCache | None = None,
+        carry: Tensor | None = None,
+    ) -> LanguageOutput | Tensor:
         """`logits="last"` gives those of the last token of each segment only. An empty cache is filled, one row per
         segment; a filled one is read, and takes one more token per row."""
         tokens = batch["tokens"]
         decoding = cache is not None and not cache.empty
         step = self._cache_step(batch, cache)
-        x = self.text.embed(tokens)
-        if not decoding:
-            x = self._with_media(x, batch, generating=cache is not None)
+        x = carry
+        if carry is None or self.projector is not None:
+            looks = has_pictures(batch) if cache is not None else True  # alone, nobody waits for a blank picture
+            media = None if decoding or not looks else self._media(batch, carry)
+            if self.projector is None:
+                assert media is not None
+                return media  # the tower goes on in the next stage
+            assert self.text is not None
+            x = self._with_media(self.text.embed(tokens), media, batch)
+        elif self.vision is not None:
+            unfinished: Tensor = self.vision(batch, carry)
+            return unfinished
         segments = None if decoding else batch.segments["text"]
-        hidden = self.text(x, batch["positions"], segments, step)
+        assert self.text is not None
+        assert x is not None
+        hidden: Tensor = self.text(x, batch["positions"], segments, step)
         if step is not None:
             step.commit()
+        if self.head is None:
+            return hidden
         if not logits:
             return LanguageOutput(hidden, self.head)
         wanted = hidden
@@ -84,43 +105,31 @@ class VisionLanguageModel(nn.Module):
         count = batch["tokens"].shape[0]
         return cache.prefill(batch.segments["text"], count) if cache.empty else cache.decode(count)
 
-    def _with_media(self, x: Tensor, batch: Batch, generating: bool) -> Tensor:
-        pixels = batch.get("pixels")
-        if pixels is not None and pixels.shape[0] > 0:
-            media: Tensor = self.projector(self.vision(batch))
-            slots = batch["media_slots"]
-            if slots.shape[0] != media.shape[0]:
-                raise TesseraError(
-                    f"the batch has {slots.shape[0]} places for visual tokens, its pictures make {media.shape[0]}",
-                    where="batch tensors media_slots and pixels",
-                    fix="processor and model must agree on patch size and merge size",
-                )
-            return x.index_copy(0, slots, media.to(x.dtype))
-        if generating:
-            return x
-        # Other ranks may have pictures. Running the towers on a blank one keeps every collective in step, forward and
-        # backward, and gives each parameter a gradient: zero. Evaluation needs it as much as training.
-        blank: Tensor = self.projector(self.vision(self.vision.blank(x.device)))
-        return x.index_add(0, x.new_zeros(1, dtype=torch.int64), blank[:1].to(x.dtype) * 0.0)
+    def _media(self, batch: Batch, carry: Tensor | None) -> Tensor:
+        assert self.vision is not None
+        features: Tensor = self.vision(batch, carry)
+        return features if self.projector is None else self.projector(features)
 
-    def new_cache(
-        self,
-        rows: int,
-        capacity: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> KVCache:
-        shape = self.text.shape
-        weight = self.text.embed.weight
-        return KVCache(
-            shape.layers,
-            rows,
-            capacity,
-            shape.kv_heads,
-            shape.head_dim,
-            device=weight.device if device is None else device,
-            dtype=weight.dtype if dtype is None else dtype,
-        )
+    def _with_media(self, x: Tensor, media: Tensor | None, batch: Batch) -> Tensor:
+        if media is None:
+            return x
+        slots, rows = batch.get("media_slots"), batch.get("media_rows")
+        if slots is None:
+            slots = batch["tokens"].new_empty(0)
+        if rows is not None:
+            media = media.index_select(0, rows)
+        elif not has_pictures(batch):
+            media = media[:0]  # of a blank picture nothing is used, which still gives its tower a gradient: zero
+        if slots.shape[0] != media.shape[0]:
+            raise TesseraError(
+                f"the batch has {slots.shape[0]} places for visual tokens, its pictures make {media.shape[0]}",
+                where="batch tensors media_slots and pixels",
+                fix="processor and model must agree on patch size and merge size",
+            )
+        return x.index_copy(0, slots, media.to(x.dtype))
+
+    def new_cache(self, rows: int, capacity: int, device: torch.device | str | None = None) -> KVCache:
+        return KVCache(rows, capacity, next(self.parameters()).device if device is None else device)
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,24 @@ from torch.distributed.tensor.placement_types import Placement
 from tessera.core import device as devices
 
 
-def finish_gradients(parameters: Iterable[Tensor], count: Tensor, max_norm: float | None) -> Tensor:
+def finish_gradients(
+    parameters: Iterable[Tensor],
+    count: Tensor,
+    max_norm: float | None,
+    *,
+    others: dist.ProcessGroup | None = None,
+    counted_elsewhere: Collection[Tensor] = (),
+) -> Tensor:
     """Divides gradients of a summed loss by `count`, clips them to `max_norm`, and returns the norm before clipping.
 
     Gradients may lie elsewhere than `count` (in host memory, when they are offloaded): the norm is where `count` is.
+    `others`: ranks that hold other parameters of the same model. Of what several of them hold, one counts it.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = total_norm(grads, count.device) / count.clamp(min=1)
+    trained = [p for p in parameters if p.grad is not None]
+    grads = [p.grad for p in trained if p.grad is not None]
+    elsewhere = {id(p) for p in counted_elsewhere}
+    norm = total_norm([p.grad for p in trained if id(p) not in elsewhere and p.grad is not None], count.device, others)
+    norm = norm / count.clamp(min=1)
     scale = 1.0 / count.clamp(min=1)
     if max_norm is not None:
         scale = scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -31,10 +42,12 @@ def finish_gradients(parameters: Iterable[Tensor], count: Tensor, max_norm: floa
     return norm
 
 
-def total_norm(grads: Iterable[Tensor], device: torch.device | None = None) -> Tensor:
+def total_norm(
+    grads: Iterable[Tensor], device: torch.device | None = None, others: dist.ProcessGroup | None = None
+) -> Tensor:
     """2-norm over whatever axes the gradients are dealt out on: each is summed over just the axes that shard it.
 
-    The result is on `device`; by default where the gradients are.
+    The result is on `device`; by default where the gradients are. `others` hold further gradients.
     """
     grads = list(grads)
     if device is None:
@@ -53,6 +66,8 @@ def total_norm(grads: Iterable[Tensor], device: torch.device | None = None) -> T
             if placement.is_shard():
                 dist.all_reduce(squares, group=mesh.get_group(axis))  # type: ignore[attr-defined]
         total += squares
+    if others is not None:
+        dist.all_reduce(total, group=others)
     return total.sqrt()
 
 

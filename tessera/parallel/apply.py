@@ -1,6 +1,7 @@
 """The one place where a model meets its plan, in a fixed order:
 
-freeze -> types -> swap -> recompute -> fully_shard -> materialize -> initialize.
+freeze -> types -> pipeline cut -> tensor -> experts -> context -> swap -> recompute -> fully_shard -> materialize ->
+initialize.
 
 Loading weights comes after, in `checkpoint`.
 """
@@ -10,40 +11,65 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.utils import find_tensor_shard
+from torch.distributed.tensor import DTensor
 
 from tessera.core.errors import TesseraError
 from tessera.core.meta import computed_buffers, put_back_buffers, seeded
 from tessera.core.names import clean
 from tessera.core.rng import generator
+from tessera.parallel.context import apply_context
+from tessera.parallel.experts import apply_experts
 from tessera.parallel.fsdp import apply_fsdp, fsdp_arguments, sum_gradients
 from tessera.parallel.materialize import materialize
+from tessera.parallel.mesh import Mesh
 from tessera.parallel.mixin import Fsdp2Settings, ShardsItself
+from tessera.parallel.pipeline import cut_stages
 from tessera.parallel.plan import Plan
 from tessera.parallel.recompute import apply_recompute
 from tessera.parallel.swap import apply_swap
+from tessera.parallel.tensor import apply_tensor
+from tessera.parallel.wrapping import present
 
 
-def parallelize(module: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> nn.Module:
     """Takes a module on the meta device; gives this rank's part of it: allocated, not yet filled."""
     buffers = computed_buffers(module)
     frozen = set(plan.frozen)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in frozen)
     _set_types(module, plan)
-    apply_swap(module, plan.swap, device)
-    if plan.sharded and isinstance(module, ShardsItself):
-        _let_it_shard_itself(module, plan, mesh, device)
+    if plan.pipeline is None:
+        _deal_out(module, module, plan, mesh, device)
     else:
-        apply_recompute(module, plan.recompute, plan.use_reentrant)
-        if plan.sharded:
-            apply_fsdp(module, plan, mesh, device)
+        stages = cut_stages(module, plan, mesh)
+        for stage in stages.children():
+            _deal_out(stage._stage_model, stage, plan, mesh, device)  # type: ignore[arg-type]
+        module = stages
     sum_gradients(module)
     materialize(module, plan, device)
     put_back_buffers(module, buffers)
     return module
+
+
+def _deal_out(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> None:
+    """`module` has the names that the plan speaks of, not always all of them; `root` is it, or a stage around it."""
+    if plan.tensor is not None:
+        apply_tensor(module, plan.tensor, mesh)
+    if plan.experts is not None:
+        apply_experts(module, plan.experts, mesh)
+    if plan.context is not None:
+        apply_context(module, plan.context, mesh)
+    apply_swap(module, present(module, plan.swap), device)
+    if plan.sharded and isinstance(module, ShardsItself):
+        _let_it_shard_itself(module, plan, mesh, device)
+        return
+    here = set(present(module, [part.path for part in plan.recompute]))
+    apply_recompute(module, [part for part in plan.recompute if part.path in here], plan.use_reentrant)
+    if plan.sharded:
+        apply_fsdp(module, plan, mesh, device, root)
 
 
 def _set_types(module: nn.Module, plan: Plan) -> None:
@@ -55,7 +81,7 @@ def _set_types(module: nn.Module, plan: Plan) -> None:
             parameter.data = parameter.data.to(plan.param_dtype if parameter in whole else plan.storage_dtype)
 
 
-def _let_it_shard_itself(module: ShardsItself, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
+def _let_it_shard_itself(module: ShardsItself, plan: Plan, mesh: Mesh, device: torch.device) -> None:
     assert isinstance(module, nn.Module)
     arguments, settings = fsdp_arguments(module, plan, mesh, device), Fsdp2Settings.of(plan)
     module._pre_fully_shard(arguments, settings)
@@ -100,10 +126,13 @@ def _take_from(module: nn.Module, fresh: Callable[[], nn.Module], seed: int) -> 
             _keep_shard(parameter, whole[clean(name)].detach())
 
 
-def _keep_shard(parameter: torch.Tensor, full: torch.Tensor) -> None:
+def _keep_shard(parameter: Tensor, full: Tensor) -> None:
     full = full.to(device=parameter.device, dtype=parameter.dtype)
-    if isinstance(parameter, DTensor):
-        part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(part.to_local())
-    else:
+    if not isinstance(parameter, DTensor):
         parameter.copy_(full)
+        return
+    # Torch's checkpoint protocol knows which boxes of the whole a rank holds, whatever cut it how often.
+    for box in parameter.__create_chunk_list__():
+        if 0 not in box.sizes:
+            piece = full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+            find_tensor_shard(parameter.detach(), MetadataIndex("", box.offsets)).copy_(piece)

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tessera.core import device as devices
 from tessera.core.dist import sum_over_ranks
 from tessera.core.types import Batch, LossOut, Task
+from tessera.parallel.shared import SharedGradients, sum_shared
 
 
 class Engine(Protocol):
@@ -31,9 +33,18 @@ class SimpleEngine:
     whoever clips divides by the count in the same pass: any split of a global batch gives the same gradient.
     """
 
-    def __init__(self, module: nn.Module, accumulate: Literal["reduce", "local"] = "reduce") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        accumulate: Literal["reduce", "local"] = "reduce",
+        *,
+        group: dist.ProcessGroup | None = None,  # whose losses add up; None: all ranks
+        shared: Sequence[SharedGradients] = (),
+    ) -> None:
         self.module = module
         self.accumulate = accumulate
+        self.group = group
+        self.shared = shared
 
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossOut:
         totals: list[LossOut] = []
@@ -42,8 +53,9 @@ class SimpleEngine:
                 self.module.set_requires_gradient_sync(number == len(microbatches) - 1)
             out = self._forward(task, batch)
             out.sum.backward()
-            totals.append(_detached(out))
-        return _reduce(totals)
+            totals.append(detached(out))
+        sum_shared(self.shared)
+        return reduce_losses(totals, self.group)
 
     @torch.no_grad()
     def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossOut:
@@ -52,7 +64,7 @@ class SimpleEngine:
             out = self._forward(task, batch)
         finally:
             self.module.train()
-        return _reduce([out if counts else _detached(out, scale=0.0)])
+        return reduce_losses([out if counts else detached(out, scale=0.0)], self.group)
 
     def _forward(self, task: Task, batch: Batch) -> LossOut:
         with torch.no_grad():
@@ -60,15 +72,15 @@ class SimpleEngine:
         return task.loss(self.module(inputs), inputs)
 
 
-def _detached(out: LossOut, scale: float = 1.0) -> LossOut:
+def detached(out: LossOut, scale: float = 1.0) -> LossOut:
     metrics = {name: value.detach() * scale for name, value in out.metrics.items()}
     return LossOut(out.sum.detach() * scale, out.count * scale, metrics)
 
 
-def _reduce(parts: Sequence[LossOut]) -> LossOut:
+def reduce_losses(parts: Sequence[LossOut], group: dist.ProcessGroup | None) -> LossOut:
     """One small all-reduce for loss, count and metrics; everything stays on the device."""
     names = sorted(parts[0].metrics)
     wide = devices.sum_dtype(parts[0].sum.device)
     rows = [torch.stack([t.to(wide) for t in (p.sum, p.count, *(p.metrics[n] for n in names))]) for p in parts]
-    total = sum_over_ranks(torch.stack(rows).sum(0))
+    total = sum_over_ranks(torch.stack(rows).sum(0), group)
     return LossOut(total[0], total[1], {n: total[2 + i] for i, n in enumerate(names)})

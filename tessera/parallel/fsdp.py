@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,17 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from tessera.core import device as devices
-from tessera.parallel.mesh import REPLICATE, SHARD
+from tessera.parallel.axes import COPY, COPY_EXPERTS, COPY_TOWER, TP_REST
+from tessera.parallel.mesh import Mesh
 from tessera.parallel.plan import Plan, ahead
+from tessera.parallel.wrapping import present
 
 
-def fsdp_arguments(module: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+def fsdp_arguments(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Any]:
     """The keywords of `fully_shard` for a block of `module`."""
-    ignored = {p for path in plan.ignored for p in module.get_submodule(path).parameters()}
+    ignored = {p for path in present(module, plan.ignored) for p in module.get_submodule(path).parameters()}
     # Pinning needs a driver to pin for.
     pin = plan.pin_memory and devices.supports(device, "pinned_memory")
     return {
-        "mesh": mesh[SHARD] if plan.replicate == 1 else mesh[REPLICATE, SHARD],
+        "mesh": mesh.copies(COPY),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=plan.param_dtype,
             reduce_dtype=plan.reduce_dtype,
@@ -33,10 +35,24 @@ def fsdp_arguments(module: nn.Module, plan: Plan, mesh: DeviceMesh, device: torc
     }
 
 
-def shard_modules(module: nn.Module, paths: Sequence[str], arguments: dict[str, Any], plan: Plan) -> None:
-    """Each path becomes a group of its own, inner ones before what they lie in; what is left goes with the root."""
-    for path in sorted(paths, key=lambda path: -path.count(".")):
-        fully_shard(module.get_submodule(path), **arguments)
+def shard_modules(
+    module: nn.Module,
+    paths: Sequence[str],
+    arguments: dict[str, Any],
+    plan: Plan,
+    *,
+    root: nn.Module | None = None,
+    meshes: Mapping[str, DeviceMesh] | None = None,
+) -> None:
+    """Each path becomes a group of its own, inner ones before what they lie in; what is left goes with the root.
+
+    `root` may be a module around `module`. `meshes` names modules whose copies are shared by other ranks than the rest.
+    """
+    meshes = meshes or {}
+    for path in sorted({*paths, *meshes}, key=lambda path: -path.count(".")):
+        home = max((m for m in meshes if path == m or path.startswith(m + ".")), key=len, default=None)
+        own = arguments if home is None else {**arguments, "mesh": meshes[home]}
+        fully_shard(module.get_submodule(path), **own)
     # The type of the output is the root's affair alone: a block's output meets weights of the computed type.
     policy: MixedPrecisionPolicy = arguments["mp_policy"]
     outer = MixedPrecisionPolicy(
@@ -46,7 +62,7 @@ def shard_modules(module: nn.Module, paths: Sequence[str], arguments: dict[str, 
         cast_forward_inputs=policy.cast_forward_inputs,
     )
     # The root stays gathered between forward and backward: the loss multiplies by the head's weight after forward.
-    fully_shard(module, **{**arguments, "mp_policy": outer, "reshard_after_forward": False})
+    fully_shard(module if root is None else root, **{**arguments, "mp_policy": outer, "reshard_after_forward": False})
 
 
 def prefetch_modules(module: nn.Module, paths: Sequence[str], forward: int, backward: int) -> None:
@@ -71,6 +87,18 @@ def sum_gradients(module: nn.Module) -> None:
             part.set_force_sum_reduction_for_comms(True)
 
 
-def apply_fsdp(module: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
-    shard_modules(module, plan.blocks, fsdp_arguments(module, plan, mesh, device), plan)
-    prefetch_modules(module, plan.blocks, plan.prefetch_forward, plan.prefetch_backward)
+def apply_fsdp(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, root: nn.Module) -> None:
+    blocks = present(module, plan.blocks)
+    arguments = fsdp_arguments(module, plan, mesh, device)
+    shard_modules(module, blocks, arguments, plan, root=root, meshes=_other_meshes(module, plan, mesh))
+    prefetch_modules(module, blocks, plan.prefetch_forward, plan.prefetch_backward)
+
+
+def _other_meshes(module: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, DeviceMesh]:
+    """Experts are trained by the tokens of all ranks that send them some; a tower by those of all that deal."""
+    found: dict[str, DeviceMesh] = {}
+    if TP_REST in plan.axes.root and plan.tensor is not None:
+        found.update(dict.fromkeys(present(module, plan.tensor.towers), mesh.copies(COPY_TOWER)))
+    if plan.experts is not None:
+        found.update(dict.fromkeys(present(module, plan.experts.modules), mesh.copies(COPY_EXPERTS)))
+    return found

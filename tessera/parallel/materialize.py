@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tessera.parallel.plan import Plan
+from tessera.parallel.wrapping import present
 
 Place = tuple[nn.Module, str]  # where a parameter hangs
 
@@ -30,7 +31,7 @@ def _move_what_computes(module: nn.Module, plan: Plan, device: torch.device) -> 
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = buffer.to(device)
-    for path in plan.ignored:
+    for path in present(module, plan.ignored):
         module.get_submodule(path).to(device)
 
 

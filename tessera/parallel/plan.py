@@ -17,10 +17,15 @@ from tessera.core.errors import TesseraError
 from tessera.core.pattern import select_trees
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
+from tessera.parallel.axes import REPLICATE, Axes, make_axes
+from tessera.parallel.plan_context import ContextPlan, plan_context
+from tessera.parallel.plan_cut import PipelinePlan, plan_cut
+from tessera.parallel.plan_experts import ExpertPlan, plan_experts
 from tessera.parallel.plan_modules import Keep, Recompute, Roles, resolve_roles
+from tessera.parallel.plan_tensor import TensorPlan, plan_tensor
 from tessera.parallel.plan_text import plan_text
 
-__all__ = ["DTYPES", "Keep", "Plan", "Recompute", "ahead", "make_plan"]
+__all__ = ["DTYPES", "Keep", "Plan", "Recompute", "Workload", "ahead", "make_plan"]
 
 T = TypeVar("T")
 Direction = Literal["forward", "backward"]
@@ -30,7 +35,21 @@ ADAMW_STEP_BYTES = 4  # and one number that counts its steps
 
 
 @dataclass(frozen=True)
+class Workload:
+    """What a step asks of the ranks, as far as a plan depends on it."""
+
+    tokens: int = 0  # of one micro-batch
+    rows: int = 1  # of one step, over all ranks
+    rows_of_microbatch: int = 1
+
+
+@dataclass(frozen=True)
 class Plan:
+    axes: Axes
+    tensor: TensorPlan | None  # how layers are computed by several ranks
+    context: ContextPlan | None  # how rows and pictures are shared by several ranks
+    experts: ExpertPlan | None  # how experts are dealt
+    pipeline: PipelinePlan | None  # how layers lie one after another on several ranks
     world: int
     replicate: int  # copies of the model
     shard: int  # ranks that share one copy
@@ -84,9 +103,16 @@ def make_plan(
     *,
     storage_dtype: str = "float32",
     freeze: Sequence[str] = (),
+    workload: Workload | None = None,
 ) -> Plan:
     """`module` is only looked at (names and shapes): one on the meta device serves."""
-    shard = _shard_size(section, world)
+    axes = make_axes(section, model_plan, world)
+    workload = workload or Workload()
+    shard = axes.size("copy")
+    together = section.pp > 1 or section.backend == "megatron"
+    reshard = section.reshard_after_forward if section.reshard_after_forward is not None else not together
+    _check_reshard(reshard, shard)
+    accumulate = section.accumulate or ("local" if together else "reduce")
     parameters = dict(module.named_parameters())
     asked = select_trees(freeze, parameters, "model.freeze") if freeze else []
     frozen = [name for name, p in parameters.items() if name in set(asked) or not p.requires_grad]
@@ -103,8 +129,13 @@ def make_plan(
     trained_size = sum(parameters[name].numel() for name in trained)
     reduced = DTYPES[section.reduce_dtype]
     return Plan(
+        axes=axes,
+        tensor=plan_tensor(section, model_plan, module, axes, workload.tokens),
+        context=plan_context(section, model_plan, module, axes, workload.tokens),
+        experts=plan_experts(section, model_plan, module, axes),
+        pipeline=plan_cut(section, model_plan, module, axes, _microbatches(workload, axes), workload.tokens),
         world=world,
-        replicate=world // shard,
+        replicate=axes.size(REPLICATE),
         shard=shard,
         sharded=world > 1 or casts or section.offload,
         blocks=roles.blocks,
@@ -116,39 +147,35 @@ def make_plan(
         pin_memory=section.pin_memory,
         prefetch_forward=section.prefetch_forward,
         prefetch_backward=section.prefetch_backward,
-        accumulate=section.accumulate,
+        accumulate=accumulate,
         frozen=tuple(frozen),
         storage_dtype=kept,
         param_dtype=computed,
         reduce_dtype=reduced,
         output_dtype=DTYPES[section.output_dtype] if section.output_dtype else None,
         cast_forward_inputs=section.cast_forward_inputs,
-        reshard_after_forward=section.reshard_after_forward,
+        reshard_after_forward=reshard,
         parameters=sum(p.numel() for p in parameters.values()),
         trained=trained_size,
         parameter_bytes=sum(held.values()),
         gradient_bytes=trained_bytes,
         optimizer_bytes=ADAMW_STATES * trained_bytes + ADAMW_STEP_BYTES * len(trained),
-        whole_gradient_bytes=trained_size * reduced.itemsize if section.accumulate == "local" and world > 1 else 0,
+        whole_gradient_bytes=trained_size * reduced.itemsize if accumulate == "local" and world > 1 else 0,
     )
 
 
-def _shard_size(section: ParallelSection, world: int) -> int:
-    shard = world if section.shard == "auto" else section.shard
-    if world % shard:
-        raise TesseraError(
-            f"parallel.shard={shard} does not divide the {world} ranks",
-            where="parallel.shard",
-            allowed=["auto", *(d for d in range(1, world + 1) if world % d == 0)],
-        )
-    again = section.reshard_after_forward
+def _check_reshard(again: bool | int, shard: int) -> None:
     if not isinstance(again, bool) and not (1 < again < shard and shard % again == 0):
         raise TesseraError(
             f"parallel.reshard_after_forward={again} is no part of the {shard} ranks that share one copy",
             where="parallel.reshard_after_forward",
             allowed=["true", "false", *(d for d in range(2, shard) if shard % d == 0)],
         )
-    return shard
+
+
+def _microbatches(workload: Workload, axes: Axes) -> int:
+    """Of one rank in a step. What does not divide is the loader's to refuse."""
+    return max(1, workload.rows // (workload.rows_of_microbatch * axes.size("data")))
 
 
 def _held(

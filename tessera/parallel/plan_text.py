@@ -16,7 +16,7 @@ def plan_text(plan: Plan) -> str:
     held = (plan.parameter_bytes, plan.gradient_bytes, plan.optimizer_bytes)
     rows = [
         ("ranks", f"{plan.world} = {plan.replicate} replicated x {plan.shard} sharded"),
-        ("axes", f"dp_replicate={plan.replicate}, dp_shard={plan.shard}"),
+        ("axes", ", ".join(f"{axis}={size}" for axis, size in plan.axes.root.items())),
         ("parameters", f"{plan.parameters:,} ({plan.trained:,} trained)"),
         ("shard groups", _groups(plan)),
         ("ignored", _summary(plan.ignored)),

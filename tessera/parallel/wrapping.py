@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+
+def present(root: nn.Module, paths: Iterable[str]) -> list[str]:
+    """Those of the paths that a module has: a stage of a pipeline lacks the parts of the others."""
+    return [path for path in paths if _has(root, path)]
+
+
+def _has(root: nn.Module, path: str) -> bool:
+    try:
+        return root.get_submodule(path) is not None
+    except AttributeError:
+        return False
 
 
 def wrap_submodule(root: nn.Module, path: str, wrapper: Callable[[nn.Module], nn.Module]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.model_state import model_tensors, tied_names
@@ -25,11 +25,14 @@ from tessera.core.types import Batch, ModelSpec, Processor, RowSource
 from tessera.data.kinds import KINDS
 from tessera.data.loader import Loader
 from tessera.models import resolve
+from tessera.optim.clip import finish_gradients
 from tessera.optim.groups import build_optimizer
 from tessera.parallel.apply import initialize, parallelize
-from tessera.parallel.engine import SimpleEngine
-from tessera.parallel.mesh import build_mesh
-from tessera.parallel.plan import Plan, make_plan
+from tessera.parallel.axes import DATA, PP
+from tessera.parallel.engines import build_engine, counted_elsewhere
+from tessera.parallel.local_rows import LocalRows
+from tessera.parallel.mesh import Mesh, build_mesh
+from tessera.parallel.plan import Plan, Workload, make_plan
 from tessera.tasks import TASKS
 from tessera.train.callbacks import Callback
 from tessera.train.export import Export
@@ -65,6 +68,11 @@ def describe(config: RunConfig, world_size: int) -> Described:
         world_size,
         storage_dtype=config.model.dtype,
         freeze=config.model.freeze,
+        workload=Workload(
+            tokens=config.data.length * config.train.micro_batch,
+            rows=config.train.global_batch,
+            rows_of_microbatch=config.train.micro_batch,
+        ),
     )
     return Described(spec, model_config, module, plan)
 
@@ -81,33 +89,49 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
     # A resumed run reads its own copy: writing it again would pull it from under the ranks that are still reading.
     if processor is not None and world.is_main and config.model.tokenizer != own_copy:
         processor.save(own_copy)
+    mesh = build_mesh(plan.axes, world.device)
     if not world.is_main:
         barrier()  # the main rank builds the index; the others find it
-    source = build_rows(config, "train", processor)
-    held_out = build_rows(config, "eval", processor) if config.data.eval else None
+    source = _local(build_rows(config, "train", processor), described, mesh)
+    held_out = _local(build_rows(config, "eval", processor), described, mesh) if config.data.eval else None
     if world.is_main:
         barrier()
 
-    mesh = build_mesh(plan, world.device)
     module = parallelize(described.module, plan, mesh, world.device)
     optimizer = build_optimizer(module, config.optim, world.device)
     if world.is_main:
         log.info("%s", plan.describe())
-    flops = spec.flops
+    engine = build_engine(module, plan, mesh, world.device)
     return Trainer(
         config=config,
         world=world,
         module=module,
-        engine=SimpleEngine(module, plan.accumulate),
+        engine=engine,
         first_weights=_first_weights(module, config, described, world.device),
         task=TASKS.get(config.train.task or spec.task)(**config.train.task_options),
         optimizer=optimizer,
-        loader=_loader_from(config, world, source),
+        finish_gradients=_finish(module, plan, mesh, config.optim.clip_norm),
+        loader=_loader_from(config, world, mesh, source),
         checkpoints=CheckpointManager(config.folder / "checkpoints", config.checkpoint.keep),
         callbacks=[*_callbacks(config, described, processor, source), *extra, *_watch(config, world, plan)],
-        eval_batches=_held_out(config, world, held_out) if held_out is not None else None,
-        flops=None if flops is None else lambda batch: flops(described.config, batch),
+        eval_batches=_held_out(config, mesh, held_out) if held_out is not None else None,
     )
+
+
+def _local(rows: RowSource, described: Described, mesh: Mesh) -> RowSource:
+    """What of the rows is this rank's."""
+    flops = None if described.spec.flops is None else functools.partial(described.spec.flops, described.config)
+    context = described.plan.context
+    return LocalRows(rows, mesh.axes, mesh.root.get_rank(), reports=mesh.reports, context=context, flops=flops)
+
+
+def _finish(module: nn.Module, plan: Plan, mesh: Mesh, clip_norm: float | None) -> Callable[[Tensor], Tensor]:
+    others, elsewhere = mesh.group(PP), counted_elsewhere(module, plan, mesh)
+
+    def finish(count: Tensor) -> Tensor:
+        return finish_gradients(module.parameters(), count, clip_norm, others=others, counted_elsewhere=elsewhere)
+
+    return finish
 
 
 def with_model_resolved(config: RunConfig, described: Described) -> RunConfig:
@@ -160,14 +184,14 @@ def _first_weights(
     return fill
 
 
-def _loader_from(config: RunConfig, world: World, source: RowSource) -> Callable[[int], Loader]:
+def _loader_from(config: RunConfig, world: World, mesh: Mesh, source: RowSource) -> Callable[[int], Loader]:
     def start(row: int) -> Loader:
         return Loader(
             source,
             global_batch=config.train.global_batch,
             micro_batch=config.train.micro_batch,
-            rank=world.rank,
-            ranks=world.size,
+            rank=mesh.position(DATA),
+            ranks=mesh.size(DATA),
             workers=config.data.workers,
             prefetch=config.data.prefetch,
             start_row=row,
@@ -177,13 +201,13 @@ def _loader_from(config: RunConfig, world: World, source: RowSource) -> Callable
     return start
 
 
-def _held_out(config: RunConfig, world: World, source: RowSource) -> Callable[[], Iterator[tuple[Batch, bool]]]:
+def _held_out(config: RunConfig, mesh: Mesh, source: RowSource) -> Callable[[], Iterator[tuple[Batch, bool]]]:
     """Held-out rows dealt over the ranks. All run equally often; a rank with no row left repeats one uncounted."""
     total = min(config.train.eval_rows, len(source))
 
     def batches() -> Iterator[tuple[Batch, bool]]:
-        for first in range(0, total, world.size):
-            row = first + world.rank
+        for first in range(0, total, mesh.size(DATA)):
+            row = first + mesh.position(DATA)
             yield source.batch([min(row, total - 1)]), row < total
 
     return batches

@@ -65,8 +65,7 @@ class Meter(Callback):
         for batch in result.microbatches:
             for name, value in batch.counts.items():
                 self._counts[name] = self._counts.get(name, 0) + value
-            if trainer.flops is not None:
-                self._flops += trainer.flops(batch)
+            self._flops += batch.flops
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=result.step)
         if result.step % self.every == 0 or result.step == trainer.config.train.steps or result.step == 1:

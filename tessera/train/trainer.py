@@ -20,7 +20,6 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig
 from tessera.core.types import Batch, Task
 from tessera.data.loader import Loader
-from tessera.optim.clip import finish_gradients
 from tessera.optim.schedule import factor, set_learning_rate
 from tessera.parallel.engine import Engine
 from tessera.train.callbacks import Callback, StepResult
@@ -39,11 +38,11 @@ class Trainer:
         first_weights: Callable[[], None],  # fills the module for a run that begins
         task: Task,
         optimizer: torch.optim.Optimizer,
+        finish_gradients: Callable[[torch.Tensor], torch.Tensor],  # divides by a count and clips; gives the norm
         loader: Callable[[int], Loader],  # from the row to start with
         checkpoints: CheckpointManager,
         callbacks: Sequence[Callback] = (),
         eval_batches: Callable[[], Iterable[tuple[Batch, bool]]] | None = None,  # (batch, whether it counts)
-        flops: Callable[[Batch], float] | None = None,
     ) -> None:
         self.config = config
         self.world = world
@@ -53,7 +52,6 @@ class Trainer:
         self.optimizer = optimizer
         self.checkpoints = checkpoints
         self.callbacks = list(callbacks)
-        self.flops = flops
         self.step = 0
         self.paused_seconds = 0.0  # spent on evaluation and saving
         self.stop_reason: str | None = None
@@ -61,6 +59,7 @@ class Trainer:
         self.loader: Loader | None = None
         self._first_weights = first_weights
         self._make_loader = loader
+        self._finish_gradients = finish_gradients
         self._eval_batches = eval_batches
         self._saved_step = -1
 
@@ -97,7 +96,7 @@ class Trainer:
             self.doing = "running the model"
             out = self.engine.step(self.task, [b.to(self.world.device, non_blocking=True) for b in microbatches])
             self.doing = "finishing gradients"
-            grad_norm = finish_gradients(self.module.parameters(), out.count, self.config.optim.clip_norm)
+            grad_norm = self._finish_gradients(out.count)
             self._tell("on_before_optim")
             self.doing = "updating weights"
             share = factor(self.config.optim.schedule, self.step, settings.steps)

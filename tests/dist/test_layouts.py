@@ -141,7 +141,7 @@ def train_net(rank: int, world: int, kind: type[Net], **section: Any) -> tuple[l
         net = kind()
     plan = make_plan(ParallelSection(**section), ModelPlan(("layers.{*}",), {}), net, world)
     device = torch.device("cpu")
-    parallelize(net, plan, build_mesh(plan, device), device)
+    parallelize(net, plan, build_mesh(plan.axes, device), device)
     assert net.head.weight is net.embed.weight
     torch.manual_seed(0)
     with torch.no_grad():

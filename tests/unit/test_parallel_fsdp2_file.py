@@ -58,7 +58,12 @@ def test_the_published_example(tmp_path: Path) -> None:
 def test_defaults_are_the_files_own(tmp_path: Path) -> None:
     section = load(tmp_path, "offload_to_cpu: true\n").parallel
     assert section == ParallelSection(
-        shard=1, offload=True, pin_memory=False, cast_forward_inputs=True, prefetch_backward=1
+        shard=1,
+        offload=True,
+        pin_memory=False,
+        cast_forward_inputs=True,
+        reshard_after_forward=True,
+        prefetch_backward=1,
     )
 
 

@@ -157,7 +157,7 @@ def test_prefetch_reaches_the_engine() -> None:
         plan = planned(2, prefetch_forward=2, prefetch_backward=1)
         with torch.device("meta"):
             net = Net()
-        parallelize(net, plan, build_mesh(plan, CPU), CPU)
+        parallelize(net, plan, build_mesh(plan.axes, CPU), CPU)
         state = net.layers[0]._get_fsdp_state()
         others = [layer._get_fsdp_state() for layer in net.layers]
         assert state._states_to_forward_prefetch == others[1:]
@@ -172,7 +172,7 @@ def test_types_are_of_parameters_alone_and_the_output_type_is_the_roots() -> Non
             net = Net()
             net.register_buffer("table", torch.zeros(3))
         plan = planned(param_dtype="bfloat16", output_dtype="float32")
-        parallelize(net, plan, build_mesh(plan, CPU), CPU)
+        parallelize(net, plan, build_mesh(plan.axes, CPU), CPU)
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.to_local().normal_()  # type: ignore[attr-defined]

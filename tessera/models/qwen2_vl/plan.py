@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tessera.core.types import ModelPlan, Stage, TensorStyle
+from tessera.core.types import Carry, ModelPlan, Stage, TensorStyle
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 
 _TEXT: dict[str, TensorStyle] = {
@@ -16,11 +16,12 @@ _TEXT: dict[str, TensorStyle] = {
     "text.norm.weight": "sequence",
 }
 
-# Cutting the joined q, k, v of the vision tower into columns would cut across heads, so its attention stays whole.
 _VISION: dict[str, TensorStyle] = {
     "vision.patch_embed.weight": "replicate",
     "vision.blocks.{*}.{attn_norm,mlp_norm}.{weight,bias}": "replicate",
-    "vision.blocks.{*}.attn.{qkv,proj}.{weight,bias}": "replicate",
+    "vision.blocks.{*}.attn.qkv.{weight,bias}": "column",
+    "vision.blocks.{*}.attn.proj.weight": "row",
+    "vision.blocks.{*}.attn.proj.bias": "replicate",
     "vision.blocks.{*}.mlp.up.{weight,bias}": "column",
     "vision.blocks.{*}.mlp.down.weight": "row",
     "vision.blocks.{*}.mlp.down.bias": "replicate",
@@ -33,12 +34,20 @@ _VISION: dict[str, TensorStyle] = {
 
 def plan(config: Qwen2VLConfig) -> ModelPlan:
     head: dict[str, TensorStyle] = {} if config.tie_word_embeddings else {"head.weight": "vocab"}
+    text, vision = config.text, config.vision
     return ModelPlan(
         blocks=("vision.blocks.{*}", "text.layers.{*}"),
         tensor={**_VISION, **_TEXT, **head},
         stages=_stages(config),
         idle_groups=("vision", "projector"),
         with_root=("text.embed", "head"),  # the loss multiplies by the head, and a tied head reads the embedding
+        attention=("vision.blocks.{*}.attn.core", "text.layers.{*}.attn.core"),
+        heads={
+            "vision.blocks.{*}.attn.qkv": vision.num_heads,
+            "text.layers.{*}.attn.q": text.num_attention_heads,
+            "text.layers.{*}.attn.{k,v}": text.num_key_value_heads,
+        },
+        towers={"vision": "vision"},
     )
 
 
@@ -52,10 +61,10 @@ def _stages(config: Qwen2VLConfig) -> tuple[Stage, ...]:
     joined = vision.embed_dim * patches
     return (
         Stage("vision.patch_embed", patches * vision.patch_values * vision.embed_dim / layer),
-        Stage("vision.blocks.{*}", patches * block / layer),
+        Stage("vision.blocks.{*}", patches * block / layer, "vision", Carry(patches, vision.embed_dim)),
         Stage("projector", joined * (joined + text.hidden_size) / layer),
-        Stage("text.embed", 0.0),
-        Stage("text.layers.{*}", 1.0),
+        Stage("text.embed", 0.0, carry=Carry(1, text.hidden_size)),
+        Stage("text.layers.{*}", 1.0, "text", Carry(1, text.hidden_size)),
         Stage("text.norm", 0.0),
         Stage("head", text.hidden_size * text.vocab_size / layer),
     )

@@ -6,12 +6,11 @@ The renames accept the spellings of its modules in memory, and of a base model s
 
 from __future__ import annotations
 
-from tessera.core.weightmap import Reshape, Rule, WeightMap
+from tessera.core.weightmap import GroupByHead, Reshape, Rule, WeightMap
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 
 _PAIRS = (
     ("vision.blocks.{i}.attn_norm.{kind}", "visual.blocks.{i}.norm1.{kind}"),
-    ("vision.blocks.{i}.attn.qkv.{kind}", "visual.blocks.{i}.attn.qkv.{kind}"),
     ("vision.blocks.{i}.attn.proj.{kind}", "visual.blocks.{i}.attn.proj.{kind}"),
     ("vision.blocks.{i}.mlp_norm.{kind}", "visual.blocks.{i}.norm2.{kind}"),
     ("vision.blocks.{i}.mlp.up.{kind}", "visual.blocks.{i}.mlp.fc1.{kind}"),
@@ -49,6 +48,7 @@ def weights(config: Qwen2VLConfig) -> WeightMap:
     as_convolution = Reshape((vision.embed_dim, vision.patch_values), (vision.embed_dim, *patch))
     rules = [
         Rule("vision.patch_embed.weight", "visual.patch_embed.proj.weight", as_convolution),
+        Rule("vision.blocks.{i}.attn.qkv.{kind}", "visual.blocks.{i}.attn.qkv.{kind}", GroupByHead(vision.num_heads)),
         *(Rule(ours, theirs) for ours, theirs in _PAIRS),
     ]
     skip: tuple[str, ...] = _BUFFERS
