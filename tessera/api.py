@@ -12,11 +12,12 @@ from tessera.infer.load import load
 from tessera.parallel.plan import Plan
 from tessera.tools.compare import compare
 from tessera.tools.convert import convert
+from tessera.tools.dry_run import dry_run
 from tessera.train.build import describe
 from tessera.train.report import write_report as report
 from tessera.train.run import Run, resume, train
 
-__all__ = ["Run", "compare", "convert", "evaluate", "load", "plan", "report", "resume", "train"]
+__all__ = ["Run", "compare", "convert", "dry_run", "evaluate", "load", "plan", "report", "resume", "train"]
 
 
 def plan(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, world: int = 1) -> Plan:

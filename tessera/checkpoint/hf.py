@@ -7,11 +7,13 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -166,19 +168,20 @@ def save_folder(
 ) -> None:
     """Writes config.json and safetensors with an index; the folder appears whole, by one rename.
 
-    Every rank calls this with the same names; each tensor is gathered, written by rank 0 and let go. `dtype` casts
-    floating point weights. `extras` (on rank 0) may put further files, such as the tokenizer's, into the folder before
-    it is published.
+    Every rank calls this with what it has, which together is the whole model; each tensor is gathered, written by rank
+    0 and let go. `dtype` casts floating point weights. `extras` (on rank 0) may put further files, such as the
+    tokenizer's, into the folder before it is published.
     """
     ranks = Ranks.current()
     staging: Path | None = None
-    shards = _deal(tensors, weight_map, shard_bytes, dtype)
+    holders = _holders(ranks, tensors)
+    shards = _deal({name: holder.blank for name, holder in holders.items()}, weight_map, shard_bytes, dtype)
     try:
         staging = ranks.once(lambda: _begin(folder, overwrite))
         table: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
             name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            _write_shard(ranks, staging / name, shard, tensors, weight_map, metadata, dtype, fault)
+            _write_shard(ranks, staging / name, shard, tensors, holders, weight_map, metadata, dtype, fault)
             table.update(dict.fromkeys((entry.key for entries in shard.values() for entry in entries), name))
         size = sum(entry.nbytes for shard in shards for entries in shard.values() for entry in entries)
         ranks.once(lambda: _finish(staging, folder, table, size, config, extras, fault))
@@ -219,6 +222,7 @@ def _write_shard(
     path: Path,
     shard: _Shard,
     tensors: Mapping[str, Tensor],
+    holders: Mapping[str, _Holder],
     weight_map: WeightMap,
     metadata: Mapping[str, str] | None,
     dtype: torch.dtype | None,
@@ -243,14 +247,46 @@ def _write_shard(
 
     guarded(stream.open)
     for name in shard:
-        guarded(put, name, _gather(tensors[name]))
+        whole = _gather(ranks, tensors.get(name), holders[name])
+        if whole is not None:
+            guarded(put, name, whole)
     guarded(stream.close)
     raise_together(ranks.once(lambda: failures))
 
 
+@dataclass(frozen=True)
+class _Holder:
+    """Which rank brings a tensor, and its likeness: shape and type without data."""
+
+    rank: int
+    blank: Tensor
+
+
+def _holders(ranks: Ranks, tensors: Mapping[str, Tensor]) -> dict[str, _Holder]:
+    """Of every tensor that any rank has, the same on all ranks: the stages of a pipeline have different ones."""
+    found: dict[str, _Holder] = {}
+    here = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    for rank, table in enumerate(ranks.each(lambda: here)):
+        for name, (shape, dtype) in table.items():
+            if name not in found:
+                found[name] = _Holder(rank, torch.empty(shape, dtype=dtype, device="meta"))
+    return found
+
+
 @torch.no_grad()
-def _gather(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+def _gather(ranks: Ranks, tensor: Tensor | None, holder: _Holder) -> Tensor | None:
+    """The whole tensor on rank 0. All ranks that have it gather it; where rank 0 is not among them, one sends it."""
+    whole = None
+    if tensor is not None:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    if holder.rank == 0:
+        return whole
+    if ranks.rank == holder.rank and whole is not None:
+        dist.send(whole.cpu().contiguous(), dst=0)  # by the host, where it is written
+    if ranks.rank == 0:
+        whole = torch.empty_like(holder.blank, device="cpu")
+        dist.recv(whole, src=holder.rank)
+    return whole
 
 
 def _begin(folder: Path, overwrite: bool) -> Path:

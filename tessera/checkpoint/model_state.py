@@ -14,9 +14,12 @@ from tessera.core.names import clean
 
 
 def model_tensors(parts: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers themselves. One shared by two modules appears once, by its first name."""
+    """Parameters and persistent buffers themselves. One shared by two modules appears once, by its first name; of two
+    copies that a pipeline made of one, the first (the engine makes the other follow)."""
     _reshard(parts)
-    found: dict[str, Tensor] = {clean(name): parameter for name, parameter in parts.named_parameters()}
+    found: dict[str, Tensor] = {}
+    for name, parameter in parts.named_parameters():
+        found.setdefault(clean(name), parameter)
     persistent = {clean(name) for name in parts.state_dict(keep_vars=True)}
     for name, buffer in parts.named_buffers():
         if clean(name) in persistent:
@@ -58,6 +61,8 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict
     _create_state(optimizer)
     found: dict[str, Tensor] = {}
     for parameter in _trained(optimizer):
+        if parameter not in names:
+            continue  # a copy of one that has a name
         for key, value in optimizer.state[parameter].items():
             if value is None:
                 continue

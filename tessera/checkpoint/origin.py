@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -30,14 +30,19 @@ def origin_of(path: Path) -> Origin:
 
 
 def fill_from(
-    path: Path, tensors: Mapping[str, Tensor], weight_map: WeightMap | None, tied: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    weight_map: WeightMap | None,
+    tied: Mapping[str, str] | None = None,
+    expected: Iterable[str] = (),
 ) -> None:
-    """Fills a model's tensors (plain or sharded) in place from whatever lies at `path`."""
+    """Fills a model's tensors (plain or sharded) in place from whatever lies at `path`. `expected`: all names of the
+    model, when `tensors` is only a part of it."""
     origin = origin_of(path)
     if origin == "folder":
         if weight_map is None:
             raise TesseraError("this family has no weight map: it cannot read Hugging Face folders", where=str(path))
-        load_folder(path, tensors, weight_map, tied=tied)
+        load_folder(path, tensors, weight_map, tied=tied, expected=expected)
         return
     if origin == "run":
         manager = CheckpointManager(path / "checkpoints", keep=1)

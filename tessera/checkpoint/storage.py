@@ -214,6 +214,8 @@ class _together:
         self._quiet.__enter__()
         # Working without a process group is meant, not forgotten.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        # So are ranks that have other names: the stages of a pipeline.
+        warnings.filterwarnings("ignore", message="Detected mismatched keys")
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._quiet.__exit__(kind, error, trace)

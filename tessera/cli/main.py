@@ -218,12 +218,20 @@ def plan(
     recipe: Annotated[Path, typer.Argument(help="YAML recipe")],
     overrides: Overrides = None,
     world: Annotated[int, typer.Option("--world", help="number of ranks")] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="also run a step of each role without data or memory; count what it sends")
+    ] = False,
 ) -> None:
     """Print how a recipe would be dealt out over ranks. Needs no accelerator and starts nothing."""
+    from tessera.api import dry_run as run_dry
     from tessera.api import plan as make
     from tessera.core.config import parse_overrides
 
-    typer.echo(make(recipe, parse_overrides(overrides or []), world=world).describe())
+    changes = parse_overrides(overrides or [])
+    typer.echo(make(recipe, changes, world=world).describe())
+    if dry_run:
+        for role in run_dry(recipe, changes, world=world):
+            typer.echo(role.describe())
 
 
 @app.command()

@@ -102,6 +102,8 @@ def supports(device: torch.device, what: str) -> bool:
         return device.type != "cpu"
     if what == "fused_optimizer":
         return device.type in ("cuda", "cpu")
+    if what == "grouped_mm":
+        return device.type in ("cuda", "cpu")
     raise AssertionError(f"unknown capability {what!r}")
 
 

@@ -205,6 +205,9 @@ class ModelPlan:
     # Modules whose weights are read outside of their own forward (a head that the loss multiplies by): these must be
     # gathered with the root and cannot be a shard group of their own.
     with_root: tuple[str, ...] = ()
+    # Modules that read the weights of another one: a head that is the table of embeddings. In a pipeline the last
+    # stage, which has the reader, gets a copy of what it reads.
+    tied: Mapping[str, str] = field(default_factory=dict)  # path of the reader -> path of what it reads
 
 
 @runtime_checkable
@@ -252,6 +255,8 @@ class ModelSpec:
     weights: Callable[[Any], WeightMap] | None = None
     processor: Callable[..., Processor] | None = None  # (config, folder, **options of the `data.processor` section)
     flops: Callable[[Any, Batch], float] | None = None  # of one forward + backward over the batch
+    # (config, tokens) -> a micro-batch of so many tokens, made up: what forecasts and dry runs work on.
+    example: Callable[[Any, int], Batch] | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     task: str = "language"  # the objective when the recipe names none
     # For classes without `initialize`: a module with the weights its own constructor draws, on the host, whole.

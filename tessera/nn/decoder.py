@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from tessera.core.types import Segments
 from tessera.nn.attention import PackedAttention
 from tessera.nn.cache import CacheStep, LayerCache
+from tessera.nn.embedding import TokenEmbedding
+from tessera.nn.moe import MoE, Rows
 from tessera.nn.norm import RMSNorm
 from tessera.ops.attention import cached_attention
 from tessera.ops.glu import swiglu
@@ -72,36 +75,57 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, shape: DecoderShape) -> None:
+    """With a gated MLP, or with what `mlp` gives in its place."""
+
+    def __init__(self, shape: DecoderShape, mlp: nn.Module | None = None) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(shape.hidden, shape.norm_eps)
         self.attn = Attention(shape)
         self.mlp_norm = RMSNorm(shape.hidden, shape.norm_eps)
-        self.mlp = GatedMLP(shape.hidden, shape.intermediate)
+        self.mlp = GatedMLP(shape.hidden, shape.intermediate) if mlp is None else mlp
+        self.routed = isinstance(mlp, MoE)  # asked once: a wrapper around it would hide what it is
 
-    def forward(self, x: Tensor, angles: Angles, segments: Segments | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        angles: Angles,
+        segments: Segments | None,
+        cache: LayerCache | None = None,
+        rows: Rows | None = None,
+    ) -> Tensor:
         x = x + self.attn(self.attn_norm(x), angles, segments, cache)
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        normed = self.mlp_norm(x)
+        out: Tensor = x + (self.mlp(normed, rows) if self.routed else self.mlp(normed))
         return out
 
 
 class TextDecoder(nn.Module):
     """Embeddings in, final hidden states out. The table of token embeddings lives here; the caller looks it up.
 
-    Parts that are None lie elsewhere (in another stage of a pipeline) and are passed over.
+    Parts that are None lie elsewhere (in another stage of a pipeline) and are passed over. `mlp` makes what stands in
+    the place of a layer's MLP (a mixture of experts), by the number of the layer; None: the layer has an MLP.
     """
 
-    def __init__(self, shape: DecoderShape) -> None:
+    def __init__(self, shape: DecoderShape, mlp: Callable[[int], nn.Module | None] = lambda layer: None) -> None:
         super().__init__()
         self.shape = shape
-        self.embed: nn.Embedding = nn.Embedding(shape.vocab, shape.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
+        self.embed: nn.Embedding = TokenEmbedding(shape.vocab, shape.hidden)
+        layers = [DecoderLayer(shape, mlp(index)) for index in range(shape.layers)]
+        self.routed = any(layer.routed for layer in layers)
+        self.layers = nn.ModuleList(layers)
         self.norm: RMSNorm | None = RMSNorm(shape.hidden, shape.norm_eps)
 
-    def forward(self, x: Tensor, positions: Tensor, segments: Segments | None, step: CacheStep | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        segments: Segments | None,
+        step: CacheStep | None = None,
+        rows: Rows | None = None,
+    ) -> Tensor:
         shape = self.shape
         angles = multimodal_angles(positions, shape.head_dim, shape.rope_theta, shape.rope_sections)
         for index, layer in enumerate(self.layers):
             if layer is not None:
-                x = layer(x, angles, segments, None if step is None else step.layer(index))
+                x = layer(x, angles, segments, None if step is None else step.layer(index), rows)
         return x if self.norm is None else self.norm(x)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tessera.core.errors import TesseraError
@@ -13,6 +12,7 @@ from tessera.core.types import Batch, LanguageOutput
 from tessera.nn.cache import CacheStep, KVCache
 from tessera.nn.decoder import TextDecoder
 from tessera.nn.vit import VisionTower, has_pictures
+from tessera.ops.vocab import vocab_logits
 
 
 class TiedHead(nn.Module):
@@ -31,7 +31,7 @@ class TiedHead(nn.Module):
         return self._embed[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return vocab_logits(x, self.weight)
 
 
 class VisionLanguageModel(nn.Module):
@@ -76,14 +76,12 @@ class VisionLanguageModel(nn.Module):
         if carry is None or self.projector is not None:
             looks = has_pictures(batch) if cache is not None else True  # alone, nobody waits for a blank picture
             media = None if decoding or not looks else self._media(batch, carry)
-            if self.projector is None:
-                assert media is not None
-                return media  # the tower goes on in the next stage
+            if self.projector is None:  # the tower goes on in the next stage
+                return self._handed_on(media, step)
             assert self.text is not None
             x = self._with_media(self.text.embed(tokens), media, batch)
         elif self.vision is not None:
-            unfinished: Tensor = self.vision(batch, carry)
-            return unfinished
+            return self._handed_on(self.vision(batch, carry) if carry.shape[0] else None, step)
         segments = None if decoding else batch.segments["text"]
         assert self.text is not None
         assert x is not None
@@ -98,6 +96,15 @@ class VisionLanguageModel(nn.Module):
         if logits == "last" and segments is not None:
             wanted = hidden.index_select(0, segments.bounds[1:] - 1)
         return LanguageOutput(hidden, self.head, self.head(wanted))
+
+    def _handed_on(self, features: Tensor | None, step: CacheStep | None) -> Tensor:
+        """What a stage that ends within the tower gives to the next one: nothing, where there is nothing to see."""
+        if step is not None:
+            step.commit()
+        assert self.vision is not None
+        if features is None:
+            return next(self.parameters()).new_empty(0, self.vision.shape.hidden)
+        return features
 
     def _cache_step(self, batch: Batch, cache: KVCache | None) -> CacheStep | None:
         if cache is None:

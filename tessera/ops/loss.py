@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tessera.core.types import IGNORE
 from tessera.ops.registry import AUTO, Implementation, Operation
+from tessera.ops.vocab import vocab_logits, vocab_part
+from tessera.ops.vocab_loss import chunked_vocab_loss, scaled_gradients
 
 DEFAULT_CHUNK = 2048  # positions; larger ones are hardly faster and hold more logits
 
@@ -24,6 +26,9 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Sum of the cross-entropy of `hidden` [T, D] times `weight` [V, D] against `labels` [T], in fp32, and how many
     positions were trained on. Those labelled IGNORE count for nothing; when all are, sum and gradients are 0.
+
+    `weight` may be dealt out by rows over ranks that all have the same `hidden` and `labels` (see `ops.vocab`): then
+    each takes the logits of its own rows, and all have the same sum and the same gradient of `hidden`.
     """
     run = LINEAR_CROSS_ENTROPY.choose(implementation, "plain", hidden.device, hidden.dtype)
     total: Tensor = run(hidden, weight, labels, chunk)
@@ -31,13 +36,15 @@ def linear_cross_entropy(
 
 
 def _eager(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    logits = F.linear(hidden, weight).float()
+    logits = vocab_logits(hidden, weight).float()
     return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
 
 
 def _chunked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     # Under no_grad a Function still sees requires_grad on its inputs; say here whether gradients are worth computing.
     differentiate = torch.is_grad_enabled()
+    if (part := vocab_part(weight)) is not None:
+        return chunked_vocab_loss(hidden, part, labels, chunk, differentiate)
     total: Tensor = _ChunkedLoss.apply(hidden, weight, labels, chunk, differentiate)  # type: ignore[no-untyped-call]
     return total
 
@@ -77,16 +84,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        (grad,) = grads
-        hidden_grad, weight_grad = ctx.saved_tensors
-        # Scaled in fp32: rounding the one factor to bf16 would lengthen or shorten every gradient of the model alike.
-        return (
-            None if hidden_grad is None else (hidden_grad.float() * grad).to(hidden_grad.dtype),
-            None if weight_grad is None else (weight_grad * grad).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
-        )
+        return (*scaled_gradients(ctx, grads[0]), None, None, None)
 
 
 LINEAR_CROSS_ENTROPY = Operation(

@@ -63,7 +63,7 @@ def total_norm(
         # Moved before it is summed over ranks: the axes of a mesh belong to the device, not to the host.
         squares = norms.to(device=device, dtype=wide).square().sum()
         for axis, placement in enumerate(placements):
-            if placement.is_shard():
+            if not placement.is_replicate():  # a shard of shards does not call itself one
                 dist.all_reduce(squares, group=mesh.get_group(axis))  # type: ignore[attr-defined]
         total += squares
     if others is not None:

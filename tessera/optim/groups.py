@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError
@@ -14,14 +15,23 @@ from tessera.core.pattern import select_trees
 from tessera.core.run_config import OptimSection
 
 
-def parameter_groups(module: nn.Module, section: OptimSection) -> list[dict[str, Any]]:
-    """Every trained parameter lands in one group: the last pattern that names it wins. Vectors do not decay unasked."""
-    trained = {clean(n): p for n, p in module.named_parameters() if p.requires_grad}
+def parameter_groups(module: nn.Module, section: OptimSection, names: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Every trained parameter lands in one group: the last pattern that names it wins. Vectors do not decay unasked.
+
+    `names`: all trained parameters of the model, when `module` may be a part of it; patterns speak of these.
+    """
+    # Two stages of a pipeline on one rank may have copies of one parameter, with one name: both are trained.
+    trained: dict[str, list[Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            trained.setdefault(clean(name), []).append(parameter)
     settings: dict[str, tuple[float, float]] = {}
-    for name, parameter in trained.items():
-        settings[name] = (section.lr, section.weight_decay if parameter.dim() > 1 else 0.0)
+    for name, copies in trained.items():
+        settings[name] = (section.lr, section.weight_decay if copies[0].dim() > 1 else 0.0)
     for number, group in enumerate(section.groups):
-        for name in select_trees([group.pattern], trained, f"optim.groups.{number}.pattern"):
+        for name in select_trees([group.pattern], names or trained, f"optim.groups.{number}.pattern"):
+            if name not in settings:
+                continue  # on another stage
             lr, decay = settings[name]
             settings[name] = (
                 lr if group.lr is None else group.lr,
@@ -31,15 +41,25 @@ def parameter_groups(module: nn.Module, section: OptimSection) -> list[dict[str,
     for name, setting in settings.items():
         by_setting.setdefault(setting, []).append(name)
     return [
-        {"params": [trained[n] for n in names], "names": names, "lr": lr, "base_lr": lr, "weight_decay": decay}
-        for (lr, decay), names in by_setting.items()
+        {
+            "params": [p for n in group for p in trained[n]],
+            "names": [n for n in group for _ in trained[n]],
+            "lr": lr,
+            "base_lr": lr,
+            "weight_decay": decay,
+        }
+        for (lr, decay), group in by_setting.items()
     ]
 
 
-def build_optimizer(module: nn.Module, section: OptimSection, device: torch.device) -> torch.optim.Optimizer:
-    groups = parameter_groups(module, section)
-    if not groups:
+def build_optimizer(
+    module: nn.Module, section: OptimSection, device: torch.device, names: Collection[str] = ()
+) -> torch.optim.Optimizer:
+    groups = parameter_groups(module, section, names)
+    if not groups and not names:
         raise TesseraError("no parameter is trained", where="model.freeze")
+    if not groups:  # a stage that is frozen as a whole: an optimizer over nothing
+        groups = [{"params": [], "names": [], "lr": section.lr, "base_lr": section.lr}]
     fused = devices.supports(device, "fused_optimizer")
     names = [group.pop("names") for group in groups]
     optimizer = torch.optim.AdamW(groups, betas=section.betas, eps=section.eps, fused=fused)

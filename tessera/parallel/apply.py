@@ -37,6 +37,14 @@ from tessera.parallel.wrapping import present
 def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> nn.Module:
     """Takes a module on the meta device; gives this rank's part of it: allocated, not yet filled."""
     buffers = computed_buffers(module)
+    module = arrange(module, plan, mesh, device)
+    materialize(module, plan, device)
+    put_back_buffers(module, buffers)
+    return module
+
+
+def arrange(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> nn.Module:
+    """All but memory: what computes what, and with whom. The result is still on the meta device."""
     frozen = set(plan.frozen)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in frozen)
@@ -49,8 +57,6 @@ def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device)
             _deal_out(stage._stage_model, stage, plan, mesh, device)  # type: ignore[arg-type]
         module = stages
     sum_gradients(module)
-    materialize(module, plan, device)
-    put_back_buffers(module, buffers)
     return module
 
 

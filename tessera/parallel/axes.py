@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import log2, prod
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ParallelSection
@@ -62,7 +62,8 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
         raise TesseraError(
             f"pp {section.pp} x cp {section.cp} x tp {section.tp} = {together} does not divide the {world} ranks",
             where="parallel",
-            fix=f"start a multiple of {together} ranks, or lower one of the three",
+            nearest=_nearest_layout(section, world),
+            fix=f"take that, or start a multiple of {together} ranks",
         )
     data = world // together
     shard = data if section.shard == "auto" else section.shard
@@ -117,6 +118,21 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
         TENSOR_TOWER: view(TP),
     }
     return Axes(root, views)
+
+
+def _nearest_layout(section: ParallelSection, world: int) -> str:
+    """Degrees whose product divides the ranks, each as near to what was asked for as can be."""
+    asked = (section.pp, section.cp, section.tp)
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+
+    def distance(degrees: tuple[int, ...]) -> tuple[float, int]:
+        # By factors, not by differences; among equals the one that uses more ranks together.
+        return sum(abs(log2(d / a)) for d, a in zip(degrees, asked, strict=True)), -prod(degrees)
+
+    near = [sorted(divisors, key=lambda d: abs(log2(d / degree)))[:6] for degree in asked]
+    possible = [(pp, cp, tp) for pp in near[0] for cp in near[1] for tp in near[2] if world % (pp * cp * tp) == 0]
+    pp, cp, tp = min([*possible, (1, 1, 1)], key=distance)
+    return f"pp={pp} cp={cp} tp={tp}"
 
 
 def _tower(section: ParallelSection, model_plan: ModelPlan) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from tessera.core import device as devices
 from tessera.core.dist import sum_over_ranks
 from tessera.core.types import Batch, LossOut, Task
-from tessera.parallel.shared import SharedGradients, sum_shared
+from tessera.parallel.shared import EndOfStep, sum_shared
 
 
 class Engine(Protocol):
@@ -23,6 +23,10 @@ class Engine(Protocol):
 
     def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossOut:
         """Loss without gradient. With `counts` off, takes part in the collectives and adds nothing."""
+        ...
+
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called when weights and the optimizer's state were filled by name: what has no name of its own follows."""
         ...
 
 
@@ -39,7 +43,7 @@ class SimpleEngine:
         accumulate: Literal["reduce", "local"] = "reduce",
         *,
         group: dist.ProcessGroup | None = None,  # whose losses add up; None: all ranks
-        shared: Sequence[SharedGradients] = (),
+        shared: Sequence[EndOfStep] = (),
     ) -> None:
         self.module = module
         self.accumulate = accumulate
@@ -65,6 +69,9 @@ class SimpleEngine:
         finally:
             self.module.train()
         return reduce_losses([out if counts else detached(out, scale=0.0)], self.group)
+
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+        """Every parameter has a name here."""
 
     def _forward(self, task: Task, batch: Batch) -> LossOut:
         with torch.no_grad():

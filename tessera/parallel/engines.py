@@ -5,25 +5,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tessera.parallel.axes import LOSS, PP
+from tessera.core.names import clean
+from tessera.parallel.axes import LOSS
 from tessera.parallel.engine import Engine, SimpleEngine
+from tessera.parallel.experts import even_loads
 from tessera.parallel.mesh import Mesh
 from tessera.parallel.pipeline import PipelineEngine, Stages
 from tessera.parallel.plan import Plan
-from tessera.parallel.shared import SharedGradients
+from tessera.parallel.shared import EndOfStep
 from tessera.parallel.tensor import sequence_gradients
 
 
-def build_engine(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> Engine:
-    shared: list[SharedGradients] = [] if plan.tensor is None else sequence_gradients(module, plan.tensor, mesh)
+def build_engine(
+    module: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    pipeline: type[PipelineEngine] = PipelineEngine,
+) -> Engine:
+    shared: list[EndOfStep] = []
+    if plan.tensor is not None:
+        shared += sequence_gradients(module, plan.tensor, mesh)
+    if plan.experts is not None:
+        shared += even_loads(module, plan.experts, mesh)
     if plan.pipeline is not None:
         assert isinstance(module, Stages)
-        return PipelineEngine(module, plan, mesh, device, shared)
-    return SimpleEngine(module, plan.accumulate, group=mesh.group(LOSS), shared=shared)
+        return pipeline(module, plan, mesh, device, shared)
+    losses = mesh.view(LOSS).get_group()  # of one rank where all ranks compute one loss together
+    return SimpleEngine(module, plan.accumulate, group=losses, shared=shared)
 
 
 def counted_elsewhere(module: nn.Module, plan: Plan, mesh: Mesh) -> list[Tensor]:
-    """Parameters of which another stage holds a copy that counts for the norm."""
-    if plan.pipeline is None or not plan.pipeline.copies or mesh.position(PP) == plan.pipeline.owner[0]:
+    """Parameters of which another stage holds a copy that counts for the norm: those of the last stage do not."""
+    if plan.pipeline is None:
         return []
-    return [p for name, p in module.named_parameters() if name.endswith(plan.pipeline.copies)]
+    assert isinstance(module, Stages)
+    stage = module.here().get(len(plan.pipeline.stages) - 1)
+    if stage is None:
+        return []
+    return [p for name, p in stage.named_parameters() if clean(name) in plan.pipeline.copies]

@@ -53,12 +53,13 @@ def shard_modules(
         home = max((m for m in meshes if path == m or path.startswith(m + ".")), key=len, default=None)
         own = arguments if home is None else {**arguments, "mesh": meshes[home]}
         fully_shard(module.get_submodule(path), **own)
-    # The type of the output is the root's affair alone: a block's output meets weights of the computed type.
+    # The type of the output is the root's affair alone: a block's output meets weights of the computed type. So does
+    # what a stage of a pipeline hands on; its last one sees to the type itself.
     policy: MixedPrecisionPolicy = arguments["mp_policy"]
     outer = MixedPrecisionPolicy(
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
-        output_dtype=plan.output_dtype,
+        output_dtype=plan.output_dtype if plan.pipeline is None else None,
         cast_forward_inputs=policy.cast_forward_inputs,
     )
     # The root stays gathered between forward and backward: the loss multiplies by the head's weight after forward.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tessera.core.types import Batch, RowSource
 from tessera.parallel.axes import CONTEXT, DEAL, Axes
-from tessera.parallel.context import own_part
+from tessera.parallel.local_part import own_part
 from tessera.parallel.plan_context import ContextPlan
 
 

@@ -1,50 +1,221 @@
-"""Layers one after another on several ranks: the stages of a model, and the engine that runs torch's schedules."""
+"""Layers one after another on several ranks: the engine that runs torch's schedules over the stages of a model.
+
+Torch's schedules cut *tensors* into micro-batches; ours are ragged and no tensors. So what they cut are numbers, 0 to
+M - 1, and each stage looks its micro-batch up by number. Between stages only carries travel, which have one shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
+from tessera.core.errors import TesseraError
 from tessera.core.types import Batch, LossOut, Task
+from tessera.parallel.axes import LOSS, PP
+from tessera.parallel.engine import detached, reduce_losses
 from tessera.parallel.mesh import Mesh
+from tessera.parallel.pipeline_chain import Chain
+from tessera.parallel.pipeline_order import CLASSES, SINGLE
+from tessera.parallel.pipeline_tied import TiedCopies
 from tessera.parallel.plan import Plan
-from tessera.parallel.shared import SharedGradients
+from tessera.parallel.shared import EndOfStep, sum_shared
+from tessera.parallel.stages import Stage, Stages, cut_stages
+
+__all__ = ["PipelineEngine", "QuietStage", "Stage", "Stages", "cut_stages"]
 
 
-class Stage(nn.Module):
-    """One stage: a model without the parts that lie elsewhere. `core.names.clean` takes `_stage_model` out of names."""
+@dataclass
+class _Loss:
+    """Forward of one micro-batch on one stage; the last stage ends with the loss."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._stage_model = model
+    task: Task
+    microbatches: Sequence[Batch]
+    output_dtype: torch.dtype | None  # of what the whole model returns
+    found: list[LossOut] = field(default_factory=list)  # on the rank of the last stage
 
-    def forward(self, carry: Tensor, mb: Tensor) -> Tensor:
-        raise NotImplementedError
+    def __call__(self, stage: Stage, carry: Tensor | None, mb: int) -> Tensor:
+        with torch.no_grad():
+            batch = self.task.inputs(self.microbatches[mb])
+        out = stage.run(batch, carry)
+        if not stage.is_last:
+            handed: Tensor = out
+            return handed
+        if self.output_dtype is not None:
+            out = tree_map_only(Tensor, lambda t: t.to(self.output_dtype) if t.is_floating_point() else t, out)
+        loss = self.task.loss(out, batch)
+        self.found.append(detached(loss))
+        return loss.sum
 
 
-class Stages(nn.Module):
-    """The stages of this rank, as one module with the names of the whole model."""
+@dataclass
+class _Padded:
+    """The same for torch's schedules, which want carries of one shape and type."""
 
-    def __init__(self, stages: Sequence[tuple[int, Stage]]) -> None:
-        super().__init__()
-        for number, stage in stages:
-            self.add_module(f"_stage{number}", stage)
+    work: _Loss
+    rows: Sequence[int]  # by stage
+    dtype: torch.dtype
+
+    def __call__(self, stage: Stage, carry: Tensor | None, mb: int) -> Tensor:
+        out = self.work(stage, carry, mb)
+        if stage.is_last:
+            return out
+        missing = self.rows[stage.number] - out.shape[0]
+        assert missing >= 0, f"stage {stage.number} hands on {out.shape[0]} rows, more than {self.rows[stage.number]}"
+        out = F.pad(out, (0, 0, 0, missing)) if missing else out
+        return out.to(self.dtype)
 
 
-def cut_stages(module: nn.Module, plan: Plan, mesh: Mesh) -> Stages:
-    raise NotImplementedError
+class QuietStage(PipelineStage):
+    """Releases of torch before 2.13 begin by greeting the neighbours of each stage. In a schedule that comes back to
+    where it began, a neighbour may be the same rank, and not every backend can send to itself."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        found: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [greeting for greeting in found if greeting.group_peer != self.group_rank]
 
 
 class PipelineEngine:
+    stage_class: type[PipelineStage] = QuietStage
+
     def __init__(
-        self, stages: Stages, plan: Plan, mesh: Mesh, device: torch.device, shared: Sequence[SharedGradients] = ()
+        self, stages: Stages, plan: Plan, mesh: Mesh, device: torch.device, shared: Sequence[EndOfStep] = ()
     ) -> None:
-        raise NotImplementedError
+        assert plan.pipeline is not None
+        self.stages = stages
+        self.plan = plan
+        self.pipeline = plan.pipeline
+        self.device = device
+        self.shared = shared
+        self.pp_group = mesh.group(PP)
+        self.loss_group = mesh.group(LOSS)
+        self.tied = TiedCopies(stages, plan.pipeline, mesh)
+        self._chain = Chain(stages, plan, mesh, device)
+        self._schedule: Any = None  # made with the first step, when the number of this rank's tokens is known
+        self._rows: list[int] = []
+        self._metrics: list[str] | None = None  # names that the last stage's rank told the others
+        for stage in stages:
+            # Before anything else sees it: fully_shard would move the number to the device, and reading it would wait.
+            stage.register_forward_pre_hook(self._number_on_host, prepend=True, with_kwargs=True)
 
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossOut:
-        raise NotImplementedError
+        count = self.pipeline.microbatches
+        assert len(microbatches) == count, f"{len(microbatches)} micro-batches, planned were {count}"
+        if self._schedule is None:
+            self._schedule = self._make_schedule(microbatches[0])
+        work = _Loss(task, microbatches, self.plan.output_dtype)
+        here = self.stages.here()
+        for stage in here.values():
+            stage.work = _Padded(work, self._rows, self.plan.param_dtype)
+        self._run_schedule(torch.arange(count), here)
+        for stage in here.values():
+            stage.work = None  # let go of the micro-batches
+        sum_shared(self.shared)
+        self.tied.sum_gradients()
+        return self._reduce(work.found)
 
+    def _run_schedule(self, numbers: Tensor, here: Collection[int]) -> None:
+        first = (numbers,) if 0 in here else ()
+        last = len(self.pipeline.stages) - 1 in here
+        try:
+            self._schedule.step(*first, target=numbers if last else None, mb=numbers, return_outputs=False)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, TesseraError):  # torch wraps what a stage says into words of its own
+                raise error.__cause__ from None
+            raise
+
+    @torch.no_grad()
     def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossOut:
-        raise NotImplementedError
+        self.stages.eval()
+        work = _Loss(task, [batch], self.plan.output_dtype)
+        try:
+            self._chain.run(work)
+        finally:
+            self.stages.train()
+        return self._reduce(work.found if counts else [detached(out, scale=0.0) for out in work.found])
+
+    def settle(self, optimizer: Optimizer) -> None:
+        self.tied.settle(optimizer)
+
+    def _reduce(self, found: Sequence[LossOut]) -> LossOut:
+        """Only the last stage knows a loss; in the end all ranks do."""
+        if self._metrics is None:
+            self._metrics = self.agree_on_metrics(sorted(found[0].metrics) if found else None)
+        if not found:
+            zero = torch.zeros((), device=self.device)
+            found = [LossOut(zero, zero, dict.fromkeys(self._metrics, zero))]
+        return reduce_losses(found, self.loss_group)
+
+    # ------------------------------------------------------------------------------------------ read on the host
+
+    def agree_on_metrics(self, names: list[str] | None) -> list[str]:
+        """What the last stage's rank reports besides the loss; the others have no names to offer."""
+        told: list[Any] = [names]
+        dist.broadcast_object_list(told, group=self.pp_group, group_src=self.pipeline.owner[-1])
+        return list(told[0])
+
+    def number_of(self, mb: Tensor) -> int:
+        return int(mb)
+
+    def _number_on_host(
+        self, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        if "mb" not in kwargs:
+            return None
+        carry = None if stage.is_first else args[0]
+        return (carry, self.number_of(kwargs["mb"])), {}
+
+    # ------------------------------------------------------------------------------------------ torch's objects
+
+    def _make_schedule(self, batch: Batch) -> Any:
+        tokens = batch.get("tokens")
+        of_rank = self.pipeline.tokens if tokens is None else tokens.shape[0]
+        for planned in self.pipeline.stages:
+            per_token = 0 if planned.hands_on is None else planned.hands_on.rows_per_token
+            self._rows.append(per_token * (self.pipeline.tokens if planned.media else of_rank))
+        count = len(self.pipeline.stages)
+        made = [
+            self.stage_class(
+                stage,
+                stage.number,
+                count,
+                self.device,
+                # Said beforehand, so that torch need not run the model to find out.
+                input_args=self._carry(stage.number - 1),
+                output_args=self._carry(stage.number),
+                dw_builder=_nothing_left if stage.number in self.pipeline.unsplit else None,
+                group=self.pp_group,
+            )
+            for stage in self.stages
+        ]
+        kind = CLASSES[self.pipeline.schedule]
+        subject = made[0] if self.pipeline.schedule in SINGLE else made
+        return kind(subject, self.pipeline.microbatches, loss_fn=_loss_as_it_is, scale_grads=False)
+
+    def _carry(self, stage: int) -> Tensor:
+        """The likeness of what a stage hands on: -1 stands for what comes in, a number; the last one gives a loss."""
+        if stage < 0:
+            return torch.empty(1, dtype=torch.int64, device="meta")
+        carry = self.pipeline.stages[stage].hands_on
+        if carry is None:
+            return torch.empty((), device="meta", requires_grad=True)
+        shape = (self._rows[stage], carry.width)
+        trained = self.pipeline.needs_gradient(stage, self.plan.pieces)
+        return torch.empty(shape, dtype=self.plan.param_dtype, device="meta", requires_grad=trained)
+
+
+def _nothing_left() -> Callable[[], None]:
+    """For a stage whose backward computes all gradients at once: what it does when the turn of the weights comes."""
+    return lambda: None
+
+
+def _loss_as_it_is(loss: Tensor, target: Tensor) -> Tensor:
+    return loss

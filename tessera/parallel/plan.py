@@ -6,8 +6,8 @@ devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import torch
@@ -17,21 +17,19 @@ from tessera.core.errors import TesseraError
 from tessera.core.pattern import select_trees
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
-from tessera.parallel.axes import REPLICATE, Axes, make_axes
+from tessera.parallel.axes import CONTEXT, DEAL, REPLICATE, Axes, make_axes
+from tessera.parallel.holdings import Held, Piece, held, of_stage, pieces
 from tessera.parallel.plan_context import ContextPlan, plan_context
 from tessera.parallel.plan_cut import PipelinePlan, plan_cut
 from tessera.parallel.plan_experts import ExpertPlan, plan_experts
-from tessera.parallel.plan_modules import Keep, Recompute, Roles, resolve_roles
+from tessera.parallel.plan_modules import Keep, Recompute, resolve_roles
 from tessera.parallel.plan_tensor import TensorPlan, plan_tensor
-from tessera.parallel.plan_text import plan_text
 
 __all__ = ["DTYPES", "Keep", "Plan", "Recompute", "Workload", "ahead", "make_plan"]
 
 T = TypeVar("T")
 Direction = Literal["forward", "backward"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ADAMW_STATES = 2  # exp_avg and exp_avg_sq, each of a parameter's own shape and type
-ADAMW_STEP_BYTES = 4  # and one number that counts its steps
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,7 @@ class Workload:
     """What a step asks of the ranks, as far as a plan depends on it."""
 
     tokens: int = 0  # of one micro-batch
+    tower_rows: int = 0  # patches of a typical one
     rows: int = 1  # of one step, over all ranks
     rows_of_microbatch: int = 1
 
@@ -50,6 +49,9 @@ class Plan:
     context: ContextPlan | None  # how rows and pictures are shared by several ranks
     experts: ExpertPlan | None  # how experts are dealt
     pipeline: PipelinePlan | None  # how layers lie one after another on several ranks
+    workload: Workload
+    rows: Mapping[str, int]  # module -> rows that a rank computes there in a typical micro-batch; "": of tokens
+    microbatches: int  # of one rank in a step
     world: int
     replicate: int  # copies of the model
     shard: int  # ranks that share one copy
@@ -71,16 +73,34 @@ class Plan:
     output_dtype: torch.dtype | None
     cast_forward_inputs: bool
     reshard_after_forward: bool | int
-    parameters: int
+    parameters: int  # of the whole model
     trained: int
-    parameter_bytes: int  # on rank 0, which holds the most; as are the next two
-    gradient_bytes: int
-    optimizer_bytes: int
+    pieces: tuple[Piece, ...] = field(repr=False)  # every parameter, as the rank that has it computes with it
+    held: tuple[Held, ...]  # by position in the pipeline, on the rank there that has the most
     whole_gradient_bytes: int  # on top of these while micro-batches accumulate locally
+
+    @property
+    def heaviest(self) -> Held:
+        return max(self.held, key=lambda held: held.total)
 
     def describe(self) -> str:
         """For people: what `tessera plan` prints."""
+        from tessera.parallel.plan_text import plan_text  # it speaks of plans, so it comes after this file
+
         return plan_text(self)
+
+    def rows_at(self, path: str) -> int:
+        """That a rank computes in a module, in a typical micro-batch."""
+        return self.rows[self._part(path)]
+
+    def gradient_reaches(self, path: str) -> bool:
+        """Whether something is trained in the tower of a module, or before it: then backward passes through there."""
+        part = self._part(path)
+        return any(piece.trained for piece in self.pieces if not part or piece.name.startswith(part + "."))
+
+    def _part(self, path: str) -> str:
+        inside = (part for part in self.rows if part and (path == part or path.startswith(part + ".")))
+        return max(inside, key=len, default="")
 
     def ahead(self, block: int, direction: Direction) -> list[str]:
         """The blocks that block number `block` has gathered before their turn."""
@@ -123,17 +143,30 @@ def make_plan(
     computed = DTYPES[section.param_dtype] if section.param_dtype else kept
     # One rank gains nothing from fully_shard, unless it keeps master weights, casts or moves parameters to the host.
     casts = computed != kept or section.output_dtype is not None or section.cast_forward_inputs
-    held = {name: _held(name, p, roles, shard, kept, computed) for name, p in parameters.items()}
-    trained = [name for name in parameters if name not in set(frozen)]
-    trained_bytes = sum(held[name] for name in trained)
-    trained_size = sum(parameters[name].numel() for name in trained)
+    tensor = plan_tensor(section, model_plan, module, axes, workload.tokens)
+    experts = plan_experts(section, model_plan, module, axes)
+    pipeline = plan_cut(
+        section,
+        model_plan,
+        module,
+        axes,
+        _microbatches(workload, axes),
+        workload.tokens,
+        workload.rows_of_microbatch,
+    )
+    parts = pieces(module, axes, tensor=tensor, experts=experts, frozen=frozen, ignored=roles.ignored)
+    by_position = [of_stage(parts, pipeline, position) for position in range(section.pp)]
     reduced = DTYPES[section.reduce_dtype]
+    whole_gradients = max(sum(piece.numel for piece in here if piece.trained) for here in by_position)
     return Plan(
         axes=axes,
-        tensor=plan_tensor(section, model_plan, module, axes, workload.tokens),
+        tensor=tensor,
         context=plan_context(section, model_plan, module, axes, workload.tokens),
-        experts=plan_experts(section, model_plan, module, axes),
-        pipeline=plan_cut(section, model_plan, module, axes, _microbatches(workload, axes), workload.tokens),
+        experts=experts,
+        pipeline=pipeline,
+        workload=workload,
+        rows=_rows(model_plan, workload, axes),
+        microbatches=_microbatches(workload, axes),
         world=world,
         replicate=axes.size(REPLICATE),
         shard=shard,
@@ -156,11 +189,10 @@ def make_plan(
         cast_forward_inputs=section.cast_forward_inputs,
         reshard_after_forward=reshard,
         parameters=sum(p.numel() for p in parameters.values()),
-        trained=trained_size,
-        parameter_bytes=sum(held.values()),
-        gradient_bytes=trained_bytes,
-        optimizer_bytes=ADAMW_STATES * trained_bytes + ADAMW_STEP_BYTES * len(trained),
-        whole_gradient_bytes=trained_size * reduced.itemsize if accumulate == "local" and world > 1 else 0,
+        trained=sum(p.numel() for name, p in parameters.items() if name not in set(frozen)),
+        pieces=tuple(parts),
+        held=tuple(held(here, kept, computed) for here in by_position),
+        whole_gradient_bytes=whole_gradients * reduced.itemsize if accumulate == "local" and world > 1 else 0,
     )
 
 
@@ -173,18 +205,17 @@ def _check_reshard(again: bool | int, shard: int) -> None:
         )
 
 
+def _rows(model_plan: ModelPlan, workload: Workload, axes: Axes) -> dict[str, int]:
+    """Pictures are dealt among ranks, and what joins their patches into tokens sees those of all."""
+    found = {"": workload.tokens // axes.size(CONTEXT)}
+    joined = [link.carry.rows_per_token for link in model_plan.stages if link.tower in model_plan.towers and link.carry]
+    for path in model_plan.idle_groups:
+        found[path] = workload.tower_rows // max(joined, default=1)
+    for path in model_plan.towers.values():
+        found[path] = workload.tower_rows // axes.size(DEAL)
+    return found
+
+
 def _microbatches(workload: Workload, axes: Axes) -> int:
     """Of one rank in a step. What does not divide is the loader's to refuse."""
     return max(1, workload.rows // (workload.rows_of_microbatch * axes.size("data")))
-
-
-def _held(
-    name: str, parameter: nn.Parameter, roles: Roles, shard: int, kept: torch.dtype, computed: torch.dtype
-) -> int:
-    """Bytes on rank 0. fully_shard cuts the first dimension into equal chunks, so it holds ceil(rows / shard) rows."""
-    if any(name.startswith(path + ".") for path in roles.ignored):
-        return parameter.numel() * computed.itemsize
-    if parameter.dim() == 0:
-        return kept.itemsize
-    rows = parameter.shape[0]
-    return -(-rows // shard) * (parameter.numel() // max(rows, 1)) * kept.itemsize

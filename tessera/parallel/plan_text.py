@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from tessera.parallel.plan import Plan
+from tessera.parallel.axes import CONTEXT, DATA, DEAL, EP, PP, RING, TENSOR, TENSOR_TOWER, ULYSSES
+from tessera.parallel.forecast import forecast
+from tessera.parallel.plan import Plan
+from tessera.parallel.traffic import readable, traffic_text
 
 
 def plan_text(plan: Plan) -> str:
-    held = (plan.parameter_bytes, plan.gradient_bytes, plan.optimizer_bytes)
+    most = plan.heaviest
+    held = (most.parameters, most.gradients, most.optimizer)
     rows = [
-        ("ranks", f"{plan.world} = {plan.replicate} replicated x {plan.shard} sharded"),
+        ("ranks", _ranks(plan)),
         ("axes", ", ".join(f"{axis}={size}" for axis, size in plan.axes.root.items())),
         ("parameters", f"{plan.parameters:,} ({plan.trained:,} trained)"),
+        *_together(plan),
         ("shard groups", _groups(plan)),
         ("ignored", _summary(plan.ignored)),
         ("recompute", _recompute(plan)),
@@ -26,9 +29,53 @@ def plan_text(plan: Plan) -> str:
         ("prefetch", _prefetch(plan)),
         ("gradients", _gradients(plan)),
         ("types", _types(plan)),
-        ("per rank", "parameters {}, gradients {}, optimizer {}".format(*map(_size, held))),
+        ("per rank", "parameters {}, gradients {}, optimizer {}".format(*map(readable, held))),
+        *_sent(plan),
     ]
     return "\n".join(f"{name:<13} {text}" for name, text in rows)
+
+
+def _ranks(plan: Plan) -> str:
+    shared = plan.axes.size(DATA) // plan.replicate
+    words = f"{plan.world} = {plan.replicate} replicated x {shared} sharded"
+    for name, axis in (("pipeline", PP), ("context", CONTEXT), ("tensor", TENSOR)):
+        if plan.axes.size(axis) > 1:
+            words += f" x {plan.axes.size(axis)} {name}"
+    return words
+
+
+def _together(plan: Plan) -> list[tuple[str, str]]:
+    """What several ranks do as one; nothing where each works for itself."""
+    rows: list[tuple[str, str]] = []
+    if plan.tensor is not None:
+        cut = len(plan.tensor.layers)
+        tokens = "each keeps a part of the tokens between them" if plan.tensor.sequence else "tokens whole between them"
+        rows.append(("tensor", f"{cut} layers over {plan.axes.size(TENSOR)} ranks, {tokens}"))
+    if plan.context is not None and plan.axes.size(CONTEXT) > 1:
+        ring, ulysses = plan.axes.size(RING), plan.axes.size(ULYSSES)
+        rows.append(("context", f"rows shared by {ring * ulysses} ranks: ring of {ring} x {ulysses} that trade heads"))
+    if plan.axes.size(DEAL) > 1:
+        tp = plan.axes.size(TENSOR_TOWER)
+        rows.append(("towers", f"pictures dealt among {plan.axes.size(DEAL)}, each computed by {tp} ranks"))
+    if plan.experts is not None and plan.axes.size(EP) > 1:
+        rows.append(("experts", f"of {len(plan.experts.modules)} layers, dealt over {plan.axes.size(EP)} ranks"))
+    if plan.pipeline is not None:
+        pipeline = plan.pipeline
+        head = f"{pipeline.schedule}, {pipeline.microbatches} micro-batches, ranks wait {pipeline.bubble:.1%} of a step"
+        rows.append(("pipeline", head))
+        for number, stage in enumerate(pipeline.stages):
+            where = f"on rank {pipeline.owner[number]} of it, {stage.cost:.1%} of the work"
+            rows.append((f"  stage {number}", f"{where}: {_summary(stage.modules)}"))
+        if pipeline.copies:
+            rows.append(("  copied", f"{', '.join(pipeline.copies)} in the last stage as well"))
+    return rows
+
+
+def _sent(plan: Plan) -> list[tuple[str, str]]:
+    """By the rank that sends most; in a pipeline, ranks differ."""
+    by_position = [forecast(plan, position) for position in range(plan.axes.size(PP))]
+    most = max(by_position, key=lambda lines: sum(line.bytes for line in lines))
+    return [("a step sends" if number == 0 else "", line) for number, line in enumerate(traffic_text(most))]
 
 
 def _groups(plan: Plan) -> str:
@@ -75,7 +122,7 @@ def _chain(plan: Plan, forward: bool) -> str:
 def _gradients(plan: Plan) -> str:
     if plan.accumulate == "reduce" or plan.world == 1:
         return "summed over ranks after each micro-batch"
-    return f"summed over ranks once per step; {_size(plan.whole_gradient_bytes)} more per rank until then"
+    return f"summed over ranks once per step; {readable(plan.whole_gradient_bytes)} more per rank until then"
 
 
 def _types(plan: Plan) -> str:
@@ -95,12 +142,3 @@ def _summary(paths: Sequence[str]) -> str:
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.2f} {unit}" if unit != "B" else f"{count} B"

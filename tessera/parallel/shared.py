@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+
+class EndOfStep(Protocol):
+    """What ranks do together when all passes of a step have run."""
+
+    def sum(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class SharedGradients:
                 grad.copy_(total.view_as(grad))
 
 
-def sum_shared(shared: Iterable[SharedGradients]) -> None:
+def sum_shared(shared: Iterable[EndOfStep]) -> None:
     for part in shared:
         part.sum()
 

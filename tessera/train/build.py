@@ -68,13 +68,18 @@ def describe(config: RunConfig, world_size: int) -> Described:
         world_size,
         storage_dtype=config.model.dtype,
         freeze=config.model.freeze,
-        workload=Workload(
-            tokens=config.data.length * config.train.micro_batch,
-            rows=config.train.global_batch,
-            rows_of_microbatch=config.train.micro_batch,
-        ),
+        workload=_workload(config, spec, model_config),
     )
     return Described(spec, model_config, module, plan)
+
+
+def _workload(config: RunConfig, spec: ModelSpec, model_config: Any) -> Workload:
+    tokens, patches = config.data.length * config.train.micro_batch, 0
+    if spec.example is not None:
+        with torch.device("meta"):
+            typical = spec.example(model_config, tokens).get("pixels")
+        patches = 0 if typical is None else typical.shape[0]
+    return Workload(tokens, patches, config.train.global_batch, config.train.micro_batch)
 
 
 def build_trainer(config: RunConfig, described: Described, world: World, extra: Sequence[Callback] = ()) -> Trainer:
@@ -98,7 +103,8 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
         barrier()
 
     module = parallelize(described.module, plan, mesh, world.device)
-    optimizer = build_optimizer(module, config.optim, world.device)
+    trained = [piece.name for piece in plan.pieces if piece.trained]
+    optimizer = build_optimizer(module, config.optim, world.device, trained)
     if world.is_main:
         log.info("%s", plan.describe())
     engine = build_engine(module, plan, mesh, world.device)
@@ -172,6 +178,8 @@ def _first_weights(
 ) -> Callable[[], None]:
     """Step 7 of a run that begins: from what the recipe names, otherwise from the seed."""
     weights, fresh = described.spec.weights, described.spec.fresh
+    # Of the whole model: a stage of a pipeline is filled from the same files, and leaves the rest of them to others.
+    names, tied = list(model_tensors(described.module)), tied_names(described.module)
 
     def fill() -> None:
         if config.model.path is None:
@@ -179,7 +187,7 @@ def _first_weights(
             initialize(module, config.train.seed, device, make)
         else:
             table = None if weights is None else weights(described.config)
-            fill_from(config.model.path, model_tensors(module), table, tied_names(module))
+            fill_from(config.model.path, model_tensors(module), table, tied, names)
 
     return fill
 

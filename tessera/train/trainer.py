@@ -181,12 +181,14 @@ class Trainer:
     def begin(self) -> None:
         """From the first step, with first weights."""
         self._first_weights()
+        self.engine.settle(self.optimizer)
 
     def resume(self) -> bool:
         """Continues from the newest good checkpoint of this run's folder; False when there is none."""
         found = self.checkpoints.resume(self.tensors())
         if found is None:
             return False
+        self.engine.settle(self.optimizer)
         step, state = found
         if state["seed"] != self.config.train.seed:
             raise TesseraError(

@@ -26,6 +26,7 @@ from torch import nn
 from tessera.core import log as logs
 from tessera.core.dist import OutOfStep, RankFailure, barrier, is_peer_error
 from tessera.core.errors import first_line
+from tessera.core.names import clean
 from tessera.core.run_config import ParallelSection
 from tessera.train.callbacks import Callback
 from tessera.train.side_channel import SideChannel
@@ -69,8 +70,11 @@ class Watch(Callback):
         self._moved_at = time.monotonic()
         self._count = 0
         self._channel = SideChannel(trainer.world, self.interval, self._look)
+        # By the names their author gave them; a stage of a pipeline has some of the blocks.
+        parts = {clean(name): part for name, part in trainer.module.named_modules()}
         for path in self.blocks:
-            self._follow(path, trainer.module.get_submodule(path))
+            if path in parts:
+                self._follow(path, parts[path])
         self._thinker = threading.Thread(target=self._think, name="tessera-watch", daemon=True)
         self._thinker.start()
 

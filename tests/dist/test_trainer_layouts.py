@@ -1,4 +1,4 @@
-"""Any split of the same global batch gives the same training: micro-batches, ranks, recompute, and a change of ranks."""
+"""Any split of a global batch gives the same training: micro-batches, ranks, recompute, and a change of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tessera.train.callbacks import Callback, StepResult
+from tessera.train.callbacks import Callback
 from tessera.train.run import Run, resume, train
 from tests.dist.spawn import run_ranks
 from tests.toys.callbacks import StopAt

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "train": {"core", "models", "data", "parallel", "checkpoint", "optim", "tasks"},
     "infer": {"core", "models", "nn", "data", "parallel", "checkpoint"},
     "evaluate": {"core", "data", "infer", "train"},
-    "tools": {"core", "data", "models", "checkpoint", "parallel", "train", "infer", "evaluate"},
+    "tools": {"core", "data", "models", "checkpoint", "optim", "parallel", "tasks", "train", "infer", "evaluate"},
     "api": {"core", "parallel", "train", "infer", "evaluate", "tools"},
     "cli": {"core", "train", "infer", "evaluate", "tools", "api"},
 }

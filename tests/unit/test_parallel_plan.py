@@ -26,8 +26,8 @@ def test_a_plan_of_72b_on_a_thousand_ranks_is_made_on_a_laptop() -> None:
     assert not dist.is_initialized()
     assert (made.replicate, made.shard, made.param_dtype) == (16, 64, torch.bfloat16)
     assert 72e9 < made.parameters < 75e9
-    assert made.parameter_bytes == pytest.approx(made.parameters * 4 / 64, rel=0.01)
-    assert made.optimizer_bytes == pytest.approx(2 * made.gradient_bytes, rel=0.01)
+    assert made.heaviest.parameters == pytest.approx(made.parameters * 4 / 64, rel=0.01)
+    assert made.heaviest.optimizer == pytest.approx(2 * made.heaviest.gradients, rel=0.01)
     assert "16 replicated x 64 sharded" in made.describe()
 
 
@@ -42,7 +42,7 @@ def test_frozen_towers_have_no_gradients() -> None:
     whole = plan()
     assert all(name.startswith(("vision.", "projector.")) for name in made.frozen)
     assert made.trained < whole.trained == whole.parameters
-    assert made.gradient_bytes == made.trained * 4
+    assert made.heaviest.gradients == made.trained * 4
 
 
 LAYERS = "text.layers.{*}"
@@ -116,10 +116,10 @@ def test_ignored_towers_are_whole_and_no_blocks() -> None:
     sharded = plan(2, model__freeze=["vision"], parallel__param_dtype="bfloat16")
     assert all(path.startswith("text.") for path in made.blocks)
     # Whole in bf16 or half of it in fp32 is the same number of bytes.
-    assert made.parameter_bytes == pytest.approx(sharded.parameter_bytes, rel=0.01)
-    whole = plan(8, model__freeze=["vision"], parallel__ignore=["vision"]).parameter_bytes
-    assert whole > 2 * plan(8, model__freeze=["vision"]).parameter_bytes
-    assert made.gradient_bytes == sharded.gradient_bytes
+    assert made.heaviest.parameters == pytest.approx(sharded.heaviest.parameters, rel=0.01)
+    whole = plan(8, model__freeze=["vision"], parallel__ignore=["vision"]).heaviest.parameters
+    assert whole > 2 * plan(8, model__freeze=["vision"]).heaviest.parameters
+    assert made.heaviest.gradients == sharded.heaviest.gradients
 
 
 def test_the_text_names_every_memory_form() -> None:

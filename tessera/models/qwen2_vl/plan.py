@@ -48,6 +48,7 @@ def plan(config: Qwen2VLConfig) -> ModelPlan:
             "text.layers.{*}.attn.{k,v}": text.num_key_value_heads,
         },
         towers={"vision": "vision"},
+        tied={"head": "text.embed"} if config.tie_word_embeddings else {},
     )
 
 

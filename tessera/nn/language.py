@@ -1,0 +1,75 @@
+"""A language model without further senses. It knows no family: the tower comes as a module."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from tessera.core.types import Batch, LanguageOutput
+from tessera.nn.cache import CacheStep, KVCache
+from tessera.nn.decoder import TextDecoder
+from tessera.nn.moe import TokenRows
+
+
+class LanguageModel(nn.Module):
+    """Batch: `tokens` [T], `positions` [T] or [3, T], segments "text".
+
+    Parts that are None lie in another stage of a pipeline: then the model goes on from the `carry` of the stage before,
+    or returns its own for the next one. Text begins in the stage that gets none.
+    """
+
+    def __init__(self, text: TextDecoder, head: nn.Module, initializer_range: float) -> None:
+        super().__init__()
+        self.text = text
+        self.head: nn.Module | None = head
+        self.token_rows = TokenRows() if text.routed else None
+        self.initializer_range = initializer_range
+
+    def forward(
+        self,
+        batch: Batch,
+        logits: bool | Literal["last"] = False,
+        cache: KVCache | None = None,
+        carry: Tensor | None = None,
+    ) -> LanguageOutput | Tensor:
+        """`logits="last"` gives those of the last token of each segment only. An empty cache is filled, one row per
+        segment; a filled one is read, and takes one more token per row."""
+        decoding = cache is not None and not cache.empty
+        step = self._cache_step(batch, cache)
+        segments = None if decoding else batch.segments["text"]
+        x = self.text.embed(batch["tokens"]) if carry is None else carry
+        # Where nobody gave labels nothing is trained, and nothing is to be balanced.
+        rows = None if self.token_rows is None or "labels" not in batch else self.token_rows(batch)
+        hidden: Tensor = self.text(x, batch["positions"], segments, step, rows)
+        if step is not None:
+            step.commit()
+        if self.head is None:
+            return hidden
+        if not logits:
+            return LanguageOutput(hidden, self.head)
+        wanted = hidden
+        if logits == "last" and segments is not None:
+            wanted = hidden.index_select(0, segments.bounds[1:] - 1)
+        return LanguageOutput(hidden, self.head, self.head(wanted))
+
+    def _cache_step(self, batch: Batch, cache: KVCache | None) -> CacheStep | None:
+        if cache is None:
+            return None
+        count = batch["tokens"].shape[0]
+        return cache.prefill(batch.segments["text"], count) if cache.empty else cache.decode(count)
+
+    def new_cache(self, rows: int, capacity: int, device: torch.device | str | None = None) -> KVCache:
+        return KVCache(rows, capacity, next(self.parameters()).device if device is None else device)
+
+    @torch.no_grad()
+    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fills the whole tensor of parameter `name` as a new model starts with it."""
+        *path, kind = name.split(".")
+        if kind == "bias":
+            tensor.zero_()
+        elif path[-1].endswith("norm"):
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, self.initializer_range, generator=generator)

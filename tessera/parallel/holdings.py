@@ -1,0 +1,116 @@
+"""What a rank will hold: the shape of its part of every parameter, and the bytes that makes. Needs no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+from tessera.core.types import TensorStyle
+from tessera.parallel.axes import COPY, COPY_EXPERTS, COPY_TOWER, TENSOR, TENSOR_TOWER, TP_REST, Axes
+from tessera.parallel.plan_cut import PipelinePlan
+from tessera.parallel.plan_experts import ExpertPlan
+from tessera.parallel.plan_tensor import TensorPlan
+
+ADAMW_STATES = 2  # exp_avg and exp_avg_sq, each of a parameter's own shape and type
+ADAMW_STEP_BYTES = 4  # and one number that counts its steps
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter as one rank has it: what it computes with, and which ranks share that."""
+
+    name: str
+    shape: tuple[int, ...]  # after cutting over tp and ep; what is gathered before it is used
+    view: str  # the ranks that share it
+    shared_by: int
+    trained: bool
+    whole: bool = False  # every rank keeps all of it: an ignored module
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def held(self) -> int:
+        """Numbers on the first of the ranks that share it, which has the most: shares are equal chunks of rows."""
+        if self.whole or not self.shape:
+            return self.numel
+        return -(-self.shape[0] // self.shared_by) * prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on a rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def pieces(
+    module: nn.Module,
+    axes: Axes,
+    *,
+    tensor: TensorPlan | None,
+    experts: ExpertPlan | None,
+    frozen: Sequence[str],
+    ignored: Sequence[str],
+) -> list[Piece]:
+    """Of the whole model, in its order."""
+    untrained = set(frozen)
+    found = []
+    for name, parameter in module.named_parameters():
+        in_tower = tensor is not None and _inside(name, tensor.towers)
+        in_experts = experts is not None and _inside(name, experts.modules)
+        view = COPY_EXPERTS if in_experts else COPY_TOWER if in_tower and TP_REST in axes.root else COPY
+        shape = list(parameter.shape)
+        if in_experts and experts is not None:
+            shape[0] //= experts.ep
+        if tensor is not None:
+            style = tensor.styles[name]
+            dim = _cut_dimension(style, shape)
+            if dim is not None:
+                shape[dim] //= axes.size(TENSOR_TOWER if in_tower else TENSOR)
+        found.append(Piece(name, tuple(shape), view, axes.size(view), name not in untrained, _inside(name, ignored)))
+    return found
+
+
+def _cut_dimension(style: TensorStyle, shape: Sequence[int]) -> int | None:
+    """Of a linear layer's weight [out, in] or bias [out]; experts have a dimension more, in front."""
+    if style in ("column", "vocab"):
+        return 1 if len(shape) == 3 else 0
+    if style == "row":
+        return len(shape) - 1
+    return None
+
+
+def of_stage(parts: Sequence[Piece], pipeline: PipelinePlan | None, position: int) -> list[Piece]:
+    """The pieces of a rank at this position of a pipeline; a copied table counts once for each stage that has it."""
+    if pipeline is None:
+        return list(parts)
+    modules = [path for stage in pipeline.stages_of(position) for path in pipeline.stages[stage].modules]
+    found = [piece for piece in parts if _inside(piece.name, modules)]
+    if len(pipeline.stages) - 1 in pipeline.stages_of(position):
+        found += [piece for piece in parts if piece.name in pipeline.copies]
+    return found
+
+
+def held(parts: Sequence[Piece], kept: torch.dtype, computed: torch.dtype) -> Held:
+    """Of fully sharded training with AdamW. What is ignored is kept in the type that is computed with."""
+    size = {piece.name: piece.held * (computed if piece.whole else kept).itemsize for piece in parts}
+    parameters = sum(piece.held * (computed if piece.whole else kept).itemsize for piece in parts)
+    trained = [piece for piece in parts if piece.trained]
+    gradients = sum(size[piece.name] for piece in trained)
+    return Held(parameters, gradients, ADAMW_STATES * gradients + ADAMW_STEP_BYTES * len(trained))
+
+
+def _inside(name: str, paths: Sequence[str] | Mapping[str, object]) -> bool:
+    return any(name.startswith(path + ".") for path in paths)

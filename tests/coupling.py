@@ -1,0 +1,112 @@
+"""What combines with what: every pair of features put to the validator.
+
+`python -m tests.coupling` writes the table into docs/how-to/choose-a-layout.md; a test compares, so that page and
+validator cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import tessera
+from tessera.core.errors import TesseraError
+
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "choose-a-layout.md"
+BEGIN, END = "<!-- coupling: begin -->", "<!-- coupling: end -->"
+
+TEXT = {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
+VISION_LANGUAGE = {"family": "qwen2_vl", "preset": "quickstart", "config": {"text": TEXT, "tie_word_embeddings": False}}
+EXPERTS = {"family": "tests.toys.moe_decoder", "config": {"layers": 8}}
+LAYERS = "text.layers.{*}"
+
+
+@dataclass(frozen=True)
+class Feature:
+    name: str
+    parallel: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+    needs_experts: bool = False
+    needs_tower: bool = False
+
+
+FEATURES = [
+    Feature("fsdp", {}),
+    Feature("hsdp", {"shard": 2}),
+    Feature("tp", {"tp": 2}),
+    Feature("tp + sequence", {"tp": 2, "sequence_parallel": True}),
+    Feature("gpipe, 1f1b", {"pp": 2, "schedule": "1f1b"}),
+    Feature("interleaved", {"pp": 2, "schedule": "interleaved", "virtual": 2}),
+    Feature("interleaved-zb", {"pp": 2, "schedule": "interleaved-zb", "virtual": 2}),
+    Feature("zbv", {"pp": 2, "schedule": "zbv"}),
+    Feature("ulysses", {"cp": 2}),
+    Feature("ring", {"cp": 2, "ulysses": 1}),
+    Feature("ep", {"ep": 2}, needs_experts=True),
+    Feature("tower split", {"tp": 2, "towers": {"vision": {"tp": 1}}}, needs_tower=True),
+    Feature("recompute", {"recompute": [LAYERS + ".mlp"]}),
+    Feature("reentrant", {"recompute": [LAYERS + ".mlp"], "use_reentrant": True}),
+    Feature("swap", {"swap": [LAYERS + ".attn"]}),
+    Feature("offload", {"offload": True}),
+    Feature("frozen tower", {}, {"freeze": ["vision"]}, needs_tower=True),
+]
+
+
+def refusal(one: Feature, other: Feature) -> str | None:
+    """Why the validator will not have both; None: it will."""
+    parallel = {**one.parallel, **other.parallel}
+    world = 4 * prod(parallel.get(degree, 1) for degree in ("tp", "pp", "cp"))
+    base = EXPERTS if one.needs_experts or other.needs_experts else VISION_LANGUAGE
+    recipe = {
+        "model": {**base, **one.model, **other.model},
+        "data": {"length": 64},
+        "train": {"steps": 1, "global_batch": 32},
+        "parallel": parallel,
+    }
+    try:
+        tessera.plan(recipe, world=world)
+    except TesseraError as error:
+        return error.what
+    return None
+
+
+def asked(one: Feature, other: Feature) -> bool:
+    """Two values of one key are not a combination."""
+    if (one.needs_experts or other.needs_experts) and (one.needs_tower or other.needs_tower):
+        return False  # no model has both yet
+    return all(other.parallel.get(key, value) == value for key, value in one.parallel.items())
+
+
+def table() -> str:
+    reasons: dict[str, int] = {}
+    lines = ["| |" + "|".join(f" {feature.name} " for feature in FEATURES) + "|", "|---|" + "---|" * len(FEATURES)]
+    for row, one in enumerate(FEATURES):
+        cells = []
+        for column, other in enumerate(FEATURES):
+            if column >= row:
+                cells.append("")
+            elif not asked(one, other):
+                cells.append("·")
+            else:
+                why = refusal(one, other)
+                cells.append("yes" if why is None else f"no ({reasons.setdefault(why, len(reasons) + 1)})")
+        lines.append(f"| {one.name} |" + "|".join(f" {cell} " for cell in cells) + "|")
+    notes = [f"{number}. {why}" for why, number in reasons.items()]
+    return "\n".join([*lines, "", "· : two values of one key, or no model that has both.", "", *notes])
+
+
+def in_page(text: str) -> str:
+    found = re.search(re.escape(BEGIN) + r"\n(.*?)\n" + re.escape(END), text, re.DOTALL)
+    assert found is not None, f"{PAGE.name} has no place for the table"
+    return found[1]
+
+
+def main() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(text.replace(in_page(text), table()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

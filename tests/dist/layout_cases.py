@@ -1,0 +1,249 @@
+"""The rows of the table of layouts. The first list of each kind is part of `make test`; `make layouts` has all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.dist.layouts import Case
+from tests.toys.chat_set import MODEL
+
+LAYERS, BLOCKS = "text.layers.{*}", "vision.blocks.{*}"
+UNTIED = {"model.config": {**MODEL, "tie_word_embeddings": False}}
+FROZEN = {"model.freeze": ["vision"]}
+CLIPPED = {"optim.clip_norm": 0.05}
+SEQUENCE = {"tp": 2, "sequence_parallel": True}
+RING = {"cp": 2, "ulysses": 1}
+WHOLE_TOWER = {"towers": {"vision": {"tp": 1}}}
+
+# ---------------------------------------------------------------------------------------------- sharding and memory
+
+MEMORY = [
+    Case("fsdp 2", 2),
+    Case("fsdp 4", 4),
+    Case("hsdp 2x2", 4, {"shard": 2}),
+    Case("fsdp 2, kept after forward", 2, {"reshard_after_forward": False}),
+    Case("fsdp 4, 2 ranks share after forward", 4, {"reshard_after_forward": 2}),
+    Case("prefetch 2 forward, 2 backward", 2, {"prefetch_forward": 2, "prefetch_backward": 2}),
+    Case("recompute all", 2, {"recompute": [LAYERS, BLOCKS]}),
+    Case("recompute reentrant", 2, {"recompute": [LAYERS, BLOCKS], "use_reentrant": True}),
+    Case("recompute all but products", 2, {"recompute": [{"modules": LAYERS, "keep": "matmul"}]}),
+    Case("recompute all but attention", 2, {"recompute": [{"modules": LAYERS, "keep": "attention"}, BLOCKS]}),
+    Case("swap attention", 2, {"swap": [LAYERS + ".attn", BLOCKS + ".attn"]}),
+    Case("offload", 2, {"offload": True}),
+    Case("offload on one rank", 1, {"offload": True}),
+    Case("accumulate locally", 2, {"accumulate": "local"}),
+    Case("frozen vision", 2, {}, FROZEN),
+    Case("frozen vision, ignored", 2, {"ignore": ["vision"]}, FROZEN),
+    Case("untied head", 2, {}, UNTIED),
+    Case("fsdp 2, clipped", 2, {}, CLIPPED),
+]
+MORE_MEMORY = [
+    Case("replicated 2", 2, {"shard": 1}),
+    Case("replicated 4", 4, {"shard": 1}),
+    Case("hsdp 2x2, kept after forward", 4, {"shard": 2, "reshard_after_forward": False}),
+    *(Case(f"prefetch {f}/{b}", 2, {"prefetch_forward": f, "prefetch_backward": b}) for f, b in ((1, 0), (0, 1))),
+    Case("prefetch 9/9", 2, {"prefetch_forward": 9, "prefetch_backward": 9}),
+    Case("hsdp 2x2, prefetch 1/1", 4, {"shard": 2, "prefetch_forward": 1, "prefetch_backward": 1}),
+    Case("recompute activations", 2, {"recompute_activation": [LAYERS + ".mlp", BLOCKS + ".mlp"]}),
+    Case("recompute norms", 2, {"recompute_norm": [LAYERS, BLOCKS]}),
+    Case("swap layers", 2, {"swap": [LAYERS, BLOCKS]}),
+    Case("swap attention, recompute mlp", 2, {"swap": [LAYERS + ".attn"], "recompute": [LAYERS + ".mlp"]}),
+    Case("offload, hsdp 2x2", 4, {"offload": True, "shard": 2}),
+    Case("offload, recompute, prefetch", 2, {"offload": True, "recompute": [LAYERS], "prefetch_forward": 1}),
+    Case("accumulate locally, hsdp 2x2", 4, {"accumulate": "local", "shard": 2}),
+    Case("wrap mlps alone", 2, {"wrap": [LAYERS + ".mlp"]}),
+    Case("wrap layers and their mlps", 2, {"wrap": [LAYERS, LAYERS + ".mlp"], "recompute": [LAYERS]}),
+    Case("groups half frozen", 2, {"prefetch_backward": 1}, {"model.freeze": [LAYERS + ".mlp", "vision.patch_embed"]}),
+    Case("frozen behind trained", 2, {"recompute": [BLOCKS], "use_reentrant": True},
+         {"model.freeze": ["vision.patch_embed"]}),
+    Case("frozen vision, prefetch 2/2", 2, {"prefetch_forward": 2, "prefetch_backward": 2}, FROZEN),
+    Case("frozen vision, offload", 2, {"offload": True}, FROZEN),
+    Case("frozen vision, ignored, offload", 2, {"offload": True, "ignore": ["vision"]}, FROZEN),
+    Case("frozen text", 2, {"recompute": [LAYERS]}, {"model.freeze": ["text"]}),
+    Case("untied head, fsdp 4, offload", 4, {"offload": True}, UNTIED),
+]  # fmt: skip
+
+# ---------------------------------------------------------------------------------------------- tensor
+
+
+def text(**settings: Any) -> dict[str, Any]:
+    return {"model.config": {**MODEL, "text": {**MODEL["text"], **settings}}}
+
+
+FOUR_HEADS = {
+    "model.config": {
+        "text": {**MODEL["text"], "num_key_value_heads": 4},
+        "vision": {**MODEL["vision"], "num_heads": 4, "embed_dim": 32},
+    }
+}
+ALL_BUT_PRODUCTS = {"recompute": [{"modules": LAYERS, "keep": "matmul"}, BLOCKS]}
+TENSOR = [
+    Case("tp 2", 2, {"tp": 2}),
+    Case("tp 2, sequence, untied", 2, SEQUENCE, UNTIED),
+    Case("tp 2, sequence, recompute all but products", 2, {**SEQUENCE, **ALL_BUT_PRODUCTS}),
+    Case("tp 2, whole tower, pictures dealt", 2, {"tp": 2, **WHOLE_TOWER}),
+    Case("tp 2 x fsdp 2, sequence, clipped", 4, SEQUENCE, CLIPPED),
+    Case("tp 4, sequence", 4, {**SEQUENCE, "tp": 4}, FOUR_HEADS),
+]
+MORE_TENSOR = [
+    Case("tp 2, sequence", 2, SEQUENCE),
+    Case("tp 2, untied", 2, {"tp": 2}, UNTIED),
+    Case("tp 2, sequence, frozen text", 2, SEQUENCE, {"model.freeze": ["text"]}),
+    Case("tp 2, frozen vision", 2, {"tp": 2}, FROZEN),
+    Case("tp 2, recompute reentrant", 2, {"tp": 2, "recompute": [LAYERS, BLOCKS], "use_reentrant": True}),
+    Case("tp 2, offload", 2, {"tp": 2, "offload": True}),
+    Case("tp 2, swap attention", 2, {"tp": 2, "swap": [LAYERS + ".attn", BLOCKS + ".attn"]}),
+    Case("tp 2, backend megatron", 2, {"tp": 2, "backend": "megatron"}),
+    Case("tp 2 x fsdp 2, recompute", 4, {"tp": 2, "recompute": [LAYERS, BLOCKS]}),
+    Case("tp 2 x fsdp 2, sequence, untied", 4, SEQUENCE, UNTIED),
+    Case("tp 2 x replicated 2", 4, {"tp": 2, "shard": 1}),
+    Case("tp 4, tower tp 2, pictures dealt", 4, {"tp": 4, "towers": {"vision": {"tp": 2}}}, FOUR_HEADS),
+    Case("tp 2 x fsdp 2, whole tower, pictures dealt", 4, {"tp": 2, **WHOLE_TOWER}),
+]
+
+# ---------------------------------------------------------------------------------------------- pipeline
+
+# One sample to a row, in order: every third is text alone, so that it falls into the middle of a step.
+ORDERED: dict[str, Any] = {"data.pack": False, "data.shuffle": False}
+FOUR_LAYERS = {"text": {**MODEL["text"], "num_hidden_layers": 4}, "vision": MODEL["vision"]}
+DEEP: dict[str, Any] = {**ORDERED, "model.config": FOUR_LAYERS}  # 2 vision and 4 text layers, tied
+APART: dict[str, Any] = {**ORDERED, "model.config": {**FOUR_LAYERS, "tie_word_embeddings": False}}
+# Frozen vision, and a rate of its own for what only the last stage has.
+STILL: dict[str, Any] = {**APART, **FROZEN, "optim.groups": [{"pattern": "head", "lr": 1e-4}]}
+WIDE: dict[str, Any] = {**DEEP, "train.global_batch": 8}
+IN_TOWER = {"vision": [1, 1, 0, 0], "text": [0, 0, 3, 1]}
+ZB = {"pp": 2, "schedule": "interleaved-zb"}
+ZBV = {"pp": 2, "schedule": "zbv"}
+PIPELINE = [
+    Case("gpipe, empty lists", 2, {"pp": 2, "schedule": "gpipe", "layers": {"vision": [2, 0], "text": [0, 4]}}, DEEP),
+    Case("1f1b, uneven", 2, {"pp": 2, "layers": {"vision": [2, 0], "text": [1, 3]}}, DEEP),
+    Case("interleaved", 2, {"pp": 2, "virtual": 2, "layers": {"vision": [2, 0, 0, 0], "text": [0, 1, 1, 2]}}, DEEP),
+    Case("interleaved-zb, cut in the tower", 2, {**ZB, "virtual": 2, "layers": IN_TOWER}, DEEP),
+    Case("zbv, cut in the tower", 2, {**ZBV, "layers": IN_TOWER}, DEEP),
+    Case("1f1b, frozen vision", 2, {"pp": 2, "layers": {"vision": [2, 0], "text": [0, 4]}}, STILL),
+    Case("pp 2 x fsdp 2, clipped", 4, {"pp": 2}, {**WIDE, **CLIPPED}),
+]
+MORE_PIPELINE = [
+    Case("gpipe, by cost", 2, {"pp": 2, "schedule": "gpipe"}, APART),
+    Case("1f1b, by cost, untied", 2, {"pp": 2}, APART),
+    Case("1f1b, cut in the tower", 2, {"pp": 2, "layers": {"vision": [1, 1], "text": [0, 4]}}, DEEP),
+    Case("interleaved, by cost, untied", 2, {"pp": 2, "virtual": 2}, APART),
+    Case("interleaved-zb, one stage each", 2, {**ZB, "layers": {"vision": [1, 1], "text": [0, 4]}}, DEEP),
+    Case("interleaved-zb, by cost, untied", 2, {**ZB, "virtual": 2}, APART),
+    Case("zbv, by cost, untied", 2, ZBV, APART),
+    Case("zbv, frozen vision", 2, {**ZBV, "layers": IN_TOWER}, STILL),
+    Case("1f1b, recompute and swap", 2, {"pp": 2, "recompute": [BLOCKS], "swap": [LAYERS + ".attn"]}, APART),
+    Case("1f1b, offload", 2, {"pp": 2, "offload": True}, APART),
+    Case("pp 2 x replicated 2, zbv", 4, {**ZBV, "shard": 1}, WIDE),
+    Case("pp 2 x fsdp 2, interleaved-zb", 4, {**ZB, "virtual": 2}, WIDE),
+    Case("pp 4", 4, {"pp": 4}, DEEP),
+]
+
+# ---------------------------------------------------------------------------------------------- context
+
+
+def heads(queries: int, keys: int) -> dict[str, Any]:
+    return text(num_attention_heads=queries, num_key_value_heads=keys, head_dim=8)
+
+
+KEEP_ATTENTION = {"recompute": [{"modules": LAYERS, "keep": "attention"}]}
+CONTEXT = [
+    Case("ulysses 2, 3 heads, 1 key head, 191 tokens", 2, {"cp": 2}, {**heads(3, 1), "data.length": 191}),
+    Case("ring 2", 2, RING),
+    Case("ring 2, two rows of 189, recompute", 2, {**RING, "recompute": [LAYERS, BLOCKS]},
+         {"data.length": 189, "train.micro_batch": 2}),
+    Case("ring 2, patches shared", 2, {**RING, "towers": {"vision": {"cp": 2}}}),
+    Case("ring 2 x ulysses 2, 3 heads, 190 tokens", 4, {"cp": 4, "ulysses": 2}, {**heads(3, 3), "data.length": 190}),
+    Case("ulysses 2 x fsdp 2, clipped", 4, {"cp": 2}, CLIPPED),
+]  # fmt: skip
+MORE_CONTEXT = [
+    Case("ulysses 2", 2, {"cp": 2}),
+    Case("ulysses 2, recompute all but attention", 2, {"cp": 2, **KEEP_ATTENTION}),
+    Case("ulysses 2, patches shared", 2, {"cp": 2, "towers": {"vision": {"cp": 2}}}),
+    Case("ulysses 2, frozen vision", 2, {"cp": 2}, FROZEN),
+    Case("ulysses 2, offload", 2, {"cp": 2, "offload": True}),
+    Case("ring 2, swap attention", 2, {**RING, "swap": [LAYERS + ".attn"]}),
+    Case("ring 2, reentrant", 2, {**RING, "recompute": [LAYERS], "use_reentrant": True}),
+    Case("ring 4", 4, {"cp": 4, "ulysses": 1}),
+    Case("ring 2 x replicated 2", 4, {**RING, "shard": 1}),
+]
+
+# ---------------------------------------------------------------------------------------------- experts
+
+
+def experts(
+    name: str, world: int, parallel: dict[str, Any], split: dict[str, Any] | None = None, **config: Any
+) -> Case:
+    freeze = config.pop("freeze", None)
+    model: dict[str, Any] = {"model.config": config} if config else {}
+    return Case(name, world, parallel, model | ({"model.freeze": freeze} if freeze else {}), "experts", split or {})
+
+
+STEERED = {"balance": 0.0, "bias_rate": 0.01, "scores": "sigmoid"}
+BOTH = {**STEERED, "balance": 0.1, "layers": 4}
+EXPERTS = [
+    experts("experts, other micro-batches", 1, {}, {"train.micro_batch": 4}),
+    experts("ep 2", 2, {"ep": 2}),
+    experts("ep 2, bias, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, **STEERED),
+    experts("experts, tp 2, sequence, bias", 2, SEQUENCE, **STEERED),
+    experts("experts, cp 2 ring", 2, RING, {"train.micro_batch": 2}),
+    experts("experts, interleaved-zb, loss and bias", 2, {**ZB, "virtual": 2}, **BOTH),
+    experts("ep 2 x fsdp 2, uneven shards", 4, {"ep": 2}, experts=6),
+    experts("ep 2 x tp 2, sequence", 4, {**SEQUENCE, "ep": 2}),
+]
+MORE_EXPERTS = [
+    experts("experts, fsdp 2", 2, {}),
+    experts("ep 2, dense first layer, tied, accumulate locally", 2, {"ep": 2, "accumulate": "local"},
+            layers=3, dense_layers=1, tied=True),
+    experts("ep 2, micro-batches of 2", 2, {"ep": 2}, {"train.micro_batch": 2}),
+    experts("ep 2, recompute experts alone", 2, {"ep": 2, "recompute": ["text.layers.{*}.mlp"]}),
+    experts("ep 2, reentrant", 2, {"ep": 2, "recompute": [LAYERS], "use_reentrant": True}),
+    experts("ep 2, offload, bias", 2, {"ep": 2, "offload": True}, **STEERED),
+    experts("ep 2, frozen experts, bias", 2, {"ep": 2}, freeze=["text.layers.{*}.mlp.experts"], **STEERED),
+    experts("ep 2, frozen routers", 2, {"ep": 2}, freeze=["text.layers.{*}.mlp.router", "text.embed"]),
+    experts("ep 2, swap", 2, {"ep": 2, "swap": ["text.layers.{*}.mlp"]}),
+    experts("ep 2, eager", 2, {"ep": 2}, implementation="eager"),
+    experts("experts, tp 2", 2, {"tp": 2}),
+    experts("experts, tp 2, bias", 2, {"tp": 2}, **STEERED),
+    experts("experts, ulysses 2, bias", 2, {"cp": 2}, **STEERED),
+    experts("experts, pp 2", 2, {"pp": 2}),
+    experts("experts, interleaved, tied, bias", 2, {"pp": 2, "virtual": 2}, tied=True, **BOTH),
+    experts("ep 4", 4, {"ep": 4}),
+    experts("ep 2 x replicated 2, bias", 4, {"ep": 2, "shard": 2}, **STEERED),
+    experts("ep 2 x tp 2, bias", 4, {"ep": 2, "tp": 2}, **STEERED),
+    experts("ep 2 x ulysses 2", 4, {"ep": 2, "cp": 2}),
+    experts("ep 2 x pp 2", 4, {"ep": 2, "pp": 2}),
+    experts("experts, cp 2 x tp 2, sequence, bias", 4, {**SEQUENCE, "cp": 2}, **STEERED),
+]  # fmt: skip
+
+# ---------------------------------------------------------------------------------------------- several at once
+
+DEEP_WIDE = {**WIDE, "model.config": FOUR_LAYERS}
+MIXED = [
+    Case("pp 2 x tp 2, sequence", 4, {"pp": 2, **SEQUENCE}, DEEP),
+    Case("tp 2 x ring 2, sequence, pictures dealt", 4, {**SEQUENCE, **RING, **WHOLE_TOWER}),
+]
+MORE_MIXED = [
+    Case("tp 2 x ulysses 2", 4, {"tp": 2, "cp": 2}),
+    Case("tp 2 x ulysses 2, sequence", 4, {**SEQUENCE, "cp": 2}),
+    Case("tp 2 x ulysses 2, dealt, patches shared", 4,
+         {"cp": 2, "tp": 2, "towers": {"vision": {"tp": 1, "cp": 2}}}),
+    Case("pp 2 x tp 2", 4, {"pp": 2, "tp": 2}, DEEP),
+    Case("pp 2 x tp 2, zbv, sequence", 4, {**ZBV, **SEQUENCE}, DEEP),
+    Case("pp 2 x tp 2, pictures dealt", 4, {"pp": 2, "tp": 2, **WHOLE_TOWER}, DEEP),
+    Case("pp 2 x ulysses 2", 4, {"pp": 2, "cp": 2}, DEEP),
+    Case("pp 2 x ring 2, cut in the tower", 4, {"pp": 2, **RING, "layers": {"vision": [1, 1], "text": [0, 4]}}, DEEP),
+    Case("zbv x ulysses 2", 4, {**ZBV, "cp": 2}, DEEP),
+    Case("interleaved-zb x ring 2", 4, {**ZB, "virtual": 2, **RING}, DEEP),
+    Case("pp 2 x tp 2 x fsdp 2", 8, {"pp": 2, "tp": 2}, WIDE),
+    Case("tp 2 x ring 2 x fsdp 2, sequence", 8, {**SEQUENCE, **RING}, {"train.global_batch": 8}),
+    Case("pp 2 x ulysses 2 x tp 2", 8, {"pp": 2, "cp": 2, "tp": 2}, DEEP),
+    experts("ep 2 x tp 2 x fsdp 2", 8, {"ep": 2, "tp": 2}),
+    experts("ep 2 x pp 2 x ulysses 2", 8, {"ep": 2, "pp": 2, "cp": 2}),
+]  # fmt: skip
+
+ESSENTIAL = [*MEMORY, *TENSOR, *PIPELINE, *CONTEXT, *EXPERTS, *MIXED]
+EVERY = [
+    *MEMORY, *MORE_MEMORY, *TENSOR, *MORE_TENSOR, *PIPELINE, *MORE_PIPELINE, *CONTEXT, *MORE_CONTEXT,
+    *EXPERTS, *MORE_EXPERTS, *MIXED, *MORE_MIXED,
+]  # fmt: skip

@@ -1,0 +1,223 @@
+"""A pipeline trains, evaluates, saves, exports and answers like one process, under every schedule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import load_config
+from tessera.core.types import Batch, Message, Part, Sample
+from tessera.infer.generate import generate
+from tessera.infer.sampling import Sampling
+from tessera.parallel.apply import initialize, parallelize
+from tessera.parallel.mesh import build_mesh
+from tessera.parallel.pipeline_chain import PipelinedModel
+from tessera.parallel.stages import Stages
+from tessera.train.build import build_processor, describe
+from tessera.train.callbacks import Callback, StepResult
+from tessera.train.run import resume, train
+from tessera.train.watch import Watch
+from tests.dist.layout_cases import DEEP, FOUR_LAYERS, IN_TOWER, PIPELINE
+from tests.dist.layouts import LIMIT, good, measure, recipe_of
+from tests.dist.spawn import run_ranks
+from tests.toys.chat_set import chat_recipe, write_chat_set
+
+ONE_RANK = {"vision": [2, 0, 0, 0], "text": [0, 1, 1, 2]}  # by zbv, the table that embeds and its copy lie on rank 0
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    return measure(PIPELINE, tmp_path_factory.mktemp("pipelines"))
+
+
+@pytest.mark.parametrize("name", [case.name for case in PIPELINE])
+def test_a_pipeline_trains_like_one_process(name: str, measured: Any) -> None:
+    assert good(measured[name]), measured[name]
+
+
+# ---------------------------------------------------------------------------------------------- what they saw
+
+
+class Seen(Callback):
+    """Pictures of each micro-batch, losses of training and evaluation, and the blocks that the watch followed."""
+
+    def __init__(self) -> None:
+        self.pictures: list[list[int]] = []
+        self.losses: list[float] = []
+        self.held_out: list[float] = []
+        self.watched = ""
+
+    def on_step_end(self, trainer: Any, result: StepResult) -> None:
+        self.pictures.append([batch.counts["images"] for batch in result.microbatches])
+        self.losses.append(float(result.loss))
+        self.watched = next((c.module for c in trainer.callbacks if isinstance(c, Watch)), "")
+
+    def on_eval(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self.held_out.append(metrics["loss"])
+
+
+def run(rank: int, world: int, recipe: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    seen = Seen()
+    train(recipe, overrides, callbacks=[seen])
+    return vars(seen)
+
+
+def go_on(rank: int, world: int, folder: Path, overrides: dict[str, Any]) -> list[float]:
+    seen = Seen()
+    resume(folder, overrides, callbacks=[seen])
+    return seen.losses
+
+
+def test_the_steps_have_text_alone_in_their_middle(tmp_path: Path) -> None:
+    recipe = recipe_of(write_chat_set(tmp_path / "data"), tmp_path)
+    pictures = run(0, 1, recipe, DEEP)["pictures"]
+    assert any(0 in step[1:-1] and any(step) for step in pictures), pictures
+
+
+def test_evaluation_and_the_watch_know_all_stages(tmp_path: Path) -> None:
+    """Three held-out rows on two data ranks: the last one is repeated and must not count twice."""
+    data = write_chat_set(tmp_path / "data")
+    recipe = chat_recipe(data, tmp_path / "one", steps=2, eval_every=1, eval_rows=3)
+    overrides = {**DEEP, "checkpoint.at_end": False, "checkpoint.every": 0}
+    alone = run(0, 1, recipe, overrides)
+    recipe["out"] = str(tmp_path / "four")
+    pipeline = {"parallel.pp": 2, "parallel.virtual": 2, "parallel.layers": IN_TOWER}
+    ranks = run_ranks(run, 4, recipe, {**overrides, **pipeline})
+    assert len(alone["held_out"]) == 2
+    for found in ranks:
+        assert found["held_out"] == pytest.approx(alone["held_out"], rel=LIMIT)
+        assert found["losses"] == pytest.approx(alone["losses"], rel=LIMIT)
+    # Each watched the blocks of its own stages: 0 and 2, 1 and 3.
+    assert [found["watched"].split(" of ")[1].rpartition(".")[0] for found in ranks] == ["vision.blocks"] * 4
+    assert [found["watched"][-1] for found in ranks] == ["0", "0", "1", "1"]
+
+
+class Refusing:
+    def inputs(self, batch: Batch) -> Batch:
+        return batch
+
+    def loss(self, outputs: Any, batch: Batch) -> Any:
+        raise TesseraError("not this batch", where="train.task")
+
+
+TASK = Refusing
+
+
+def refused(rank: int, world: int, recipe: dict[str, Any], overrides: dict[str, Any]) -> str:
+    with pytest.raises(TesseraError) as caught:
+        train(recipe, overrides)
+    return caught.value.what
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_what_a_stage_refuses_is_told_in_its_own_words(virtual: int, tmp_path: Path) -> None:
+    recipe = recipe_of(write_chat_set(tmp_path / "data"), tmp_path)
+    pipeline = {
+        "parallel.pp": 2,
+        "parallel.virtual": virtual,
+        "parallel.watch": False,
+        "train.task": "tests.dist.test_pipeline",
+    }
+    assert "not this batch" in run_ranks(refused, 2, recipe, {**DEEP, **pipeline})
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def test_checkpoints_and_exports_know_nothing_of_stages(tmp_path: Path) -> None:
+    data = write_chat_set(tmp_path / "data")
+    zbv = {"parallel.pp": 2, "parallel.schedule": "zbv", "parallel.layers": ONE_RANK}
+    fixed = {**DEEP, "checkpoint.every": 2, "checkpoint.export": True, "data.eval": [], "optim.eps": 1e-5}
+
+    def of(name: str) -> dict[str, Any]:
+        return chat_recipe(data, tmp_path / name, steps=4)
+
+    expected = run(0, 1, of("one"), fixed)["losses"]
+    assert run_ranks(run, 2, of("two"), {**fixed, **zbv})[0]["losses"] == pytest.approx(expected, rel=LIMIT)
+    tables = [
+        json.loads((tmp_path / name / "chat/checkpoints/step-00000002/tensors.json").read_text())["tensors"]
+        for name in ("one", "two")
+    ]
+    assert {name: entry["shape"] for name, entry in tables[0].items()} == {
+        name: entry["shape"] for name, entry in tables[1].items()
+    }
+    folders = [load_file(tmp_path / name / "chat/hf/model.safetensors") for name in ("one", "two")]
+    assert folders[0].keys() == folders[1].keys()
+    assert max(float((folders[0][key] - folders[1][key]).abs().max()) for key in folders[0]) < 1e-5
+
+    # From step 2 on, each goes on with what the other had saved.
+    for name in ("one", "two"):
+        for path in (tmp_path / name / "chat/checkpoints").glob("step-00000004*"):
+            (path / "manifest.json").unlink()
+    on_one = go_on(0, 1, tmp_path / "two/chat", {"parallel": {}})
+    on_two = run_ranks(go_on, 2, tmp_path / "one/chat", zbv)
+    assert on_one == pytest.approx(expected[2:], rel=LIMIT)
+    assert on_two[0] == on_two[1] == pytest.approx(expected[2:], rel=LIMIT)
+
+    # And both begin alike from the exported folder.
+    begin = {**DEEP, "model.path": str(tmp_path / "two/chat/hf"), "model.config": {}, "model.family": None}
+    begin = {**begin, "model.preset": None, "checkpoint.at_end": False, "data.eval": [], "train.steps": 1}
+    first = run(0, 1, of("from-one"), begin)["losses"]
+    assert run_ranks(run, 2, of("from-two"), {**begin, **zbv})[0]["losses"] == pytest.approx(first, rel=LIMIT)
+
+
+# ---------------------------------------------------------------------------------------------- answers
+
+
+# Weights large enough that an untrained model does not say one word for ever.
+TALKATIVE: dict[str, Any] = {
+    "model.config": {
+        **FOUR_LAYERS,
+        "text": {**FOUR_LAYERS["text"], "initializer_range": 0.5},
+        "tie_word_embeddings": False,
+    }
+}
+
+
+def answers(rank: int, world: int, recipe: dict[str, Any], overrides: dict[str, Any]) -> list[list[list[int]]]:
+    """To two questions at once, one with a picture; and to one without."""
+    device = torch.device("cpu")
+    config = load_config(recipe, overrides)
+    described = describe(config, world)
+    processor = build_processor(config, described)
+    assert processor is not None
+    mesh = build_mesh(described.plan.axes, device)
+    module = parallelize(described.module, described.plan, mesh, device)
+    initialize(module, 3, device)
+    model: Any = module.eval()
+    if isinstance(module, Stages):
+        model = PipelinedModel(module, described.plan, mesh, device)
+    look = Image.new("RGB", (20, 24), (200, 30, 60))
+    asks = [
+        Sample("a", (Message("user", (Part("image", look), Part("text", "Say red."))),)),
+        Sample("b", (Message("user", (Part("text", "Say tall old."),)),)),
+    ]
+    batches: list[Batch] = [processor.prompt(asks, [[look], []]), processor.prompt(asks[1:], [[]])]
+    return [
+        generate(model, batch, max_new_tokens=6, stop_tokens=processor.stop_tokens, sampling=Sampling())
+        for batch in batches
+    ]
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"pp": 2, "virtual": 2, "layers": {"vision": [1, 1, 0, 0], "text": [0, 0, 2, 2]}},
+        {"pp": 2, "schedule": "zbv"},
+        {"pp": 2, "layers": {"vision": [2, 0], "text": [1, 3]}},
+    ],
+    ids=["cut in the tower", "zbv", "1f1b"],
+)
+def test_answers_are_those_of_one_process(pipeline: dict[str, Any], tmp_path: Path) -> None:
+    recipe = recipe_of(write_chat_set(tmp_path / "data"), tmp_path)
+    (expected,) = run_ranks(answers, 1, recipe, TALKATIVE)
+    overrides = {**TALKATIVE, **{f"parallel.{key}": value for key, value in pipeline.items()}}
+    assert run_ranks(answers, 2, recipe, overrides) == [expected, expected]
+    assert len({token for batch in expected for row in batch for token in row}) > 2, expected

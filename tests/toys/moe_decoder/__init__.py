@@ -1,0 +1,130 @@
+"""A family of text decoders whose MLPs are mixtures of experts, in one folder and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from tessera.core.config import Section
+from tessera.core.types import Batch, Carry, ModelPlan, ModelSpec, Segments, Stage, TensorStyle
+from tessera.nn.decoder import DecoderShape, GatedMLP, TextDecoder
+from tessera.nn.language import LanguageModel
+from tessera.nn.moe import MoE, MoEShape
+from tessera.nn.vlm import TiedHead
+
+
+class MoEDecoderConfig(Section):
+    vocab: int = 64
+    hidden: int = 32
+    intermediate: int = 48  # of dense layers, which come first
+    layers: int = 2
+    dense_layers: int = 0
+    heads: int = 4
+    kv_heads: int = 2
+    experts: int = 4
+    expert_width: int = 16
+    top_k: int = 2
+    shared_width: int = 24  # 0: no shared expert
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    balance: float = 0.1
+    bias_rate: float = 0.0
+    tied: bool = False
+    initializer_range: float = 0.2
+    implementation: str = "auto"
+
+
+def build(config: MoEDecoderConfig) -> LanguageModel:
+    text = TextDecoder(
+        DecoderShape(
+            vocab=config.vocab,
+            hidden=config.hidden,
+            intermediate=config.intermediate,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.hidden // config.heads,
+            norm_eps=1e-6,
+            rope_theta=1e4,
+            rope_sections=(),
+        ),
+        mlp=lambda layer: None if layer < config.dense_layers else _experts(config),
+    )
+    head = TiedHead(text.embed) if config.tied else nn.Linear(config.hidden, config.vocab, bias=False)
+    return LanguageModel(text, head, config.initializer_range)
+
+
+def _experts(config: MoEDecoderConfig) -> MoE:
+    shape = MoEShape(
+        hidden=config.hidden,
+        intermediate=config.expert_width,
+        experts=config.experts,
+        top_k=config.top_k,
+        scores=config.scores,
+        normalize=config.normalize,
+        balance=config.balance,
+        bias_rate=config.bias_rate,
+        implementation=config.implementation,
+    )
+    return MoE(shape, GatedMLP(config.hidden, config.shared_width) if config.shared_width else None)
+
+
+def plan(config: MoEDecoderConfig) -> ModelPlan:
+    styles: dict[str, TensorStyle] = {
+        "text.embed.weight": "vocab",
+        "text.layers.{*}.{attn_norm,mlp_norm}.weight": "sequence",
+        "text.layers.{*}.attn.{q,k,v}.weight": "column",
+        "text.layers.{*}.attn.o.weight": "row",
+        "text.norm.weight": "sequence",
+    }
+    sparse, dense = f"text.layers.{{{config.dense_layers}-{config.layers - 1}}}.mlp", "text.layers.{*}.mlp"
+    styles[f"{sparse}.router.weight"] = "sequence"
+    styles[f"{sparse}.experts.{{gate,up}}"] = "column"
+    styles[f"{sparse}.experts.down"] = "row"
+    if config.dense_layers:
+        styles[f"{dense}.{{gate,up}}.weight"] = "column"
+        styles[f"{dense}.down.weight"] = "row"
+    if config.shared_width:
+        styles[f"{sparse}.shared.{{gate,up}}.weight"] = "column"
+        styles[f"{sparse}.shared.down.weight"] = "row"
+    if not config.tied:
+        styles["head.weight"] = "vocab"
+    carry = Carry(1, config.hidden)
+    return ModelPlan(
+        blocks=("text.layers.{*}",),
+        tensor=styles,
+        stages=(
+            Stage("text.embed", 0.0, carry=carry),
+            Stage("text.layers.{*}", 1.0, "text", carry),
+            Stage("text.norm", 0.0),
+            Stage("head", 0.5),
+        ),
+        experts=(f"{sparse}.experts",),
+        attention=("text.layers.{*}.attn.core",),
+        heads={"text.layers.{*}.attn.q": config.heads, "text.layers.{*}.attn.{k,v}": config.kv_heads},
+        with_root=("text.embed", "head"),
+        tied={"head": "text.embed"} if config.tied else {},
+    )
+
+
+def example(config: MoEDecoderConfig, tokens: int) -> Batch:
+    """One row of one sample."""
+    words = torch.zeros(tokens, dtype=torch.int64)
+    return Batch(
+        {"tokens": words, "labels": words, "positions": torch.arange(tokens)},
+        {"text": Segments.of([tokens])},
+        counts={"tokens": tokens},
+        seeds=(0,),
+    )
+
+
+SPEC = ModelSpec(
+    name="moe_decoder",
+    config=MoEDecoderConfig,
+    build=build,
+    plan=plan,
+    presets={"tiny": {}},
+    example=example,
+)

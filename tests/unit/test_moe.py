@@ -1,0 +1,272 @@
+"""Mixtures of experts: against transformers, against a loop, and their balance against its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, load_balancing_loss_func
+
+from tessera.checkpoint.model_state import model_tensors
+from tessera.core.errors import TesseraError
+from tessera.core.rng import generator
+from tessera.core.types import IGNORE, Batch, LanguageOutput
+from tessera.models import FAMILIES
+from tessera.nn.language import LanguageModel
+from tessera.nn.moe import Balance, MoE, MoEShape, Rows, TokenRows
+from tessera.ops.moe import ExpertOrder, collect_rows, expert_mlp, grouped_linear, spread_rows, weigh_choices
+from tests.toys import token_rows
+
+LIMIT = 1e-5
+
+
+def filled(shape: MoEShape, seed: int = 0) -> MoE:
+    torch.manual_seed(seed)
+    moe = MoE(shape)
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.normal_(0, 0.3)
+    return moe
+
+
+def close(found: Tensor | None, expected: Tensor | None, limit: float = LIMIT) -> None:
+    assert found is not None
+    assert expected is not None
+    assert found.shape == expected.shape
+    assert float((found - expected).detach().abs().max() / expected.detach().abs().max().clamp(min=1e-12)) < limit
+
+
+# ---------------------------------------------------------------------------------------------- operations
+
+
+@pytest.mark.parametrize("implementation", ["grouped", "eager"])
+@pytest.mark.parametrize("counts", [[3, 0, 9, 6], [0, 0, 18, 0], [0, 0, 0, 0]])
+def test_grouped_products_are_those_of_each_expert(implementation: str, counts: list[int]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(sum(counts), 12, requires_grad=True)
+    weight = torch.randn(4, 8, 12, requires_grad=True)
+    out = grouped_linear(x, weight, torch.tensor(counts).cumsum(0).int(), implementation=implementation)
+    found = torch.autograd.grad(out.square().sum(), (x, weight))
+    right = torch.cat([part @ weight[e].T for e, part in enumerate(x.split(counts))])
+    expected = torch.autograd.grad(right.square().sum(), (x, weight))
+    torch.testing.assert_close(out, right)
+    torch.testing.assert_close(found, expected)
+
+
+def test_widths_that_the_grouped_kernel_cannot_take_go_another_way() -> None:
+    x, weight, ends = torch.randn(5, 6), torch.randn(2, 3, 6), torch.tensor([2, 5], dtype=torch.int32)
+    torch.testing.assert_close(grouped_linear(x, weight, ends), torch.cat([x[:2] @ weight[0].T, x[2:] @ weight[1].T]))
+    with pytest.raises(TesseraError, match=r"'grouped' .* does not do unaligned"):
+        grouped_linear(x, weight, ends, implementation="grouped")
+
+
+def test_rows_go_to_their_experts_and_back() -> None:
+    torch.manual_seed(0)
+    ids, x = torch.randint(0, 5, (7, 3)), torch.randn(7, 2, requires_grad=True)
+    at = ExpertOrder.of(ids, 5)
+    rows = spread_rows(x, at, 3)
+    assert at.ends.tolist() == [int((ids <= e).sum()) for e in range(5)]
+    torch.testing.assert_close(rows, x[at.order // 3])
+    back = collect_rows(rows, at)
+    torch.testing.assert_close(back, x.repeat_interleave(3, 0))
+    (grad,) = torch.autograd.grad(back.square().sum(), x)
+    torch.testing.assert_close(grad, 6 * x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_experts_are_those_of_the_loop(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(20, 16, dtype=dtype, requires_grad=True)
+    stacks = [torch.randn(size, dtype=dtype, requires_grad=True) for size in ((4, 24, 16), (4, 24, 16), (4, 16, 24))]
+    weights = torch.rand(20, 2, dtype=dtype, requires_grad=True)
+    at = ExpertOrder.of(torch.randint(0, 3, (20, 2)), 4)  # the last expert gets nothing
+    found = []
+    for implementation in ("grouped", "eager"):
+        gate, up, down = stacks
+        y = expert_mlp(spread_rows(x, at, 2), at.ends, gate, up, down, implementation=implementation)
+        out = weigh_choices(collect_rows(y, at), weights)
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), (x, weights, *stacks))])
+    for one, other in zip(*found, strict=True):
+        close(one.float(), other.float(), LIMIT if dtype == torch.float32 else 0.02)
+    assert not found[0][3][3].any()
+
+
+# ---------------------------------------------------------------------------------------------- transformers
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("implementation", ["grouped", "eager"])
+def test_a_block_is_that_of_transformers(normalize: bool, implementation: str) -> None:
+    config = Qwen3MoeConfig(
+        hidden_size=32, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3, norm_topk_prob=normalize
+    )
+    theirs = Qwen3MoeSparseMoeBlock(config)
+    ours = filled(MoEShape(32, 24, 8, 3, normalize=normalize, implementation=implementation))
+    with torch.no_grad():
+        theirs.gate.weight.copy_(ours.router.weight)
+        theirs.experts.gate_up_proj.copy_(torch.cat([ours.experts.gate, ours.experts.up], dim=1))
+        theirs.experts.down_proj.copy_(ours.experts.down)
+    x = torch.randn(40, 32, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    out, right = ours(x), theirs(y.unsqueeze(0)).squeeze(0)
+    close(out, right)
+    slope = torch.randn_like(out)
+    (out * slope).sum().backward()
+    (right * slope).sum().backward()
+    gate, up = theirs.experts.gate_up_proj.grad.chunk(2, dim=1)
+    for found, expected in (
+        (x.grad, y.grad),
+        (ours.router.weight.grad, theirs.gate.weight.grad),
+        (ours.experts.gate.grad, gate),
+        (ours.experts.up.grad, up),
+        (ours.experts.down.grad, theirs.experts.down_proj.grad),
+    ):
+        close(found, expected)
+
+
+def test_the_balance_of_one_row_is_that_of_transformers() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(30, 6, requires_grad=True)
+    shares = logits.softmax(-1)
+    ids = shares.topk(2).indices
+    balance = Balance(MoEShape(1, 1, 6, 2, balance=1.0))
+    rows = Rows(torch.zeros(30, dtype=torch.int64), torch.ones(30, dtype=torch.bool), torch.ones(1))
+    found = balance.loss(shares, balance._choices(shares, ids, rows), 2, rows)
+    right = load_balancing_loss_func((logits,), num_experts=6, top_k=2)
+    assert isinstance(right, Tensor)
+    close(found, right)
+    # Choices have no slope; the loss is linear in the scores, and so are both gradients.
+    close(torch.autograd.grad(found, logits, retain_graph=True)[0], torch.autograd.grad(right, logits)[0])
+
+
+# ---------------------------------------------------------------------------------------------- balance
+
+
+def model(**config: object) -> LanguageModel:
+    spec = FAMILIES.get("tests.toys.moe_decoder")
+    made = spec.build(spec.config.model_validate(config))
+    assert isinstance(made, LanguageModel)
+    for name, parameter in made.named_parameters():
+        made.initialize(name, parameter, generator("cpu", "test", name))
+    return made
+
+
+def batch(rows: Sequence[int], length: int = 32) -> Batch:
+    return token_rows.TokenRows(length, 64, seed=3).batch(rows)
+
+
+def direct_balance(made: LanguageModel, data: Batch, layer: int = 0) -> Tensor:
+    """The formula, row by row, from what goes into a layer's router."""
+    moe = made.text.layers[layer].mlp
+    assert isinstance(moe, MoE)
+    seen: list[Tensor] = []
+    handle = moe.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    made(data)
+    handle.remove()
+    shares = (seen[0].float() @ moe.router.weight.T).softmax(-1)
+    total, start = torch.zeros(()), 0
+    pieces = [range(a, b) for a, b in zip(data.segments["text"].bounds, data.segments["text"].bounds[1:], strict=False)]
+    padding = {t for piece in pieces if all(data["labels"][t] == IGNORE for t in piece) for t in piece}
+    assert padding, "there is padding to leave out"
+    length = len(data["tokens"]) // len(data.seeds)
+    for start in range(0, len(data["tokens"]), length):
+        here = [t for t in range(start, start + length) if t not in padding]
+        trained = int((data["labels"][start : start + length] != IGNORE).sum())
+        chosen = torch.nn.functional.one_hot(shares[here].topk(2).indices, shares.shape[1]).sum(1).float().mean(0)
+        total = total + trained * shares.shape[1] * (chosen * shares[here].mean(0)).sum()
+    return total
+
+
+def gradients(made: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
+    made.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+
+
+def plain_loss(made: LanguageModel, data: Batch) -> Tensor:
+    out = made(data)
+    assert isinstance(out, LanguageOutput)
+    return torch.nn.functional.cross_entropy(out.head(out.hidden), data["labels"], ignore_index=IGNORE, reduction="sum")
+
+
+def test_the_hung_loss_is_the_formula_over_rows_without_padding() -> None:
+    data = batch([0, 1, 2])
+    with_balance, without = model(layers=1, balance=0.7), model(layers=1, balance=0.0)
+    found = gradients(with_balance, plain_loss(with_balance, data))
+    right = gradients(without, plain_loss(without, data) + 0.7 * direct_balance(without, data))
+    for name, gradient in right.items():
+        close(found[name], gradient)
+    alone = gradients(without, plain_loss(without, data))
+    router = "text.layers.0.mlp.router.weight"
+    assert (found[router] - alone[router]).abs().max() > 0.1 * alone[router].abs().max()
+
+
+def test_any_split_of_a_batch_balances_alike() -> None:
+    made = model(balance=0.7)
+    whole = gradients(made, plain_loss(made, batch([0, 1, 2, 3])))
+    made.zero_grad()
+    for rows in ([0], [1, 2], [3]):
+        plain_loss(made, batch(rows)).backward()
+    for name, parameter in made.named_parameters():
+        close(parameter.grad, whole[name])
+
+
+def test_a_part_of_the_tokens_knows_their_rows() -> None:
+    data = batch([0, 1, 2])
+    whole = TokenRows()(data)
+    assert whole.trained.tolist() == [int((row != IGNORE).sum()) for row in data["labels"].chunk(3)]
+    own = torch.tensor([40, 3, 95, 0])
+    part = data.with_tensors(token_index=own, labels=data["labels"][own])
+    found = TokenRows()(part)
+    assert found.row.tolist() == whole.row[own].tolist() == [1, 0, 2, 0]
+
+
+def test_nothing_is_balanced_where_nothing_is_trained() -> None:
+    made = model(balance=0.7, bias_rate=0.1)
+    data = batch([0])
+    unlabelled = Batch({k: v for k, v in data.tensors.items() if k != "labels"}, data.segments)
+    out = made(unlabelled)
+    assert isinstance(out, LanguageOutput)
+    out.hidden.sum().backward()
+    assert not any(b.any() for name, b in made.named_buffers() if name.endswith("loads"))
+    with torch.no_grad():
+        made(data)
+    assert not any(b.any() for name, b in made.named_buffers() if name.endswith("loads"))
+
+
+def test_a_bias_chooses_and_does_not_weigh() -> None:
+    moe = filled(MoEShape(8, 8, 4, 2, scores="sigmoid", normalize=False))
+    x = torch.randn(10, 8)
+    ids, weights, shares = moe.router(x, torch.tensor([9.0, 0.0, 0.0, 9.0]))
+    assert {tuple(sorted(row)) for row in ids.tolist()} == {(0, 3)}
+    torch.testing.assert_close(weights, (x @ moe.router.weight.T).sigmoid().gather(1, ids))
+    torch.testing.assert_close(shares.sum(-1), torch.ones(10))
+
+
+def test_loads_are_counted_once_per_backward_pass_and_biases_are_kept() -> None:
+    made, data = model(layers=1, bias_rate=0.1), batch([0, 1])
+    for _ in range(2):
+        plain_loss(made, data).backward()
+    balance = made.text.layers[0].mlp.balance
+    counted = TokenRows()(data).counts.sum()
+    assert float(balance.loads.sum()) == 2 * 2 * int(counted)
+    names = model_tensors(made)
+    assert "text.layers.0.mlp.balance.bias" in names
+    assert "text.layers.0.mlp.balance.loads" not in names
+
+
+def test_reading_token_by_token_gives_what_reading_at_once_gives() -> None:
+    made = model(dense_layers=1, tied=True)
+    data = token_rows.TokenRows(16, 64, seed=1).batch([0])
+    single = Batch({"tokens": data["tokens"], "positions": torch.arange(16)}, {"text": data.segments["text"].of([16])})
+    whole = made(single, logits=True).logits
+    cache = made.new_cache(1, 16)
+    first = {name: single[name][:9] for name in ("tokens", "positions")}
+    found = [made(Batch(first, {"text": single.segments["text"].of([9])}), logits="last", cache=cache).logits]
+    for at in range(9, 16):
+        step = Batch({"tokens": single["tokens"][at : at + 1], "positions": torch.tensor([at])})
+        found.append(made(step, logits=True, cache=cache).logits)
+    torch.testing.assert_close(torch.cat(found), whole[8:], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,123 @@
+"""Blocks of attention, joined, are the attention over all keys; and so are their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import Segments
+from tessera.ops.attention import packed_attention
+from tessera.ops.block_attention import block_attention, block_attention_backward, join
+
+LENGTHS = ([18], [7, 5, 0, 6], [1, 1, 16])
+
+
+def inputs(tokens: int, kv_heads: int, dtype: torch.dtype = torch.float64, dim: int = 8) -> list[Tensor]:
+    """Queries, keys, values, and the gradient of the result."""
+    generator = torch.Generator().manual_seed(tokens + kv_heads)
+    counts = (4, kv_heads, kv_heads, 4)
+    return [torch.randn(tokens, n, dim, generator=generator, dtype=torch.float64).to(dtype) for n in counts]
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, segments: Segments, causal: bool) -> list[Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = packed_attention(q, k, v, segments, causal=causal, scale=0.3, implementation="sdpa")
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_pieces_equal_packed_attention(lengths: list[int], causal: bool, kv_heads: int) -> None:
+    segments = Segments.of(lengths)
+    q, k, v, grad = inputs(sum(lengths), kv_heads)
+    out, lse = block_attention(q, k, v, pieces=segments, causal=causal, scale=0.3)
+    back = block_attention_backward(grad, q, k, v, out, lse, pieces=segments, causal=causal, scale=0.3)
+    close([out, *back], whole(q, k, v, grad, segments, causal))
+
+
+def test_lengths_may_be_known_on_the_device_alone() -> None:
+    q, k, v, _ = inputs(18, 2)
+    known = Segments.of([7, 5, 6])
+    unknown = Segments(known.bounds, known.longest)
+    for ours, theirs in zip(
+        block_attention(q, k, v, pieces=unknown, causal=True, scale=0.3),
+        block_attention(q, k, v, pieces=known, causal=True, scale=0.3),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_rectangles_join_to_the_whole(kv_heads: int) -> None:
+    """Keys in three parts of which the last is seen by some queries only, as where a segment ends."""
+    q, k, v, grad = inputs(18, kv_heads)
+    parts = ((slice(0, 18), slice(0, 5)), (slice(0, 18), slice(5, 12)), (slice(4, 9), slice(12, 18)))
+    rows, keys = parts[0]
+    out, lse = block_attention(q[rows], k[keys], v[keys], pieces=None, causal=False, scale=0.3)
+    for rows, keys in parts[1:]:
+        join(out, lse, rows, *block_attention(q[rows], k[keys], v[keys], pieces=None, causal=False, scale=0.3))
+    found = [out, *(torch.zeros_like(x) for x in (q, k, v))]
+    for rows, keys in parts:
+        given = (grad[rows], q[rows], k[keys], v[keys], out[rows], lse[:, rows])
+        dq, dk, dv = block_attention_backward(*given, pieces=None, causal=False, scale=0.3)
+        found[1][rows] += dq
+        found[2][keys] += dk
+        found[3][keys] += dv
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    seen = torch.ones(18, 18, dtype=torch.bool)
+    seen[:, 12:] = False
+    seen[4:9, 12:] = True
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=seen, scale=0.3, enable_gqa=True
+    ).transpose(0, 1)
+    close(found, [expected.detach(), *torch.autograd.grad(expected, (q, k, v), grad)])
+
+
+def test_half_precision_adds_up_in_full() -> None:
+    q, k, v, grad = inputs(18, 2, torch.bfloat16)
+    segments = Segments.of([18])
+    out, lse = block_attention(q, k, v, pieces=segments, causal=True, scale=0.3)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    back = block_attention_backward(grad, q, k, v, out, lse, pieces=segments, causal=True, scale=0.3)
+    expected = whole(*(x.double() for x in (q, k, v, grad)), segments, True)
+    for ours, theirs in zip([out, *back], expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_what_cannot_serve_is_refused() -> None:
+    q, k, v, _ = inputs(4, 4)
+    with pytest.raises(TesseraError, match=r"flash.*allowed: auto, eager".replace(".*", r"[\s\S]*")):
+        block_attention(q, k, v, pieces=None, causal=False, scale=1.0, implementation="flash")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("dim", [64, 20])
+@pytest.mark.parametrize("kind", ["causal", "full", "rectangle"])
+def test_flash_equals_eager(kind: str, dim: int) -> None:
+    """Backward is given the result over more keys than the block has, as in a ring."""
+    device = torch.accelerator.current_accelerator()
+    q, k, v, grad = (x.to(device) for x in inputs(300, 2, torch.bfloat16, dim))
+    segments = Segments.of([100, 0, 137, 63]).to(device) if kind != "rectangle" else None
+    keys = slice(0, 300) if segments is not None else slice(0, 171)
+    how = {"pieces": segments, "causal": kind == "causal", "scale": dim**-0.5}
+    results = []
+    for implementation in ("flash", "eager"):
+        out, lse = block_attention(q, k[keys], v[keys], **how, implementation=implementation)
+        results.append([out, lse])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2)
+    wide_out, wide_lse = results[1][0].float(), results[1][1]
+    join(wide_out, wide_lse, slice(50, 200), *block_attention(q[50:200], k, v, pieces=None, causal=False, scale=0.1))
+    given = (grad, q, k[keys], v[keys], wide_out.to(q.dtype), wide_lse)
+    ours, theirs = (block_attention_backward(*given, **how, implementation=name) for name in ("flash", "eager"))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=3e-2, atol=3e-2)

@@ -1,0 +1,116 @@
+"""What a plan says of experts, and what it refuses, without any process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tessera
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import ParallelSection
+from tessera.core.types import ModelPlan
+from tessera.models import FAMILIES
+from tessera.parallel.axes import make_axes
+from tessera.parallel.plan import Plan
+from tessera.parallel.plan_experts import plan_experts
+
+
+def plan(world: int, model: dict[str, Any] | None = None, **parallel: Any) -> Plan:
+    recipe = {
+        "model": {"family": "tests.toys.moe_decoder", "preset": "tiny", "config": model or {}},
+        "data": {"kind": "tests.toys.token_rows", "length": 48},
+        "parallel": parallel,
+        "train": {"steps": 1, "global_batch": 24},
+    }
+    return tessera.plan(recipe, world=world)
+
+
+def test_each_layers_experts_are_a_shard_group_of_their_own_where_they_are_dealt() -> None:
+    made = plan(4, ep=2).experts
+    assert made is not None
+    assert made.modules == ("text.layers.0.mlp.experts", "text.layers.1.mlp.experts")
+    assert (made.ep, made.tp, made.row_sums, made.steered) == (2, 1, (), ())
+
+
+def test_experts_that_every_rank_has_go_with_their_layer() -> None:
+    made = plan(4).experts
+    assert made is not None
+    assert made.modules == ()
+
+
+def test_dense_layers_have_no_experts() -> None:
+    made = plan(2, {"layers": 3, "dense_layers": 2}, ep=2).experts
+    assert made is not None
+    assert made.modules == ("text.layers.2.mlp.experts",)
+
+
+def test_tp_cuts_the_width_of_every_expert() -> None:
+    made = plan(4, ep=2, tp=2).experts
+    assert made is not None
+    assert made.stacks["text.layers.0.mlp.experts"] == {"gate": 1, "up": 1, "down": 2}
+
+
+def test_loads_are_steered_where_there_is_a_bias() -> None:
+    made = plan(1, {"bias_rate": 0.1}).experts
+    assert made is not None
+    assert made.steered == ("text.layers.0.mlp.balance", "text.layers.1.mlp.balance")
+
+
+def test_rows_on_several_ranks_are_added_up() -> None:
+    """Asked of this part alone: whether the family's attention can be shared is another's to say."""
+    spec = FAMILIES.get("tests.toys.moe_decoder")
+    config = spec.config.model_validate({})
+    with torch.device("meta"):
+        module = spec.build(config)
+    section = ParallelSection(cp=2)
+    made = plan_experts(section, spec.plan(config), module, make_axes(section, spec.plan(config), 2))
+    assert made is not None
+    assert set(made.row_sums) == {"token_rows", "text.layers.0.mlp.balance", "text.layers.1.mlp.balance"}
+
+
+REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
+    (3, {}, {"ep": 3}, r"4 experts of text.layers.0.mlp.experts cannot be dealt.*\n.*\n  allowed: 1$"),
+    (4, {"experts": 6}, {"ep": 4}, r"6 experts .*\n.*\n  allowed: 1, 2$"),
+    (24, {"experts": 6}, {"ep": 4}, r"6 experts .*\n.*\n  allowed: 1, 2, 3, 6$"),
+    (2, {"expert_width": 15}, {"tp": 2}, r"15 wide, which tp=2 .*\n.*\n  allowed: 1$"),
+    (4, {}, {"ep": 3}, "does not divide the 4 ranks"),
+]
+
+
+@pytest.mark.parametrize(("world", "model", "parallel", "message"), REFUSED)
+def test_what_cannot_be_dealt_is_refused_with_what_can(
+    world: int, model: dict[str, Any], parallel: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TesseraError, match=message):
+        plan(world, model, **parallel)
+
+
+def test_a_model_without_experts_is_not_dealt() -> None:
+    recipe = {"model": {"family": "qwen2_vl", "preset": "quickstart"}, "train": {"steps": 1}}
+    with pytest.raises(TesseraError, match=r"parallel.ep=2 deals experts, and the model has none"):
+        tessera.plan(recipe, {"parallel.ep": 2}, world=2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "style", "section", "message"),
+    [
+        ("text.layers.{*}.mlp.experts.down", "replicate", {"tp": 2}, "replicate is neither column nor row"),
+        ("text.layers.{*}.mlp.router.weight", "replicate", {"tp": 2, "sequence_parallel": True}, "sees all"),
+    ],
+)
+def test_a_model_that_does_not_say_how_it_is_cut_is_not(
+    pattern: str, style: Any, section: dict[str, Any], message: str
+) -> None:
+    spec = FAMILIES.get("tests.toys.moe_decoder")
+    config = spec.config.model_validate({})
+    with torch.device("meta"):
+        module = spec.build(config)
+    said = spec.plan(config)
+    name = pattern.rpartition(".mlp.")[2]
+    others = {key: value for key, value in said.tensor.items() if not key.endswith(name)}
+    changed = ModelPlan(blocks=said.blocks, tensor={**others, pattern: style}, experts=said.experts)
+    parallel = ParallelSection(**section)
+    with pytest.raises(TesseraError, match=message):
+        plan_experts(parallel, changed, module, make_axes(parallel, changed, 2))
