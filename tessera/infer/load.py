@@ -27,7 +27,7 @@ from tessera.infer.messages import conversations, open_media, sample_of
 from tessera.infer.sampling import Sampling
 from tessera.infer.stream import TextStream
 from tessera.models import resolve
-from tessera.parallel.materialize import allocate
+from tessera.parallel.memory.materialize import allocate
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RUN_CONFIG = "config.yaml"

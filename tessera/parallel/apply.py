@@ -20,16 +20,16 @@ from tessera.core.errors import TesseraError
 from tessera.core.meta import computed_buffers, put_back_buffers, seeded
 from tessera.core.names import clean
 from tessera.core.rng import generator
-from tessera.parallel.context import apply_context
-from tessera.parallel.experts import apply_experts
+from tessera.parallel.context.apply import apply_context
+from tessera.parallel.experts.apply import apply_experts
 from tessera.parallel.fsdp import apply_fsdp, fsdp_arguments, sum_gradients
-from tessera.parallel.materialize import materialize
+from tessera.parallel.memory.materialize import materialize
+from tessera.parallel.memory.recompute import apply_recompute
+from tessera.parallel.memory.swap import apply_swap
 from tessera.parallel.mesh import Mesh
 from tessera.parallel.mixin import Fsdp2Settings, ShardsItself
-from tessera.parallel.pipeline import cut_stages
+from tessera.parallel.pipeline.engine import cut_stages
 from tessera.parallel.plan import Plan
-from tessera.parallel.recompute import apply_recompute
-from tessera.parallel.swap import apply_swap
 from tessera.parallel.tensor import apply_tensor
 from tessera.parallel.wrapping import present
 

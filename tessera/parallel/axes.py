@@ -41,6 +41,11 @@ class Axes:
             return prod(self.root[axis] for axis in self.views[name])
         return self.root.get(name, 1)
 
+    def label(self, name: str) -> str:
+        """What a view is called where people read it: the axes of more than one rank that it joins."""
+        joined = [axis for axis in self.views[name] if self.root[axis] > 1]
+        return "+".join(joined) or SHARD
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands on every axis of the root."""
         found: dict[str, int] = {}

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from tessera.core.names import clean
 from tessera.parallel.axes import LOSS
 from tessera.parallel.engine import Engine, SimpleEngine
-from tessera.parallel.experts import even_loads
+from tessera.parallel.experts.apply import even_loads
 from tessera.parallel.mesh import Mesh
-from tessera.parallel.pipeline import PipelineEngine, Stages
+from tessera.parallel.pipeline.engine import PipelineEngine, Stages
 from tessera.parallel.plan import Plan
 from tessera.parallel.shared import EndOfStep
 from tessera.parallel.tensor import sequence_gradients

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from tessera.core.types import Batch, RowSource
 from tessera.parallel.axes import CONTEXT, DEAL, Axes
-from tessera.parallel.local_part import own_part
-from tessera.parallel.plan_context import ContextPlan
+from tessera.parallel.context.local_part import own_part
+from tessera.parallel.planning.context import ContextPlan
 
 
 class LocalRows:

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from tessera.core.names import clean
 from tessera.parallel.fsdp import prefetch_modules, shard_modules
+from tessera.parallel.memory.recompute import apply_recompute
 from tessera.parallel.plan import Plan, Recompute
-from tessera.parallel.recompute import apply_recompute
 
 
 @dataclass(frozen=True)

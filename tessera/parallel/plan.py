@@ -1,6 +1,6 @@
 """The resolved answer to "how is this model dealt out": frozen, printable, and made without any process group.
 
-All validation is here and in `plan_modules`, so that what cannot work is refused on a laptop and not on a thousand
+All validation is here and in `planning`, so that what cannot work is refused on a laptop and not on a thousand
 devices.
 """
 
@@ -18,12 +18,12 @@ from tessera.core.pattern import select_trees
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
 from tessera.parallel.axes import CONTEXT, DEAL, REPLICATE, Axes, make_axes
-from tessera.parallel.holdings import Held, Piece, held, of_stage, pieces
-from tessera.parallel.plan_context import ContextPlan, plan_context
-from tessera.parallel.plan_cut import PipelinePlan, plan_cut
-from tessera.parallel.plan_experts import ExpertPlan, plan_experts
-from tessera.parallel.plan_modules import Keep, Recompute, resolve_roles
-from tessera.parallel.plan_tensor import TensorPlan, plan_tensor
+from tessera.parallel.planning.context import ContextPlan, plan_context
+from tessera.parallel.planning.cut import PipelinePlan, plan_cut
+from tessera.parallel.planning.experts import ExpertPlan, plan_experts
+from tessera.parallel.planning.holdings import Held, Piece, held, of_stage, pieces
+from tessera.parallel.planning.modules import Keep, Recompute, resolve_roles
+from tessera.parallel.planning.tensor import TensorPlan, plan_tensor
 
 __all__ = ["DTYPES", "Keep", "Plan", "Recompute", "Workload", "ahead", "make_plan"]
 
@@ -85,7 +85,7 @@ class Plan:
 
     def describe(self) -> str:
         """For people: what `tessera plan` prints."""
-        from tessera.parallel.plan_text import plan_text  # it speaks of plans, so it comes after this file
+        from tessera.parallel.planning.text import plan_text  # it speaks of plans, so it comes after this file
 
         return plan_text(self)
 

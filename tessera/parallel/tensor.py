@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from tessera.core.names import clean
 from tessera.parallel.axes import TENSOR, TENSOR_TOWER
 from tessera.parallel.mesh import Mesh
-from tessera.parallel.plan_tensor import Cut, TensorPlan
+from tessera.parallel.planning.tensor import Cut, TensorPlan
 from tessera.parallel.shared import SharedGradients
 from tessera.parallel.wrapping import present
 

@@ -31,17 +31,17 @@ from tessera.core.types import Batch
 from tessera.optim.clip import finish_gradients
 from tessera.parallel.apply import arrange
 from tessera.parallel.axes import PP
-from tessera.parallel.counting import CountCollectives
-from tessera.parallel.dispatch import RankDispatch
 from tessera.parallel.engines import build_engine
-from tessera.parallel.forecast import forecast
-from tessera.parallel.holdings import of_stage
+from tessera.parallel.experts.dispatch import RankDispatch
 from tessera.parallel.local_rows import LocalRows
-from tessera.parallel.materialize import materialize
+from tessera.parallel.memory.materialize import materialize
 from tessera.parallel.mesh import Mesh, build_mesh
-from tessera.parallel.pipeline import PipelineEngine, QuietStage
+from tessera.parallel.pipeline.engine import PipelineEngine, QuietStage
 from tessera.parallel.plan import Plan
-from tessera.parallel.traffic import Traffic, traffic_text
+from tessera.parallel.planning.holdings import of_stage
+from tessera.parallel.traffic.counting import CountCollectives
+from tessera.parallel.traffic.forecast import forecast
+from tessera.parallel.traffic.lines import Traffic, traffic_text
 from tessera.tasks import TASKS
 from tessera.train.build import Described, describe
 
@@ -67,7 +67,13 @@ def dry_run(
 ) -> list[Role]:
     """Every role in a process of its own: torch remembers meshes and groups for as long as a process lives."""
     config = load_config(recipe, overrides)
-    plan = describe(config, world).plan
+    described = describe(config, world)
+    if described.spec.example is None:
+        raise TesseraError(
+            f"family {described.spec.name} has no example batch, so a step of it cannot be run dry",
+            fix="`tessera plan` without --dry-run forecasts what it can from the plan",
+        )
+    plan = described.plan
     alike: dict[object, list[int]] = {}
     for position in range(plan.axes.size(PP)):
         alike.setdefault(_likeness(plan, position), []).append(position)
@@ -180,11 +186,7 @@ def _even_counts(counts: Tensor, rows: int) -> tuple[list[int], list[int]]:
 
 def _example(config: RunConfig, described: Described, mesh: Mesh) -> Batch:
     make, plan = described.spec.example, described.plan
-    if make is None:
-        raise TesseraError(
-            f"family {described.spec.name} has no example batch, so a step of it cannot be run dry",
-            fix="`tessera plan` without --dry-run forecasts what it can from the plan",
-        )
+    assert make is not None, "asked for before"
     rows = LocalRows(
         _OneBatch(make(described.config, config.data.length * config.train.micro_batch)),
         plan.axes,

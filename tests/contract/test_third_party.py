@@ -120,7 +120,7 @@ def filled(name: str, folder: Path) -> nn.Module:
 
 def load_into(module: nn.Module, table: Any, folder: Path) -> nn.Module:
     from tessera.core.meta import put_back_buffers
-    from tessera.parallel.materialize import allocate
+    from tessera.parallel.memory.materialize import allocate
 
     buffers = computed_buffers(module)
     allocate(module, torch.device("cpu"))

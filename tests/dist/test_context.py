@@ -10,8 +10,8 @@ import torch
 from tessera.core.types import Segments
 from tessera.nn.attention import PackedAttention
 from tessera.parallel.axes import CONTEXT, RING, SHARD, ULYSSES, Axes
-from tessera.parallel.context import ContextAttention
-from tessera.parallel.deal import Split, cut
+from tessera.parallel.context.apply import ContextAttention
+from tessera.parallel.context.deal import Split, cut
 from tessera.parallel.mesh import Mesh, build_mesh
 from tests.dist.layout_cases import CONTEXT as CONTEXT_ROWS
 from tests.dist.layouts import good, measure

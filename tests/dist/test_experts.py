@@ -18,10 +18,10 @@ from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
 from tessera.nn.moe import Dispatch, MoE, MoEShape, TokenRows
 from tessera.parallel.axes import make_axes
-from tessera.parallel.dispatch import RankDispatch
-from tessera.parallel.experts import apply_experts
+from tessera.parallel.experts.apply import apply_experts
+from tessera.parallel.experts.dispatch import RankDispatch
 from tessera.parallel.mesh import build_mesh
-from tessera.parallel.plan_experts import plan_experts
+from tessera.parallel.planning.experts import plan_experts
 from tessera.train.run import resume
 from tests.dist.layout_cases import EXPERTS as EXPERT_ROWS
 from tests.dist.layout_cases import STEERED

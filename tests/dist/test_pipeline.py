@@ -18,8 +18,8 @@ from tessera.infer.generate import generate
 from tessera.infer.sampling import Sampling
 from tessera.parallel.apply import initialize, parallelize
 from tessera.parallel.mesh import build_mesh
-from tessera.parallel.pipeline_chain import PipelinedModel
-from tessera.parallel.stages import Stages
+from tessera.parallel.pipeline.chain import PipelinedModel
+from tessera.parallel.pipeline.stages import Stages
 from tessera.train.build import build_processor, describe
 from tessera.train.callbacks import Callback, StepResult
 from tessera.train.run import resume, train

@@ -14,9 +14,9 @@ from tessera.core.types import Batch, Segments
 from tessera.infer.generate import generate
 from tessera.infer.sampling import Sampling
 from tessera.parallel.apply import initialize, parallelize
-from tessera.parallel.counting import CountCollectives
 from tessera.parallel.engines import build_engine
 from tessera.parallel.mesh import Mesh, build_mesh
+from tessera.parallel.traffic.counting import CountCollectives
 from tessera.tasks.language import LanguageTask
 from tessera.train.build import Described, describe
 from tests.dist.layout_cases import SEQUENCE, TENSOR, UNTIED

@@ -13,12 +13,12 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import Batch, Carry, ModelPlan, Segments, Stage
 from tessera.parallel.axes import make_axes
-from tessera.parallel.deal import Split, deal
-from tessera.parallel.local_part import own_part
+from tessera.parallel.context.deal import Split, deal
+from tessera.parallel.context.local_part import own_part
+from tessera.parallel.context.ring import Course, Ring, own_segments
+from tessera.parallel.context.ulysses import deal_heads
 from tessera.parallel.plan import Plan
-from tessera.parallel.plan_context import ContextPlan, TowerPart, plan_context
-from tessera.parallel.ring import Course, Ring, own_segments
-from tessera.parallel.ulysses import deal_heads
+from tessera.parallel.planning.context import ContextPlan, TowerPart, plan_context
 
 SPLITS = [Split(1, 1), Split(1, 2), Split(1, 3), Split(2, 1), Split(3, 1), Split(2, 2), Split(4, 2), Split(2, 2, 4)]
 

@@ -14,10 +14,10 @@ from tessera.core.run_config import ModelSection, ParallelSection
 from tessera.core.types import Carry, ModelPlan, Stage
 from tessera.models import resolve
 from tessera.parallel.axes import make_axes
-from tessera.parallel.pipeline_order import actions_of_ranks, bubble_share, placement, splits_at_functions
+from tessera.parallel.pipeline.order import actions_of_ranks, bubble_share, placement, splits_at_functions
+from tessera.parallel.pipeline.stages import remove_others
 from tessera.parallel.plan import make_plan
-from tessera.parallel.plan_cut import PipelinePlan, plan_cut
-from tessera.parallel.stages import remove_others
+from tessera.parallel.planning.cut import PipelinePlan, plan_cut
 
 MIB = Carry(1, 8)
 

@@ -14,7 +14,7 @@ from tessera.core.types import ModelPlan
 from tessera.models import FAMILIES
 from tessera.parallel.axes import make_axes
 from tessera.parallel.plan import Plan
-from tessera.parallel.plan_experts import plan_experts
+from tessera.parallel.planning.experts import plan_experts
 
 
 def plan(world: int, model: dict[str, Any] | None = None, **parallel: Any) -> Plan:

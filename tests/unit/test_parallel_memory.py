@@ -18,10 +18,10 @@ from tessera.core.types import ModelPlan
 from tessera.optim.clip import finish_gradients
 from tessera.parallel.apply import parallelize
 from tessera.parallel.fsdp import prefetch_modules
+from tessera.parallel.memory.recompute import apply_recompute
+from tessera.parallel.memory.swap import apply_swap
 from tessera.parallel.mesh import build_mesh
 from tessera.parallel.plan import Plan, Recompute, make_plan
-from tessera.parallel.recompute import apply_recompute
-from tessera.parallel.swap import apply_swap
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from tessera.core.types import Segments
 from tessera.ops.block_attention import block_attention, block_attention_backward, join, wide
 from tessera.ops.registry import AUTO
-from tessera.parallel.deal import Range
+from tessera.parallel.context.deal import Range
 
 _KEYS, _GRADIENTS = 0, 1  # tags: two kinds of parcels are under way at once in backward
 

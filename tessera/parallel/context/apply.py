@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from tessera.core.types import Batch, Segments
 from tessera.ops.registry import AUTO
 from tessera.parallel.axes import CONTEXT, DEAL, RING, ULYSSES
-from tessera.parallel.deal import Split
+from tessera.parallel.context.deal import Split
+from tessera.parallel.context.ring import Course, Ring, ring_attention
+from tessera.parallel.context.ulysses import Ulysses
 from tessera.parallel.mesh import Mesh
-from tessera.parallel.plan_context import ContextPlan, TowerPart
-from tessera.parallel.ring import Course, Ring, ring_attention
-from tessera.parallel.ulysses import Ulysses
+from tessera.parallel.planning.context import ContextPlan, TowerPart
 from tessera.parallel.wrapping import present, wrap_submodule
 
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tessera.core.names import clean
 from tessera.parallel.axes import CONTEXT, COPY, EP, REPLICATE, TENSOR
-from tessera.parallel.dispatch import RankDispatch
+from tessera.parallel.experts.dispatch import RankDispatch
 from tessera.parallel.mesh import Mesh
-from tessera.parallel.plan_experts import ExpertPlan, Steered, is_steered, sums_rows
+from tessera.parallel.planning.experts import ExpertPlan, Steered, is_steered, sums_rows
 from tessera.parallel.wrapping import present
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tessera.core.types import Batch, Segments
-from tessera.parallel.deal import Range, cut, deal, indices, local_places, places_when_gathered
-from tessera.parallel.plan_context import ContextPlan, TowerPart, too_short
+from tessera.parallel.context.deal import Range, cut, deal, indices, local_places, places_when_gathered
+from tessera.parallel.planning.context import ContextPlan, TowerPart, too_short
 
 PER_TOKEN = ("tokens", "labels", "positions")  # tensors of a batch whose last axis is that of the tokens
 

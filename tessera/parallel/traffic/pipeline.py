@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tessera.parallel.axes import PP
 from tessera.parallel.plan import Plan
-from tessera.parallel.traffic import Traffic
+from tessera.parallel.traffic.lines import Traffic
 
 
 def pipeline_traffic(plan: Plan, position: int) -> Iterator[Traffic]:

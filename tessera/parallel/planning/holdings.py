@@ -11,9 +11,9 @@ from torch import nn
 
 from tessera.core.types import TensorStyle
 from tessera.parallel.axes import COPY, COPY_EXPERTS, COPY_TOWER, TENSOR, TENSOR_TOWER, TP_REST, Axes
-from tessera.parallel.plan_cut import PipelinePlan
-from tessera.parallel.plan_experts import ExpertPlan
-from tessera.parallel.plan_tensor import TensorPlan
+from tessera.parallel.planning.cut import PipelinePlan
+from tessera.parallel.planning.experts import ExpertPlan
+from tessera.parallel.planning.tensor import TensorPlan
 
 ADAMW_STATES = 2  # exp_avg and exp_avg_sq, each of a parameter's own shape and type
 ADAMW_STEP_BYTES = 4  # and one number that counts its steps

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tessera.parallel.mesh import Mesh
-from tessera.parallel.traffic import Kind, Traffic, added_up
+from tessera.parallel.traffic.lines import Kind, Traffic, added_up
 
 # By a word in the name of torch's operation, most telling first. Receiving is the other side of a send.
 _KINDS: tuple[tuple[str, Kind | None], ...] = (
@@ -88,6 +88,6 @@ def _groups(mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
     """Every group with the axes it joins. Views of the same axes have groups of their own."""
     for name, axes in mesh.axes.views.items():
         if axes:
-            yield "+".join(axes), mesh.view(name).get_group()
+            yield mesh.axes.label(name), mesh.view(name).get_group()
     for axis in mesh.axes.root:
         yield axis, mesh.root.get_group(axis)

@@ -8,9 +8,9 @@ from itertools import groupby
 import torch
 
 from tessera.parallel.axes import CONTEXT, DATA, DEAL, EP, PP, RING, TENSOR, TENSOR_TOWER, ULYSSES
-from tessera.parallel.forecast import forecast
 from tessera.parallel.plan import Plan
-from tessera.parallel.traffic import readable, traffic_text
+from tessera.parallel.traffic.forecast import forecast
+from tessera.parallel.traffic.lines import readable, traffic_text
 
 
 def plan_text(plan: Plan) -> str:

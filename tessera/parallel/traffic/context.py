@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tessera.parallel.axes import CONTEXT, DEAL, RING, ULYSSES
-from tessera.parallel.holdings import Piece
+from tessera.parallel.context.ulysses import deal_heads
 from tessera.parallel.plan import Plan
-from tessera.parallel.plan_context import Heads
-from tessera.parallel.traffic import Traffic
-from tessera.parallel.ulysses import deal_heads
+from tessera.parallel.planning.context import Heads
+from tessera.parallel.planning.holdings import Piece
+from tessera.parallel.traffic.lines import Traffic
 
 WIDE = 4  # bytes: gradients of keys travel in fp32
 
@@ -58,9 +58,9 @@ def _dealt_features(plan: Plan, here: Sequence[Piece]) -> Iterator[Traffic]:
             continue
         width = next(p.shape[0] for p in plan.pieces if p.name.startswith(tower.path + ".") and "norm" in p.name)
         size = plan.rows[tower.path] * tower.dealt * width * plan.param_dtype.itemsize
-        yield Traffic("+".join(plan.axes.views[DEAL]), "all-gather", plan.microbatches, plan.microbatches * size)
+        yield Traffic(plan.axes.label(DEAL), "all-gather", plan.microbatches, plan.microbatches * size)
         if plan.axes.size(CONTEXT) > 1 and plan.gradient_reaches(tower.path):
-            axis = "+".join(plan.axes.views[CONTEXT])
+            axis = plan.axes.label(CONTEXT)
             yield Traffic(axis, "reduce-scatter", plan.microbatches, plan.microbatches * size)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tessera.parallel.axes import EP, TENSOR
-from tessera.parallel.holdings import Piece
 from tessera.parallel.plan import Plan
-from tessera.parallel.traffic import Traffic
+from tessera.parallel.planning.holdings import Piece
+from tessera.parallel.traffic.lines import Traffic
 
 INDEX = 8  # bytes of the number of an expert
 
@@ -40,7 +40,7 @@ def _layer(plan: Plan, chosen: int, width: int, passes: int) -> Iterator[Traffic
         yield Traffic(EP, "all-to-all", 2 * count * (passes + 1), 2 * count * (passes + 1) * exchanged)
     if plan.experts.tp == 1:
         return
-    axis = "+".join(plan.axes.views[TENSOR])
+    axis = plan.axes.label(TENSOR)
     whole, weights, ids = tokens * width * size, tokens * chosen * size, tokens * chosen * INDEX
     if plan.experts.sequence:
         yield Traffic(axis, "all-gather", 3 * count * passes, count * passes * (whole + weights + ids))

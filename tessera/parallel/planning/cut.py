@@ -20,7 +20,7 @@ from tessera.core.pattern import matches
 from tessera.core.run_config import ParallelSection, Schedule
 from tessera.core.types import Carry, ModelPlan
 from tessera.parallel.axes import DATA, Axes
-from tessera.parallel.pipeline_order import (
+from tessera.parallel.pipeline.order import (
     SPLITS_BACKWARD,
     bubble_share,
     check_microbatches,

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from tessera.core.names import clean
 from tessera.parallel.axes import PP
 from tessera.parallel.mesh import Mesh
-from tessera.parallel.plan_cut import PipelinePlan
-from tessera.parallel.stages import Stages
+from tessera.parallel.pipeline.stages import Stages
+from tessera.parallel.planning.cut import PipelinePlan
 
 
 class TiedCopies:

@@ -23,12 +23,12 @@ from tessera.core.types import Batch, LossOut, Task
 from tessera.parallel.axes import LOSS, PP
 from tessera.parallel.engine import detached, reduce_losses
 from tessera.parallel.mesh import Mesh
-from tessera.parallel.pipeline_chain import Chain
-from tessera.parallel.pipeline_order import CLASSES, SINGLE
-from tessera.parallel.pipeline_tied import TiedCopies
+from tessera.parallel.pipeline.chain import Chain
+from tessera.parallel.pipeline.order import CLASSES, SINGLE
+from tessera.parallel.pipeline.stages import Stage, Stages, cut_stages
+from tessera.parallel.pipeline.tied import TiedCopies
 from tessera.parallel.plan import Plan
 from tessera.parallel.shared import EndOfStep, sum_shared
-from tessera.parallel.stages import Stage, Stages, cut_stages
 
 __all__ = ["PipelineEngine", "QuietStage", "Stage", "Stages", "cut_stages"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tessera.parallel.axes import TENSOR, TENSOR_TOWER
-from tessera.parallel.holdings import Piece
 from tessera.parallel.plan import Plan
-from tessera.parallel.traffic import Kind, Traffic
+from tessera.parallel.planning.holdings import Piece
+from tessera.parallel.traffic.lines import Kind, Traffic
 
 LOSS_CHUNK = 2048  # positions of which ranks exchange, at a time, what the loss needs: see ops.loss
 LOSS_NUMBERS = 3  # fp32 of each
@@ -89,7 +89,7 @@ def _times(plan: Plan, view: str, kind: Kind, passes: int, size: int) -> Traffic
 
 
 def _axis(plan: Plan, view: str) -> str:
-    return "+".join(plan.axes.views[view])
+    return plan.axes.label(view)
 
 
 def _computed_again(plan: Plan, path: str, enters: bool) -> int:

@@ -12,7 +12,7 @@ from tessera.core.pattern import matches
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
 from tessera.parallel.axes import DEAL, RING, TENSOR, TENSOR_TOWER, TP_REST, ULYSSES, Axes
-from tessera.parallel.deal import Split
+from tessera.parallel.context.deal import Split
 
 # Tensors of a batch that have one row for each patch, by the name of the tower that reads them: what can be dealt.
 # The segments of the same name bound its pieces.

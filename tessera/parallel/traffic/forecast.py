@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tessera.parallel.axes import REPLICATE, TP_REST
-from tessera.parallel.forecast_context import context_traffic
-from tessera.parallel.forecast_experts import expert_traffic
-from tessera.parallel.forecast_pipeline import pipeline_traffic
-from tessera.parallel.forecast_tensor import tensor_traffic
-from tessera.parallel.holdings import Piece, of_stage
 from tessera.parallel.plan import Plan
-from tessera.parallel.traffic import Traffic, added_up
+from tessera.parallel.planning.holdings import Piece, of_stage
+from tessera.parallel.traffic.context import context_traffic
+from tessera.parallel.traffic.experts import expert_traffic
+from tessera.parallel.traffic.lines import Traffic, added_up
+from tessera.parallel.traffic.pipeline import pipeline_traffic
+from tessera.parallel.traffic.tensor import tensor_traffic
 
 
 def forecast(plan: Plan, position: int = 0) -> list[Traffic]:
@@ -38,7 +38,7 @@ def _sharding(plan: Plan, here: Sequence[Piece]) -> Iterator[Traffic]:
         members = [piece for piece in members if not piece.whole]
         if not members:
             continue
-        axis = "+".join(plan.axes.views[members[0].view])
+        axis = plan.axes.label(members[0].view)
         padded = sum(piece.held * piece.shared_by for piece in members)
         trained = [piece for piece in members if piece.trained]
         if plan.axes.size(members[0].view) > 1:

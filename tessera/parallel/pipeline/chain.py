@@ -12,8 +12,8 @@ from torch import Tensor
 from tessera.core.types import Batch
 from tessera.parallel.axes import PP
 from tessera.parallel.mesh import Mesh
+from tessera.parallel.pipeline.stages import Stage, Stages, Work
 from tessera.parallel.plan import Plan
-from tessera.parallel.stages import Stage, Stages, Work
 
 
 class Chain:
