@@ -24,6 +24,11 @@ class Cluster:
     restarts: int = 0
 
     @property
+    def ranks(self) -> int | None:
+        """In all; None where that depends on who comes."""
+        return self.nproc * self.max_nodes if self.min_nodes == self.max_nodes else None
+
+    @property
     def launches(self) -> bool:
         """Whether the ranks are children of this process; otherwise it is itself the one rank."""
         return self.nproc > 1 or self.endpoint is not None or self.restarts > 0

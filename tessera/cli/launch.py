@@ -21,20 +21,21 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tessera.cli.cluster import Cluster
 from tessera.core.dist import RankFailure, free_port, port_is_free
 from tessera.core.errors import TesseraError, first_line
-from tessera.core.join import JOIN_TIMEOUT_S, reach, spans
+from tessera.core.join import reach, spans
+from tessera.core.run_config import RunConfig
+from tessera.train.build import describe
 from tessera.train.watch import FAILURE_FILE
 
 
-def launch(
-    words: Sequence[str],
-    cluster: Cluster,
-    folder: Path,
-    join_timeout_s: float = JOIN_TIMEOUT_S,
-) -> None:
+def launch(words: Sequence[str], cluster: Cluster, config: RunConfig) -> None:
     """Runs `tessera WORDS` on this machine's ranks and waits; a rank's exit code becomes ours.
 
-    `folder` is the run's: after a failure the ranks' own verdict is read from there.
+    What cannot run on so many ranks is refused here, once. After a failure the ranks' own verdict is read from the
+    run's folder.
     """
+    if cluster.ranks is not None:
+        describe(config, cluster.ranks)
+    folder, join_timeout_s = config.folder, config.parallel.join_timeout_s
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // cluster.nproc)))
     began = time.time()
     meeting = None

@@ -73,7 +73,7 @@ def train(
         again = or_resume or cluster.elastic or restarts > 0
         flags = [*(["--overwrite"] if overwrite else []), *(["--or-resume"] if again else [])]
         words = ["train", str(recipe), *(overrides or []), *flags]
-        launch(words, cluster, config.folder, config.parallel.join_timeout_s)
+        launch(words, cluster, config)
         return
     from tessera.train.build import run_exists
     from tessera.train.run import resume as go_on
@@ -111,7 +111,7 @@ def resume(
     if cluster.launches:
         from tessera.cli.launch import launch
 
-        launch(["resume", str(run), *(overrides or [])], cluster, config.folder, config.parallel.join_timeout_s)
+        launch(["resume", str(run), *(overrides or [])], cluster, config)
         return
     _finish(go_on(run, settings))
 
@@ -139,7 +139,7 @@ def preflight(
         from tessera.cli.launch import launch
 
         words = ["preflight", str(recipe), *(overrides or [])]
-        launch(words, cluster, config.folder, config.parallel.join_timeout_s)
+        launch(words, cluster, config)
         return
     from tessera.tools.preflight import preflight as check
 

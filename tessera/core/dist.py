@@ -47,6 +47,11 @@ def environment_ranks(env: Mapping[str, str] = os.environ) -> tuple[int, int, in
         raise TesseraError("RANK, WORLD_SIZE and LOCAL_RANK must be numbers", where="environment") from None
 
 
+def coming_size() -> int:
+    """Ranks of the world that `world` joins, known before it does."""
+    return dist.get_world_size() if dist.is_initialized() else environment_ranks()[1]
+
+
 @contextlib.contextmanager
 def world(
     device: str = "auto",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tessera.data.images import Limits
 from tessera.data.video import VideoSampling
 from tessera.infer.generate import generate
 from tessera.infer.messages import conversations, open_media, sample_of
+from tessera.infer.over_ranks import over_ranks
 from tessera.infer.sampling import Sampling
 from tessera.infer.stream import TextStream
 from tessera.models import resolve
@@ -36,9 +37,18 @@ RUN_CONFIG = "config.yaml"
 class LoadedModel(nn.Module):
     """A model with what it needs to answer in words. `module` is the plain torch module."""
 
-    def __init__(self, module: nn.Module, spec: ModelSpec, config: Section, processor: Processor | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: ModelSpec,
+        config: Section,
+        processor: Processor | None,
+        run: Callable[..., Any] | None = None,
+    ) -> None:
+        """`run`: what is called in the place of a module that lies on several ranks."""
         super().__init__()
         self.module = module
+        self._run: Any = module if run is None else run
         self.spec = spec
         self.config = config
         self._processor = processor
@@ -50,7 +60,7 @@ class LoadedModel(nn.Module):
     def forward(self, batch: Batch, logits: bool = True) -> Any:
         # What to leave out is a question to our own language models; other classes give what they give.
         asked = {"logits": logits} if self.spec.task == "language" else {}
-        return self.module(batch.to(self.device), **asked)
+        return self._run(batch.to(self.device), **asked)
 
     def generate(
         self,
@@ -70,7 +80,7 @@ class LoadedModel(nn.Module):
         if stream is not None and rows != 1:
             raise TesseraError(f"on_text follows one answer, the batch asks for {rows}", fix="ask one at a time")
         answers = generate(
-            self.module,
+            self._run,
             batch.to(self.device),
             max_new_tokens=max_new_tokens,
             stop_tokens=processor.stop_tokens,
@@ -118,9 +128,17 @@ class LoadedProcessor:
 
 
 def load(
-    path: str | Path, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
+    path: str | Path,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    *,
+    parallel: Mapping[str, Any] | None = None,
 ) -> tuple[LoadedModel, LoadedProcessor]:
-    """The family is found from the folder. `device` "auto": an accelerator if there is one. `dtype` None: as stored."""
+    """The family is found from the folder. `device` "auto": an accelerator if there is one. `dtype` None: as stored.
+
+    `parallel`: a layout as in a recipe ({"tp": 2, "pp": 2}), for a model that one device does not hold. Every rank of a
+    process group calls this, and then everything else, together and with the same questions; all get the answers.
+    """
     folder = Path(path)
     where = device if isinstance(device, torch.device) else devices.resolve(device or "auto")
     kind = _dtype(dtype)
@@ -138,11 +156,18 @@ def load(
         files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
         limits = Limits(max_image_pixels=settings.data.max_image_pixels)
     spec, config = resolve(section)
-    module = _empty(spec, config, where, kind)
+    with torch.device("meta"):
+        whole = spec.build(config)
+    names, tied = list(model_tensors(whole)), tied_names(whole)
+    run: Callable[..., Any] | None = None
+    if parallel is None:
+        module = _allocated(whole, where, kind)
+    else:
+        module, run = over_ranks(whole, spec.plan(config), parallel, where, kind)
     weights = None if spec.weights is None else spec.weights(config)
-    fill_from(folder, model_tensors(module), weights, tied_names(module))
+    fill_from(folder, model_tensors(module), weights, tied, names)
     processor = None if spec.processor is None or files is None else spec.processor(config, files, **options)
-    return LoadedModel(module, spec, config, processor), LoadedProcessor(processor, spec, limits)
+    return LoadedModel(module, spec, config, processor, run), LoadedProcessor(processor, spec, limits)
 
 
 def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
@@ -151,9 +176,7 @@ def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
     return kept if kept.is_dir() else settings.model.tokenizer or settings.model.path
 
 
-def _empty(spec: ModelSpec, config: Section, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    with torch.device("meta"):
-        module = spec.build(config)
+def _allocated(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     buffers = computed_buffers(module)
     allocate(module.to(dtype), device)
     put_back_buffers(module, buffers)

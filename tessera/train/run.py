@@ -89,8 +89,8 @@ def join(config: RunConfig) -> AbstractContextManager[dist.World]:
 
 
 def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequence[Callback]) -> Run:
+    described = describe(config, dist.coming_size())  # what cannot work should fail before any rank waits for another
     with join(config) as world:
-        described = describe(config, world.size)  # what cannot work should fail before anything is replaced
         if overwrite and world.is_main and run_exists(config.folder):
             shutil.rmtree(config.folder)
         dist.barrier()

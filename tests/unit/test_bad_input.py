@@ -77,6 +77,31 @@ def test_mistakes_in_a_recipe(run: Any, recipe: Path, override: str, words: str)
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize(
+    ("nproc", "overrides", "words"),
+    [
+        (3, ["parallel.tp=2"], "did you mean: pp=1 cp=1 tp=3"),
+        (4, ["parallel.tp=4"], "heads"),
+        (2, ["parallel.pp=2", "parallel.layers={vision: [2, 0], text: [1, 3]}"], "adds up to 4 layers, text has 2"),
+        (4, ["parallel.pp=4", "parallel.virtual=2"], "8 stages, and the model has 4 layers"),
+        (4, ["parallel.pp=4", "train.global_batch=2"], "2 micro-batches in a step do not serve schedule 1f1b"),
+        (2, ["parallel.cp=2", "parallel.towers={audio: {tp: 1}}"], "no tower 'audio'"),
+        (2, ["parallel.ep=2"], "the model has none"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_before_any_rank_starts(
+    run: Any, recipe: Path, monkeypatch: pytest.MonkeyPatch, nproc: int, overrides: list[str], words: str
+) -> None:
+    def nobody(*_: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("tessera.cli.launch.elastic_launch", nobody)
+    code, said = run("train", recipe, "--nproc", nproc, *overrides)
+    assert code == 2
+    assert words in said
+    assert not (recipe.parent / "runs").exists()
+
+
 def test_missing_recipe(run: Any, recipe: Path) -> None:
     code, said = run("train", recipe.with_name("recipy.yaml"))
     assert code == 2
