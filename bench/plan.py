@@ -30,7 +30,8 @@ def main(dry: bool) -> None:
     began = time.perf_counter()
     plan = tessera.plan(RECIPE, world=WORLD)
     plan.describe()
-    facts: dict[str, Any] = {"case": "qwen2_vl 72b", "ranks": WORLD, "plan_seconds": round(time.perf_counter() - began, 2)}
+    seconds = round(time.perf_counter() - began, 2)
+    facts: dict[str, Any] = {"case": "qwen2_vl 72b", "ranks": WORLD, "plan_seconds": seconds}
     positions = range(plan.axes.size("pp"))
     facts["forecast_gib"] = [round(sum(line.bytes for line in forecast(plan, at)) / 2**30, 2) for at in positions]
     if dry:
