@@ -13,7 +13,33 @@ from tessera.nn.decoder import TextDecoder
 from tessera.nn.moe import TokenRows
 
 
-class LanguageModel(nn.Module):
+class Answering(nn.Module):
+    """What models that end in words have in common, whatever else they see."""
+
+    initializer_range: float
+
+    def _cache_step(self, batch: Batch, cache: KVCache | None) -> CacheStep | None:
+        if cache is None:
+            return None
+        count = batch["tokens"].shape[0]
+        return cache.prefill(batch.segments["text"], count) if cache.empty else cache.decode(count)
+
+    def new_cache(self, rows: int, capacity: int, device: torch.device | str | None = None) -> KVCache:
+        return KVCache(rows, capacity, next(self.parameters()).device if device is None else device)
+
+    @torch.no_grad()
+    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fills the whole tensor of parameter `name` as a new model starts with it."""
+        *path, kind = name.split(".")
+        if kind == "bias":
+            tensor.zero_()
+        elif path[-1].endswith("norm"):
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, self.initializer_range, generator=generator)
+
+
+class LanguageModel(Answering):
     """Batch: `tokens` [T], `positions` [T] or [3, T], segments "text".
 
     Parts that are None lie in another stage of a pipeline: then the model goes on from the `carry` of the stage before,
@@ -53,23 +79,3 @@ class LanguageModel(nn.Module):
         if logits == "last" and segments is not None:
             wanted = hidden.index_select(0, segments.bounds[1:] - 1)
         return LanguageOutput(hidden, self.head, self.head(wanted))
-
-    def _cache_step(self, batch: Batch, cache: KVCache | None) -> CacheStep | None:
-        if cache is None:
-            return None
-        count = batch["tokens"].shape[0]
-        return cache.prefill(batch.segments["text"], count) if cache.empty else cache.decode(count)
-
-    def new_cache(self, rows: int, capacity: int, device: torch.device | str | None = None) -> KVCache:
-        return KVCache(rows, capacity, next(self.parameters()).device if device is None else device)
-
-    @torch.no_grad()
-    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fills the whole tensor of parameter `name` as a new model starts with it."""
-        *path, kind = name.split(".")
-        if kind == "bias":
-            tensor.zero_()
-        elif path[-1].endswith("norm"):
-            tensor.fill_(1.0)
-        else:
-            tensor.normal_(0.0, self.initializer_range, generator=generator)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import Batch, LanguageOutput
 from tessera.nn.cache import CacheStep, KVCache
 from tessera.nn.decoder import TextDecoder
+from tessera.nn.language import Answering
 from tessera.nn.vit import VisionTower, has_pictures
 from tessera.ops.vocab import vocab_logits
 
@@ -34,7 +34,7 @@ class TiedHead(nn.Module):
         return vocab_logits(x, self.weight)
 
 
-class VisionLanguageModel(nn.Module):
+class VisionLanguageModel(Answering):
     """`vision` makes features of pictures, `projector` makes embeddings of them, `text` reads these among the words.
 
     Batch: `tokens` [T], `positions` [3, T] or [T], segments "text"; with media what the vision tower reads, and
@@ -106,12 +106,6 @@ class VisionLanguageModel(nn.Module):
             return next(self.parameters()).new_empty(0, self.vision.shape.hidden)
         return features
 
-    def _cache_step(self, batch: Batch, cache: KVCache | None) -> CacheStep | None:
-        if cache is None:
-            return None
-        count = batch["tokens"].shape[0]
-        return cache.prefill(batch.segments["text"], count) if cache.empty else cache.decode(count)
-
     def _media(self, batch: Batch, carry: Tensor | None) -> Tensor:
         assert self.vision is not None
         features: Tensor = self.vision(batch, carry)
@@ -134,17 +128,3 @@ class VisionLanguageModel(nn.Module):
                 fix="processor and model must agree on patch size and merge size",
             )
         return x.index_copy(0, slots, media.to(x.dtype))
-
-    def new_cache(self, rows: int, capacity: int, device: torch.device | str | None = None) -> KVCache:
-        return KVCache(rows, capacity, next(self.parameters()).device if device is None else device)
-
-    @torch.no_grad()
-    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fills the whole tensor of parameter `name` as a new model starts with it."""
-        *path, kind = name.split(".")
-        if kind == "bias":
-            tensor.zero_()
-        elif path[-1].endswith("norm"):
-            tensor.fill_(1.0)
-        else:
-            tensor.normal_(0.0, self.initializer_range, generator=generator)
