@@ -101,6 +101,11 @@ def _ancestors(path: str) -> list[str]:
     return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
+def home(path: str, modules: Iterable[str]) -> str | None:
+    """The innermost of the modules that a path is, or lies in."""
+    return max((m for m in modules if path == m or path.startswith(m + ".")), key=len, default=None)
+
+
 def nearest_path(pattern: str, paths: Sequence[str]) -> str | None:
     """The existing path that looks most like the pattern, with the pattern's groups kept where the path has numbers."""
     plain = re.sub(r"\{[^}]*\}", "0", pattern)

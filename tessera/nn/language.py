@@ -7,16 +7,37 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tessera.core.types import Batch, LanguageOutput
+from tessera.core.types import Batch, LanguageOutput, Segments
 from tessera.nn.cache import CacheStep, KVCache
 from tessera.nn.decoder import TextDecoder
-from tessera.nn.moe import TokenRows
+from tessera.nn.moe import Rows, TokenRows
 
 
 class Answering(nn.Module):
     """What models that end in words have in common, whatever else they see."""
 
+    head: nn.Module | None
+    token_rows: TokenRows | None  # of a text tower with experts: what keeps their loads even asks for rows
     initializer_range: float
+
+    def _rows(self, batch: Batch) -> Rows | None:
+        """Where nobody gave labels nothing is trained, and nothing is to be balanced."""
+        return None if self.token_rows is None or "labels" not in batch else self.token_rows(batch)
+
+    def _answer(
+        self, hidden: Tensor, step: CacheStep | None, segments: Segments | None, logits: bool | Literal["last"]
+    ) -> LanguageOutput | Tensor:
+        """What the text tower made, as the caller wants it; as it is, where the head lies in another stage."""
+        if step is not None:
+            step.commit()
+        if self.head is None:
+            return hidden
+        if not logits:
+            return LanguageOutput(hidden, self.head)
+        wanted = hidden
+        if logits == "last" and segments is not None:
+            wanted = hidden.index_select(0, segments.bounds[1:] - 1)
+        return LanguageOutput(hidden, self.head, self.head(wanted))
 
     def _cache_step(self, batch: Batch, cache: KVCache | None) -> CacheStep | None:
         if cache is None:
@@ -66,16 +87,5 @@ class LanguageModel(Answering):
         step = self._cache_step(batch, cache)
         segments = None if decoding else batch.segments["text"]
         x = self.text.embed(batch["tokens"]) if carry is None else carry
-        # Where nobody gave labels nothing is trained, and nothing is to be balanced.
-        rows = None if self.token_rows is None or "labels" not in batch else self.token_rows(batch)
-        hidden: Tensor = self.text(x, batch["positions"], segments, step, rows)
-        if step is not None:
-            step.commit()
-        if self.head is None:
-            return hidden
-        if not logits:
-            return LanguageOutput(hidden, self.head)
-        wanted = hidden
-        if logits == "last" and segments is not None:
-            wanted = hidden.index_select(0, segments.bounds[1:] - 1)
-        return LanguageOutput(hidden, self.head, self.head(wanted))
+        hidden: Tensor = self.text(x, batch["positions"], segments, step, self._rows(batch))
+        return self._answer(hidden, step, segments, logits)

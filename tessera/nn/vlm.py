@@ -11,27 +11,8 @@ from tessera.core.types import Batch, LanguageOutput
 from tessera.nn.cache import CacheStep, KVCache
 from tessera.nn.decoder import TextDecoder
 from tessera.nn.language import Answering
+from tessera.nn.moe import TokenRows
 from tessera.nn.vit import VisionTower, has_pictures
-from tessera.ops.vocab import vocab_logits
-
-
-class TiedHead(nn.Module):
-    """Hidden states to logits by the table of token embeddings. A head with a table of its own is a plain `nn.Linear`.
-
-    It asks the embedding for the weight each time instead of holding it: the weight then has one name in every state,
-    and stays one through moves off the meta device and through sharding, both of which replace parameters.
-    """
-
-    def __init__(self, embed: nn.Embedding) -> None:
-        super().__init__()
-        self._embed = (embed,)  # in a tuple, so that it does not become a submodule
-
-    @property
-    def weight(self) -> Tensor:
-        return self._embed[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return vocab_logits(x, self.weight)
 
 
 class VisionLanguageModel(Answering):
@@ -58,6 +39,7 @@ class VisionLanguageModel(Answering):
         self.projector: nn.Module | None = projector
         self.text: TextDecoder | None = text
         self.head: nn.Module | None = head
+        self.token_rows = TokenRows() if text.routed else None
         self.initializer_range = initializer_range
 
     def forward(
@@ -85,17 +67,8 @@ class VisionLanguageModel(Answering):
         segments = None if decoding else batch.segments["text"]
         assert self.text is not None
         assert x is not None
-        hidden: Tensor = self.text(x, batch["positions"], segments, step)
-        if step is not None:
-            step.commit()
-        if self.head is None:
-            return hidden
-        if not logits:
-            return LanguageOutput(hidden, self.head)
-        wanted = hidden
-        if logits == "last" and segments is not None:
-            wanted = hidden.index_select(0, segments.bounds[1:] - 1)
-        return LanguageOutput(hidden, self.head, self.head(wanted))
+        hidden: Tensor = self.text(x, batch["positions"], segments, step, self._rows(batch))
+        return self._answer(hidden, step, segments, logits)
 
     def _handed_on(self, features: Tensor | None, step: CacheStep | None) -> Tensor:
         """What a stage that ends within the tower gives to the next one: nothing, where there is nothing to see."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from tessera.core import device as devices
+from tessera.core.tensors import local_part
 
 
 def finish_gradients(
@@ -35,7 +36,7 @@ def finish_gradients(
     if max_norm is not None:
         scale = scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for local in map(_local, grads):
+    for local in map(local_part, grads):
         by_place.setdefault((local.device, local.dtype), []).append(local)
     for (device, dtype), tensors in by_place.items():
         torch._foreach_mul_(tensors, scale.to(device=device, dtype=dtype))
@@ -51,11 +52,11 @@ def total_norm(
     """
     grads = list(grads)
     if device is None:
-        device = _local(grads[0]).device if grads else torch.device("cpu")
+        device = local_part(grads[0]).device if grads else torch.device("cpu")
     by_layout: dict[tuple[object, tuple[Placement, ...]], list[Tensor]] = {}
     for grad in grads:
         key = (grad.device_mesh, tuple(grad.placements)) if isinstance(grad, DTensor) else (None, ())
-        by_layout.setdefault(key, []).append(_local(grad))
+        by_layout.setdefault(key, []).append(local_part(grad))
     wide = devices.sum_dtype(device)
     total = torch.zeros((), dtype=wide, device=device)
     for (mesh, placements), tensors in by_layout.items():
@@ -69,7 +70,3 @@ def total_norm(
     if others is not None:
         dist.all_reduce(total, group=others)
     return total.sqrt()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

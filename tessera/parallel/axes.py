@@ -61,6 +61,11 @@ class Axes:
         return place
 
 
+def divisors(number: int) -> list[int]:
+    """Up to a thousand: more ranks than that share nothing evenly with each other."""
+    return [d for d in range(1, min(number, 1024) + 1) if number % d == 0]
+
+
 def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Axes:
     together = section.pp * section.cp * section.tp
     if world % together:
@@ -77,20 +82,20 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
             f"parallel.shard={shard} does not divide the {data} ranks"
             + ("" if data == world else " that read other rows"),
             where="parallel.shard",
-            allowed=["auto", *(d for d in range(1, data + 1) if data % d == 0)],
+            allowed=["auto", *divisors(data)],
         )
     if shard % section.ep:
         raise TesseraError(
             f"parallel.ep={section.ep} does not divide the {shard} ranks that share one copy",
             where="parallel.ep",
-            allowed=[d for d in range(1, shard + 1) if shard % d == 0],
+            allowed=divisors(shard),
         )
     ulysses = section.cp if section.ulysses is None else section.ulysses
     if section.cp % ulysses:
         raise TesseraError(
             f"parallel.ulysses={ulysses} does not divide parallel.cp={section.cp}",
             where="parallel.ulysses",
-            allowed=[d for d in range(1, section.cp + 1) if section.cp % d == 0],
+            allowed=divisors(section.cp),
         )
     tower_tp, tower_cp = _tower(section, model_plan)
     rest = section.tp // tower_tp
@@ -155,7 +160,7 @@ def _tower(section: ParallelSection, model_plan: ModelPlan) -> tuple[int, int]:
         raise TesseraError(
             f"a tower's tp={tp} does not divide parallel.tp={section.tp}",
             where="parallel.towers",
-            allowed=[d for d in range(1, section.tp + 1) if section.tp % d == 0],
+            allowed=divisors(section.tp),
         )
     if cp not in (1, section.cp):
         raise TesseraError(f"a tower's cp={cp} is neither", where="parallel.towers", allowed=sorted({1, section.cp}))

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from tessera.core import device as devices
+from tessera.core.pattern import home
 from tessera.parallel.axes import COPY, COPY_EXPERTS, COPY_TOWER, TP_REST
 from tessera.parallel.mesh import Mesh
 from tessera.parallel.plan import Plan, ahead
@@ -50,8 +51,8 @@ def shard_modules(
     """
     meshes = meshes or {}
     for path in sorted({*paths, *meshes}, key=lambda path: -path.count(".")):
-        home = max((m for m in meshes if path == m or path.startswith(m + ".")), key=len, default=None)
-        own = arguments if home is None else {**arguments, "mesh": meshes[home]}
+        other = home(path, meshes)
+        own = arguments if other is None else {**arguments, "mesh": meshes[other]}
         fully_shard(module.get_submodule(path), **own)
     # The type of the output is the root's affair alone: a block's output meets weights of the computed type. So does
     # what a stage of a pipeline hands on; its last one sees to the type itself.

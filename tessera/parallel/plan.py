@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from tessera.core.errors import TesseraError
-from tessera.core.pattern import select_trees
+from tessera.core.pattern import home, select_trees
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
-from tessera.parallel.axes import CONTEXT, DEAL, REPLICATE, Axes, make_axes
+from tessera.parallel.axes import CONTEXT, DEAL, REPLICATE, Axes, divisors, make_axes
 from tessera.parallel.planning.context import ContextPlan, plan_context
 from tessera.parallel.planning.cut import PipelinePlan, plan_cut
 from tessera.parallel.planning.experts import ExpertPlan, plan_experts
@@ -99,8 +99,7 @@ class Plan:
         return any(piece.trained for piece in self.pieces if not part or piece.name.startswith(part + "."))
 
     def _part(self, path: str) -> str:
-        inside = (part for part in self.rows if part and (path == part or path.startswith(part + ".")))
-        return max(inside, key=len, default="")
+        return home(path, filter(None, self.rows)) or ""
 
     def ahead(self, block: int, direction: Direction) -> list[str]:
         """The blocks that block number `block` has gathered before their turn."""
@@ -201,7 +200,7 @@ def _check_reshard(again: bool | int, shard: int) -> None:
         raise TesseraError(
             f"parallel.reshard_after_forward={again} is no part of the {shard} ranks that share one copy",
             where="parallel.reshard_after_forward",
-            allowed=["true", "false", *(d for d in range(2, shard) if shard % d == 0)],
+            allowed=["true", "false", *divisors(shard)[1:-1]],
         )
 
 

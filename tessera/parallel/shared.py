@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from tessera.core.tensors import local_part
 
 
 class EndOfStep(Protocol):
@@ -33,7 +34,7 @@ class SharedGradients:
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)  # every rank must take part
-            by_dtype.setdefault(parameter.grad.dtype, []).append(_local(parameter.grad))
+            by_dtype.setdefault(parameter.grad.dtype, []).append(local_part(parameter.grad))
         for grads in by_dtype.values():
             flat = torch.cat([grad.reshape(-1) for grad in grads])
             dist.all_reduce(flat, group=self.group)
@@ -44,7 +45,3 @@ class SharedGradients:
 def sum_shared(shared: Iterable[EndOfStep]) -> None:
     for part in shared:
         part.sum()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -6,9 +6,10 @@ from torch import nn
 
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.nn.decoder import DecoderShape, TextDecoder
+from tessera.nn.embedding import TiedHead
 from tessera.nn.projector import PatchMerger
 from tessera.nn.vit import VisionShape, VisionTower
-from tessera.nn.vlm import TiedHead, VisionLanguageModel
+from tessera.nn.vlm import VisionLanguageModel
 
 
 def build(config: Qwen2VLConfig) -> VisionLanguageModel:

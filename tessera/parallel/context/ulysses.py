@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tessera.parallel.collectives import all_to_all
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Ulysses:
         sent = [torch.cat(parts, 1) for parts in by_rank]  # [own tokens, heads of a rank, D]
         own_q, own_kv, size = hands.queries[self.at], kv_counts[self.at], q.shape[2]
         width = (own_q + 2 * own_kv) * size
-        flat = _Exchange.apply(
+        flat = all_to_all(
             torch.cat([part.reshape(-1) for part in sent]),
             [part.numel() for part in sent],
             [tokens * width for tokens in sizes],
@@ -74,7 +75,7 @@ class Ulysses:
         width = out.shape[1] * out.shape[2]
         queries = deal_heads(heads, heads, self.ranks).queries
         own = sizes[self.at]
-        flat = _Exchange.apply(
+        flat = all_to_all(
             out.reshape(-1),
             [tokens * width for tokens in sizes],
             [own * count * out.shape[2] for count in queries],
@@ -89,20 +90,3 @@ def _repeated(x: Tensor, often: Sequence[int]) -> Tensor:
     if all(count == 1 for count in often):
         return x
     return torch.cat([head.expand(-1, count, -1) for head, count in zip(x.split(1, 1), often, strict=True)], 1)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(x, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty(sum(received))
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-    return out

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tessera.core.names import clean
+from tessera.core.tensors import local_part
 from tessera.parallel.axes import PP
 from tessera.parallel.mesh import Mesh
 from tessera.parallel.pipeline.stages import Stages
@@ -56,10 +56,10 @@ class TiedCopies:
     def settle(self, optimizer: Optimizer) -> None:
         """Copies on one rank have one name, under which only the one at home is filled: the other follows it."""
         for first, second in self.pairs:
-            _local(second).copy_(_local(first))
+            local_part(second).copy_(local_part(first))
             for key, value in optimizer.state.get(first, {}).items():
                 if isinstance(value, Tensor) and key in optimizer.state.get(second, {}):
-                    _local(optimizer.state[second][key]).copy_(_local(value))
+                    local_part(optimizer.state[second][key]).copy_(local_part(value))
 
 
 def _parameters(stage: torch.nn.Module) -> dict[str, Tensor]:
@@ -69,8 +69,4 @@ def _parameters(stage: torch.nn.Module) -> dict[str, Tensor]:
 def _gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return _local(parameter.grad)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_part(parameter.grad)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from tessera.core.errors import TesseraError
-from tessera.core.pattern import matches
+from tessera.core.pattern import home, matches
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
 from tessera.parallel.axes import DEAL, RING, TENSOR, TENSOR_TOWER, TP_REST, ULYSSES, Axes
@@ -79,7 +79,7 @@ def plan_context(
     ring, ulysses = axes.size(RING), axes.size(ULYSSES)
     attention: dict[str, Heads | None] = {}
     if section.cp > 1:
-        outside = [path for path in found if not _inside(path, model_plan.towers.values())]
+        outside = [path for path in found if home(path, model_plan.towers.values()) is None]
         attention = {path: _shape(model_plan, tree, path, axes.size(TENSOR)) for path in outside}
         if not attention:
             raise TesseraError(
@@ -128,21 +128,22 @@ def _towers(
             _follower(model_plan, tree, path),
             axes.size(DEAL),
             Split(axes.size(RING), axes.size(ULYSSES), rows) if shares else None,
-            tuple(a for a in attention if _inside(a, [path])) if shares else (),
+            tuple(a for a in attention if home(a, [path]) is not None) if shares else (),
         )
 
 
 def _rows_per_token(model_plan: ModelPlan, tower: str) -> int:
     """Neighbouring patches that become one token: what takes a tower's features wants them together."""
     return max(
-        (s.carry.rows_per_token for s in model_plan.stages if s.carry and _inside(s.pattern, [tower])), default=1
+        (s.carry.rows_per_token for s in model_plan.stages if s.carry and home(s.pattern, [tower]) is not None),
+        default=1,
     )
 
 
 def _follower(model_plan: ModelPlan, tree: dict[str, nn.Module], tower: str) -> str | None:
     """The first module of the link behind the tower's last one."""
     chain = [stage.pattern for stage in model_plan.stages]
-    inside = [number for number, pattern in enumerate(chain) if _inside(pattern, [tower])]
+    inside = [number for number, pattern in enumerate(chain) if home(pattern, [tower]) is not None]
     if not inside or inside[-1] + 1 == len(chain):
         return None
     return next((path for path in tree if matches(chain[inside[-1] + 1], path)), None)
@@ -197,7 +198,3 @@ def _check_masks(tree: dict[str, nn.Module], attention: Sequence[str], cp: int) 
             allowed=[cp],
             fix=f"parallel.ulysses={cp}: ranks that trade heads see whole rows",
         )
-
-
-def _inside(path: str, outer: Iterable[str]) -> bool:
-    return any(path.startswith(o + ".") for o in outer)

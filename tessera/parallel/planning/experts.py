@@ -13,7 +13,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.pattern import matches, select
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
-from tessera.parallel.axes import CONTEXT, EP, SHARD, TENSOR, Axes
+from tessera.parallel.axes import CONTEXT, EP, SHARD, TENSOR, Axes, divisors
 
 WHERE = "the model's plan (experts)"
 
@@ -102,7 +102,7 @@ def _check_deal(ep: int, experts: Mapping[str, int], copy: int) -> None:
             raise TesseraError(
                 f"the {count} experts of {path} cannot be dealt evenly to parallel.ep={ep} ranks",
                 where="parallel.ep",
-                allowed=_divisors(gcd(copy, *experts.values())),
+                allowed=divisors(gcd(copy, *experts.values())),
             )
 
 
@@ -139,10 +139,6 @@ def _cuts(module: nn.Module, path: str, model_plan: ModelPlan, tp: int) -> dict[
             raise TesseraError(
                 f"the experts of {path} are {width} wide, which tp={tp} ranks cannot share evenly",
                 where="parallel.tp",
-                allowed=_divisors(gcd(width, *model_plan.heads.values())),
+                allowed=divisors(gcd(width, *model_plan.heads.values())),
             )
     return found
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import nn
 
+from tessera.core.pattern import home
 from tessera.core.types import TensorStyle
 from tessera.parallel.axes import COPY, COPY_EXPERTS, COPY_TOWER, TENSOR, TENSOR_TOWER, TP_REST, Axes
 from tessera.parallel.planning.cut import PipelinePlan
@@ -68,8 +69,8 @@ def pieces(
     untrained = set(frozen)
     found = []
     for name, parameter in module.named_parameters():
-        in_tower = tensor is not None and _inside(name, tensor.towers)
-        in_experts = experts is not None and _inside(name, experts.modules)
+        in_tower = tensor is not None and home(name, tensor.towers) is not None
+        in_experts = experts is not None and home(name, experts.modules) is not None
         view = COPY_EXPERTS if in_experts else COPY_TOWER if in_tower and TP_REST in axes.root else COPY
         shape = list(parameter.shape)
         if in_experts and experts is not None:
@@ -79,7 +80,9 @@ def pieces(
             dim = _cut_dimension(style, shape)
             if dim is not None:
                 shape[dim] //= axes.size(TENSOR_TOWER if in_tower else TENSOR)
-        found.append(Piece(name, tuple(shape), view, axes.size(view), name not in untrained, _inside(name, ignored)))
+        found.append(
+            Piece(name, tuple(shape), view, axes.size(view), name not in untrained, home(name, ignored) is not None)
+        )
     return found
 
 
@@ -97,7 +100,7 @@ def of_stage(parts: Sequence[Piece], pipeline: PipelinePlan | None, position: in
     if pipeline is None:
         return list(parts)
     modules = [path for stage in pipeline.stages_of(position) for path in pipeline.stages[stage].modules]
-    found = [piece for piece in parts if _inside(piece.name, modules)]
+    found = [piece for piece in parts if home(piece.name, modules) is not None]
     if len(pipeline.stages) - 1 in pipeline.stages_of(position):
         found += [piece for piece in parts if piece.name in pipeline.copies]
     return found
@@ -110,7 +113,3 @@ def held(parts: Sequence[Piece], kept: torch.dtype, computed: torch.dtype) -> He
     trained = [piece for piece in parts if piece.trained]
     gradients = sum(size[piece.name] for piece in trained)
     return Held(parameters, gradients, ADAMW_STATES * gradients + ADAMW_STEP_BYTES * len(trained))
-
-
-def _inside(name: str, paths: Sequence[str] | Mapping[str, object]) -> bool:
-    return any(name.startswith(path + ".") for path in paths)

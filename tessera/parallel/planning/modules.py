@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 
 from tessera.core.errors import TesseraError
-from tessera.core.pattern import matches, nearest_path
+from tessera.core.pattern import home, matches, nearest_path
 from tessera.core.run_config import ParallelSection, RecomputeSection
 from tessera.core.types import ModelPlan
 
@@ -67,11 +67,11 @@ def _blocks(
     if section.wrap is None:
         # What a model proposes yields to what the user ignores.
         proposed = _select_once(model_plan.blocks, tree, "the model's plan (blocks)")
-        return tuple(path for path in proposed if not _inside(path, ignored))
+        return tuple(path for path in proposed if not home(path, ignored))
     where = "parallel.wrap"
     blocks = _callable(_select_once(section.wrap, tree, where), tree, where)
     for path in blocks:
-        outer = _inside(path, ignored)
+        outer = home(path, ignored)
         if outer:
             raise TesseraError(
                 f"{path} is wrapped and {outer} is ignored",
@@ -141,10 +141,10 @@ def _refuse_nested(parts: Sequence[tuple[str, str]]) -> None:
 
 def _refuse_ties_across_groups(module: nn.Module, blocks: Sequence[str], ignored: Sequence[str]) -> None:
     groups = [*blocks, *ignored]
-    home: dict[nn.Parameter, tuple[str, str | None]] = {}
+    first_seen: dict[nn.Parameter, tuple[str, str | None]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        group = max((g for g in groups if name.startswith(g + ".")), key=len, default=None)
-        first, first_group = home.setdefault(parameter, (name, group))
+        group = home(name, groups)
+        first, first_group = first_seen.setdefault(parameter, (name, group))
         if group != first_group:
             raise TesseraError(
                 f"{name} is the same weight as {first}, and they lie in different shard groups",
@@ -185,7 +185,3 @@ def _callable(paths: Sequence[str], tree: dict[str, nn.Module], where: str) -> l
                 fix=f"name its members: {path}.{{*}}",
             )
     return list(paths)
-
-
-def _inside(path: str, outer: Sequence[str]) -> str | None:
-    return next((o for o in outer if path == o or path.startswith(o + ".")), None)

@@ -10,10 +10,10 @@ from typing import Literal
 from torch import nn
 
 from tessera.core.errors import TesseraError
-from tessera.core.pattern import matches
+from tessera.core.pattern import home, matches
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan, TensorStyle
-from tessera.parallel.axes import TENSOR_TOWER, Axes
+from tessera.parallel.axes import TENSOR_TOWER, Axes, divisors
 
 Cut = Literal["column", "row", "vocab"]
 
@@ -28,10 +28,10 @@ class TensorPlan:
     decoder: str = ""  # with `sequence`: the module inside of which ranks keep parts of the tokens
 
     def in_tower(self, path: str) -> bool:
-        return _inside(path, self.towers)
+        return home(path, self.towers) is not None
 
     def in_decoder(self, path: str) -> bool:
-        return self.sequence and _inside(path, [self.decoder])
+        return self.sequence and home(path, [self.decoder]) is not None
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Seque
     found: dict[str, Cut] = {}
     for name, style in styles.items():
         path, _, kind = name.rpartition(".")
-        if style == "sequence" or style == "replicate" or _inside(path, experts):
+        if style == "sequence" or style == "replicate" or home(path, experts) is not None:
             continue
         owner = module.get_submodule(path)
         kinds = (nn.Embedding, nn.Linear) if style == "vocab" else (nn.Linear,)
@@ -124,9 +124,9 @@ def _sizes(
         assert isinstance(weight, nn.Parameter)
         size = weight.shape[1 if cut == "row" else 0]
         words = {"column": "output features", "row": "input features", "vocab": "tokens"}
-        yield _Divisible(f"the {size} {words[cut]} of {path}", size, _inside(path, towers))
+        yield _Divisible(f"the {size} {words[cut]} of {path}", size, home(path, towers) is not None)
         for heads in {heads for pattern, heads in model_plan.heads.items() if matches(pattern, path)}:
-            yield _Divisible(f"the {heads} heads of {path}", heads, _inside(path, towers))
+            yield _Divisible(f"the {heads} heads of {path}", heads, home(path, towers) is not None)
 
 
 def _check_sizes(section: ParallelSection, axes: Axes, parts: Sequence[_Divisible]) -> None:
@@ -141,7 +141,7 @@ def _check_sizes(section: ParallelSection, axes: Axes, parts: Sequence[_Divisibl
             raise TesseraError(
                 f"a tower's tp={tower_tp} does not divide {part.what}",
                 where="parallel.towers",
-                allowed=_divisors(gcd(of_towers, section.tp)),
+                allowed=divisors(gcd(of_towers, section.tp)),
             )
         # The towers that go with the text have a say in its degree; those with a split of their own have none.
         say = of_text if tower_tp != section.tp else gcd(of_text, of_towers)
@@ -149,7 +149,7 @@ def _check_sizes(section: ParallelSection, axes: Axes, parts: Sequence[_Divisibl
         raise TesseraError(
             f"parallel.tp={section.tp} does not divide {part.what}",
             where="parallel.tp",
-            allowed=_divisors(say),
+            allowed=divisors(say),
             fix="or split the tower over fewer ranks than the text: parallel.towers.NAME.tp" if text_can else None,
         )
 
@@ -167,7 +167,7 @@ def _check_tokens(section: ParallelSection, tokens: int) -> None:
 
 def _decoder(styles: Mapping[str, TensorStyle], towers: Sequence[str]) -> str:
     """The innermost module that holds all that is applied to parts of the tokens."""
-    paths = [name.split(".")[:-2] for name, s in styles.items() if s == "sequence" and not _inside(name, towers)]
+    paths = [name.split(".")[:-2] for name, s in styles.items() if s == "sequence" and home(name, towers) is None]
     common: list[str] = []
     for level in zip(*paths, strict=False):
         if len(set(level)) > 1:
@@ -201,11 +201,3 @@ def _entries(layers: Mapping[str, Cut], module: nn.Module) -> tuple[str, ...]:
 
 def _heavy(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
-
-
-def _inside(path: str, modules: Sequence[str]) -> bool:
-    return any(path == m or path.startswith(m + ".") for m in modules)
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, min(number, 1024) + 1) if number % d == 0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from tessera.core.pattern import home
 from tessera.parallel.axes import REPLICATE, TP_REST
 from tessera.parallel.plan import Plan
 from tessera.parallel.planning.holdings import Piece, of_stage
@@ -61,8 +62,7 @@ def _groups(plan: Plan, here: Sequence[Piece]) -> dict[str, list[Piece]]:
         paths |= set(plan.tensor.towers)
     found: dict[str, list[Piece]] = {}
     for piece in here:
-        home = max((path for path in paths if piece.name.startswith(path + ".")), key=len, default="")
-        found.setdefault(home, []).append(piece)
+        found.setdefault(home(piece.name, paths) or "", []).append(piece)
     return found
 
 

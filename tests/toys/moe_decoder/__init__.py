@@ -10,9 +10,9 @@ from torch import nn
 from tessera.core.config import Section
 from tessera.core.types import Batch, Carry, ModelPlan, ModelSpec, Segments, Stage, TensorStyle
 from tessera.nn.decoder import DecoderShape, GatedMLP, TextDecoder
+from tessera.nn.embedding import TiedHead
 from tessera.nn.language import LanguageModel
 from tessera.nn.moe import MoE, MoEShape
-from tessera.nn.vlm import TiedHead
 
 
 class MoEDecoderConfig(Section):
