@@ -6,10 +6,11 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
+from tessera.cli.data import data_app
 from tessera.core.errors import TesseraError
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, for example optim.lr=1e-4", metavar="[KEY=VALUE]...")
@@ -344,6 +346,10 @@ def config_show(recipe: Annotated[Path, typer.Argument(help="YAML recipe")], ove
 def main() -> None:
     try:
         app()
+    except SystemExit as end:
+        if end.code in (None, 0) and "TORCHELASTIC_RUN_ID" in os.environ:
+            _leave()
+        raise
     except TesseraError as error:
         if os.environ.get("TESSERA_TRACEBACK"):
             raise
@@ -351,6 +357,14 @@ def main() -> None:
         prefix = f"rank {rank}: " if rank not in (None, "0") else ""
         print(f"{prefix}error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+
+
+def _leave() -> NoReturn:
+    """A rank whose work is done and saved goes without the interpreter's farewell: threads of torch that outlive it
+    have been seen to abort the process there, and a launcher takes that for a failed run."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +31,9 @@ _PEAKS = (
     ("Ascend910B", 376e12),
     ("Ascend910", 320e12),
 )
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -149,3 +154,27 @@ def reset_peak_memory(device: torch.device) -> None:
 def sum_dtype(device: torch.device) -> torch.dtype:
     """The widest type in which this device can add up scalars over ranks."""
     return torch.float32 if device.type == "npu" else torch.float64
+
+
+class SideCopies:
+    """Copies from the host that an accelerator makes beside its computation, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.Stream(device=device)
+
+    def start(self, copy: Callable[[], _T]) -> tuple[_T, Any]:
+        """What `copy` gives, made with the side stream as the current one, and an event to hand to `finish`."""
+        with self._module.stream(self._stream):  # also makes the device this thread's
+            copied = copy()
+            done = self._module.Event()
+            done.record(self._stream)
+        return copied, done
+
+    def finish(self, done: Any, tensors: Iterable[torch.Tensor]) -> None:
+        """What this thread queues from now on comes after the copy; the host does not wait."""
+        current = self._module.current_stream(self._device)
+        current.wait_event(done)
+        for tensor in tensors:
+            tensor.record_stream(current)  # so that its memory is not given away while this stream still reads it

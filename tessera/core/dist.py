@@ -7,13 +7,15 @@ import datetime
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError
@@ -123,6 +125,17 @@ def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None)
     return values
 
 
+def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """[n] of each rank -> [ranks, n] on every rank. By a sum: should ranks be out of step, gloo ends the process where a
+    gather meets one of another size, and says of a sum that it does not fit."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values[None]
+    table = values.new_zeros(dist.get_world_size(), *values.shape)
+    table[dist.get_rank()] = values
+    dist.all_reduce(table)
+    return table
+
+
 def agree_on_step(step: int, flag: bool) -> bool:
     """True on every rank if `flag` is true on one. Ranks that are not at the same step are named instead: their
     collectives would pair up all the same, and mix one step's numbers into another's."""
@@ -132,14 +145,8 @@ def agree_on_step(step: int, flag: bool) -> bool:
     dist.all_reduce(vote, op=dist.ReduceOp.MAX)
     raised, highest, lowest = vote.tolist()
     if highest != -lowest:
-        raise OutOfStep(_steps_of_ranks(step))
+        raise OutOfStep(gather_over_ranks(torch.tensor([step]))[:, 0].tolist())
     return bool(raised)
-
-
-def _steps_of_ranks(step: int) -> list[int]:
-    steps = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(steps, torch.tensor([step]))
-    return [int(one) for one in steps]
 
 
 class RankFailure(TesseraError):
@@ -165,6 +172,30 @@ def is_peer_error(error: BaseException) -> bool:
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
     return isinstance(error, RuntimeError) and bool(_PEER_WORDS.search(str(error)))
+
+
+@contextlib.contextmanager
+def main_rank_first(world: World) -> Iterator[None]:
+    """The main rank goes through the block, then the others. However long that takes: they ask now and then instead of
+    standing in a collective, which has a time limit."""
+    if world.size == 1:
+        yield
+        return
+    store = PrefixStore("main-rank-first", _get_default_store())
+    done = f"done/{store.add(f'turns/{world.rank}', 1)}"  # every rank counts its own turns, and all come to each
+    if world.is_main:
+        try:
+            yield
+        except BaseException:
+            store.set(done, "failed")
+            raise
+        store.set(done, "done")
+        return
+    while not store.check([done]):
+        time.sleep(0.05)
+    if store.get(done) != b"done":
+        raise RankFailure("the main rank failed", fix="look at what it said")
+    yield
 
 
 def barrier() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -34,29 +34,75 @@ class ModelSection(Section):
         return self
 
 
+RowForm = Literal["messages", "sharegpt", "llava", "alpaca", "text"]
+
+
 class SourceSection(Section):
-    path: Path = Field(description="JSON or JSONL file")
+    path: Path = Field(
+        description="JSON, JSONL, Parquet or text file, tar shards, or a folder; {000..127} and * name several"
+    )
     root: Path | None = Field(
         None, description="media paths must lie under this folder; default: the file's own folder"
     )
-    format: Literal["auto", "messages", "sharegpt", "llava"] = Field("auto", description="form of the rows")
+    format: Literal["auto"] | RowForm = Field("auto", description="form of the rows")
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="our name of a key or tag -> the name it has in these rows"
+    )
+    weight: float | None = Field(
+        None, gt=0, description="share of the samples drawn from this set; given for all sets or for none"
+    )
     max_samples: int | None = Field(None, gt=0, description="use only the first so many rows")
 
 
 class DataSection(Section):
     kind: str = Field("chat", description="kind of data set, or an import path to one")
-    train: list[SourceSection] = Field(default_factory=list)
+    train: list[SourceSection] = Field(default_factory=list, description="data sets; also written a.json,b.json")
     eval: list[SourceSection] = Field(default_factory=list)
     length: int = Field(2048, gt=0, description="tokens of one packed row")
+    too_long: Literal["drop", "turns"] = Field(
+        "drop",
+        description="samples longer than a row are left out and listed, or cut after the last turn that fits",
+    )
     shuffle: bool = True
     pack: bool = Field(True, description="several samples to a row; off: one each")
-    workers: int = Field(0, ge=0, description="loader processes; 0 loads in the training process")
+    balance: bool = Field(True, description="rows of equal work, and equal work for every rank")
+    workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        "auto", description="loader processes; 0 loads in the training process; auto: as many as keep the device busy"
+    )
     prefetch: int = Field(2, gt=0, description="batches each worker keeps ready")
+    sample_timeout_s: float = Field(60, gt=0, description="a sample that takes longer to read counts as bad")
     on_bad_sample: Literal["skip", "fail"] = Field("skip", description="skip: counted and listed in quarantine.jsonl")
     train_on: list[str] = Field(default_factory=lambda: ["assistant"], description="roles whose words are trained on")
+    mask_history: bool = Field(False, description="train only on the last turn of each conversation")
     max_image_pixels: int = Field(64_000_000, gt=0, description="larger images are refused from their header")
+    draft: bool = Field(True, description="decode JPEGs at 1/2, 1/4 or 1/8 of their size where that is still enough")
     processor: dict[str, Any] = Field(default_factory=dict, description="preprocessor options, such as min_pixels")
     options: dict[str, Any] = Field(default_factory=dict, description="options of a data kind of your own")
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _several(cls, value: Any) -> Any:
+        """`a.json,b.json` is two sets, and a set of which only the path is said may be written as the path."""
+        if isinstance(value, (str, Path, Mapping)):
+            value = [value]
+        if not isinstance(value, (list, tuple)):
+            return value
+        spread: list[Any] = []
+        for entry in value:
+            given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
+            path = given.get("path")
+            paths = [one.strip() for one in path.split(",")] if isinstance(path, str) else [path]
+            if "" in paths:
+                raise ValueError(f"an empty name in {path!r}")
+            spread += [entry] if isinstance(entry, SourceSection) else [{**given, "path": one} for one in paths]
+        return spread
+
+    @model_validator(mode="after")
+    def _weights_for_all_or_none(self) -> DataSection:
+        for name, sets in (("train", self.train), ("eval", self.eval)):
+            if len({one.weight is None for one in sets}) > 1:
+                raise ValueError(f"give every set of data.{name} a weight, or none")
+        return self
 
 
 class RecomputeSection(Section):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,11 +23,16 @@ IGNORE = -100  # the label of a position that is not trained on
 # ---------------------------------------------------------------------------------------------- samples
 
 
+PartKind = Literal["text", "image", "video", "audio"]
+PLAIN = "text"  # the role of text that nobody says: no header, no end of turn, all of it trained on
+
+
 @dataclass(frozen=True)
 class Part:
-    """A piece of a message. `value` is text, or the media: a path inside the data root, or a decoded object."""
+    """A piece of a message. `value` is text, or the media: a path inside the data root, where its bytes lie in another
+    file, the bytes themselves, or a decoded object."""
 
-    kind: Literal["text", "image", "video"]
+    kind: PartKind
     value: Any
 
 
@@ -49,11 +55,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class MediaSize:
-    """What a header tells: enough to know the cost of a picture or clip without decoding it."""
+    """What a header tells: enough to know the cost of a picture, clip or sound without decoding it."""
 
     width: int
     height: int
     frames: int = 1
+    samples: int = 0  # of sound, at the rate it is decoded to
 
 
 @dataclass
@@ -107,6 +114,7 @@ class Batch:
     tensors: dict[str, Tensor]
     segments: dict[str, Segments] = field(default_factory=dict)
     sample_ids: tuple[str, ...] = ()
+    rows: tuple[tuple[int, int], ...] = ()  # (row number, how many of `sample_ids` it holds): a ledger's order
     counts: dict[str, int] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()  # one per global row: randomness in a task depends on the row, never on the layout
     problems: tuple[
@@ -163,8 +171,9 @@ class LossOut:
 
 # How a parameter is dealt out over ranks that compute one tensor together. column, row: the output or input features
 # of a linear layer (of stacked experts: of each expert); vocab: entries of a table of tokens; sequence: whole, and
-# applied to a part of the tokens where `parallel.sequence_parallel` is on; replicate: whole, applied to all.
-TensorStyle = Literal["column", "row", "vocab", "sequence", "replicate"]
+# applied to a part of the tokens where `parallel.sequence_parallel` is on; heads: whole, and applied to the heads that
+# a rank has; replicate: whole, applied to all.
+TensorStyle = Literal["column", "row", "vocab", "sequence", "heads", "replicate"]
 
 
 @dataclass(frozen=True)
@@ -218,16 +227,23 @@ class Processor(Protocol):
         """Cost from headers alone: {"tokens": n, "patches": m, ...}; equals what `encode` will give."""
         ...
 
-    def encode(self, sample: Sample, media: Sequence[Any]) -> Encoded:
-        """`media`: one decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order."""
+    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Encoded:
+        """`media`: one decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order. `sizes`: what
+        their headers told, where pictures were made smaller while they were decoded."""
         ...
 
     def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
         """Packs each row's samples into `length` tokens (padded), rows one after another."""
         ...
 
-    def prompt(self, samples: Sequence[Sample], media: Sequence[Sequence[Any]]) -> Batch:
-        """A batch to generate from: one unpadded segment per sample, ending where the assistant speaks."""
+    def prompt(
+        self,
+        samples: Sequence[Sample],
+        media: Sequence[Sequence[Any]],
+        sizes: Sequence[Sequence[MediaSize]] | None = None,
+    ) -> Batch:
+        """A batch to generate from: one unpadded segment per sample, ending where the assistant speaks. `sizes` as for
+        `encode`."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
@@ -255,6 +271,8 @@ class ModelSpec:
     weights: Callable[[Any], WeightMap] | None = None
     processor: Callable[..., Processor] | None = None  # (config, folder, **options of the `data.processor` section)
     flops: Callable[[Any, Batch], float] | None = None  # of one forward + backward over the batch
+    # (config, measures of samples by name) -> FLOPs of each sample in each tower; adds up over the samples of a row.
+    work: Callable[[Any, Mapping[str, np.ndarray]], dict[str, np.ndarray]] | None = None
     # (config, tokens) -> a micro-batch of so many tokens, made up: what forecasts and dry runs work on.
     example: Callable[[Any, int], Batch] | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -282,7 +300,23 @@ class RowSource(Protocol):
         ...
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """One micro-batch made of these rows, with `sample_ids`, `counts`, `seeds` and `problems` filled."""
+        """One micro-batch made of these rows, with `sample_ids`, `rows`, `counts`, `seeds` and `problems` filled."""
+        ...
+
+
+@runtime_checkable
+class WeighedRows(Protocol):
+    """A `RowSource` that knows what its rows cost before they are made: ranks then get equal work."""
+
+    def work(self, rows: Sequence[int]) -> Sequence[float]: ...
+
+
+@runtime_checkable
+class GuardedRows(Protocol):
+    """A `RowSource` whose samples may break whoever reads them: it says which one it is at, and leaves out the lost."""
+
+    def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
+        """As `batch`. `note(n)` is called before sample n is read; samples in `lost` (with the reason) leave holes."""
         ...
 
 

@@ -94,6 +94,17 @@ class Concat:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Ours has one more dimension, the first, along which theirs lie one by one: the weights of experts."""
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(theirs))
+
+    def to_theirs(self, ours: Tensor) -> list[Tensor]:
+        return [piece.contiguous() for piece in ours.unbind(0)]
+
+
+@dataclass(frozen=True)
 class Rule:
     ours: str
     theirs: str | tuple[str, ...]

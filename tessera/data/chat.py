@@ -8,13 +8,12 @@ folders, so that other tools write conversations the same way.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
 
-from tessera.core.types import Message
-
-MediaKind = Literal["image", "video"]
+from tessera.core.errors import TesseraError
+from tessera.core.types import PLAIN, Message, Part, PartKind
 
 
 @dataclass(frozen=True)
@@ -25,88 +24,183 @@ class Piece:
     role: str
     trained: bool = False
     special: bool = False
-    media: MediaKind | None = None  # this special word is repeated as often as the media needs
+    media: PartKind | None = None  # this special word is repeated as often as the media needs
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What stands before and after the words of a role. Of what stands after, a trained role writes as much as goes up
+    to the last special word."""
+
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class MediaWords:
+    """`word` stands for one visual token; `before` and `after` enclose all of a picture or clip."""
+
+    word: str
+    before: str = ""
+    after: str = ""
+
+
+_QWEN_MEDIA: Mapping[PartKind, MediaWords] = {
+    "image": MediaWords("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "video": MediaWords("<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+}
+_ANY = ""  # the turn of a role that has none of its own
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The ChatML family: <start>role\\n content <end>\\n for each message."""
+    """As it stands: ChatML with the visual words of the Qwen families."""
 
-    start: str = "<|im_start|>"
-    end: str = "<|im_end|>"
-    media_before: str = "<|vision_start|>"
-    media_after: str = "<|vision_end|>"
-    media_words: dict[MediaKind, str] = field(
-        default_factory=lambda: {"image": "<|image_pad|>", "video": "<|video_pad|>"}
-    )
+    # Words of the vocabulary among what is written below, but those that stand for visual tokens.
+    special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+    turns: Mapping[str, Turn] = field(default_factory=lambda: {_ANY: Turn("<|im_start|>{role}\n", "<|im_end|>\n")})
+    media: Mapping[PartKind, MediaWords] = field(default_factory=lambda: dict(_QWEN_MEDIA))
+    begin: str = ""  # before everything
     system: str | None = "You are a helpful assistant."  # said first when the conversation has no system message
+    end_of_text: str = "<|endoftext|>"  # what plain text ends with
 
     def special_words(self) -> list[str]:
-        return [self.start, self.end, self.media_before, self.media_after, *self.media_words.values()]
+        return [*self.special, *dict.fromkeys(media.word for media in self.media.values())]
+
+    @cached_property
+    def _cut(self) -> re.Pattern[str]:
+        """Finds special words in what a template writes."""
+        return re.compile("(" + "|".join(re.escape(word) for word in self.special) + ")")
+
+    @property
+    def stop_words(self) -> list[str]:
+        """What a model ends its answers with."""
+        return self._cut.findall(self._turn("assistant").after)
 
     def render(
-        self, messages: Sequence[Message], train_on: Collection[str] = ("assistant",), answer: bool = False
+        self,
+        messages: Sequence[Message],
+        train_on: Collection[str] = ("assistant",),
+        *,
+        last_only: bool = False,
+        answer: bool = False,
+        show: Callable[[Part, str], list[Piece]] | None = None,
     ) -> list[Piece]:
-        """`answer`: end with the header of the assistant's next turn, for a model to go on from."""
-        pieces: list[Piece] = []
-        if self.system is not None and (not messages or messages[0].role != "system"):
-            pieces += self._turn("system", [Piece(self.system, "system")], trained=False)
-        for message in messages:
-            trained = message.role in train_on
-            pieces += self._turn(message.role, self._content(message, trained), trained)
-        if answer:
-            pieces += [Piece(self.start, "assistant", special=True), Piece("assistant\n", "assistant")]
-        return pieces
+        """`last_only`: train on the last of the turns that are trained on. `answer`: end with the header of the
+        assistant's next turn, for a model to go on from. `show`: how a media part in the turn of a role is written;
+        default: its word between what encloses it."""
+        pieces = self._words(self.begin, "system")
+        if self.system is not None and (not messages or messages[0].role not in ("system", PLAIN)):
+            said = [Piece(self.system, "system")] if self.system else []
+            pieces += [*self._header("system"), *said, *self._end("system", trained=False)]
+        trained_turns = [number for number, message in enumerate(messages) if message.role in train_on]
+        if last_only:
+            trained_turns = trained_turns[-1:]
+        for number, message in enumerate(messages):
+            trained = number in trained_turns or message.role == PLAIN
+            content = self._content(message, trained, show or self.show)
+            if message.role == PLAIN:
+                pieces += [*content, Piece(self.end_of_text, PLAIN, True, special=True)]
+            else:
+                pieces += [*self._header(message.role), *content, *self._end(message.role, trained)]
+        return pieces + self._header("assistant") if answer else pieces
 
-    def _turn(self, role: str, content: Iterable[Piece], trained: bool) -> list[Piece]:
+    def show(self, part: Part, role: str) -> list[Piece]:
+        words = self.words_of(part)
         return [
-            Piece(self.start, role, special=True),
-            Piece(role + "\n", role),
-            *content,
-            Piece(self.end, role, trained, special=True),
-            Piece("\n", role),
+            *self._words(words.before, role),
+            Piece(words.word, role, special=True, media=part.kind),
+            *self._words(words.after, role),
         ]
 
-    def _content(self, message: Message, trained: bool) -> list[Piece]:
+    def words_of(self, part: Part) -> MediaWords:
+        if part.kind not in self.media:
+            raise TesseraError(f"this model has no {part.kind} input", fix="leave such samples out")
+        return self.media[part.kind]
+
+    def _content(self, message: Message, trained: bool, show: Callable[[Part, str], list[Piece]]) -> list[Piece]:
         pieces: list[Piece] = []
         for part in message.parts:
             if part.kind == "text":
                 pieces.append(Piece(part.value, message.role, trained))
             else:  # a model reads pictures, it does not write their placeholders
-                pieces += [
-                    Piece(self.media_before, message.role, special=True),
-                    Piece(self.media_words[part.kind], message.role, special=True, media=part.kind),
-                    Piece(self.media_after, message.role, special=True),
-                ]
+                pieces += show(part, message.role)
         return pieces
+
+    def _turn(self, role: str) -> Turn:
+        return self.turns[role] if role in self.turns else self.turns[_ANY]
+
+    def _header(self, role: str) -> list[Piece]:
+        return self._words(self._turn(role).before.replace("{role}", role), role)
+
+    def _end(self, role: str, trained: bool) -> list[Piece]:
+        pieces = self._words(self._turn(role).after, role)
+        last = max((number for number, piece in enumerate(pieces) if piece.special), default=-1)
+        return [Piece(p.text, p.role, trained and n <= last, p.special) for n, p in enumerate(pieces)]
+
+    def _words(self, text: str, role: str) -> list[Piece]:
+        parts = self._cut.split(text) if self.special else [text]
+        return [Piece(part, role, special=bool(number % 2)) for number, part in enumerate(parts) if part]
+
+    # ------------------------------------------------------------------------------------------ folders
 
     def system_in(self, jinja: str) -> str | None:
         """What a folder's own template says first when a conversation has no system message: `jinja` read backwards."""
-        found = re.search(re.escape(f"{self.start}system\n") + "(.*?)" + re.escape(self.end), jinja, re.DOTALL)
-        return None if found is None else found[1].removeprefix("{% raw %}").removesuffix("{% endraw %}")
+        turn = self._turn("system")
+        before, after = turn.before.replace("{role}", "system"), turn.after.rstrip("\n")
+        # Templates write line ends as they are, or as strings do. What holds Jinja of its own is another branch.
+        for found in re.findall(re.escape(before) + "(.*?)" + re.escape(after), jinja.replace("\\n", "\n"), re.DOTALL):
+            text = str(found).removeprefix("{% raw %}").removesuffix("{% endraw %}")
+            if text != found or not re.search(r"\{[%{]|[%}]\}", text):
+                return text
+        return None
 
     def jinja(self) -> str:
         """The same, for tools that read a chat template from the tokenizer's folder."""
-        media = "".join(
-            "{% " + ("if" if kind == "image" else "elif") + f" part.type == '{kind}' or '{kind}' in part"
-            f"{extra} %}}{self.media_before}{word}{self.media_after}"
-            for (kind, word), extra in zip(self.media_words.items(), (" or 'image_url' in part", ""), strict=True)
-        )
-        system = self.system or ""
-        if "{" in system:  # a prompt may speak of templates without being one
-            system = "{% raw %}" + system + "{% endraw %}"
-        opening = (
-            f"{{% if loop.first and message.role != 'system' %}}{self.start}system\n{system}{self.end}\n{{% endif %}}"
-        )
+        said = ""
+        if self.system is not None:
+            first = self._turn("system")
+            opening = first.before.replace("{role}", "system") + _raw(self.system) + first.after
+            said = "{% if loop.first and message.role != 'system' %}" + opening + "{% endif %}"
         return (
-            "{% for message in messages %}"
-            + ("" if self.system is None else opening)
-            + f"{self.start}{{{{ message.role }}}}\n"
+            self.begin
+            + "{% for message in messages %}"
+            + said
+            + self._by_role(lambda turn: turn.before.replace("{role}", "{{ message.role }}"))
             + "{% if message.content is string %}{{ message.content }}"
             + "{% else %}{% for part in message.content %}"
-            + media
-            + "{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
-            + f"{self.end}\n"
+            + self._jinja_media()
+            + "{% endfor %}{% endif %}"
+            + self._by_role(lambda turn: turn.after)
             + "{% endfor %}"
-            + f"{{% if add_generation_prompt %}}{self.start}assistant\n{{% endif %}}"
+            + "{% if add_generation_prompt %}"
+            + self._turn("assistant").before.replace("{role}", "assistant")
+            + "{% endif %}"
         )
+
+    def _by_role(self, text: Callable[[Turn], str]) -> str:
+        other = text(self.turns[_ANY]) if _ANY in self.turns else ""
+        named = {role: text(turn) for role, turn in self.turns.items() if role != _ANY}
+        if all(one == other for one in named.values()):
+            return other
+        tests = "".join(
+            ("{% if" if n == 0 else "{% elif") + f" message.role == '{role}' %}}{one}"
+            for n, (role, one) in enumerate(named.items())
+        )
+        return tests + ("{% else %}" + other if other else "") + "{% endif %}"
+
+    def _jinja_media(self) -> str:
+        if not self.media:
+            return "{{ part.text }}"
+        out = ""
+        for number, (kind, words) in enumerate(self.media.items()):
+            also = " or 'image_url' in part" if kind == "image" else ""
+            word = "if" if number == 0 else "elif"
+            shown = f"{words.before}{words.word}{words.after}"
+            out += f"{{% {word} part.type == '{kind}' or '{kind}' in part{also} %}}{shown}"
+        return out + "{% elif 'text' in part %}{{ part.text }}{% endif %}"
+
+
+def _raw(text: str) -> str:
+    """A prompt may speak of templates without being one."""
+    return "{% raw %}" + text + "{% endraw %}" if "{" in text else text

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Batch, Encoded, Sample
-from tessera.data.forms import RowError
-from tessera.data.images import Limits
-from tessera.data.index import ChatProcessor, Policy, SplitIndex
-from tessera.data.media import decode
-from tessera.data.order import Order
+from tessera.data.index.build import Policy
+from tessera.data.index.split import SplitIndex
+from tessera.data.media.images import Limits
+from tessera.data.media.read import read_media
+from tessera.data.order.order import Order
+from tessera.data.processor import ChatProcessor
+from tessera.data.sources.forms import RowError
+from tessera.data.time_limit import time_limit
 
 # Always reported, so that ranks agree on the names.
 COUNTS = ("samples", "tokens", "trained", "images", "frames", "patches")
 
 
 class ChatRows:
-    """A `RowSource`. Row r belongs to epoch r // len(self); what it holds depends on its number alone."""
+    """A `RowSource`, weighed and guarded. What row r holds depends on its number alone."""
 
     def __init__(
         self,
@@ -33,6 +36,7 @@ class ChatRows:
         length: int,
         limits: Limits,
         on_bad_sample: Policy = "skip",
+        timeout_s: float | None = None,
     ) -> None:
         self.index = index
         self.order = order
@@ -40,8 +44,16 @@ class ChatRows:
         self.length = length
         self.limits = limits
         self.on_bad_sample = on_bad_sample
-        self._tokens = index.column("tokens")
-        self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+        self.timeout_s = timeout_s
+
+    @property
+    def bad_count(self) -> int:
+        return self.index.bad_count
+
+    @property
+    def identity(self) -> str:
+        """Changes whenever a row would hold other samples than before."""
+        return hashlib.sha256(f"{self.index.identity} {self.order.identity}".encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self.order)
@@ -51,31 +63,37 @@ class ChatRows:
         """(id, why) of samples that the index left out; the quarantine list begins with them."""
         return self.index.bad
 
-    def samples(self, row: int) -> np.ndarray:
-        """Numbers of the samples in a row."""
-        epoch, at = divmod(row, len(self.order))
-        if self._epoch[0] != epoch:
-            self._epoch = (epoch, self.order.epoch(epoch))
-        return self.order.packs[int(self._epoch[1][at])]
+    def work(self, rows: Sequence[int]) -> list[float]:
+        return self.order.work(rows) or [1.0] * len(rows)
 
     def batch(self, rows: Sequence[int]) -> Batch:
+        return self.guarded(rows, {}, lambda _: None)
+
+    def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
         problems: list[tuple[str, str]] = []
-        encoded = [[self._encode(int(sample), problems) for sample in self.samples(row)] for row in rows]
+        encoded = [[self._encode(sample, lost, note, problems) for sample in self.order.samples(row)] for row in rows]
         batch = self.processor.collate(encoded, self.length)
         return replace(
             batch,
             sample_ids=tuple(item.id for row in encoded for item in row),
+            rows=tuple((row, len(items)) for row, items in zip(rows, encoded, strict=True)),
             counts={**dict.fromkeys(COUNTS, 0), **batch.counts},
             seeds=tuple(self.order.row_seed(row) for row in rows),
             problems=tuple(problems),
         )
 
-    def _encode(self, number: int, problems: list[tuple[str, str]]) -> Encoded:
+    def _encode(
+        self, number: int, lost: Mapping[int, str], note: Callable[[int], None], problems: list[tuple[str, str]]
+    ) -> Encoded:
         sample: Sample | None = None
-        promised = int(self._tokens[number])
         try:
-            sample, root = self.index.read(number)
-            return self._encode_whole(sample, root, promised)
+            if number in lost:
+                sample = self._words_of(number, lost, note)
+                raise TesseraError(lost[number])
+            note(number)
+            with time_limit(self.timeout_s):
+                sample, root = self.index.read(number)
+                return self._encode_whole(sample, root, self.index.measure("tokens", number))
         except (TesseraError, RowError, OSError) as error:
             source, row = self.index.locate(number)
             id = source.place(row) if sample is None else sample.id
@@ -87,11 +105,20 @@ class ChatRows:
                     fix="mend the data, or set data.on_bad_sample=skip",
                 ) from None
             problems.append((id, reason))
-            return _hole(id, promised)
+            return _hole(id, self.index.measure("tokens", number))
+
+    def _words_of(self, number: int, lost: Mapping[int, str], note: Callable[[int], None]) -> Sample | None:
+        """A lost sample without its media, for its name. If the row itself is what kills its reader, that is noted as
+        something else, so that it is not tried for ever."""
+        if ~number in lost:
+            return None
+        note(~number)
+        with time_limit(self.timeout_s):
+            return self.index.read(number)[0]
 
     def _encode_whole(self, sample: Sample, root: Path, promised: int) -> Encoded:
-        media = [decode(part, root, self.limits, self.processor.sampling) for part in sample.media()]
-        encoded = self.processor.encode(sample, media)
+        media, sizes = read_media(sample, root, self.limits, self.processor)
+        encoded = self.processor.encode(sample, media, sizes)
         if len(encoded.tokens) != promised:
             raise TesseraError(
                 f"{len(encoded.tokens)} tokens where headers promised {promised}: the data changed since it was indexed"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
@@ -16,6 +18,8 @@ from tessera.data.chat import Piece
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+_SHORT, _MANY = 64, 4096  # texts that are kept with their tokens: characters of one, and how many
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -46,6 +50,7 @@ class PieceEncoder:
         self._text.encode_special_tokens = True
         self._text.no_truncation()
         self._text.no_padding()
+        self._known: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
 
     def __getstate__(self) -> dict[str, str]:
         return {"json": self.json}
@@ -99,22 +104,38 @@ class PieceEncoder:
         text = "".join(piece.text for piece in run)
         if not text:
             return
-        encoding = self._text.encode(text, add_special_tokens=False)
-        tokens += encoding.ids
+        ids, offsets = self._ids_and_offsets(text)
+        tokens += ids
         if not any(piece.trained for piece in run):
-            trained += [False] * len(encoding.ids)
+            trained += [False] * len(ids)
             return
-        bounds: list[tuple[int, int]] = []
+        marks = [False] * len(ids)
         at = 0
         for piece in run:
-            if piece.trained:
-                bounds.append((at, at + len(piece.text)))
-            at += len(piece.text)
-        for start, end in encoding.offsets:
-            trained.append(any(start < last and end > first for first, last in bounds))
+            end = at + len(piece.text)
+            if piece.trained:  # offsets only grow: tokens that end after the first character and start before the last
+                low = bisect_right(offsets, at, key=itemgetter(1))
+                high = bisect_left(offsets, end, key=itemgetter(0))
+                marks[low:high] = [True] * (high - low)
+            at = end
+        trained += marks
+
+    def _ids_and_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Headers, line ends and short answers come again and again: they are kept."""
+        found = self._known.get(text)
+        if found is None:
+            encoding = self._text.encode(text, add_special_tokens=False)
+            found = (encoding.ids, encoding.offsets)
+            if len(text) <= _SHORT and len(self._known) < _MANY:
+                self._known[text] = found
+        return found
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._text.decode(list(tokens), skip_special_tokens=True))
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """As `decode`, with the special words too: for people who want to see what a model sees."""
+        return str(self._text.decode(list(tokens), skip_special_tokens=False))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> Tokenizer:

@@ -12,9 +12,11 @@ from tessera.core.config import build, read_mapping
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import SourceSection, load_config
 from tessera.core.types import Message, Sample
-from tessera.data.forms import RowError
-from tessera.data.media import resolve
-from tessera.data.sources import FileSource, open_source
+from tessera.data.media.read import resolve
+from tessera.data.sources.base import Source
+from tessera.data.sources.forms import RowError
+from tessera.data.sources.open import open_source
+from tessera.data.sources.within import Within
 from tessera.infer.load import LoadedModel, LoadedProcessor, load
 from tessera.train.jsonl import JsonLines
 
@@ -90,9 +92,7 @@ def evaluate(
                     "expected": question.expected,
                     "answer": answer,
                     "correct": answer.strip() == question.expected.strip(),
-                    "images": [
-                        str(resolve(p.value, question.root)) for p in question.sample.media() if p.kind == "image"
-                    ],
+                    "images": [_where(p.value, question.root) for p in question.sample.media() if p.kind == "image"],
                 }
             )
     if not rows:
@@ -107,7 +107,7 @@ def evaluate(
 
 def held_out_sources(
     folder: Path, data: str | Path | None, root: str | Path | None, max_samples: int | None
-) -> list[FileSource]:
+) -> list[Source]:
     if data is not None:
         sections = [build(SourceSection, {"path": data, "root": root}, "--data")]
     elif (folder / "config.yaml").is_file():
@@ -116,12 +116,12 @@ def held_out_sources(
         sections = []
     if not sections:
         raise TesseraError(f"{folder} names no held-out data", where="--data", fix="give --data FILE")
-    return [open_source(s.path, s.root, s.format, max_samples or s.max_samples) for s in sections]
+    return [open_source(s.model_copy(update={"max_samples": max_samples or s.max_samples})) for s in sections]
 
 
-def questions(sources: Sequence[FileSource]) -> Iterator[Question | RowError]:
+def questions(sources: Sequence[Source]) -> Iterator[Question | RowError]:
     for source in sources:
-        for _, sample in source:
+        for _, sample in source.scan(range(len(source))):
             if isinstance(sample, RowError):
                 yield sample
                 continue
@@ -140,6 +140,13 @@ def answer_all(
     prompt = processor.prompt([(q.sample, q.root) for q in group])
     texts = model.generate(prompt, max_new_tokens=max_new_tokens)
     return [texts] if isinstance(texts, str) else texts
+
+
+def _where(value: Any, root: Path) -> str:
+    """Where a picture can be looked at; those that are no files of their own are only described."""
+    if isinstance(value, Within):
+        return f"{value.name} in {value.file}"
+    return str(resolve(value, root)) if isinstance(value, str) else f"{type(value).__name__} in the data"
 
 
 def _text(message: Message) -> str:

@@ -19,11 +19,11 @@ from tessera.core.errors import TesseraError, nearest
 from tessera.core.meta import computed_buffers, put_back_buffers
 from tessera.core.run_config import ModelSection, RunConfig, load_config
 from tessera.core.types import Batch, ModelSpec, Processor, Sample
-from tessera.data import media
-from tessera.data.images import Limits
-from tessera.data.video import VideoSampling
+from tessera.data.media.images import Limits
+from tessera.data.media.read import read_media
+from tessera.data.processor import ChatProcessor
 from tessera.infer.generate import generate
-from tessera.infer.messages import conversations, open_media, sample_of
+from tessera.infer.messages import conversations, sample_of
 from tessera.infer.over_ranks import over_ranks
 from tessera.infer.sampling import Sampling
 from tessera.infer.stream import TextStream
@@ -102,29 +102,24 @@ class LoadedProcessor:
     limits: Limits
 
     def __call__(self, messages: Sequence[Any], root: str | Path | None = None) -> Batch:
-        """One conversation or a list of them, each a list of {role, content}; pictures as paths, PIL images or bytes.
+        """One conversation or a list of them, each a list of {role, content}; pictures as paths, PIL images or bytes,
+        clips as paths, bytes or arrays of frames.
 
         Relative paths start at `root`, or at the working folder.
         """
-        processor = _needed(self.processor, self.spec)
         base = Path.cwd() if root is None else Path(root)
-        samples = [sample_of(talk, str(number)) for number, talk in enumerate(conversations(messages))]
-        opened = [[open_media(part, base, self.limits, self._sampling) for part in s.media()] for s in samples]
-        return processor.prompt(samples, opened)
+        samples = [sample_of(talk, str(number), base) for number, talk in enumerate(conversations(messages))]
+        return self.prompt([(sample, Path(base.anchor or "/")) for sample in samples])
 
     def prompt(self, samples: Sequence[tuple[Sample, Path]]) -> Batch:
         """Samples of data sets with the roots their media must lie under."""
         processor = _needed(self.processor, self.spec)
-        opened = [
-            [media.decode(part, root, self.limits, self._sampling) for part in sample.media()]
-            for sample, root in samples
-        ]
-        return processor.prompt([sample for sample, _ in samples], opened)
-
-    @property
-    def _sampling(self) -> VideoSampling:
-        found = getattr(self.processor, "sampling", None)
-        return found if isinstance(found, VideoSampling) else VideoSampling()
+        if not isinstance(processor, ChatProcessor):  # it says itself why it makes no prompts
+            return processor.prompt([sample for sample, _ in samples], [[] for _ in samples])
+        read = [read_media(sample, root, self.limits, processor) for sample, root in samples]
+        return processor.prompt(
+            [sample for sample, _ in samples], [media for media, _ in read], [sizes for _, sizes in read]
+        )
 
 
 def load(
@@ -154,7 +149,7 @@ def load(
         section, options = settings.model, settings.data.processor
         kind = kind or DTYPES[section.dtype]
         files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
-        limits = Limits(max_image_pixels=settings.data.max_image_pixels)
+        limits = Limits(max_image_pixels=settings.data.max_image_pixels, draft=settings.data.draft)
     spec, config = resolve(section)
     with torch.device("meta"):
         whole = spec.build(config)

@@ -1,38 +1,36 @@
-"""Chat messages as a caller writes them, with pictures as paths, images or bytes -> samples and their decoded media.
+"""Chat messages as a caller writes them, with media as paths, bytes or decoded objects -> samples.
 
 A path given here is meant: it may lie anywhere. What the file holds is trusted no more than a stranger's.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from tessera.core.errors import TesseraError, nearest
-from tessera.core.types import Message, Part, Sample
-from tessera.data import media
-from tessera.data.forms import ROLES
-from tessera.data.images import Limits, read_image
-from tessera.data.video import VideoSampling
+from tessera.core.types import Message, Part, PartKind, Sample
+from tessera.data.media.files import resolve
+from tessera.data.sources.forms import ROLES
 
-_KINDS: Mapping[str, Literal["text", "image", "video"]] = {
+_KINDS: Mapping[str, PartKind] = {
     "text": "text",
     "image": "image",
     "image_url": "image",
     "video": "video",
     "video_url": "video",
+    "audio": "audio",
+    "audio_url": "audio",
 }
-
-
-class _NamedBytes(io.BytesIO):
-    """Bytes that answer like a path when an error wants to name them."""
-
-    name = "image given as bytes"
+_DECODED: Mapping[str, tuple[type, str]] = {
+    "image": (Image.Image, "a PIL image"),
+    "video": (np.ndarray, "frames as a numpy array"),
+    "audio": (np.ndarray, "samples as a numpy array"),
+}
 
 
 def conversations(messages: Sequence[Any]) -> list[list[Mapping[str, Any]]]:
@@ -46,7 +44,8 @@ def conversations(messages: Sequence[Any]) -> list[list[Mapping[str, Any]]]:
     raise TesseraError("messages and lists of messages are mixed", where="messages")
 
 
-def sample_of(messages: Sequence[Mapping[str, Any]], id: str) -> Sample:
+def sample_of(messages: Sequence[Mapping[str, Any]], id: str, base: Path) -> Sample:
+    """Paths of media are made absolute: relative ones start at `base`."""
     if not messages:
         raise TesseraError("an empty conversation", where="messages")
     said = []
@@ -60,11 +59,11 @@ def sample_of(messages: Sequence[Mapping[str, Any]], id: str) -> Sample:
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(parts, Sequence):
             raise TesseraError("content is a text or a list of parts", where=where)
-        said.append(Message(role, tuple(_part(part, f"{where}.content[{i}]") for i, part in enumerate(parts))))
+        said.append(Message(role, tuple(_part(part, f"{where}.content[{i}]", base) for i, part in enumerate(parts))))
     return Sample(id, tuple(said))
 
 
-def _part(part: Any, where: str) -> Part:
+def _part(part: Any, where: str, base: Path) -> Part:
     word = part.get("type") if isinstance(part, Mapping) else None
     kind = _KINDS.get(word) if isinstance(word, str) else None
     if kind is None:
@@ -78,28 +77,17 @@ def _part(part: Any, where: str) -> Part:
         raise TesseraError(f"the part names no {kind}", where=where, fix=f'write {{"type": "{kind}", "{kind}": ...}}')
     if kind == "text" and not isinstance(value, str):
         raise TesseraError(f"text is a {type(value).__name__}", where=where)
-    return Part(kind, value)
+    return Part(kind, value if kind == "text" else _media(kind, value, where, base))
 
 
-def open_media(part: Part, base: Path, limits: Limits, sampling: VideoSampling) -> Any:
-    """A media part as given by a caller, decoded; relative paths start at `base`."""
-    value = part.value
-    if part.kind == "image" and isinstance(value, (bytes, bytearray)):
-        return read_image(cast(Path, _NamedBytes(value)), limits)
-    if part.kind == "image" and isinstance(value, Image.Image):
-        if value.width * value.height > limits.max_image_pixels:
-            raise TesseraError(
-                f"the image has {value.width}x{value.height} pixels, {limits.max_image_pixels} are allowed"
-            )
-        return media.decode(part, base, limits, sampling)
-    if part.kind == "video" and isinstance(value, np.ndarray):
-        if value.ndim != 4 or value.shape[-1] != 3 or value.dtype != np.uint8 or 0 in value.shape:
-            raise TesseraError(f"frames are uint8 [frames, height, width, 3], these are {value.dtype} {value.shape}")
+def _media(kind: PartKind, value: Any, where: str, base: Path) -> Any:
+    decoded, its_name = _DECODED[kind]
+    if isinstance(value, (decoded, bytes, bytearray)):
         return value
     if not isinstance(value, (str, Path)):
-        allowed = ["a path", "a PIL image", "bytes"] if part.kind == "image" else ["a path", "frames as a numpy array"]
-        raise TesseraError(f"{part.kind} given as a {type(value).__name__}", allowed=allowed)
+        raise TesseraError(
+            f"{kind} given as a {type(value).__name__}", where=where, allowed=["a path", its_name, "bytes"]
+        )
     if "://" in str(value) or str(value).startswith("data:"):
-        media.resolve(value, base)  # says why not
-    path = (base / Path(value).expanduser()).resolve()
-    return media.decode(Part(part.kind, str(path)), Path(path.anchor), limits, sampling)
+        resolve(value, base)  # says why not
+    return str((base / Path(value).expanduser()).resolve())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from tessera.core.types import Segments
@@ -16,7 +17,7 @@ from tessera.nn.norm import RMSNorm
 from tessera.ops.attention import cached_attention
 from tessera.ops.glu import swiglu
 from tessera.ops.registry import AUTO
-from tessera.ops.rope import Angles, multimodal_angles, rotate
+from tessera.ops.rope import Angles, Rope, rotate
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,10 @@ class DecoderShape:
     kv_heads: int
     head_dim: int
     norm_eps: float
-    rope_theta: float
-    rope_sections: tuple[int, ...]  # frequencies that follow time, height and width
+    rope: Rope
     qkv_bias: bool = False
+    qk_norm: bool = False  # queries and keys are normalised, head by head, before they are turned
+    sandwich_norm: bool = False  # what attention and MLP give is normalised before it is added
     attention: str = AUTO  # implementation of attention
 
 
@@ -45,11 +47,15 @@ class Attention(nn.Module):
         self.k = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
         self.v = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
         self.o = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
         self.core = PackedAttention(causal=True, implementation=shape.attention)
 
     def forward(self, x: Tensor, angles: Angles, segments: Segments | None, cache: LayerCache | None) -> Tensor:
         # The number of heads is left to the weights: under tensor parallelism a rank holds some of them.
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, angles), rotate(k, angles)
         if cache is not None:
             cache.write(k, v)
@@ -84,6 +90,8 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(shape.hidden, shape.norm_eps)
         self.mlp = GatedMLP(shape.hidden, shape.intermediate) if mlp is None else mlp
         self.routed = isinstance(mlp, MoE)  # asked once: a wrapper around it would hide what it is
+        self.attn_out_norm = RMSNorm(shape.hidden, shape.norm_eps) if shape.sandwich_norm else None
+        self.mlp_out_norm = RMSNorm(shape.hidden, shape.norm_eps) if shape.sandwich_norm else None
 
     def forward(
         self,
@@ -93,14 +101,19 @@ class DecoderLayer(nn.Module):
         cache: LayerCache | None = None,
         rows: Rows | None = None,
     ) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), angles, segments, cache)
+        attended = self.attn(self.attn_norm(x), angles, segments, cache)
+        x = x + (attended if self.attn_out_norm is None else self.attn_out_norm(attended))
         normed = self.mlp_norm(x)
-        out: Tensor = x + (self.mlp(normed, rows) if self.routed else self.mlp(normed))
+        made = self.mlp(normed, rows) if self.routed else self.mlp(normed)
+        out: Tensor = x + (made if self.mlp_out_norm is None else self.mlp_out_norm(made))
         return out
 
 
 class TextDecoder(nn.Module):
     """Embeddings in, final hidden states out. The table of token embeddings lives here; the caller looks it up.
+
+    Embeddings may be wider than the tower: every further `hidden` numbers are added after the first, the second ...
+    layer (what DeepStack does with features of pictures), which must lie in the same stage as the first.
 
     Parts that are None lie elsewhere (in another stage of a pipeline) and are passed over. `mlp` makes what stands in
     the place of a layer's MLP (a mixture of experts), by the number of the layer; None: the layer has an MLP.
@@ -123,9 +136,11 @@ class TextDecoder(nn.Module):
         step: CacheStep | None = None,
         rows: Rows | None = None,
     ) -> Tensor:
-        shape = self.shape
-        angles = multimodal_angles(positions, shape.head_dim, shape.rope_theta, shape.rope_sections)
+        angles = self.shape.rope.angles(positions)
+        x, *deeper = torch.split(x, self.shape.hidden, dim=-1)
         for index, layer in enumerate(self.layers):
             if layer is not None:
                 x = layer(x, angles, segments, None if step is None else step.layer(index), rows)
+                if index < len(deeper):
+                    x = x + deeper[index]
         return x if self.norm is None else self.norm(x)

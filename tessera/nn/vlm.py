@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tessera.core.errors import TesseraError
@@ -21,6 +22,7 @@ class VisionLanguageModel(Answering):
     Batch: `tokens` [T], `positions` [3, T] or [T], segments "text"; with media what the vision tower reads, and
     `media_slots` [M]: the places among the tokens where the embeddings of the pictures go, in order. `media_rows` [M],
     if it is there, says which embedding goes to each slot: a batch may hold a part of the tokens and all pictures.
+    `media_patches`, if it is there, says which of the tower's features the projector gets.
 
     Parts that are None lie in another stage of a pipeline: then the model goes on from the `carry` of the stage before,
     or returns its own for the next one. Text begins in the stage that has the projector.
@@ -76,13 +78,19 @@ class VisionLanguageModel(Answering):
             step.commit()
         assert self.vision is not None
         if features is None:
-            return next(self.parameters()).new_empty(0, self.vision.shape.hidden)
+            return next(self.parameters()).new_empty(0, self.vision.shape.width)
         return features
 
     def _media(self, batch: Batch, carry: Tensor | None) -> Tensor:
         assert self.vision is not None
         features: Tensor = self.vision(batch, carry)
-        return features if self.projector is None else self.projector(features)
+        if self.projector is None:
+            return features
+        kept = batch.get("media_patches")
+        if kept is not None:
+            features = features.index_select(0, kept)
+        embedded: Tensor = self.projector(features)
+        return embedded
 
     def _with_media(self, x: Tensor, media: Tensor | None, batch: Batch) -> Tensor:
         if media is None:
@@ -100,4 +108,6 @@ class VisionLanguageModel(Answering):
                 where="batch tensors media_slots and pixels",
                 fix="processor and model must agree on patch size and merge size",
             )
+        if media.shape[1] > x.shape[1]:  # behind the embeddings, what is added after the first layers
+            x = F.pad(x, (0, media.shape[1] - x.shape[1]))
         return x.index_copy(0, slots, media.to(x.dtype))

@@ -6,7 +6,7 @@ buffer, so a model built on the meta device has nothing but parameters to fill.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +27,50 @@ class Angles:
     sin: Tensor
 
 
-def linear_angles(positions: Tensor, dim: int, theta: float) -> Angles:
-    """One axis: `positions` [T]."""
-    return _angles(positions.float().unsqueeze(-1) * _frequencies(dim, theta, positions.device))
+@dataclass(frozen=True)
+class FrequencyScaling:
+    """Stretches slow frequencies by `factor`, leaves fast ones, and blends between: a longer context for a model that
+    was trained on `original` positions. A frequency is slow if it turns fewer than `low` times in that many, fast if
+    more than `high` times."""
+
+    factor: float
+    low: float
+    high: float
+    original: int
+
+    def apply(self, frequencies: Tensor) -> Tensor:
+        turns = self.original * frequencies / (2 * math.pi)
+        share = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)  # of the unstretched
+        return frequencies * (share + (1 - share) / self.factor)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How heads turn with the position of their token."""
+
+    dim: int  # so many numbers of each head, the first ones, turn
+    theta: float
+    sections: tuple[int, ...] = ()  # frequencies that follow time, height and width; none: positions have one axis
+    interleaved: bool = False  # the axes take turns among the frequencies; otherwise they come one after another
+    scaling: FrequencyScaling | None = None
+
+    def angles(self, positions: Tensor) -> Angles:
+        """`positions` [3, T] holds time, height and width; [T] means text alone, where the three agree."""
+        frequencies = _frequencies(self.dim, self.theta, positions.device)
+        if self.scaling is not None:
+            frequencies = self.scaling.apply(frequencies)
+        if positions.dim() == 1:
+            return _angles(positions.float().unsqueeze(-1) * frequencies)
+        wide = positions.float().unsqueeze(-1)
+        if not self.interleaved:
+            parts = [wide[axis % 3] * part for axis, part in enumerate(torch.split(frequencies, list(self.sections)))]
+            return _angles(torch.cat(parts, dim=-1))
+        number = torch.arange(self.dim // 2, device=positions.device)
+        angles = wide[0] * frequencies
+        for axis in (1, 2):
+            mine = (number % 3 == axis) & (number < 3 * self.sections[axis])
+            angles = torch.where(mine, wide[axis] * frequencies, angles)
+        return _angles(angles)
 
 
 def axial_angles(positions: Tensor, dim: int, theta: float) -> Angles:
@@ -38,24 +79,15 @@ def axial_angles(positions: Tensor, dim: int, theta: float) -> Angles:
     return _angles(angles.flatten(1))
 
 
-def multimodal_angles(positions: Tensor, dim: int, theta: float, sections: Sequence[int]) -> Angles:
-    """Three axes: `positions` [3, T] holds time, height and width; `sections` says how many frequencies follow each.
-
-    Positions of one axis [T] mean text alone, where the three agree.
-    """
-    if positions.dim() == 1:
-        return linear_angles(positions, dim, theta)
-    frequencies = _frequencies(dim, theta, positions.device)
-    wide = positions.float().unsqueeze(-1)
-    parts = [wide[axis % 3] * part for axis, part in enumerate(torch.split(frequencies, list(sections)))]
-    return _angles(torch.cat(parts, dim=-1))
-
-
 def rotate(x: Tensor, angles: Angles, *, implementation: str = AUTO) -> Tensor:
-    """Turns the halves of each head of `x` [T, H, D] against each other by the angle of its position."""
+    """Turns the halves of each head of `x` [T, H, D] against each other by the angle of its position. With fewer angles
+    than D / 2, the halves of the first part of each head."""
     run = ROTATE.choose(implementation, "plain", x.device, x.dtype)
-    out: Tensor = run(x, angles)
-    return out
+    turned = 2 * angles.cos.shape[-1]
+    if turned == x.shape[-1]:
+        out: Tensor = run(x, angles)
+        return out
+    return torch.cat([run(x[..., :turned], angles), x[..., turned:]], dim=-1)
 
 
 def _frequencies(dim: int, theta: float, device: torch.device) -> Tensor:

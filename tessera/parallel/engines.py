@@ -13,7 +13,7 @@ from tessera.parallel.mesh import Mesh
 from tessera.parallel.pipeline.engine import PipelineEngine, Stages
 from tessera.parallel.plan import Plan
 from tessera.parallel.shared import EndOfStep
-from tessera.parallel.tensor import sequence_gradients
+from tessera.parallel.tensor import partial_gradients
 
 
 def build_engine(
@@ -25,7 +25,7 @@ def build_engine(
 ) -> Engine:
     shared: list[EndOfStep] = []
     if plan.tensor is not None:
-        shared += sequence_gradients(module, plan.tensor, mesh)
+        shared += partial_gradients(module, plan.tensor, mesh)
     if plan.experts is not None:
         shared += even_loads(module, plan.experts, mesh)
     if plan.pipeline is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from tessera.core.types import Batch, RowSource
+from tessera.core.errors import TesseraError
+from tessera.core.types import Batch, GuardedRows, RowSource, WeighedRows
 from tessera.parallel.axes import CONTEXT, DEAL, Axes
 from tessera.parallel.context.local_part import own_part
 from tessera.parallel.planning.context import ContextPlan
@@ -38,13 +39,45 @@ class LocalRows:
     def bad_samples(self) -> Sequence[tuple[str, str]]:
         return self.source.bad_samples
 
+    @property
+    def bad_count(self) -> int:
+        """Of samples left out, also those that are not listed."""
+        return int(getattr(self.source, "bad_count", len(self.bad_samples)))
+
+    @property
+    def identity(self) -> str:
+        """Changes with the order of rows; empty where the source cannot tell."""
+        return str(getattr(self.source, "identity", ""))
+
     def __len__(self) -> int:
         return len(self.source)
 
+    @property
+    def in_order(self) -> bool:
+        """Whether rows can only be read one after another, by one reader."""
+        return bool(getattr(self.source, "in_order", False))
+
+    def work(self, rows: Sequence[int]) -> Sequence[float]:
+        """Of whole rows, so that all ranks deal them alike; the same for each where the source cannot tell."""
+        return self.source.work(rows) if isinstance(self.source, WeighedRows) else [1.0] * len(rows)
+
     def batch(self, rows: Sequence[int]) -> Batch:
-        batch = self.source.batch(rows)
+        return self._own(self.source.batch(rows))
+
+    def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
+        if isinstance(self.source, GuardedRows):
+            return self._own(self.source.guarded(rows, lost, note))
+        if lost:
+            raise TesseraError(
+                f"making a batch of rows {list(rows)} failed: {next(iter(lost.values()))}",
+                where="data.kind",
+                fix="set data.workers=0 to see where",
+            )
+        return self.batch(rows)
+
+    def _own(self, batch: Batch) -> Batch:
         if not self.reports:
-            batch = replace(batch, sample_ids=(), problems=(), counts=dict.fromkeys(batch.counts, 0))
+            batch = replace(batch, sample_ids=(), rows=(), problems=(), counts=dict.fromkeys(batch.counts, 0))
         elif self.flops is not None:
             batch = replace(batch, flops=self.flops(batch))
         return batch if self.context is None else own_part(batch, self.context, self.position, self.deal)

@@ -1,7 +1,8 @@
 """Gradients of which several ranks hold a part, or weights that several ranks hold: summed once, when a step ends.
 
-Two cases: a norm that saw a part of the tokens on each of the ranks that compute a layer together, and a table of
-tokens that the first and the last stage of a pipeline both have. Sharding over data ranks has sums of its own.
+Two cases: a norm that saw a part of the tokens, or of the heads, on each of the ranks that compute a layer together,
+and a table of tokens that the first and the last stage of a pipeline both have. Sharding over data ranks has sums of
+its own.
 """
 
 from __future__ import annotations

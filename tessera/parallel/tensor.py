@@ -43,18 +43,16 @@ def apply_tensor(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
             module.get_submodule(path).register_forward_hook(parts.join)
 
 
-def sequence_gradients(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> list[SharedGradients]:
-    """Gradients that each rank computed from its part of the tokens alone."""
-    if not plan.sequence:
-        return []
-    group = mesh.group(TENSOR)
-    assert group is not None, "a tensor plan is for several ranks"
-    partial = [
-        p
-        for name, p in module.named_parameters()
-        if p.requires_grad and plan.styles[clean(name)] == "sequence" and plan.in_decoder(clean(name))
-    ]
-    return [SharedGradients(group, partial)] if partial else []
+def partial_gradients(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> list[SharedGradients]:
+    """Gradients that each rank computed from its part of the tokens, or of the heads, alone."""
+    trained = {clean(name): p for name, p in module.named_parameters() if p.requires_grad}
+    found = []
+    for view in (TENSOR, TENSOR_TOWER):
+        partial = [p for n, p in trained.items() if plan.partial(n) and plan.in_tower(n) == (view == TENSOR_TOWER)]
+        group = mesh.group(view)
+        if partial and group is not None:
+            found.append(SharedGradients(group, partial))
+    return found
 
 
 class Tokens:

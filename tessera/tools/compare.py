@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import Message
-from tessera.data.images import Limits
-from tessera.data.media import decode
-from tessera.data.video import VideoSampling
+from tessera.data.media.images import Limits
+from tessera.data.media.read import decode
+from tessera.data.media.video import VideoSampling
 from tessera.evaluate.answers import Question, answer_all, held_out_sources, questions
 from tessera.infer.load import load
 
@@ -54,6 +54,7 @@ def compare(
     if not asked:
         raise TesseraError("no sample could be used", where=str(data))
     model, processor = load(folder)
+    processor = replace(processor, limits=replace(processor.limits, draft=False))  # as the other side decodes
     ours: list[str] = []
     for at in range(0, len(asked), batch):
         ours += answer_all(model, processor, asked[at : at + batch], max_new_tokens)

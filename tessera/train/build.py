@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.model_state import model_tensors, tied_names
 from tessera.checkpoint.origin import fill_from
-from tessera.core import device as devices
 from tessera.core.config import dump_yaml
-from tessera.core.dist import World, barrier
+from tessera.core.dist import World, barrier, main_rank_first
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig
 from tessera.core.types import Batch, ModelSpec, Processor, RowSource
-from tessera.data.kinds import KINDS
-from tessera.data.loader import Loader
+from tessera.data.kinds import KINDS, RowRequest
+from tessera.data.loader.loader import Loader
+from tessera.data.processes.launch import begin_early
 from tessera.models import resolve
 from tessera.optim.clip import finish_gradients
 from tessera.optim.groups import build_optimizer
@@ -86,6 +86,8 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
     """`described` is used up: its module becomes this rank's part of the model."""
     spec, plan = described.spec, described.plan
     config = with_model_resolved(config, described)
+    if config.data.workers not in (0, "auto"):
+        begin_early()
     if world.is_main:
         write_run_folder(config)
     barrier()
@@ -95,12 +97,10 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
     if processor is not None and world.is_main and config.model.tokenizer != own_copy:
         processor.save(own_copy)
     mesh = build_mesh(plan.axes, world.device)
-    if not world.is_main:
-        barrier()  # the main rank builds the index; the others find it
-    source = _local(build_rows(config, "train", processor), described, mesh)
-    held_out = _local(build_rows(config, "eval", processor), described, mesh) if config.data.eval else None
-    if world.is_main:
-        barrier()
+    has_eval = bool(config.data.eval or config.data.options.get("eval"))
+    with main_rank_first(world):  # it builds the index, which may take long; the others find it
+        source = _local(build_rows(config, described, "train", processor), described, mesh)
+        held_out = _local(build_rows(config, described, "eval", processor), described, mesh) if has_eval else None
 
     module = parallelize(described.module, plan, mesh, world.device)
     trained = [piece.name for piece in plan.pieces if piece.trained]
@@ -121,6 +121,7 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
         checkpoints=CheckpointManager(config.folder / "checkpoints", config.checkpoint.keep),
         callbacks=[*_callbacks(config, described, processor, source), *extra, *_watch(config, world, plan)],
         eval_batches=_held_out(config, mesh, held_out) if held_out is not None else None,
+        data_identity=str(getattr(source, "identity", "")),
     )
 
 
@@ -168,9 +169,12 @@ def build_processor(config: RunConfig, described: Described) -> Processor | None
     return described.spec.processor(described.config, folder, **options)
 
 
-def build_rows(config: RunConfig, split: str, processor: Processor | None) -> RowSource:
-    kind = KINDS.get(config.data.kind)
-    return kind(config.data, split, processor, config.train.seed, config.folder / "index")
+def build_rows(
+    config: RunConfig, described: Described, split: Literal["train", "eval"], processor: Processor | None
+) -> RowSource:
+    work = None if described.spec.work is None else functools.partial(described.spec.work, described.config)
+    request = RowRequest(config.data, split, processor, config.train.seed, config.folder / "index", work)
+    return KINDS.get(config.data.kind)(request)
 
 
 def _first_weights(
@@ -203,7 +207,10 @@ def _loader_from(config: RunConfig, world: World, mesh: Mesh, source: RowSource)
             workers=config.data.workers,
             prefetch=config.data.prefetch,
             start_row=row,
-            pin=devices.supports(world.device, "pinned_memory"),
+            device=world.device,
+            sample_timeout_s=config.data.sample_timeout_s,
+            steps=config.train.steps - row // config.train.global_batch,
+            ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", world.size)),
         )
 
     return start
@@ -227,7 +234,7 @@ def _callbacks(
     callbacks: list[Callback] = [StopOnSignal(), Meter(config.log.every)]
     if config.log.tensorboard:
         callbacks.append(TensorBoard())
-    callbacks += [Ledger(), Quarantine(source.bad_samples)]
+    callbacks += [Ledger(), Quarantine(source.bad_samples, getattr(source, "bad_count", 0))]
     if config.checkpoint.export:
         callbacks.append(Export(described.spec, described.config, processor))
     callbacks.append(Report())

@@ -25,7 +25,7 @@ class StepResult:
     grad_norm: Tensor
     lr: float
     metrics: dict[str, Tensor]
-    microbatches: Sequence[Batch]  # of this rank, as they were on the host
+    microbatches: Sequence[Batch]  # of this rank, without their tensors
 
 
 class Callback:

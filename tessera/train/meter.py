@@ -6,13 +6,16 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from tessera.core import device as devices
-from tessera.core.dist import sum_over_ranks
+from tessera.core.dist import gather_over_ranks
 from tessera.core.errors import TesseraError
+from tessera.core.types import Batch
 from tessera.train.callbacks import Callback, StepResult
 from tessera.train.jsonl import JsonLines, read_jsonl
 
@@ -35,6 +38,7 @@ class Meter(Callback):
         self._pending: list[StepResult] = []
         self._counts: dict[str, int] = {}
         self._flops = 0.0
+        self._work: list[float] = []  # of each step
         self._file: JsonLines | None = None
         self._bar: Progress | None = None
         self._unwritten: list[dict[str, Any]] = []  # rows that the checkpoint knew and the file may not
@@ -66,6 +70,7 @@ class Meter(Callback):
             for name, value in batch.counts.items():
                 self._counts[name] = self._counts.get(name, 0) + value
             self._flops += batch.flops
+        self._work.append(_work_of(result.microbatches))
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=result.step)
         if result.step % self.every == 0 or result.step == trainer.config.train.steps or result.step == 1:
@@ -102,9 +107,11 @@ class Meter(Callback):
         elapsed = max(_training_time(trainer) - self._since, 1e-9)
         waited = _waiting_time(trainer) - self._waited
         names = sorted(self._counts)
-        local = torch.tensor([self._flops, *(self._counts[n] for n in names)], dtype=torch.float64)
-        sums = sum_over_ranks(local).tolist()
-        self._counts, self._flops = {}, 0.0
+        local = torch.tensor([self._flops, *(self._counts[n] for n in names), *self._work], dtype=torch.float64)
+        by_rank = gather_over_ranks(local)
+        sums = by_rank[:, : 1 + len(names)].sum(dim=0).tolist()
+        balance = balance_of(by_rank[:, 1 + len(names) :])
+        self._counts, self._flops, self._work = {}, 0.0, []
         self._restart_clock(trainer)
         if self._file is None:
             return
@@ -116,6 +123,8 @@ class Meter(Callback):
             "peak_memory_gib": memory.peak / 2**30,
             "step_seconds": elapsed / len(pending),
         }
+        if balance is not None:
+            speed["balance"] = balance
         peak = devices.peak_flops(trainer.world.device)
         if sums[0]:
             speed["tflops"] = sums[0] / elapsed / trainer.world.size / 1e12
@@ -138,10 +147,28 @@ def step_line(row: dict[str, Any], steps: int) -> str:
     ]
     parts += [f"{_short(v)} {k.removesuffix('_per_s')}/s" for k, v in row.items() if k.endswith("_per_s") and v]
     parts += [f"wait {row['data_wait']:.1%}", f"mem {row['memory_gib']:.2f} GiB"]
+    if "balance" in row:
+        parts.append(f"balance {row['balance']:.2f}")
     if "mfu" in row:
         parts.append(f"mfu {row['mfu']:.1%}")
     parts.append(f"left {_clock((steps - row['step']) * row['step_seconds'])}")
     return "  ".join(parts)
+
+
+def balance_of(work: Tensor) -> float | None:
+    """[ranks, steps] -> the busiest rank over the mean, on average over steps: how much longer a step takes than it
+    would if all had the same to do. None with fewer than two ranks that have rows of their own: others report none."""
+    work = work[work.sum(dim=1) > 0]
+    if len(work) < 2:
+        return None
+    mean = work.mean(dim=0)
+    return float((work.amax(dim=0) / mean)[mean > 0].mean())
+
+
+def _work_of(microbatches: Sequence[Batch]) -> float:
+    """FLOPs where the family tells them, tokens otherwise."""
+    flops = sum(batch.flops for batch in microbatches)
+    return flops or float(sum(batch.counts.get("tokens", 0) for batch in microbatches))
 
 
 def _training_time(trainer: Trainer) -> float:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tessera.train.callbacks import Callback, StepResult
 from tessera.train.jsonl import JsonLines, read_jsonl
@@ -15,10 +18,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("tessera")
 
 
-class Ledger(Callback):
-    """`ledger/rank-N.jsonl`: sample ids by step, one file per rank so that nothing is gathered in the hot path.
+Row = tuple[int, list[str]]  # number of a row, ids of its samples
 
-    Together the files prove that a resume lost nothing and repeated nothing, on any number of ranks.
+
+class Ledger(Callback):
+    """`ledger/rank-N.jsonl`: rows and sample ids by step, a file per rank so that nothing is gathered in the hot path.
+
+    Together the files prove that a resume lost nothing and repeated nothing, on any number of ranks: see `read_ledger`.
     """
 
     def __init__(self) -> None:
@@ -35,7 +41,8 @@ class Ledger(Callback):
         if self._file is None:  # after the first collective of the run: the main rank has trimmed the files by now
             self._file = JsonLines(trainer.config.folder / "ledger" / f"rank-{trainer.world.rank:05d}.jsonl")
         ids = [list(batch.sample_ids) for batch in result.microbatches]
-        self._file.write({"step": result.step, "samples": ids})
+        rows = [batch.rows for batch in result.microbatches]
+        self._file.write({"step": result.step, "samples": ids, "rows": rows})
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:
         self._close()
@@ -49,11 +56,40 @@ class Ledger(Callback):
             self._file = None
 
 
+def read_ledger(folder: Path) -> dict[int, list[Row]]:
+    """What each step of a run saw, over all ranks, in the order of rows: the same for every layout.
+
+    `folder` is that of the run. Samples of a data set that does not number its rows stand by themselves, in row -1.
+    """
+    steps: dict[int, list[Row]] = {}
+    for path in sorted((folder / "ledger").glob("rank-*.jsonl")):
+        for line in read_jsonl(path):
+            steps.setdefault(line["step"], []).extend(_rows_of(line))
+    return {step: sorted(steps[step]) for step in sorted(steps)}
+
+
+def digest(ledger: Mapping[int, list[Row]]) -> str:
+    """Two runs with the same digest saw the same samples in the same rows at the same steps."""
+    return hashlib.sha256(json.dumps(sorted(ledger.items())).encode()).hexdigest()
+
+
+def _rows_of(line: Mapping[str, Any]) -> Iterator[Row]:
+    for ids, rows in zip(line["samples"], line.get("rows") or [()] * len(line["samples"]), strict=True):
+        at = 0
+        for row, count in rows:
+            yield row, ids[at : at + count]
+            at += count
+        for id in ids[at:]:
+            yield -1, [id]
+
+
 class Quarantine(Callback):
     """`quarantine.jsonl`: samples that could not be used, with the reason; counted on screen at the end."""
 
-    def __init__(self, from_index: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(self, from_index: Iterable[tuple[str, str]] = (), in_all: int = 0) -> None:
+        """`in_all`: how many the index left out; of very many, it lists only the first."""
         self._from_index = list(from_index)  # found before training, from headers
+        self._unlisted = max(0, in_all - len(self._from_index))
         self._known: set[str] = set()
         self._file: JsonLines | None = None
 
@@ -81,7 +117,11 @@ class Quarantine(Callback):
 
     def on_end(self, trainer: Trainer) -> None:
         if self._known and trainer.world.is_main:
-            log.warning("skipped in all: %d; quarantine.jsonl in the run folder lists them", len(self._known))
+            total, lists = (
+                len(self._known) + self._unlisted,
+                "them" if not self._unlisted else f"{len(self._known)} of them",
+            )
+            log.warning("skipped in all: %d; quarantine.jsonl in the run folder lists %s", total, lists)
         self._close()
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError
-from tessera.data.images import Limits, read_image
+from tessera.data.media.images import Limits, read_image
 from tessera.train.callbacks import Callback
 from tessera.train.charts import Series, line_chart, smooth
 from tessera.train.jsonl import read_jsonl

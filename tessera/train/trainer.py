@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from torch import nn
 
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.model_state import training_tensors
-from tessera.core import rng
+from tessera.core import log, rng
 from tessera.core.config import dump_yaml
 from tessera.core.dist import World, agree_on_step
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig
 from tessera.core.types import Batch, Task
-from tessera.data.loader import Loader
+from tessera.data.loader.loader import Loader
 from tessera.optim.schedule import factor, set_learning_rate
 from tessera.parallel.engine import Engine
 from tessera.train.callbacks import Callback, StepResult
@@ -43,6 +44,7 @@ class Trainer:
         checkpoints: CheckpointManager,
         callbacks: Sequence[Callback] = (),
         eval_batches: Callable[[], Iterable[tuple[Batch, bool]]] | None = None,  # (batch, whether it counts)
+        data_identity: str = "",  # of the order of rows; empty: unknown
     ) -> None:
         self.config = config
         self.world = world
@@ -52,6 +54,7 @@ class Trainer:
         self.optimizer = optimizer
         self.checkpoints = checkpoints
         self.callbacks = list(callbacks)
+        self.data_identity = data_identity
         self.step = 0
         self.paused_seconds = 0.0  # spent on evaluation and saving
         self.stop_reason: str | None = None
@@ -94,7 +97,7 @@ class Trainer:
             rng.seed_process(settings.seed, "step", self.step, self.world.rank)
             self._tell("on_step_begin")
             self.doing = "running the model"
-            out = self.engine.step(self.task, [b.to(self.world.device, non_blocking=True) for b in microbatches])
+            out = self.engine.step(self.task, microbatches)
             self.doing = "finishing gradients"
             grad_norm = self._finish_gradients(out.count)
             self._tell("on_before_optim")
@@ -107,7 +110,8 @@ class Trainer:
             self.doing = "reporting"
             count = out.count.clamp(min=1)
             metrics = {name: value / count for name, value in out.metrics.items()}
-            self._tell("on_step_end", StepResult(self.step, out.sum / count, grad_norm, lr, metrics, microbatches))
+            told = [replace(batch, tensors={}, segments={}) for batch in microbatches]  # results outlive their step
+            self._tell("on_step_end", StepResult(self.step, out.sum / count, grad_norm, lr, metrics, told))
             last = self.step == settings.steps
             if self._eval_batches is not None and _due(self.step, settings.eval_every) and not last:
                 self.evaluate()
@@ -166,6 +170,7 @@ class Trainer:
             "seed": self.config.train.seed,  # with the step, this is the state of every random stream
             "schedule": self.config.optim.schedule.model_dump(mode="json"),
             "world": self.world.size,
+            "data": self.data_identity,
             "callbacks": {c.name: c.state_dict() for c in self.callbacks},
         }
 
@@ -196,6 +201,12 @@ class Trainer:
                 "the data order would change in the middle",
                 where="train.seed",
                 fix=f"set train.seed={state['seed']}",
+            )
+        if state.get("data") and state["data"] != self.data_identity:
+            log.logger().warning(
+                "the data, or the way it is packed, has changed since step %d was saved: rows hold other samples now, "
+                "of which some may come again and some not in this pass",
+                step,
             )
         self.step = self._saved_step = self._first_step = step
         self._first_row = state["rows_drawn"]

@@ -41,7 +41,19 @@ def language_batch(config: Any) -> Batch:
     )
 
 
-BATCHES: dict[str, Callable[[Any], Batch]] = {"qwen2_vl": language_batch}
+def text_batch(config: Any) -> Batch:
+    lengths = [37, 50, 9]
+    tokens = torch.arange(sum(lengths)) % config.text.vocab_size
+    tensors = {"tokens": tokens, "labels": tokens.roll(-1), "positions": torch.arange(sum(lengths))}
+    return Batch(tensors, {"text": Segments.of(lengths)}, seeds=(0,))
+
+
+BATCHES: dict[str, Callable[[Any], Batch]] = {
+    "llama": text_batch,
+    "qwen2": text_batch,
+    "qwen2_vl": language_batch,
+    "qwen3": text_batch,
+}
 
 
 def on_meta(name: str, preset: str, **changes: Any) -> tuple[ModelSpec, Section, nn.Module]:

@@ -25,8 +25,11 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import DataSection
 from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
-from tessera.data.kinds import KINDS
-from tessera.data.loader import Loader
+from tessera.data.kinds import KINDS, RowRequest
+from tessera.data.loader.loader import Loader
+from tessera.data.media.images import Limits
+from tessera.data.media.read import read_media
+from tessera.data.patches import Patches
 from tessera.data.tokenizer import train_tokenizer, write_tokenizer
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.models.qwen2_vl.processor import Qwen2VLProcessor
@@ -173,6 +176,79 @@ def test_pixels_of_other_modes(processor: Qwen2VLProcessor, exported: Path, mode
     assert torch.equal(processor.encode(conversation("image"), [image]).media["pixels"], theirs["pixel_values"])
 
 
+@pytest.mark.parametrize(("width", "height"), [(500, 333), (900, 1300), (40, 30)])
+def test_pixels_of_files_are_the_references(
+    processor: Qwen2VLProcessor, exported: Path, tmp_path: Path, width: int, height: int
+) -> None:
+    """Read as training reads them: made smaller while decoded, and still the same bits. Drafts are close."""
+    smooth = picture(16, 12).resize((width, height), Image.Resampling.BICUBIC)
+    smooth.save(tmp_path / "a.jpg", quality=95)
+    sample = Sample("one", (Message("user", (Part("image", "a.jpg"),)), Message("assistant", (text("Yes."),))))
+    with Image.open(tmp_path / "a.jpg") as image:
+        theirs = Qwen2VLImageProcessorPil.from_pretrained(exported)(images=[image], return_tensors="pt")
+    for draft in (False, True):
+        media, sizes = read_media(sample, tmp_path, Limits(draft=draft), processor)
+        assert sizes == [MediaSize(width, height)]
+        assert media[0].width * media[0].height <= min(width * height, processor.image.max_pixels)
+        ours = processor.encode(sample, media, sizes)
+        assert torch.equal(ours.media["grids"], theirs["image_grid_thw"])
+        assert processor.measure(sample, sizes)["tokens"] == len(ours.tokens)
+        if draft:
+            assert float((ours.media["pixels"] - theirs["pixel_values"]).abs().mean()) < 0.1  # of values from -2 to 2
+        else:
+            assert torch.equal(ours.media["pixels"], theirs["pixel_values"])
+        prompt = processor.prompt([sample], [media], [sizes])
+        assert torch.equal(prompt["pixels"], ours.media["pixels"])
+
+
+def test_frames_kept_small_are_the_same_frames(processor: Qwen2VLProcessor) -> None:
+    """Sizes whose target is a fixed point of nothing: the grid follows the header, not what frames were brought to."""
+    clip = np.stack([np.asarray(picture(300, 40, seed=i)) for i in range(5)])
+    sample, size = conversation("video"), MediaSize(300, 40, 5)
+    target = processor.target("video", size)
+    small = np.stack([np.asarray(Image.fromarray(frame).resize(target, Image.Resampling.BICUBIC)) for frame in clip])
+    whole = processor.encode(sample, [clip])
+    again = processor.encode(sample, [small], [size])
+    assert torch.equal(whole.media["pixels"], again.media["pixels"])
+    assert torch.equal(whole.tokens, again.tokens)
+
+
+@pytest.mark.parametrize("patch", [7, 14])
+def test_patches_are_the_plain_formula(patch: int) -> None:
+    """The tables against what they stand for, also where a patch has an odd number of pixels."""
+    patches = Patches(1, 10**9, patch=patch)
+    side = patch * 2
+    for frames in (1, 3, 4):
+        clip = np.random.default_rng(0).integers(0, 256, (frames, 2 * side, 3 * side, 3), dtype=np.uint8)
+        grid = patches.grid(2 * side, 3 * side, frames)
+        cut = patches.cut(clip, grid)
+        assert np.array_equal(cut, patches.cut([Image.fromarray(frame) for frame in clip], grid))
+        last = np.concatenate([clip, np.repeat(clip[-1:], grid[0] * 2 - frames, axis=0)])
+        scaled = (last.astype(np.float64) / 255).astype(np.float32)
+        values = (scaled - np.float32(patches.mean)) / np.float32(patches.std)
+        blocks = values.reshape(grid[0], 2, 2, 2, patch, 3, 2, patch, 3).transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+        assert np.allclose(cut, blocks.reshape(cut.shape), atol=1e-6, rtol=0)
+    assert len(pickle.dumps(patches)) < 1000  # without its tables
+
+
+def test_a_fixed_number_of_frames(folder: Path, tmp_path: Path) -> None:
+    fixed = Qwen2VLProcessor.load(tiny_config(), folder, frames=8)
+    assert fixed.sampling.count(1000, 30.0) == 8
+    assert fixed.fingerprint != Qwen2VLProcessor.load(tiny_config(), folder).fingerprint
+    fixed.save(tmp_path)
+    stored = json.loads((tmp_path / "video_preprocessor_config.json").read_text())
+    assert stored["num_frames"] == 8
+    assert "fps" not in stored
+    assert Qwen2VLProcessor.load(tiny_config(), tmp_path).sampling == fixed.sampling
+    assert Qwen2VLProcessor.load(tiny_config(), tmp_path, fps=1.0).sampling.frames is None
+    with pytest.raises(TesseraError, match="not both"):
+        Qwen2VLProcessor.load(tiny_config(), folder, frames=8, fps=1.0)
+    with pytest.raises(TesseraError, match="is more than max_frames"):
+        Qwen2VLProcessor.load(tiny_config(), folder, min_frames=9, max_frames=8)
+    with pytest.raises(TesseraError, match="no audio input"):
+        fixed.measure(conversation("audio"), [MediaSize(0, 0, 0, 16000)])
+
+
 def test_tokens_are_the_references(processor: Qwen2VLProcessor, exported: Path) -> None:
     images = [picture(61, 87), picture(120, 60, seed=1)]
     sample = conversation("image", "image")
@@ -256,7 +332,7 @@ def test_measure_is_what_encode_gives(processor: Qwen2VLProcessor) -> None:
     sample = conversation("image", "video")
     measured = processor.measure(sample, [MediaSize(333, 91), MediaSize(80, 50, 7)])
     encoded = processor.encode(sample, [picture(333, 91), clip])
-    assert measured == encoded.counts
+    assert {name: measured[name] for name in encoded.counts} == encoded.counts
     assert measured["tokens"] == len(encoded.tokens)
     assert measured["patches"] == len(encoded.media["pixels"])
     assert measured["frames"] == 7
@@ -324,7 +400,7 @@ def test_from_a_file_to_batches(processor: Qwen2VLProcessor, tmp_path: Path) -> 
     data = (tmp_path / "2.png").read_bytes()
     (tmp_path / "2.png").write_bytes(data[: len(data) // 2])
     section = DataSection.model_validate({"train": [{"path": tmp_path / "data.json"}], "length": 128})
-    source = KINDS.get("chat")(section, "train", processor, 0, tmp_path / "cache")
+    source = KINDS.get("chat")(RowRequest(section, "train", processor, 0, tmp_path / "cache"))
     with Loader(source, global_batch=len(source), workers=1) as loader:
         batches = next(loader)
     assert sorted(i for b in batches for i in b.sample_ids) == sorted(row["id"] for row in rows)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
 
 from tessera.core.rng import derive
-from tessera.core.run_config import DataSection
 from tessera.core.types import Batch
+from tessera.data.kinds import RowRequest
 
 ROW = 16
 
@@ -35,5 +34,5 @@ class DigitPictures:
         )
 
 
-def KIND(section: DataSection, split: str, processor: object, seed: int, cache_folder: Path | None) -> DigitPictures:
-    return DigitPictures(seed)
+def KIND(request: RowRequest) -> DigitPictures:
+    return DigitPictures(request.seed)

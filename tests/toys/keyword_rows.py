@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
 from tessera.core.rng import derive, generator
-from tessera.core.run_config import DataSection
 from tessera.core.types import IGNORE, Batch
+from tessera.data.kinds import RowRequest
 from tests.toys.hf_folders import AUDIO_FRAMES, IMAGE_SLOTS, IMAGE_TOKEN, MELS, SIDE, VOCABULARY
 
 ROWS = 16
@@ -77,5 +76,5 @@ class KeywordRows:
         )
 
 
-def KIND(section: DataSection, split: str, processor: object, seed: int, cache_folder: Path | None) -> KeywordRows:
-    return KeywordRows(section.options["make"], seed)
+def KIND(request: RowRequest) -> KeywordRows:
+    return KeywordRows(request.section.options["make"], request.seed)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tessera.core.rng import derive, generator
-from tessera.core.run_config import DataSection
 from tessera.core.types import IGNORE, Batch, Segments
+from tessera.data.kinds import RowRequest
 
 ROWS = 64
 
@@ -61,5 +60,5 @@ class TokenRows:
         return {"tokens": tokens, "labels": labels, "positions": positions}, lengths
 
 
-def KIND(section: DataSection, split: str, processor: object, seed: int, cache_folder: Path | None) -> TokenRows:
-    return TokenRows(section.length, section.options.get("vocabulary", 64), seed)
+def KIND(request: RowRequest) -> TokenRows:
+    return TokenRows(request.section.length, request.section.options.get("vocabulary", 64), request.seed)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import struct
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +19,7 @@ from PIL import Image
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Batch, Encoded, MediaSize, Sample, Segments
-from tessera.data.video import VideoSampling
+from tessera.data.media.video import VideoSampling
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,11 @@ class LetterProcessor:
     def fingerprint(self) -> str:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
-    def training_on(self, roles: Sequence[str]) -> LetterProcessor:
+    def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> LetterProcessor:
         return replace(self, train_on=tuple(roles))
+
+    def target(self, kind: str, size: MediaSize) -> None:
+        return None
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
         if any(size.width > 100 * size.height for size in sizes):
@@ -41,8 +47,8 @@ class LetterProcessor:
         media = sum(size.width * size.height * size.frames // 100 for size in sizes)
         return {"samples": 1, "tokens": len(tokens) + media, "trained": sum(trained), "images": len(sizes)}
 
-    def encode(self, sample: Sample, media: Sequence[Any]) -> Encoded:
-        sizes = [MediaSize(*item.size) for item in media]
+    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Encoded:
+        sizes = sizes or [MediaSize(*item.size) for item in media]
         letters, trained = self._letters(sample)
         counts = self.measure(sample, sizes)
         tokens = torch.tensor([1] * (counts["tokens"] - len(letters)) + letters)
@@ -66,7 +72,12 @@ class LetterProcessor:
         lengths = [len(item.tokens) for row in rows for item in row]
         return Batch({"tokens": tokens.flatten()}, {"text": Segments.of(lengths)}, counts=counts)
 
-    def prompt(self, samples: Sequence[Sample], media: Sequence[Sequence[Any]]) -> Batch:
+    def prompt(
+        self,
+        samples: Sequence[Sample],
+        media: Sequence[Sequence[Any]],
+        sizes: Sequence[Sequence[MediaSize]] | None = None,
+    ) -> Batch:
         raise NotImplementedError
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -74,6 +85,33 @@ class LetterProcessor:
 
     def save(self, folder: Path) -> None:
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TroubleProcessor(LetterProcessor):
+    """Does to its process what bad files do, when a sample says the word; and writes down whom it measured."""
+
+    tally: Path | None = None  # a byte for each sample that was measured
+    pause: float = 0.0
+
+    @property
+    def fingerprint(self) -> str:
+        return "trouble"
+
+    def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
+        said = "".join(str(p.value) for m in sample.messages for p in m.parts if p.kind == "text")
+        if self.tally is not None:
+            with self.tally.open("ab") as file:
+                file.write(b".")
+        time.sleep(self.pause)
+        if "CRASH" in said:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if "SLOW" in said:
+            time.sleep(0.7)
+        if "STUCK" in said:  # as a decoder that does not come back: no signal reaches the interpreter
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+            time.sleep(600)
+        return super().measure(sample, sizes)
 
 
 def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:

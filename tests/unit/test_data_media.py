@@ -1,27 +1,36 @@
-"""Pictures and clips from files: sizes from headers, pixels as they should be, and what is refused."""
+"""Pictures from files: sizes from headers, pixels as they should be, and what is refused."""
 
 from __future__ import annotations
 
 import io
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from data_cases import pictures, png_header
-from PIL import Image
+from data_cases import LetterProcessor, pictures, png_header
+from PIL import Image, ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
 
 from tessera.core.errors import TesseraError
-from tessera.core.types import MediaSize, Part
-from tessera.data.images import Limits, to_rgb
-from tessera.data.media import decode, probe, resolve
-from tessera.data.video import VideoSampling
+from tessera.core.types import MediaSize, Message, Part, PartKind, Sample
+from tessera.data.media.images import Limits, to_rgb
+from tessera.data.media.read import decode, probe, read_media, resolve
+from tessera.data.media.video import VideoSampling
+from tessera.data.sources.within import Within
+from tests.toys import media_zoo
+from tests.toys.media_zoo import saved, scene
 
 LIMITS = Limits()
 SAMPLING = VideoSampling()
 
 
-def size(root: Path, name: str, kind: str = "image", sampling: VideoSampling = SAMPLING) -> MediaSize:
-    return probe(Part(kind, name), root, LIMITS, sampling)  # type: ignore[arg-type]
+def size(root: Path, name: str) -> MediaSize:
+    return probe(Part("image", name), root, LIMITS, SAMPLING)
 
 
 def pixels(root: Path, name: str) -> np.ndarray:
@@ -63,6 +72,9 @@ def test_every_mode_becomes_rgb(tmp_path: Path) -> None:
     Image.new("1", (4, 4), 1).save(tmp_path / "one.png")
     assert pixels(tmp_path, "one.png")[0, 0].tolist() == [255, 255, 255]
     assert np.asarray(to_rgb(Image.fromarray(np.full((2, 2), 300.0, np.float32)))).max() == 255
+    assert np.asarray(to_rgb(Image.fromarray(np.full((2, 2), 0.5, np.float32)))).max() == 127  # 0 to 1 is in use, too
+    holes = np.array([[np.nan, np.inf, 20.0]], np.float32)
+    assert np.asarray(to_rgb(Image.fromarray(holes)))[0, :, 0].tolist() == [0, 0, 20]
     assert np.asarray(to_rgb(Image.fromarray(np.full((2, 2), 65535, np.int32)))).max() == 255
 
 
@@ -130,89 +142,6 @@ def test_paths_stay_under_the_root(tmp_path: Path) -> None:
         size(tmp_path, "root")
 
 
-def test_frames_are_taken_evenly() -> None:
-    sampling = VideoSampling(fps=2, min_frames=4, max_frames=12)
-    assert sampling.count(300, 30.0) == 12  # 20 wanted
-    assert sampling.count(100, 30.0) == 6  # 6.7 wanted, two to a patch
-    assert sampling.count(30, 30.0) == 4
-    assert sampling.count(3, 30.0) == 2
-    assert sampling.count(1, 30.0) == 1
-    assert sampling.count(9, None) == 8  # a folder: all, two to a patch
-    assert sampling.choose(100, 30.0) == [0, 16, 33, 50, 66, 83]
-    assert sampling.choose(1, 30.0) == [0]
-
-
-def write_clip(path: Path, frames: int, rate: int = 10, noise: bool = False) -> None:
-    av = pytest.importorskip("av")
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=rate)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for number in range(frames):
-            shade = np.full((48, 64, 3), 10 * number, dtype=np.uint8)
-            if noise:
-                shade = np.random.default_rng(number).integers(0, 256, shade.shape, dtype=np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(shade, format="rgb24")))
-        container.mux(stream.encode())
-
-
-@pytest.mark.parametrize("form", ["mp4", "mkv", "avi"])
-def test_a_clip(tmp_path: Path, form: str) -> None:
-    write_clip(tmp_path / f"clip.{form}", 20)
-    assert size(tmp_path, f"clip.{form}", "video") == MediaSize(64, 48, 4)
-    frames = decode(Part("video", f"clip.{form}"), tmp_path, LIMITS, SAMPLING)
-    assert frames.shape == (4, 48, 64, 3)
-    assert frames.dtype == np.uint8
-    assert np.abs(frames.mean((1, 2, 3)) - [0, 50, 100, 150]).max() < 6
-    with pytest.raises(TesseraError, match="video header claims too many pixels"):
-        probe(Part("video", f"clip.{form}"), tmp_path, Limits(max_video_pixels=64 * 48 * 3), SAMPLING)
-
-
-def test_a_clip_that_ends_early(tmp_path: Path) -> None:
-    """A frame that the header promised and the file lacks is filled up; a clip that was cut is damaged."""
-    write_clip(tmp_path / "whole.avi", 20, noise=True)
-    data = (tmp_path / "whole.avi").read_bytes()
-    every = VideoSampling(fps=10, min_frames=20)
-    place = data.rindex(b"00dc", 0, data.rindex(b"idx1"))  # where the last frame begins
-    (tmp_path / "short.avi").write_bytes(data[:place])
-    assert size(tmp_path, "short.avi", "video", every) == MediaSize(64, 48, 20)
-    frames = decode(Part("video", "short.avi"), tmp_path, LIMITS, every)
-    assert len(frames) == 20
-    assert np.array_equal(frames[18], frames[19])
-    assert not np.array_equal(frames[17], frames[18])
-    (tmp_path / "cut.avi").write_bytes(data[: int(len(data) * 0.6)])
-    with pytest.raises(TesseraError, match=r"damaged video: cut.avi \(\d+ of 20 frames"):
-        decode(Part("video", "cut.avi"), tmp_path, LIMITS, every)
-
-
-def test_a_clip_that_is_none(tmp_path: Path) -> None:
-    pytest.importorskip("av")
-    (tmp_path / "noise.mp4").write_bytes(bytes(range(256)) * 8)
-    (tmp_path / "list.m3u8").write_text("#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1:9/x.ts\n")
-    for name in ("noise.mp4", "list.m3u8"):
-        with pytest.raises(TesseraError, match="unreadable video"):
-            size(tmp_path, name, "video")
-
-
-def test_a_folder_of_pictures_is_a_clip(tmp_path: Path) -> None:
-    clip = tmp_path / "clip"
-    clip.mkdir()
-    for number in (1, 2, 9, 10):
-        Image.new("RGB", (8, 6), (number * 10,) * 3).save(clip / f"{number}.png")
-    assert size(tmp_path, "clip", "video") == MediaSize(8, 6, 4)
-    frames = decode(Part("video", "clip"), tmp_path, LIMITS, SAMPLING)
-    assert frames[:, 0, 0, 0].tolist() == [10, 20, 90, 100]
-    Image.new("RGB", (9, 6)).save(clip / "2.png")
-    with pytest.raises(TesseraError, match="different sizes"):
-        decode(Part("video", "clip"), tmp_path, LIMITS, SAMPLING)
-    (clip / "3.png").symlink_to(tmp_path / "elsewhere.png")
-    pictures(tmp_path, ["elsewhere.png"])
-    with pytest.raises(TesseraError, match="link to somewhere else"):
-        size(tmp_path, "clip", "video")
-    (tmp_path / "bare").mkdir()
-    with pytest.raises(TesseraError, match="no pictures"):
-        size(tmp_path, "bare", "video")
-
-
 def test_decoded_objects_pass_through(tmp_path: Path) -> None:
     image = Image.new("L", (3, 5), 9)
     clip = np.zeros((2, 5, 3, 3), dtype=np.uint8)
@@ -220,3 +149,164 @@ def test_decoded_objects_pass_through(tmp_path: Path) -> None:
     assert probe(Part("video", clip), tmp_path, LIMITS, SAMPLING) == MediaSize(3, 5, 2)
     assert decode(Part("image", image), tmp_path, LIMITS, SAMPLING).mode == "RGB"
     assert decode(Part("video", clip), tmp_path, LIMITS, SAMPLING) is clip
+
+
+def test_what_is_given_decoded_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match="these are float64"):
+        probe(Part("video", np.zeros((2, 5, 3, 3))), tmp_path, LIMITS, SAMPLING)
+    with pytest.raises(TesseraError, match="sound is float32"):
+        probe(Part("audio", np.zeros((2, 5))), tmp_path, LIMITS, SAMPLING)
+    with pytest.raises(TesseraError, match="image is 3x5, 14 are allowed"):
+        decode(Part("image", Image.new("L", (3, 5))), tmp_path, Limits(max_image_pixels=14), SAMPLING)
+    cut = Image.open(io.BytesIO(saved(Image.fromarray(scene()), "PNG")[:200]))
+    with pytest.raises(TesseraError, match="damaged image"):
+        decode(Part("image", cut), tmp_path, LIMITS, SAMPLING)
+    with pytest.raises(TesseraError, match="not a path"):
+        probe(Part("image", 3.5), tmp_path, LIMITS, SAMPLING)
+
+
+@pytest.mark.parametrize("name", sorted(media_zoo.pictures()))
+def test_the_same_picture_from_everywhere(tmp_path: Path, name: str) -> None:
+    """A file, bytes in memory, and bytes in the middle of another file."""
+    data = media_zoo.pictures()[name]
+    (tmp_path / name).write_bytes(data)
+    (tmp_path / "shard.tar").write_bytes(b"before" * 100 + data + b"behind" * 100)
+    within = Within(tmp_path / "shard.tar", 600, len(data), name)
+    shown = pixels(tmp_path, name)
+    turned = "turned" in name
+    assert shown.shape == ((media_zoo.WIDTH, media_zoo.HEIGHT) if turned else (media_zoo.HEIGHT, media_zoo.WIDTH)) + (
+        3,
+    )
+    for value in (name, data, within):
+        part = Part("image", value)
+        assert probe(part, tmp_path, LIMITS, SAMPLING) == MediaSize(shown.shape[1], shown.shape[0])
+        assert np.array_equal(np.asarray(decode(part, tmp_path, LIMITS, SAMPLING)), shown)
+    if not any(
+        word in name for word in ("palette", "clear", "la.", "one", "turned", "gif", "cmyk", "grey", "deep.", "float")
+    ):
+        assert np.abs(shown.astype(int) - scene()).mean() < 6
+    if name in ("grey.jpg", "deep.png", "deep.tif", "float.tif"):
+        grey = np.asarray(Image.fromarray(scene()).convert("L").convert("RGB"))
+        assert np.abs(shown.astype(int) - grey).mean() < 3
+
+
+def test_a_member_that_the_archive_does_not_hold(tmp_path: Path) -> None:
+    (tmp_path / "shard.tar").write_bytes(bytes(100))
+    for start, size in ((0, 101), (90, 20), (-5, 10), (0, -1)):
+        with pytest.raises(TesseraError, match="the archive was cut or changed"):
+            probe(Part("image", Within(tmp_path / "shard.tar", start, size, "a.png")), tmp_path, LIMITS, SAMPLING)
+    with pytest.raises(TesseraError, match=r"cannot be opened: a\.png"):
+        probe(Part("image", Within(tmp_path / "none.tar", 0, 9, "a.png")), tmp_path, LIMITS, SAMPLING)
+
+
+@pytest.mark.parametrize("name", sorted(media_zoo.pictures()))
+def test_files_that_end_early(tmp_path: Path, name: str) -> None:
+    """Nothing half decoded ever comes back as a picture."""
+    data = media_zoo.pictures()[name]
+    whole = np.asarray(decode(Part("image", data), tmp_path, LIMITS, SAMPLING))
+    for share in (0.02, 0.3, 0.6, 0.9):
+        part = Part("image", data[: int(len(data) * share)])
+        try:
+            shown = np.asarray(decode(part, tmp_path, LIMITS, SAMPLING))
+        except TesseraError:
+            continue
+        assert np.array_equal(shown, whole)  # what is missing belongs to a second picture, or stands behind the pixels
+
+
+def test_cmyk_is_inverted_when_adobe_says_so(tmp_path: Path) -> None:
+    """Pillow writes CMYK inverted and with Adobe's mark. Without the mark the same bytes mean the opposite."""
+    cyan = saved(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), "JPEG", quality=95)
+    assert np.asarray(decode(Part("image", cyan), tmp_path, LIMITS, SAMPLING))[0, 0].tolist() == [0, 255, 255]
+    start = cyan.index(b"\xff\xee")
+    length = int.from_bytes(cyan[start + 2 : start + 4], "big")
+    unmarked = cyan[:start] + cyan[start + 2 + length :]
+    assert np.asarray(decode(Part("image", unmarked), tmp_path, LIMITS, SAMPLING))[0, 0].tolist() == [0, 0, 0]
+
+
+def to_size(width: int, height: int) -> Callable[[PartKind, MediaSize], tuple[int, int]]:
+    return lambda kind, size: (width, height)
+
+
+def test_only_what_is_used_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A JPEG is decoded at the smallest size that is still enough, turned or not; its size stays the header's."""
+    decoded: list[tuple[int, int]] = []
+    load = JpegImageFile.load
+
+    def watched(self: JpegImageFile) -> Any:
+        decoded.append(self.size)
+        return load(self)
+
+    monkeypatch.setattr(JpegImageFile, "load", watched)
+    large = Image.fromarray(scene(400, 240))
+    cases = [
+        ((100, 60), (100, 60)),
+        ((99, 60), (100, 60)),
+        ((101, 60), (200, 120)),
+        ((60, 50), (100, 60)),
+        ((401, 240), (400, 240)),
+    ]
+    for turn in (1, 6):
+        data = saved(large, "JPEG", exif=media_zoo.exif(turn), quality=95)
+        full = np.asarray(decode(Part("image", data), tmp_path, LIMITS, SAMPLING))
+        for wanted, expected in cases:
+            asked = wanted[::-1] if turn == 6 else wanted
+            decoded.clear()
+            small = decode(Part("image", data), tmp_path, LIMITS, SAMPLING, to_size(*asked))
+            assert set(decoded) == {expected}
+            assert small.size == (asked if expected != (400, 240) else full.shape[1::-1])
+            decoded.clear()
+            exact = decode(Part("image", data), tmp_path, Limits(draft=False), SAMPLING, to_size(*asked))
+            assert set(decoded) == {(400, 240)}
+            if expected != (400, 240):
+                assert np.array_equal(np.asarray(exact), np.asarray(Image.fromarray(full).resize(asked, 3)))
+                assert np.abs(np.asarray(small).astype(int) - np.asarray(exact)).mean() < 2
+
+
+def test_a_sample_is_read_as_its_processor_wants_it(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Small(LetterProcessor):
+        def target(self, kind: str, size: MediaSize) -> tuple[int, int]:  # type: ignore[override]
+            return (20, 10) if kind == "image" else (8, 8)
+
+    (tmp_path / "a.jpg").write_bytes(media_zoo.pictures()["plain.jpg"])
+    clip = np.zeros((2, 5, 3, 3), dtype=np.uint8)
+    parts = (Part("image", "a.jpg"), Part("text", "and"), Part("video", clip), Part("image", Image.new("L", (64, 64))))
+    media, sizes = read_media(Sample("s", (Message("user", parts),)), tmp_path, LIMITS, Small())
+    assert sizes == [MediaSize(40, 28), MediaSize(3, 5, 2), MediaSize(64, 64)]
+    assert media[0].size == media[2].size == (20, 10)
+    assert media[1] is clip
+
+
+def test_headers_are_read_without_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5,000 headers a second are asked for; that few pictures take longer than a header shows that none is decoded."""
+
+    def no_pixels(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a pixel was decoded")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", no_pixels)
+    for name, data in media_zoo.pictures().items():
+        (tmp_path / name).write_bytes(data)
+        assert size(tmp_path, name).frames == 1
+    Image.fromarray(scene(1280, 960)).save(tmp_path / "large.jpg", exif=media_zoo.exif(6))
+    size(tmp_path, "large.jpg")
+    began = time.perf_counter()
+    for _ in range(1000):
+        size(tmp_path, "large.jpg")
+    assert 1000 / (time.perf_counter() - began) > 2500  # on a machine that does other things as well
+
+
+def test_xmp_and_odd_exif(tmp_path: Path) -> None:
+    image = Image.fromarray(scene())
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    for form in ("JPEG", "WEBP"):
+        assert probe(Part("image", saved(image, form, xmp=xmp)), tmp_path, LIMITS, SAMPLING) == MediaSize(28, 40)
+    assert (
+        probe(Part("image", saved(image, "JPEG", xmp=xmp, exif=media_zoo.exif(3))), tmp_path, LIMITS, SAMPLING).width
+        == 40
+    )
+    for exif in (b"Exif\0\0", b"Exif\0\0II*\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff"):
+        assert probe(Part("image", saved(image, "JPEG", exif=exif)), tmp_path, LIMITS, SAMPLING).width == 40
+    big = b"Exif\0\0MM\0*" + struct.pack(">IHHHIHH", 8, 1, 0x0112, 3, 1, 6, 0) + bytes(4)
+    assert probe(Part("image", saved(image, "JPEG", exif=big)), tmp_path, LIMITS, SAMPLING) == MediaSize(28, 40)
+    stuffed = saved(image, "JPEG").replace(b"\xff\xdb", b"\xff\xff\xff\xdb")
+    assert probe(Part("image", stuffed), tmp_path, LIMITS, SAMPLING).width == 40

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
+import pickle
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +16,33 @@ from PIL import Image
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import DataSection
-from tessera.core.types import Batch
-from tessera.data.index import SplitIndex
-from tessera.data.kinds import KINDS
+from tessera.core.types import Batch, GuardedRows, WeighedRows
+from tessera.data.kinds import KINDS, RowRequest, Work
 from tessera.data.rows import ChatRows
+from tessera.parallel.axes import CONTEXT, DEAL, Axes
+from tessera.parallel.local_rows import LocalRows
 
 
 def build(
-    path: Path | list[Path], *, cache: Path | None = None, seed: int = 0, split: str = "train", **options: Any
+    path: Path | list[Path],
+    *,
+    cache: Path | None = None,
+    seed: int = 0,
+    split: str = "train",
+    weights: tuple[float, ...] | None = None,
+    work: Work | None = None,
+    **options: Any,
 ) -> ChatRows:
     paths = path if isinstance(path, list) else [path]
-    section = DataSection.model_validate({"length": 64, **options, split: [{"path": p} for p in paths]})
-    rows = KINDS.get("chat")(section, split, LetterProcessor(), seed, cache)
+    sets = [{"path": p, **({"weight": weights[at]} if weights else {})} for at, p in enumerate(paths)]
+    section = DataSection.model_validate({"length": 64, **options, split: sets})
+    rows = KINDS.get("chat")(RowRequest(section, split, LetterProcessor(), seed, cache, work))
     assert isinstance(rows, ChatRows)
     return rows
+
+
+def letters_and_pictures(measures: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {"text": 2.0 * measures["tokens"], "vision": 100.0 * measures["images"]}
 
 
 def epoch_ids(rows: ChatRows, epoch: int) -> list[str]:
@@ -64,6 +79,8 @@ def test_a_batch_says_what_it_holds(tmp_path: Path) -> None:
     assert batch.seeds == (rows.order.row_seed(0),)
     assert rows.batch([0, 1]).seeds == (rows.order.row_seed(0), rows.order.row_seed(1))
     assert rows.batch([0]).seeds != rows.batch([len(rows)]).seeds  # another draw of the same row
+    assert batch.rows == ((0, 2),)
+    assert rows.batch([3, 1]).rows == ((3, 2), (1, 2))
 
 
 BAD = {
@@ -184,6 +201,86 @@ def test_a_picture_that_was_exchanged_is_noticed(tmp_path: Path) -> None:
     assert "headers promised" in problems[0][1]
 
 
+def test_a_sample_that_breaks_its_reader_is_left_out_by_name(tmp_path: Path) -> None:
+    """The pool tells what a process was at when it died; the rows are then made again without that sample."""
+    rows = build(texts(tmp_path, 40))
+    assert isinstance(rows, GuardedRows)
+    noted: list[int] = []
+    whole = rows.guarded([0, 1], {}, noted.append)
+    assert noted == rows.order.samples(0) + rows.order.samples(1)
+    bad = noted[1]
+    asked: list[int] = []
+    holed = rows.guarded([0, 1], {bad: "its reader crashed: signal 11"}, asked.append)
+    assert asked == [number if number != bad else ~bad for number in noted]
+    assert holed.problems == ((whole.sample_ids[1], "its reader crashed: signal 11"),)
+    assert holed.sample_ids == whole.sample_ids
+    assert holed.rows == whole.rows
+    assert holed.segments["text"].lengths == whole.segments["text"].lengths
+    assert holed.counts["samples"] == whole.counts["samples"] - 1
+    asked.clear()
+    nameless = rows.guarded([0, 1], {bad: "crashed", ~bad: "crashed again"}, asked.append)  # by its row alone
+    assert asked == [number for number in noted if number != bad]
+    assert nameless.problems == ((f"texts.jsonl:{bad + 1}", "crashed"),)
+    strict = build(tmp_path / "texts.jsonl", on_bad_sample="fail")
+    with pytest.raises(TesseraError, match=f"sample {whole.sample_ids[1]} cannot be used: crashed"):
+        strict.guarded([0, 1], {bad: "crashed"}, asked.append)
+
+
+def test_a_sample_that_takes_too_long_leaves_a_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = build(texts(tmp_path, 20), sample_timeout_s=0.2)
+    plain = rows.batch([0])
+    slow = rows.order.samples(0)[0]
+    encode = LetterProcessor.encode
+
+    def dawdle(self: LetterProcessor, sample: Any, *media: Any) -> Any:
+        if sample.id == plain.sample_ids[0]:
+            time.sleep(5)
+        return encode(self, sample, *media)
+
+    monkeypatch.setattr(LetterProcessor, "encode", dawdle)
+    assert rows.index.read(slow)[0].id == plain.sample_ids[0]
+    assert rows.batch([0]).problems == ((plain.sample_ids[0], "took longer than 0.2 s"),)
+
+
+def test_sets_are_drawn_by_weight(tmp_path: Path) -> None:
+    many = write_jsonl(tmp_path / "many.jsonl", [row("q", "a" * (i % 7), id=f"many-{i}") for i in range(1, 31)])
+    few = write_jsonl(tmp_path / "few.jsonl", [row("q", "a" * (i % 5), id=f"few-{i}") for i in range(1, 11)])
+    many_words = [i for i in range(1, 31) if i % 7]
+    few_words = [i for i in range(1, 11) if i % 5]
+    rows = build([many, few], weights=(1.0, 1.0))
+    size = len(many_words) + len(few_words)
+    for epoch in range(3):
+        drawn = Counter(id.split("-")[0] for id in epoch_ids(rows, epoch))
+        assert drawn == {"many": size // 2, "few": size // 2}
+    all_drawn = Counter(id for epoch in range(13) for id in epoch_ids(rows, epoch))
+    assert {all_drawn[f"few-{i}"] for i in few_words} <= {13 * (size // 2) // 8, 13 * (size // 2) // 8 + 1}
+    assert {all_drawn[f"many-{i}"] for i in many_words} <= {13 * (size // 2) // 26, 13 * (size // 2) // 26 + 1}
+
+
+def test_rows_weigh_what_their_samples_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pictures(tmp_path, ["a.png"])
+    path = [
+        write_jsonl(tmp_path / "seen.jsonl", [seen("a.png", id=f"seen-{i}") for i in range(30)]),
+        write_jsonl(tmp_path / "read.jsonl", [row("q", "a" * 17, id=f"read-{i}") for i in range(30)]),
+    ]
+    caplog.set_level("INFO", logger="tessera")
+    rows = build(path, work=letters_and_pictures)
+    assert isinstance(rows, WeighedRows)
+    for number, work in enumerate(rows.work(range(len(rows)))):
+        batch = rows.batch([number])
+        assert work == pytest.approx(2 * 64 + 100 * batch.counts["images"])
+    assert any("rows: " in line and "work at most 1." in line for line in caplog.messages)
+    off = build(path, work=letters_and_pictures, balance=False)
+    assert off.work([0, 1]) == [1.0, 1.0]
+    assert build(path).work([0, 1]) == [1.0, 1.0]
+
+    def wants_more(measures: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"sound": measures["samples_of_sound"] * 1.0}
+
+    with pytest.raises(TesseraError, match="'samples_of_sound', which its processor does not measure"):
+        build(path, work=wants_more)
+
+
 def test_repeated_ids_become_unique(tmp_path: Path) -> None:
     first = write_jsonl(tmp_path / "a.jsonl", [row("q", "a", id="x"), row("q", "b", id="y"), row("q", "c", id="x")])
     second = write_jsonl(tmp_path / "b.jsonl", [row("q", "d", id="x"), row("q", "e")])
@@ -191,77 +288,47 @@ def test_repeated_ids_become_unique(tmp_path: Path) -> None:
     assert epoch_ids(rows, 0) == ["x", "y", "x~2", "x~3", "b.jsonl:2"]
 
 
-def index_files(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir())
-
-
-def test_the_index_is_kept_and_remade_when_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tmp_path / "cache"
-    path = texts(tmp_path, 30)
-    fresh = build(path, cache=cache)
-    (kept,) = index_files(cache)
-    assert kept.endswith(".safetensors")
-
-    def never(*_: Any) -> None:
-        raise AssertionError("measured again")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LetterProcessor, "measure", never)
-        again = build(path, cache=cache, length=128)  # the length of a row is not part of the index
-        assert_same_index(again.index, fresh.index)
-        again = build(path, cache=cache, length=40)
-        assert 0 < len(again.index) < 30
-        assert len(again.bad_samples) + len(again.index) == 30
-    build(path, cache=cache, train_on=["user"])
-    assert len(index_files(cache)) == 2
-    os.utime(path, ns=(1, 1))
-    build(path, cache=cache)
-    assert len(index_files(cache)) == 3
-    texts(tmp_path, 29)
-    assert len(build(path, cache=cache).index) == 29
-    assert len(index_files(cache)) == 4
-
-
-def assert_same_index(one: SplitIndex, other: SplitIndex) -> None:
-    assert len(one) == len(other)
-    assert np.array_equal(one.column("tokens"), other.column("tokens"))
-    assert one.bad == other.bad
-    assert [one.read(i)[0] for i in range(len(one))] == [other.read(i)[0] for i in range(len(other))]
-
-
-def test_bad_samples_survive_the_cache(tmp_path: Path) -> None:
-    pictures(tmp_path, ["good.png"])
-    path = write_jsonl(tmp_path / "l.jsonl", [seen("good.png"), *bad_rows(tmp_path)])
-    fresh, kept = build(path, cache=tmp_path / "cache"), build(path, cache=tmp_path / "cache")
-    assert sorted(kept.bad_samples) == sorted(fresh.bad_samples)
-    assert len(kept.bad_samples) == len(BAD)
-    with pytest.raises(TesseraError, match="and 10 more"):
-        build(path, cache=tmp_path / "cache", on_bad_sample="fail")
-
-
-@pytest.mark.parametrize("damage", [b"", b"garbage", None])
-def test_a_damaged_cache_is_made_again(tmp_path: Path, damage: bytes | None) -> None:
-    cache = tmp_path / "cache"
-    path = texts(tmp_path, 10)
-    fresh = build(path, cache=cache)
-    file = cache / index_files(cache)[0]
-    file.write_bytes(file.read_bytes()[:-40] if damage is None else damage)
-    assert_same_index(build(path, cache=cache).index, fresh.index)
-
-
 def test_an_unknown_kind_is_explained() -> None:
     with pytest.raises(TesseraError, match="unknown data kind") as raised:
         KINDS.get("chatt")
     assert raised.value.nearest == "chat"
     with pytest.raises(TesseraError, match="cannot serve conversations"):
-        KINDS.get("chat")(DataSection(), "train", object(), 0, None)
+        KINDS.get("chat")(RowRequest(DataSection(), "train", None, 0))
 
 
-def test_json_rows_are_not_kept_in_memory(tmp_path: Path) -> None:
-    """What travels to a worker is small: positions of rows, not rows."""
-    rows = [row("q" * 20_000, f"{i}") for i in range(50)]
-    path = tmp_path / "big.json"
-    path.write_text(json.dumps(rows))
-    import pickle
+def test_what_travels_to_a_worker_is_small(tmp_path: Path) -> None:
+    """Names of files with positions and numbers in them; neither those nor any row."""
+    rows = build(texts(tmp_path, 5000), cache=tmp_path / "cache", work=letters_and_pictures)
+    travelled = pickle.dumps(rows)
+    assert len(travelled) < 20_000
+    assert pickle.loads(travelled).batch([3]).sample_ids == rows.batch([3]).sample_ids  # noqa: S301
 
-    assert len(pickle.dumps(build(path, length=30_000))) < 20_000
+
+class Bare:
+    """A source that knows neither work nor danger."""
+
+    bad_samples = ()
+
+    def __len__(self) -> int:
+        return 4
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        return Batch({}, sample_ids=tuple(map(str, rows)), rows=tuple((row, 1) for row in rows), counts={"samples": 2})
+
+
+def test_ranks_that_share_rows_weigh_and_guard_them_alike(tmp_path: Path) -> None:
+    rows = build(texts(tmp_path, 40), work=letters_and_pictures)
+    axes = Axes({"dp_shard": 2}, {CONTEXT: (), DEAL: ()})
+    speaks, silent = (LocalRows(rows, axes, 0, reports=reports, flops=lambda _: 7.0) for reports in (True, False))
+    assert speaks.work([0, 3]) == silent.work([0, 3]) == rows.work([0, 3])
+    noted: list[int] = []
+    lost = {rows.order.samples(0)[0]: "crashed"}
+    one, other = (local.guarded([0], lost, noted.append) for local in (speaks, silent))
+    assert noted == 2 * [~number if number in lost else number for number in rows.order.samples(0)]
+    assert (one.rows, one.flops, len(one.problems)) == (rows.batch([0]).rows, 7.0, 1)
+    assert (other.rows, other.sample_ids, other.flops, other.problems) == ((), (), 0.0, ())
+    bare = LocalRows(Bare(), axes, 0)
+    assert bare.work([0, 1]) == [1.0, 1.0]
+    assert bare.guarded([0, 1], {}, noted.append).sample_ids == ("0", "1")
+    with pytest.raises(TesseraError, match=r"rows \[0, 1\] failed: crashed"):
+        bare.guarded([0, 1], {5: "crashed"}, noted.append)

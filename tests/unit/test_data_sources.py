@@ -1,167 +1,464 @@
-"""Rows of JSON and JSONL files in three spellings."""
+"""Containers of rows: JSON, JSONL, CSV, text, Parquet, folders and tar shards, opened and read by number."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
+import random
+import tarfile
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from data_cases import row, seen, write_jsonl
+from data_cases import pictures, row, seen, texts, write_jsonl
 
 from tessera.core.errors import TesseraError
-from tessera.core.types import Message, Part
-from tessera.data.forms import RowError
-from tessera.data.sources import FileSource, open_source
-
-SHAREGPT = {
-    "conversations": [
-        {"from": "system", "value": "Be kind."},
-        {"from": "human", "value": "<image>and<image>: which? <video>"},
-        {"from": "gpt", "value": "The first."},
-    ],
-    "images": ["a.png", "b.png"],
-    "videos": ["c.mp4"],
-}
-PARTS = {
-    "id": 7,
-    "messages": [
-        {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what <image>?"}]},
-        {"role": "assistant", "content": "A thing."},
-    ],
-}
+from tessera.core.run_config import SourceSection
+from tessera.core.types import PLAIN, Part, Sample
+from tessera.data.sources import find_rows
+from tessera.data.sources.base import Source
+from tessera.data.sources.forms import RowError
+from tessera.data.sources.open import open_source
+from tessera.data.sources.within import Within
+from tessera.data.tables import Tables, write_tables
 
 
-def test_the_three_forms(tmp_path: Path) -> None:
-    source = open_source(write_jsonl(tmp_path / "m.jsonl", [PARTS]))
-    assert source.form == "messages"
-    sample = source.read(0)
-    assert sample.id == "7"
-    assert sample.messages[0] == Message("user", (Part("image", "a.png"), Part("text", "what <image>?")))
-    assert sample.messages[1] == Message("assistant", (Part("text", "A thing."),))
+def opened(path: Path, cache_folder: Path | None = None, **section: Any) -> Source:
+    return open_source(SourceSection(path=path, **section), cache_folder)
 
-    source = open_source(write_jsonl(tmp_path / "s.jsonl", [SHAREGPT]))
-    assert source.form == "sharegpt"
-    sample = source.read(0)
-    assert sample.id == "s.jsonl:1"
-    assert [m.role for m in sample.messages] == ["system", "user", "assistant"]
-    assert [(p.kind, p.value) for p in sample.messages[1].parts] == [
-        ("image", "a.png"),
-        ("text", "and"),
-        ("image", "b.png"),
-        ("text", ": which? "),
-        ("video", "c.mp4"),
-    ]
 
-    source = open_source(write_jsonl(tmp_path / "l.jsonl", [seen("a.png", id="x")]))
-    assert source.form == "llava"
-    assert source.read(0).messages[0].parts == (Part("image", "a.png"), Part("text", "\nWhat?"))
+def all_of(source: Source) -> list[Sample | RowError]:
+    found = list(source.scan(range(len(source))))
+    assert [number for number, _ in found] == list(range(len(source)))
+    return [sample for _, sample in found]
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def bytes_within(value: Any) -> bytes:
+    assert isinstance(value, Within)
+    with value.file.open("rb") as file:
+        file.seek(value.start)
+        return file.read(value.size)
+
+
+# ---------------------------------------------------------------------------------------------- JSON and lines
 
 
 def test_json_array_gives_the_same_rows_as_lines(tmp_path: Path) -> None:
-    rows = [row(f"é中 {i}", 'ja\n"]},{', id=f"r{i}") for i in range(5)]
-    lines = open_source(write_jsonl(tmp_path / "a.jsonl", rows))
+    rows = [row(f"é中 {i}", 'ja\n"]},{\\', id=f"r{i}") for i in range(5)]
+    lines = opened(write_jsonl(tmp_path / "a.jsonl", rows))
     for number, indent in enumerate((None, 2)):
         path = tmp_path / f"b{number}.json"
         path.write_text(json.dumps(rows, indent=indent, ensure_ascii=bool(number)), encoding="utf-8")
-        array = open_source(path)
+        array = opened(path)
         assert len(array) == len(lines) == 5
         assert [array.read(i) for i in (4, 0, 2)] == [lines.read(i) for i in (4, 0, 2)]
+        assert all_of(array) == all_of(lines)
 
 
-def test_text_only_rows_do_not_hide_the_form(tmp_path: Path) -> None:
-    plain = {"conversations": seen("a.png")["conversations"][1:]}
-    source = open_source(write_jsonl(tmp_path / "l.jsonl", [plain, seen("a.png"), plain]))
-    assert source.form == "llava"
-    assert [isinstance(sample, RowError) for _, sample in source] == [False] * 3
-    assert open_source(write_jsonl(tmp_path / "p.jsonl", [plain])).form == "sharegpt"
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64, 4096])
+def test_rows_are_found_whatever_the_chunks_cut_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(find_rows, "CHUNK", chunk)
+    chance = random.Random(chunk)
 
+    def value(depth: int = 0) -> Any:
+        drawn = chance.random()
+        if depth > 3 or drawn < 0.5:
+            return "".join(chance.choice('ab"\\{}[],:\n é中😀') for _ in range(chance.randint(0, 12)))
+        if drawn < 0.75:
+            return [value(depth + 1) for _ in range(chance.randint(0, 3))]
+        return {str(i): value(depth + 1) for i in range(chance.randint(0, 3))}
 
-def test_mixed_forms_are_an_error(tmp_path: Path) -> None:
-    source = open_source(write_jsonl(tmp_path / "mixed.jsonl", [seen("a.png"), row("q", "a")]))
-    with pytest.raises(TesseraError, match="has the form 'messages', the file was read as 'llava'") as raised:
-        list(source)
-    assert raised.value.where == f"{tmp_path / 'mixed.jsonl'}:2"
-    with pytest.raises(TesseraError, match="has the form 'llava'"):
-        open_source(tmp_path / "mixed.jsonl", form="sharegpt").read(0)
+    for turn in range(20):
+        rows = [{"a": value(), "b": value()} for _ in range(chance.randint(0, 6))]
+        path = tmp_path / f"{turn}.json"
+        path.write_text(json.dumps(rows, indent=chance.choice([None, 1]), ensure_ascii=turn % 2 == 0), encoding="utf-8")
+        data = path.read_bytes()
+        assert [json.loads(data[a : a + n]) for a, n, _ in find_rows.find_elements(path).tolist()] == rows
+        lines = [json.dumps(one) if chance.random() < 0.8 else chance.choice(["", " ", "\t\r"]) for one in rows]
+        path.write_text("\n".join(lines) + chance.choice(["", "\n"]), encoding="utf-8")
+        data = path.read_bytes()
+        found = [(data[a : a + n].decode().strip(), number) for a, n, number in find_rows.find_lines(path).tolist()]
+        assert found == [(line, number) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def test_blank_lines_keep_line_numbers(tmp_path: Path) -> None:
     path = tmp_path / "gaps.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + f"{json.dumps(row('a', 'b'))}\n\n  \r\n{json.dumps(row('c', 'd'))}".encode())
-    source = open_source(path)
+    source = opened(path)
     assert [source.read(i).id for i in range(len(source))] == ["gaps.jsonl:1", "gaps.jsonl:4"]
-    assert len(open_source(path, max_samples=1)) == 1
-
-
-@pytest.mark.parametrize(
-    ("bad", "reason"),
-    [
-        ({"conversations": seen("a")["conversations"], "image": ["a", "b"]}, "1 <image> placeholders, 2 images"),
-        ({**seen("a"), "image": []}, "1 <image> placeholders, 0 images"),
-        ({**SHAREGPT, "videos": []}, "video token count that cannot match: 1 <video> placeholders, 0 videos"),
-        ({"messages": []}, "messages is empty"),
-        ({"messages": "hello"}, "not a list of turns"),
-        ({"messages": ["hello"]}, "not an object"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "unknown role 'king'"),
-        ({"messages": [{"role": "user", "content": 5}]}, "content is a int"),
-        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "unknown type of part 'smell'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a path is expected"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
-        ({"messages": [{"role": "user", "content": "<image>"}], "images": []}, "1 <image> placeholders, 0 images"),
-        ({"conversations": [{"from": "dog", "value": "x"}], "image": "a"}, "unknown speaker 'dog'"),
-        ({"conversations": [{"from": "gpt", "value": None}], "image": "a"}, "not a text"),
-    ],
-)
-def test_rows_that_cannot_be_used(tmp_path: Path, bad: dict[str, Any], reason: str) -> None:
-    source = open_source(write_jsonl(tmp_path / "bad.jsonl", [{**bad, "id": "it"}]))
-    with pytest.raises(RowError) as raised:
-        source.read(0)
-    assert reason in raised.value.reason
-    assert raised.value.id == "it"
+    assert len(opened(path, max_samples=1)) == 1
 
 
 def test_a_line_that_is_not_json_is_one_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "torn.jsonl"
-    path.write_text(
-        f'{json.dumps(row("a", "b"))}\n{{"messages": [\n[1]\n{json.dumps(row("c", "d"))}\n', encoding="utf-8"
-    )
-    outcomes = [sample.reason if isinstance(sample, RowError) else sample.id for _, sample in open_source(path)]
+    good = [json.dumps(row("a", "b")).encode(), json.dumps(row("c", "d")).encode()]
+    deep = b'{"messages": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    path.write_bytes(b"\n".join([good[0], b'{"messages": [', b"[1]", good[1], b'{"a": "\xff"}', b'{"a": "\0"}', deep]))
+    outcomes = [one.reason if isinstance(one, RowError) else one.id for one in all_of(opened(path))]
     assert outcomes[0] == "torn.jsonl:1"
     assert outcomes[1].startswith("not readable as JSON")
     assert outcomes[2] == "a row is a JSON object, this is a list"
     assert outcomes[3] == "torn.jsonl:4"
+    assert outcomes[4].startswith("not UTF-8")
+    assert outcomes[5].startswith("not readable as JSON")
+    assert outcomes[6].startswith("not readable as JSON")
 
 
-def test_files_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match="no such data file"):
-        open_source(tmp_path / "none.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(TesseraError, match="no rows"):
-        open_source(tmp_path / "empty.jsonl")
-    with pytest.raises(TesseraError, match="cannot tell the form") as raised:
-        open_source(write_jsonl(tmp_path / "other.jsonl", [{"prompt": "x"}]))
-    assert "llava (conversations, image)" in str(raised.value)
-    (tmp_path / "cut.json").write_text(json.dumps([row("a", "b")])[:-1])
-    with pytest.raises(TesseraError, match="without ']'"):
-        open_source(tmp_path / "cut.json")
-    (tmp_path / "broken.json").write_text('[{"a": 1}, {"b": }]')
-    with pytest.raises(TesseraError, match="row 2"):
-        open_source(tmp_path / "broken.json")
+def test_a_broken_element_of_an_array_is_one_bad_row(tmp_path: Path) -> None:
+    good = json.dumps(row("a", "b"))
+    (tmp_path / "a.json").write_text(f'[{good}, {{"b": }}, {good}]')
+    outcomes = all_of(opened(tmp_path / "a.json"))
+    assert isinstance(outcomes[1], RowError)
+    assert outcomes[1].id == "a.json:2"
+    assert [isinstance(one, Sample) for one in outcomes] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[{"a": 1}', "without ']'"),
+        ('[{"a": "1}]', "in the middle of row 1"),
+        ('[{"a": 1}, 5]', "between rows"),
+        ('[{"a": 1}] x', "between rows"),
+        ("[]", "no rows"),
+        ("\n", "no rows"),
+    ],
+)
+def test_files_whose_rows_cannot_be_found(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(TesseraError, match=said):
+        opened(tmp_path / "a.json")
+
+
+def test_a_row_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tessera.data.sources.text_files.MAX_ROW_BYTES", 1000)
+    outcomes = all_of(opened(write_jsonl(tmp_path / "a.jsonl", [row("a", "b"), row("a" * 2000, "b")])))
+    assert isinstance(outcomes[0], Sample)
+    assert isinstance(outcomes[1], RowError)
+    assert "too large" in outcomes[1].reason
+
+
+def test_an_array_is_looked_through_in_memory_that_does_not_grow(tmp_path: Path) -> None:
+    one = json.dumps(row("What is it?", "A thing of many words. " * 400))
+    with (tmp_path / "big.json").open("w") as out:
+        out.write("[" + one)
+        for _ in range(40):
+            out.write((", " + one) * 100)
+        out.write("]")
+    assert (tmp_path / "big.json").stat().st_size > 32 << 20
+    tracemalloc.start()
+    try:
+        assert len(find_rows.find_elements(tmp_path / "big.json")) == 4001
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_million_lines_open_in_seconds(tmp_path: Path) -> None:
+    line = json.dumps(row("What is it?", "A thing of many words. " * 4)) + "\n"
+    with (tmp_path / "big.jsonl").open("w") as out:
+        for _ in range(1000):
+            out.write(line * 1000)
+    began = time.perf_counter()
+    source = opened(tmp_path / "big.jsonl", tmp_path / "cache")
+    assert time.perf_counter() - began < 5
+    assert len(source) == 1_000_000
+    assert source.read(999_999).id == "big.jsonl:1000000"
+    assert len(pickle.dumps(source)) < 5000
+    began = time.perf_counter()
+    assert len(opened(tmp_path / "big.jsonl", tmp_path / "cache")) == 1_000_000
+    assert time.perf_counter() - began < 1
+
+
+# ---------------------------------------------------------------------------------------------- travelling, caching
+
+
+def test_reading_leaves_no_handle_open_and_sources_travel(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [row("a", "b")] * 3)
+    for cache in (None, tmp_path / "cache"):
+        source = opened(path, cache)
+        before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+        for _ in range(20):
+            source.read(1)
+            next(iter(source.scan(range(3))))
+        after = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+        assert after == before
+        travelled = pickle.loads(pickle.dumps(source))  # noqa: S301 - our own object, as a spawned worker gets it
+        assert travelled.read(2) == source.read(2)
+        assert travelled.facts() == source.facts()
+
+
+def test_tables_are_made_again_when_the_file_or_the_table_changed(tmp_path: Path) -> None:
+    path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
+    write_jsonl(path, [row("a", "b")] * 3)
+    facts = opened(path, cache).facts()
+    assert opened(path, cache).facts() == facts
+    (table,) = cache.glob("rows-*.safetensors")
+    about = Tables(table).about
+    for damage in (b"", b"x" * 500, table.read_bytes()[:-8]):
+        table.write_bytes(damage)
+        assert len(all_of(opened(path, cache))) == 3
+    for lie in (np.full((3, 3), 1 << 40), np.zeros(3, dtype=np.int64)):
+        write_tables(table, {"table": lie}, about)
+        assert len(all_of(opened(path, cache))) == 3
+    write_jsonl(path, [row("longer", "b")] * 4)
+    assert len(opened(path, cache)) == 4
+    assert opened(path, cache).facts() != facts
+    assert not list(cache.glob("*.part"))
+
+
+def test_several_files_are_one_set(tmp_path: Path) -> None:
+    for folder, count in (("x", 2), ("y", 3)):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "data.jsonl", [row("a", f"{folder}{i}") for i in range(count)])
+    source = opened(tmp_path / "*" / "data.jsonl")
+    ids = [one.id for one in all_of(source)]
+    assert ids == ["x/data.jsonl:1", "x/data.jsonl:2", "y/data.jsonl:1", "y/data.jsonl:2", "y/data.jsonl:3"]
+    assert [source.read(i).id for i in (4, 0, 2)] == [ids[i] for i in (4, 0, 2)]
+    assert [number for number, _ in source.scan(range(1, 4))] == [1, 2, 3]
+    assert len(opened(tmp_path / "*" / "data.jsonl", max_samples=3)) == 3
+    assert source.root == tmp_path
+
+    for number in range(8, 12):
+        write_jsonl(tmp_path / f"shard-{number:03d}.jsonl", [row("a", str(number))])
+    assert [one.id for one in all_of(opened(tmp_path / "shard-{008..011}.jsonl"))][::3] == [
+        "shard-008.jsonl:1",
+        "shard-011.jsonl:1",
+    ]
+    with pytest.raises(TesseraError, match=r"no such data file: .*shard-012.jsonl \(and 1 more\)"):
+        opened(tmp_path / "shard-{008..013}.jsonl")
+    with pytest.raises(TesseraError, match="not a range"):
+        opened(tmp_path / "shard-{9..1}.jsonl")
+
+
+def test_files_that_are_not_there_or_not_known(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [row("a", "b")])
+    with pytest.raises(TesseraError, match="no such data file") as raised:
+        opened(tmp_path / "trian.jsonl")
+    assert raised.value.nearest == "train.jsonl"
     with pytest.raises(TesseraError, match="no such folder for media"):
-        open_source(write_jsonl(tmp_path / "ok.jsonl", [row("a", "b")]), root=tmp_path / "nowhere")
+        opened(tmp_path / "train.jsonl", root=tmp_path / "nowhere")
+    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b\x08\0\0\0\0\0")
+    with pytest.raises(TesseraError, match="compressed"):
+        opened(tmp_path / "a.jsonl.gz")
+    pictures(tmp_path, ["a.png"])
+    with pytest.raises(TesseraError, match="is media"):
+        opened(tmp_path / "a.png")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TesseraError, match="nothing to read"):
+        opened(tmp_path / "empty")
 
 
-def test_reading_leaves_no_handle_open(tmp_path: Path) -> None:
-    source = open_source(write_jsonl(tmp_path / "a.jsonl", [row("a", "b")] * 3))
-    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
-    for _ in range(20):
-        source.read(1)
-        next(iter(source))
-    after = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
-    assert after == before
-    travelled = pickle.loads(pickle.dumps(source))  # noqa: S301 - our own object, as a spawned worker gets it
-    assert isinstance(travelled, FileSource)
-    assert travelled.read(2) == source.read(2)
+# ---------------------------------------------------------------------------------------------- text, CSV, folders
+
+
+def test_text_files_are_a_document_a_line_and_folders_one_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("één\r\n\ntwo <image>\nbad\0one\n".encode())
+    outcomes = all_of(opened(tmp_path / "a.txt"))
+    assert isinstance(outcomes[0], Sample)
+    assert outcomes[0].messages[0].role == PLAIN
+    assert outcomes[0].messages[0].parts == (Part("text", "één"),)
+    assert isinstance(outcomes[1], Sample)
+    assert outcomes[1].messages[0].parts == (Part("text", "two <image>"),)
+    assert isinstance(outcomes[2], RowError)
+    assert "NUL" in outcomes[2].reason
+
+    (tmp_path / "docs" / "deep").mkdir(parents=True)
+    (tmp_path / "docs" / "b.txt").write_text("first line\nsecond line\n")
+    (tmp_path / "docs" / "deep" / "c.txt").write_text("alone")
+    (tmp_path / "docs" / "deep" / "empty.txt").write_text("")
+    outcomes = all_of(opened(tmp_path / "docs", tmp_path / "cache"))
+    assert [one.id for one in outcomes] == ["b.txt", "deep/c.txt", "deep/empty.txt"]
+    assert isinstance(outcomes[0], Sample)
+    assert outcomes[0].messages[0].parts == (Part("text", "first line\nsecond line"),)
+    assert isinstance(outcomes[2], RowError)
+
+
+def test_csv_records_may_hold_line_breaks(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('instruction,output\n"say, ""hi""\nplease",hi\n\nshort\nask,answer\n')
+    for cache in (None, tmp_path / "cache"):
+        source = pickle.loads(pickle.dumps(opened(tmp_path / "a.csv", cache)))  # noqa: S301 - our own object
+        outcomes = all_of(source)
+        assert isinstance(outcomes[0], Sample)
+        assert outcomes[0].messages[0].parts == (Part("text", 'say, "hi"\nplease'),)
+        assert isinstance(outcomes[1], RowError)
+        assert "1 fields where the header names 2" in outcomes[1].reason
+        assert isinstance(outcomes[2], Sample)
+
+
+def test_a_folder_of_pictures_with_words_beside(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    (folder / "deep").mkdir(parents=True)
+    pictures(folder, ["a.png", "b.jpg", "deep/c.png", "lone.png"])
+    (folder / "a.txt").write_text("a red square\n")
+    (folder / "b.json").write_text(json.dumps({**seen("b.jpg"), "id": "bee"} | {"text": "not this"}))
+    (folder / "deep" / "c.json").write_text(json.dumps({"caption": "the third"}))
+    (folder / "README.txt").write_text("about this set")
+    for cache in (None, tmp_path / "cache"):
+        source = pickle.loads(pickle.dumps(opened(folder, cache, format="text")))  # noqa: S301 - our own object
+        a, b, c, lone = all_of(source)
+        assert isinstance(a, Sample)
+        assert a.id == "a"
+        assert a.messages[0].role == PLAIN
+        assert a.messages[0].parts == (Part("image", "a.png"), Part("text", "a red square"))
+        assert isinstance(b, Sample)
+        assert b.id == "bee"
+        assert isinstance(c, Sample)
+        assert c.messages[0].parts == (Part("image", "deep/c.png"), Part("text", "the third"))
+        assert isinstance(lone, RowError)
+        assert "no words beside it" in lone.reason
+    with pytest.raises(TesseraError, match="has the form 'llava'"):
+        all_of(opened(folder))
+    before = source.facts()
+    (folder / "a.txt").write_text("another square\n")
+    assert opened(folder, format="text").facts() != before
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_a_folder_with_metadata(tmp_path: Path, kind: str) -> None:
+    pictures(tmp_path, ["a.png", "b.png"])
+    rows = [{"file_name": "a.png", "text": "first"}, {"file_name": "b.png", "text": "second"}, {"file_name": "n.bin"}]
+    if kind == "jsonl":
+        write_jsonl(tmp_path / "metadata.jsonl", rows)
+    elif kind == "csv":
+        (tmp_path / "metadata.csv").write_text("file_name,text\na.png,first\nb.png,second\nn.bin,\n")
+    else:
+        write_parquet(tmp_path / "metadata.parquet", rows)
+    outcomes = all_of(opened(tmp_path))
+    assert isinstance(outcomes[1], Sample)
+    assert outcomes[1].messages[0].parts == (Part("image", "b.png"), Part("text", "second"))
+    assert isinstance(outcomes[2], RowError)
+    assert "names no picture" in outcomes[2].reason
+
+
+def test_a_folder_of_files_of_rows(tmp_path: Path) -> None:
+    texts(tmp_path, 3)
+    write_jsonl(tmp_path / "more.jsonl", [row("a", "b")])
+    assert [one.id for one in all_of(opened(tmp_path))] == ["more.jsonl:1", "s0", "s1", "s2"]
+
+
+# ---------------------------------------------------------------------------------------------- Parquet
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows), path, **options)
+    return path
+
+
+def test_parquet_rows_with_pictures_inside(tmp_path: Path) -> None:
+    pictures(tmp_path, ["a.png"])
+    data = (tmp_path / "a.png").read_bytes()
+    turns = seen("a.png")["conversations"]
+    rows = [
+        {"id": "inside", "conversations": turns, "image": {"bytes": data, "path": "x.png"}},
+        {"id": "beside", "conversations": turns, "image": {"bytes": None, "path": "a.png"}},
+        {"id": "none", "conversations": turns[1:], "image": None},
+        *({"id": f"r{i}", "conversations": turns, "image": {"bytes": data, "path": None}} for i in range(5)),
+    ]
+    source = opened(write_parquet(tmp_path / "a.parquet", rows, row_group_size=3))
+    outcomes = all_of(source)
+    assert all(isinstance(one, Sample) for one in outcomes)
+    assert [source.read(i) for i in (7, 0, 3)] == [outcomes[i] for i in (7, 0, 3)]
+    assert [part.value for part in source.read(0).media()] == [data]
+    assert [part.value for part in source.read(1).media()] == ["a.png"]
+    assert source.read(2).media() == []
+    source.read(7)
+    assert len(pickle.dumps(source)) < 5000  # the group that is held does not travel
+    assert [number for number, _ in source.scan(range(2, 7))] == [2, 3, 4, 5, 6]
+    assert len(opened(tmp_path / "a.parquet", max_samples=4)) == 4
+
+    listed = [{"messages": row("<image>?", "b")["messages"], "images": [data]}]
+    assert opened(write_parquet(tmp_path / "b.parquet", listed)).read(0).media()[0].value == data
+
+
+def test_parquet_that_lies(tmp_path: Path) -> None:
+    rows = [row("a" * 50, "b", id=f"r{i}") for i in range(400)]
+    whole = write_parquet(tmp_path / "a.parquet", rows, row_group_size=100, compression="none").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 and nothing more")
+    with pytest.raises(TesseraError, match="not readable as Parquet"):
+        opened(tmp_path / "b.parquet")
+    chance = random.Random(0)
+    read = refused = 0
+    for _ in range(60):
+        torn = bytearray(whole)
+        for _ in range(chance.randint(1, 6)):
+            torn[chance.randrange(len(torn))] ^= 1 << chance.randrange(8)
+        (tmp_path / "c.parquet").write_bytes(
+            torn[: len(torn) if chance.random() < 0.8 else chance.randrange(len(torn))]
+        )
+        try:
+            outcomes = all_of(opened(tmp_path / "c.parquet"))
+        except TesseraError:
+            refused += 1
+        else:
+            read += 1
+            assert all(isinstance(one, (Sample, RowError)) for one in outcomes)
+    assert read > 5
+    assert refused > 5
+
+
+# ---------------------------------------------------------------------------------------------- tar shards
+
+
+def test_tar_shards_are_read_in_place(tmp_path: Path) -> None:
+    pictures(tmp_path, ["a.png"])
+    data = (tmp_path / "a.png").read_bytes()
+    chat = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "Yes."}]
+    long = "d/" + "n" * 150
+    members = {
+        "d/000.json": json.dumps({"conversations": chat, "image": "000.png"}).encode(),
+        "d/000.png": data,
+        "d/001.left.png": data,
+        "d/001.json": json.dumps({"conversations": chat, "image": "left.png"}).encode(),
+        f"{long}.json": json.dumps({"conversations": chat, "image": f"{long}.png"}).encode(),
+        f"{long}.png": data + b"!",
+        "d/003.cls": b"7",
+    }
+    write_tar(tmp_path / "s-0.tar", members)
+    for cache in (None, tmp_path / "cache"):
+        source = pickle.loads(pickle.dumps(opened(tmp_path / "s-0.tar", cache)))  # noqa: S301 - our own object
+        outcomes = all_of(source)
+        assert [one.id for one in outcomes[:3]] == ["d/000", "d/001", long]
+        held = [one.media()[0].value for one in outcomes[:3] if isinstance(one, Sample)]
+        assert [bytes_within(value) for value in held] == [data, data, data + b"!"]
+        assert held[2].name == f"{long}.png"
+        assert isinstance(outcomes[3], RowError)
+        assert outcomes[3].reason == "no .json or .txt in this sample of the tar file, only d/003.cls"
+    assert source.read(1) == outcomes[1]
+    assert len(opened(tmp_path / "s-0.tar", max_samples=2)) == 2
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.png", "cache", "s-0.tar"]  # nothing was unpacked
+
+
+def test_tar_pairs_of_pictures_and_captions(tmp_path: Path) -> None:
+    write_tar(tmp_path / "s-0.tar", {"0.jpg": b"jpg", "0.txt": b"a dog"})
+    write_tar(tmp_path / "s-1.tar", {"0.jpg": b"gif", "0.txt": b"a cat", "0.json": b'{"caption": "x", "url": "y"}'})
+    source = opened(tmp_path / "s-{0..1}.tar")
+    dog, cat = all_of(source)
+    assert isinstance(dog, Sample)
+    assert isinstance(cat, Sample)
+    assert [part.kind for part in cat.messages[0].parts] == ["image", "text"]
+    assert cat.messages[0].parts[1].value == "a cat"
+    assert bytes_within(dog.media()[0].value) == b"jpg"
+    parts = {
+        "messages": [{"role": "user", "content": [{"type": "image", "image": "7.jpg"}]}, *row("", "b")["messages"]]
+    }
+    write_tar(tmp_path / "p.tar", {"7.json": json.dumps(parts).encode(), "7.jpg": b"x"})
+    assert bytes_within(opened(tmp_path / "p.tar").read(0).media()[0].value) == b"x"

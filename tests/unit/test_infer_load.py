@@ -40,14 +40,14 @@ def settings() -> dict[str, Any]:
             "num_key_value_heads": 1,
             "mrope_section": [2, 1, 1],
             "bos_token_id": None,
-            "eos_token_id": ids[template.end],
+            "eos_token_id": ids[template.stop_words[0]],
         },
         "vision": {"depth": 1, "embed_dim": 16, "num_heads": 2, "patch_size": 4},
         "tie_word_embeddings": True,
-        "image_token_id": ids[template.media_words["image"]],
-        "video_token_id": ids[template.media_words["video"]],
-        "vision_start_token_id": ids[template.media_before],
-        "vision_end_token_id": ids[template.media_after],
+        "image_token_id": ids[template.media["image"].word],
+        "video_token_id": ids[template.media["video"].word],
+        "vision_start_token_id": ids[template.media["image"].before],
+        "vision_end_token_id": ids[template.media["image"].after],
     }
 
 

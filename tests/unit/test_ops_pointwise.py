@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tessera.ops.glu import swiglu
 from tessera.ops.norm import layer_norm, rms_norm
-from tessera.ops.rope import Angles, axial_angles, linear_angles, multimodal_angles, rotate
+from tessera.ops.rope import Angles, Rope, axial_angles, rotate
 
 
 def gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
@@ -51,21 +51,21 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
     q, k = torch.randn(1, 1, 8), torch.randn(1, 1, 8)
 
     def score(at: int, other: int) -> Tensor:
-        angles = [linear_angles(torch.tensor([p]), 8, 10_000.0) for p in (at, other)]
+        angles = [Rope(8, 10_000.0).angles(torch.tensor([p])) for p in (at, other)]
         return (rotate(q, angles[0]) * rotate(k, angles[1])).sum()
 
     torch.testing.assert_close(score(3, 1), score(12, 10), rtol=1e-4, atol=1e-5)
     assert not torch.isclose(score(3, 1), score(3, 2))
-    rotated = rotate(q, linear_angles(torch.tensor([5]), 8, 10_000.0))
+    rotated = rotate(q, Rope(8, 10_000.0).angles(torch.tensor([5])))
     torch.testing.assert_close(rotated.norm(), q.norm())
 
 
 def test_three_equal_axes_are_one_axis() -> None:
     positions = torch.arange(6)
-    flat = linear_angles(positions, 16, 1e4)
-    spread = multimodal_angles(positions.expand(3, -1), 16, 1e4, (2, 3, 3))
+    flat = Rope(16, 1e4).angles(positions)
+    spread = Rope(16, 1e4, (2, 3, 3)).angles(positions.expand(3, -1))
     assert torch.equal(flat.cos, spread.cos)
-    assert torch.equal(flat.sin, multimodal_angles(positions, 16, 1e4, (2, 3, 3)).sin)
+    assert torch.equal(flat.sin, Rope(16, 1e4, (2, 3, 3)).angles(positions).sin)
 
 
 def test_each_frequency_follows_its_own_axis() -> None:
@@ -73,7 +73,7 @@ def test_each_frequency_follows_its_own_axis() -> None:
     for axis, columns in ((0, range(2)), (1, range(2, 5)), (2, range(5, 8))):
         moved = start.clone()
         moved[axis] = 7
-        differs = (multimodal_angles(moved, 16, 1e4, (2, 3, 3)).cos != 1).flatten()
+        differs = (Rope(16, 1e4, (2, 3, 3)).angles(moved).cos != 1).flatten()
         assert differs.nonzero().flatten().tolist() == list(columns)
     for axis, columns in ((0, range(4)), (1, range(4, 8))):
         moved = torch.zeros(1, 2, dtype=torch.int64)
@@ -82,7 +82,7 @@ def test_each_frequency_follows_its_own_axis() -> None:
 
 
 def test_angles_stay_fp32_and_the_result_has_the_type_of_the_input() -> None:
-    angles = linear_angles(torch.arange(3), 8, 1e4)
+    angles = Rope(8, 1e4).angles(torch.arange(3))
     assert isinstance(angles, Angles)
     assert angles.cos.dtype == torch.float32
     assert rotate(torch.randn(3, 2, 8).bfloat16(), angles).dtype == torch.bfloat16

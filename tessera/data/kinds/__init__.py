@@ -1,11 +1,31 @@
-"""One module per kind of data set; each exposes `KIND`, a function that builds a `RowSource` from the data section."""
+"""One module per kind of data set; each exposes `KIND`, a function that answers a `RowRequest` with a `RowSource`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
 
 from tessera.core.registry import Registry
-from tessera.core.types import RowSource
+from tessera.core.run_config import DataSection
+from tessera.core.types import Processor, RowSource
 
-# KIND(section, split, processor, seed, cache_folder) -> RowSource
-KINDS: Registry[Callable[..., RowSource]] = Registry("data kind", "tessera.data.kinds", "KIND")
+Work = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class RowRequest:
+    """What a data set is made for."""
+
+    section: DataSection
+    split: Literal["train", "eval"]
+    processor: Processor | None
+    seed: int
+    cache_folder: Path | None = None  # for what was dear to find out; None: nothing is kept
+    work: Work | None = None  # measures of samples by name -> FLOPs of each in each tower
+
+
+KINDS: Registry[Callable[[RowRequest], RowSource]] = Registry("data kind", "tessera.data.kinds", "KIND")

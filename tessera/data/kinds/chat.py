@@ -1,55 +1,92 @@
-"""Conversations with pictures and clips, from JSON and JSONL files."""
+"""Conversations with pictures, clips and sounds, from files in the forms that are in use."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal
+import logging
+from collections.abc import Sequence
+
+import numpy as np
 
 from tessera.core.errors import TesseraError
-from tessera.core.run_config import DataSection
-from tessera.core.types import Processor, RowSource
-from tessera.data.forms import ROLES
-from tessera.data.images import Limits
-from tessera.data.index import ChatProcessor, build_index
-from tessera.data.order import Order, make_packs
+from tessera.core.run_config import SourceSection
+from tessera.core.types import RowSource
+from tessera.data.index.build import build_index
+from tessera.data.index.split import SplitIndex
+from tessera.data.kinds import RowRequest, Work
+from tessera.data.media.images import Limits
+from tessera.data.order.order import Order
+from tessera.data.order.table import Rules, Samples, row_table
+from tessera.data.processor import ChatProcessor
 from tessera.data.rows import ChatRows
+from tessera.data.sources.forms import ROLES
+
+log = logging.getLogger("tessera")
 
 
-def build(
-    section: DataSection,
-    split: Literal["train", "eval"],
-    processor: Processor,
-    seed: int,
-    cache_folder: Path | None = None,
-) -> RowSource:
+def build(request: RowRequest) -> RowSource:
     """Rows of a split. Held-out rows have the same order for every seed, so that runs can be compared."""
+    section, processor = request.section, request.processor
     if not isinstance(processor, ChatProcessor):
         raise TesseraError(
             f"{type(processor).__name__} cannot serve conversations",
             where="data.kind=chat",
-            fix="the processor needs fingerprint, sampling and training_on (tessera.data.index.ChatProcessor)",
+            fix="use a family whose processor serves conversations (tessera.data.processor.ChatProcessor)",
         )
     if not section.train_on or any(role not in ROLES for role in section.train_on):
         raise TesseraError(f"not roles to train on: {section.train_on}", where="data.train_on", allowed=ROLES)
-    processor = processor.training_on(section.train_on)
-    limits = Limits(max_image_pixels=section.max_image_pixels)
+    processor = processor.training_on(section.train_on, last_only=section.mask_history)
+    limits = Limits(max_image_pixels=section.max_image_pixels, draft=section.draft)
+    sections = section.train if request.split == "train" else section.eval
     index = build_index(
-        section.train if split == "train" else section.eval,
+        sections,
         processor,
         length=section.length,
+        too_long=section.too_long,
         limits=limits,
         on_bad_sample=section.on_bad_sample,
-        cache_folder=cache_folder,
+        cache_folder=request.cache_folder,
+        workers=section.workers,
+        timeout_s=section.sample_timeout_s,
     )
-    seed = seed if split == "train" else 0
-    packs = make_packs(index.column("tokens"), section.length, seed, pack=section.pack, shuffle=section.shuffle)
+    seed = request.seed if request.split == "train" else 0
+    rules = Rules(section.length, seed, section.pack, section.shuffle, section.balance)
+    table = row_table(weigh(index, sections, request.work), rules, request.cache_folder)
+    log.info("%s: %s", "rows" if request.split == "train" else "held-out rows", table.promise.line())
     return ChatRows(
         index,
-        Order(packs, seed, section.shuffle),
+        Order(table, seed, section.shuffle),
         processor,
         length=section.length,
         limits=limits,
         on_bad_sample=section.on_bad_sample,
+        timeout_s=section.sample_timeout_s,
+    )
+
+
+def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | None) -> Samples:
+    """What the order of rows depends on, of every sample."""
+    given = [section.weight for section in sections if section.weight is not None]
+    weights = tuple(given) if len(given) == len(sections) else None
+    tokens, starts = index.column("tokens"), np.asarray(index.starts, dtype=np.int64)
+    if work is None:
+        return Samples(tokens, starts, weights)
+    one = {name: np.array([int(name == "tokens")]) for name in index.names}
+    try:
+        parts = [work(part.columns) for part in index.parts if len(part)]
+        token_work = {tower: float(flops[0]) for tower, flops in work(one).items()}
+    except KeyError as error:
+        raise TesseraError(
+            f"the model's work depends on {error}, which its processor does not measure",
+            where="data.balance",
+            allowed=index.names,
+            fix="let Processor.measure tell it, or leave ModelSpec.work out",
+        ) from None
+    return Samples(
+        tokens,
+        starts,
+        weights,
+        {tower: np.concatenate([part[tower] for part in parts]) for tower in token_work},
+        token_work,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from tessera.core.types import ModelSpec, Processor
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.models.qwen2_vl.example import example
-from tessera.models.qwen2_vl.flops import flops
+from tessera.models.qwen2_vl.flops import flops, work
 from tessera.models.qwen2_vl.model import build
 from tessera.models.qwen2_vl.plan import plan
 from tessera.models.qwen2_vl.presets import PRESETS
@@ -30,6 +30,7 @@ SPEC = ModelSpec(
     weights=weights,
     processor=_processor,
     flops=flops,
+    work=work,
     example=example,
     presets=PRESETS,
     task="language",

@@ -9,47 +9,26 @@ from pydantic import Field, model_validator
 
 from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
+from tessera.models._text import config as text_tower
+from tessera.models._text.spelling import NO_WINDOW, PLAIN, Spelling, but
 
 DEFAULT_SECTIONS = (16, 24, 24)
 WHERE = "config.json (qwen2_vl)"
+TEXT = Spelling(
+    "qwen2_vl_text",
+    but(PLAIN, "mrope_section", attention_bias=True),
+    {"rope_theta": 1e6, "mrope_section": DEFAULT_SECTIONS},
+    silent=("attention_bias", "head_dim"),
+    extra=NO_WINDOW,
+)
 
 
-class TextConfig(Section):
-    vocab_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int = Field(gt=0)
-    head_dim: int | None = Field(None, gt=0, description="default: hidden_size / num_attention_heads")
-    rms_norm_eps: float = Field(1e-6, gt=0)
+class TextConfig(text_tower.TextConfig):
+    attention_bias: bool = True
     rope_theta: float = Field(1e6, gt=0)
-    mrope_section: tuple[int, int, int] = Field(
-        DEFAULT_SECTIONS, description="how many rotary frequencies follow time, height and width"
-    )
-    max_position_embeddings: int = Field(32768, gt=0)
-    initializer_range: float = Field(0.02, ge=0)
+    mrope_section: tuple[int, int, int] | None = DEFAULT_SECTIONS
     bos_token_id: int | None = 151643
     eos_token_id: int | tuple[int, ...] | None = 151645
-    pad_token_id: int | None = None
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @model_validator(mode="after")
-    def _divides(self) -> TextConfig:
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_attention_heads} heads")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"{self.num_attention_heads} heads are not a multiple of {self.num_key_value_heads} key-value heads"
-            )
-        if min(self.mrope_section) < 0 or 2 * sum(self.mrope_section) != self.head_size:
-            raise ValueError(
-                f"mrope_section {list(self.mrope_section)} must sum to half the head size, {self.head_size / 2:g}"
-            )
-        return self
 
 
 class VisionConfig(Section):
@@ -105,33 +84,18 @@ class Qwen2VLConfig(Section):
         fields = {name: data[name] for name in _ROOT_FIELDS if data.get(name) is not None}
         # Releases of transformers before 5 kept the tie inside text_config.
         fields["tie_word_embeddings"] = bool(data.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
-        return build(cls, {**fields, "text": _text_fields(text), "vision": _vision_fields(vision)}, WHERE)
+        return build(cls, {**fields, "text": TEXT.read(text, WHERE), "vision": _vision_fields(vision)}, WHERE)
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that transformers 5 writes and reads."""
         text, vision = self.text, self.vision
-        if text.head_size * text.num_attention_heads != text.hidden_size:
-            raise TesseraError(
-                f"transformers has no Qwen2-VL whose heads ({text.num_attention_heads} x {text.head_size}) do not fill "
-                f"hidden_size ({text.hidden_size})",
-                where="model.config.text.head_dim",
-            )
-        rope = {"rope_type": "default", "rope_theta": text.rope_theta, "mrope_section": list(text.mrope_section)}
-        plain_text = text.model_dump(mode="json", exclude={"head_dim", "rope_theta", "mrope_section"})
         plain_vision = vision.model_dump(mode="json", exclude={"rope_theta"})
         return {
             "architectures": ["Qwen2VLForConditionalGeneration"],
             "model_type": "qwen2_vl",
             **{name: getattr(self, name) for name in _ROOT_FIELDS},
             "tie_word_embeddings": self.tie_word_embeddings,
-            "text_config": {
-                "model_type": "qwen2_vl_text",
-                **plain_text,
-                "hidden_act": "silu",
-                "attention_dropout": 0.0,
-                "use_sliding_window": False,
-                "rope_parameters": rope,
-            },
+            "text_config": TEXT.write(text),
             "vision_config": {
                 "model_type": "qwen2_vl_vision",
                 **plain_vision,
@@ -145,17 +109,6 @@ class Qwen2VLConfig(Section):
 _ROOT_FIELDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
-def _text_fields(text: Mapping[str, Any]) -> dict[str, Any]:
-    rope = _rope(text)
-    special = ("head_dim", "rope_theta", "mrope_section")
-    fields = {name: text[name] for name in TextConfig.model_fields if name in text and name not in special}
-    if fields.get("num_key_value_heads") is None:
-        fields["num_key_value_heads"] = fields.get("num_attention_heads")
-    fields["rope_theta"] = rope.get("rope_theta") or text.get("rope_theta") or 1e6
-    fields["mrope_section"] = rope.get("mrope_section") or DEFAULT_SECTIONS
-    return fields
-
-
 def _vision_fields(vision: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: vision[name] for name in VisionConfig.model_fields if name in vision and name != "rope_theta"}
     if "in_channels" not in vision and "in_chans" in vision:  # the hub's spelling
@@ -164,23 +117,12 @@ def _vision_fields(vision: Mapping[str, Any]) -> dict[str, Any]:
     return fields if theta is None else {**fields, "rope_theta": theta}
 
 
-def _rope(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    return rope if isinstance(rope, Mapping) else {}
-
-
 def _refuse_unsupported(data: Mapping[str, Any], text: Mapping[str, Any], vision: Mapping[str, Any]) -> None:
     """Values that change what the model computes and that we do not compute are errors, not surprises."""
-    rope = _rope(text)
     head = text.get("hidden_size", 0) / (text.get("num_attention_heads") or 1)
     checks: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
         ("model_type", data.get("model_type", "qwen2_vl"), ("qwen2_vl",)),
-        ("hidden_act", text.get("hidden_act", "silu"), ("silu",)),
-        ("attention_dropout", text.get("attention_dropout") or 0.0, (0.0,)),
-        ("use_sliding_window", bool(text.get("use_sliding_window")), (False,)),
-        ("rope type", rope.get("rope_type", rope.get("type", "default")), ("default", "mrope")),
         ("head_dim", text.get("head_dim") or head, (head,)),
-        ("quantization_config", data.get("quantization_config"), (None,)),
         ("vision_config.hidden_size", vision.get("hidden_size", text.get("hidden_size")), (text.get("hidden_size"),)),
         ("vision_config rope type", (vision.get("rope_parameters") or {}).get("rope_type", "axial"), ("axial",)),
     )

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from torch import nn
-
+from tessera.models._text.build import build_head, build_text
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
-from tessera.nn.decoder import DecoderShape, TextDecoder
-from tessera.nn.embedding import TiedHead
 from tessera.nn.projector import PatchMerger
 from tessera.nn.vit import VisionShape, VisionTower
 from tessera.nn.vlm import VisionLanguageModel
 
 
 def build(config: Qwen2VLConfig) -> VisionLanguageModel:
-    vision, text = VisionTower(vision_shape(config)), TextDecoder(text_shape(config))
+    vision, text = VisionTower(vision_shape(config)), build_text(config.text, config.attention)
     projector = PatchMerger(vision.shape.hidden, vision.shape.merge, text.shape.hidden)
-    head = (
-        TiedHead(text.embed)
-        if config.tie_word_embeddings
-        else nn.Linear(text.shape.hidden, text.shape.vocab, bias=False)
-    )
+    head = build_head(text, config.tie_word_embeddings)
     return VisionLanguageModel(vision, projector, text, head, config.text.initializer_range)
-
-
-def text_shape(config: Qwen2VLConfig) -> DecoderShape:
-    text = config.text
-    return DecoderShape(
-        vocab=text.vocab_size,
-        hidden=text.hidden_size,
-        intermediate=text.intermediate_size,
-        layers=text.num_hidden_layers,
-        heads=text.num_attention_heads,
-        kv_heads=text.num_key_value_heads,
-        head_dim=text.head_size,
-        norm_eps=text.rms_norm_eps,
-        rope_theta=text.rope_theta,
-        rope_sections=text.mrope_section,
-        qkv_bias=True,
-        attention=config.attention,
-    )
 
 
 def vision_shape(config: Qwen2VLConfig) -> VisionShape:

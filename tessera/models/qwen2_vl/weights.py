@@ -7,6 +7,7 @@ The renames accept the spellings of its modules in memory, and of a base model s
 from __future__ import annotations
 
 from tessera.core.weightmap import GroupByHead, Reshape, Rule, WeightMap
+from tessera.models._text.weights import head_rules, text_buffers, text_rules
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 
 _PAIRS = (
@@ -18,27 +19,11 @@ _PAIRS = (
     ("projector.norm.{kind}", "visual.merger.ln_q.{kind}"),
     ("projector.up.{kind}", "visual.merger.mlp.0.{kind}"),
     ("projector.down.{kind}", "visual.merger.mlp.2.{kind}"),
-    ("text.embed.weight", "model.embed_tokens.weight"),
-    ("text.layers.{i}.attn_norm.weight", "model.layers.{i}.input_layernorm.weight"),
-    ("text.layers.{i}.attn.q.{kind}", "model.layers.{i}.self_attn.q_proj.{kind}"),
-    ("text.layers.{i}.attn.k.{kind}", "model.layers.{i}.self_attn.k_proj.{kind}"),
-    ("text.layers.{i}.attn.v.{kind}", "model.layers.{i}.self_attn.v_proj.{kind}"),
-    ("text.layers.{i}.attn.o.weight", "model.layers.{i}.self_attn.o_proj.weight"),
-    ("text.layers.{i}.mlp_norm.weight", "model.layers.{i}.post_attention_layernorm.weight"),
-    ("text.layers.{i}.mlp.gate.weight", "model.layers.{i}.mlp.gate_proj.weight"),
-    ("text.layers.{i}.mlp.up.weight", "model.layers.{i}.mlp.up_proj.weight"),
-    ("text.layers.{i}.mlp.down.weight", "model.layers.{i}.mlp.down_proj.weight"),
-    ("text.norm.weight", "model.norm.weight"),
 )
 _RENAMES = (
     ("model.visual.", "visual."),
     ("model.language_model.", "model."),
     ("language_model.", "model."),
-)
-_BUFFERS = (
-    "visual.rotary_pos_emb.inv_freq",
-    "model.rotary_emb.inv_freq",
-    "model.layers.{i}.self_attn.rotary_emb.inv_freq",
 )
 
 
@@ -50,10 +35,7 @@ def weights(config: Qwen2VLConfig) -> WeightMap:
         Rule("vision.patch_embed.weight", "visual.patch_embed.proj.weight", as_convolution),
         Rule("vision.blocks.{i}.attn.qkv.{kind}", "visual.blocks.{i}.attn.qkv.{kind}", GroupByHead(vision.num_heads)),
         *(Rule(ours, theirs) for ours, theirs in _PAIRS),
+        *text_rules(config.text),
     ]
-    skip: tuple[str, ...] = _BUFFERS
-    if config.tie_word_embeddings:
-        skip = (*skip, "lm_head.weight")  # some folders store the tied table twice
-    else:
-        rules.append(Rule("head.weight", "lm_head.weight"))
-    return WeightMap(tuple(rules), _RENAMES, skip)
+    head, twice = head_rules(config.tie_word_embeddings)
+    return WeightMap((*rules, *head), _RENAMES, ("visual.rotary_pos_emb.inv_freq", *text_buffers(), *twice))

@@ -49,13 +49,18 @@ class SideFiles:
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
         self._no_batches()
 
-    def encode(self, sample: Sample, media: Sequence[Any]) -> Encoded:
+    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Encoded:
         self._no_batches()
 
     def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
         self._no_batches()
 
-    def prompt(self, samples: Sequence[Sample], media: Sequence[Sequence[Any]]) -> Batch:
+    def prompt(
+        self,
+        samples: Sequence[Sample],
+        media: Sequence[Sequence[Any]],
+        sizes: Sequence[Sequence[MediaSize]] | None = None,
+    ) -> Batch:
         self._no_batches()
 
     def decode(self, tokens: Sequence[int]) -> str:

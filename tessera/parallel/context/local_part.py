@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -54,10 +55,13 @@ def _deal(tensors: dict[str, Tensor], segments: dict[str, Segments], tower: Towe
     if hands[hand]:
         _keep(tensors, tower, ranges[hand])
         segments[tower.name] = Segments.of([lengths[n] for n in hands[hand]])
+        if tower.windows in segments:
+            segments[tower.windows] = Segments.of(_inside(segments[tower.windows].lengths, ranges[hand]))
     else:
         segments.pop(tower.name, None)
-        for name in tower.tensors:
-            tensors.pop(name, None)
+        segments.pop(tower.windows, None)
+        for name in _owned(tensors, tower):
+            tensors.pop(name)
 
 
 def _share(tensors: dict[str, Tensor], segments: dict[str, Segments], tower: TowerPart, position: int) -> None:
@@ -71,9 +75,10 @@ def _share(tensors: dict[str, Tensor], segments: dict[str, Segments], tower: Tow
         _note(tensors, segments, tower.shared_key, [indices([])] * split.ranks, 0)
         return
     if rows < split.least:
-        lengths = (*lengths, split.least - rows)
-        segments[tower.name] = Segments.of(lengths)
-        for name in tower.tensors:
+        for name in (tower.name, tower.windows):
+            if name in segments:
+                segments[name] = Segments.of((*segments[name].lengths, split.least - rows))
+        for name in _owned(tensors, tower):
             blank = tensors[name].new_zeros(split.least - rows, *tensors[name].shape[1:])
             tensors[name] = torch.cat([tensors[name], blank])
     total = max(rows, split.least)
@@ -84,8 +89,25 @@ def _share(tensors: dict[str, Tensor], segments: dict[str, Segments], tower: Tow
 
 
 def _keep(tensors: dict[str, Tensor], tower: TowerPart, ranges: Sequence[Range]) -> None:
-    for name in tower.tensors:
+    for name in _owned(tensors, tower):
         tensors[name] = cut(tensors[name], ranges, 0)
+
+
+def _owned(tensors: dict[str, Tensor], tower: TowerPart) -> list[str]:
+    return [name for name in tensors if tower.owns(name)]
+
+
+def _inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
+    """Of pieces that lie one after another, those within some ranges, which never cut a piece."""
+    ends = list(itertools.accumulate(lengths, initial=0))
+    starts = {start: number for number, start in enumerate(ends[:-1])}
+    found: list[int] = []
+    for start, end in ranges:
+        number = starts[start]
+        while number < len(lengths) and ends[number] < end:
+            found.append(lengths[number])
+            number += 1
+    return found
 
 
 def _note(

@@ -14,9 +14,9 @@ from tessera.core.types import ModelPlan
 from tessera.parallel.axes import DEAL, RING, TENSOR, TENSOR_TOWER, TP_REST, ULYSSES, Axes
 from tessera.parallel.context.deal import Split
 
-# Tensors of a batch that have one row for each patch, by the name of the tower that reads them: what can be dealt.
-# The segments of the same name bound its pieces.
-TOWER_TENSORS = {"vision": ("pixels", "patch_positions")}
+# How the names of a batch's tensors that have one row for each patch begin, by the name of the tower that reads them:
+# what can be dealt. The segments of the same name bound its pieces, those of its windows are finer.
+TOWER_TENSORS = {"vision": ("pixels", "patch_")}
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,13 @@ class TowerPart:
     split: Split | None  # ranks that each get a part of the rows of these
     attention: tuple[str, ...]  # modules whose attention spans those
 
+    def owns(self, tensor: str) -> bool:
+        return tensor.startswith(TOWER_TENSORS[self.name])
+
     @property
-    def tensors(self) -> tuple[str, ...]:
-        return TOWER_TENSORS[self.name]
+    def windows(self) -> str:
+        """In a batch: the segments that bound windows inside of its pieces, where it has some."""
+        return f"{self.name}.windows"
 
     @property
     def dealt_key(self) -> str:

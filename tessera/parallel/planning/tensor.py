@@ -33,6 +33,11 @@ class TensorPlan:
     def in_decoder(self, path: str) -> bool:
         return self.sequence and home(path, [self.decoder]) is not None
 
+    def partial(self, name: str) -> bool:
+        """Whether each rank finds a part of a parameter's gradient: from its tokens, or from its heads, alone."""
+        style = self.styles[name]
+        return style == "heads" or (style == "sequence" and self.in_decoder(name))
+
 
 @dataclass(frozen=True)
 class _Divisible:
@@ -100,7 +105,7 @@ def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Seque
     found: dict[str, Cut] = {}
     for name, style in styles.items():
         path, _, kind = name.rpartition(".")
-        if style == "sequence" or style == "replicate" or home(path, experts) is not None:
+        if style == "sequence" or style == "heads" or style == "replicate" or home(path, experts) is not None:
             continue
         owner = module.get_submodule(path)
         kinds = (nn.Embedding, nn.Linear) if style == "vocab" else (nn.Linear,)

@@ -29,6 +29,7 @@ def tensor_traffic(plan: Plan, here: Sequence[Piece]) -> Iterator[Traffic]:
             yield from _crossing(plan, path, shape[0], enters=False)
     yield from _table(plan, weights)
     yield from _parts_of_tokens(plan, here)
+    yield from _partial_gradients(plan, here)
 
 
 def _crossing(plan: Plan, path: str, width: int, enters: bool) -> Iterator[Traffic]:
@@ -70,7 +71,7 @@ def _table(plan: Plan, weights: dict[str, Piece]) -> Iterator[Traffic]:
 
 
 def _parts_of_tokens(plan: Plan, here: Sequence[Piece]) -> Iterator[Traffic]:
-    """Where the decoder begins and ends, and the norms in it, whose gradients are summed when the step ends."""
+    """Where the decoder, in which each rank has a part of the tokens, begins and ends."""
     assert plan.tensor is not None
     inside = [piece for piece in here if plan.tensor.in_decoder(piece.name)]
     if not plan.tensor.sequence or not inside:
@@ -79,8 +80,16 @@ def _parts_of_tokens(plan: Plan, here: Sequence[Piece]) -> Iterator[Traffic]:
     size = plan.rows[""] * width * plan.param_dtype.itemsize
     passes = plan.microbatches * _stages_with_decoder(plan, inside)
     yield Traffic(_axis(plan, TENSOR), "all-gather", 2 * passes, 2 * passes * size)
-    partial = [p for p in inside if p.trained and plan.tensor.styles[p.name] == "sequence"]
-    yield Traffic(_axis(plan, TENSOR), "all-reduce", 1, sum(p.held for p in partial) * plan.storage_dtype.itemsize)
+
+
+def _partial_gradients(plan: Plan, here: Sequence[Piece]) -> Iterator[Traffic]:
+    """Of norms that saw a part of the tokens, or of the heads: summed when the step ends."""
+    assert plan.tensor is not None
+    partial = [piece for piece in here if piece.trained and plan.tensor.partial(piece.name)]
+    for view in (TENSOR, TENSOR_TOWER):
+        held = [p.held for p in partial if plan.tensor.in_tower(p.name) == (view == TENSOR_TOWER)]
+        if held and plan.axes.size(view) > 1:
+            yield Traffic(_axis(plan, view), "all-reduce", 1, sum(held) * plan.storage_dtype.itemsize)
 
 
 def _times(plan: Plan, view: str, kind: Kind, passes: int, size: int) -> Traffic:

@@ -13,6 +13,7 @@ from tessera.nn.decoder import DecoderShape, GatedMLP, TextDecoder
 from tessera.nn.embedding import TiedHead
 from tessera.nn.language import LanguageModel
 from tessera.nn.moe import MoE, MoEShape
+from tessera.ops.rope import Rope
 
 
 class MoEDecoderConfig(Section):
@@ -47,8 +48,8 @@ def build(config: MoEDecoderConfig) -> LanguageModel:
             kv_heads=config.kv_heads,
             head_dim=config.hidden // config.heads,
             norm_eps=1e-6,
-            rope_theta=1e4,
-            rope_sections=(),
+            rope=Rope(config.hidden // config.heads, 1e4),
+            qk_norm=True,
         ),
         mlp=lambda layer: None if layer < config.dense_layers else _experts(config),
     )
@@ -76,6 +77,7 @@ def plan(config: MoEDecoderConfig) -> ModelPlan:
         "text.embed.weight": "vocab",
         "text.layers.{*}.{attn_norm,mlp_norm}.weight": "sequence",
         "text.layers.{*}.attn.{q,k,v}.weight": "column",
+        "text.layers.{*}.attn.{q_norm,k_norm}.weight": "heads",
         "text.layers.{*}.attn.o.weight": "row",
         "text.norm.weight": "sequence",
     }

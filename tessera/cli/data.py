@@ -1,0 +1,91 @@
+"""`tessera data …`: look at data sets before a run does, and turn them into other forms."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tessera.core.errors import TesseraError
+
+data_app = typer.Typer(help="Examine and convert data sets.", no_args_is_help=True)
+
+
+@data_app.command("doctor")
+def doctor(
+    sets: Annotated[list[str] | None, typer.Argument(help="data sets; default: those of --recipe")] = None,
+    recipe: Annotated[Path | None, typer.Option("--recipe", help="YAML recipe: its model, length and data")] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="folder of a model or run: counts tokens by it")] = None,
+    root: Annotated[Path | None, typer.Option("--root", help="folder that media paths are under")] = None,
+    length: Annotated[
+        int | None, typer.Option("--length", help="tokens of a row; default: the recipe's, or 2048")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="write the page with pictures and histograms")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the findings for programs")] = None,
+    samples: Annotated[int, typer.Option("--samples", help="samples to show as the model will see them")] = 20,
+    decode: Annotated[bool, typer.Option("--decode", help="decode all media, and not only their headers")] = False,
+) -> None:
+    """Say what is wrong with data sets before a run finds out. Exit code 1 if samples would be lost."""
+    from tessera.tools.data_doctor.examine import examine
+    from tessera.tools.data_doctor.for_model import for_model, for_recipe, sets_of
+
+    if recipe is not None and model is not None:
+        raise TesseraError("--recipe and --model both name a model", where="tessera data doctor", fix="give one")
+    brought = for_recipe(recipe) if recipe is not None else None if model is None else for_model(model)
+    sections = sets_of(sets) if sets else [] if brought is None else [*brought.data.train, *brought.data.eval]
+    if root is not None:
+        sections = [section.model_copy(update={"root": root}) for section in sections]
+    diagnosis = examine(
+        sections,
+        None if brought is None else brought.processor,
+        length=length or (2048 if brought is None else brought.data.length),
+        work=None if brought is None else brought.work,
+        samples=samples,
+        decode=decode,
+    )
+    for line in diagnosis.lines(colour=sys.stdout.isatty()):
+        typer.echo(line)
+    for file, text in ((html, diagnosis.html), (json_file, diagnosis.json)):
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text(), encoding="utf-8")
+            typer.echo(f"wrote {file}")
+    if diagnosis.exit_code:
+        raise typer.Exit(diagnosis.exit_code)
+
+
+@data_app.command("convert")
+def convert(
+    source: Annotated[str, typer.Argument(help="data set to read")],
+    target: Annotated[Path, typer.Argument(help="file to write")],
+    to: Annotated[
+        str, typer.Option("--to", help="messages, or mllm: MindSpeed-MM's form of LLaVA-Instruct")
+    ] = "messages",
+    images: Annotated[
+        Path | None, typer.Option("--images", help="mllm: the folder that holds COCO's train2017")
+    ] = None,
+    root: Annotated[Path | None, typer.Option("--root", help="folder that media paths are under")] = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="leave out rows whose media are not there")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the file")] = False,
+) -> None:
+    """Write a data set in another form."""
+    from tessera.tools.data_convert import convert as as_messages
+    from tessera.tools.data_convert import convert_llava
+    from tessera.tools.data_doctor.for_model import sets_of
+
+    if to not in ("messages", "mllm"):
+        raise TesseraError(f"no such form: {to!r}", where="--to", allowed=["messages", "mllm"])
+    if to == "mllm":
+        if images is None:
+            raise TesseraError("where are the pictures?", where="--images", fix="give the folder that holds train2017")
+        done = convert_llava(source, images, target, check_images=check, overwrite=overwrite)
+    else:
+        sections = sets_of([source])
+        if len(sections) > 1:
+            raise TesseraError(f"{len(sections)} sets are named", where="tessera data convert", fix="one at a time")
+        section = sections[0].model_copy(update={"root": root})
+        done = as_messages(section, target, check_media=check, overwrite=overwrite)
+    for line in done.lines():
+        typer.echo(line)

@@ -1,0 +1,116 @@
+"""What is common to clips of every kind: how many frames are taken, and where they are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import MediaSize
+from tessera.data.media.images import Limits, Target, smaller
+
+
+@dataclass(frozen=True)
+class VideoSampling:
+    """How many frames are taken from a clip: `fps` for each second, within bounds, or just `frames`; always a multiple
+    of `multiple`, and never more than the clip has."""
+
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+    multiple: int = 2
+    frames: int | None = None
+
+    def count(self, total: int, rate: float | None) -> int:
+        """Frames to take of `total` at `rate` per second; without a rate the clip is taken as already sampled."""
+        if self.frames is not None:
+            taken = min(self.frames, total)
+        else:
+            wanted = float(total) if rate is None else total / rate * self.fps
+            taken = int(min(max(wanted, self.min_frames), self.max_frames, total))
+        # A clip shorter than one temporal patch is filled up by repeating its last frame, by whoever makes patches.
+        return max(taken // self.multiple * self.multiple, 1)
+
+    def choose(self, total: int, rate: float | None) -> list[int]:
+        return spread(self.count(total, rate), total)
+
+
+def spread(count: int, total: int) -> list[int]:
+    """Numbers of `count` frames, evenly from the whole of a clip; some come twice where it has fewer."""
+    return [i * total // count for i in range(count)]
+
+
+class Clip(NamedTuple):
+    """What the header of a clip tells."""
+
+    width: int  # the right way up
+    height: int
+    total: int  # frames
+    rate: float | None  # frames per second
+
+
+def promised(clip: Clip, name: str, limits: Limits, sampling: VideoSampling, target: Target | None) -> MediaSize:
+    """The size a clip counts as, if one frame of it and all that is kept of it are within limits."""
+    size = MediaSize(clip.width, clip.height, sampling.count(clip.total, clip.rate))
+    if clip.width * clip.height > limits.max_image_pixels:
+        raise TesseraError(
+            f"video header claims too many pixels: {name} is {clip.width}x{clip.height}, "
+            f"{limits.max_image_pixels} are allowed",
+            fix="raise data.max_image_pixels, or make the clip smaller",
+        )
+    width, height = kept_size(size, target)
+    if width * height * size.frames > limits.max_video_pixels:
+        raise TesseraError(
+            f"too many pixels in one clip: {size.frames} frames of {width}x{height} are taken from {name}",
+            fix="lower max_frames, fps or video_max_pixels of data.processor",
+        )
+    return size
+
+
+def kept_size(size: MediaSize, target: Target | None) -> tuple[int, int]:
+    """(width, height) that frames are kept in until they are used: the smaller of theirs and the target."""
+    wanted = target(size) if target is not None else None
+    if wanted is None or wanted[0] * wanted[1] >= size.width * size.height:
+        return size.width, size.height
+    return wanted
+
+
+class Frames:
+    """The chosen frames of a clip, as they come."""
+
+    def __init__(self, chosen: list[int], size: MediaSize, target: Target | None, name: str) -> None:
+        self.chosen = chosen
+        self.filled = 0
+        self._name = name
+        self._size = (size.width, size.height)
+        self._kept = kept_size(size, target)
+        self._pixels = np.empty((len(chosen), self._kept[1], self._kept[0], 3), dtype=np.uint8)
+
+    @property
+    def next(self) -> int | None:
+        """Number of the frame that is wanted next; None when all are there."""
+        return self.chosen[self.filled] if self.filled < len(self.chosen) else None
+
+    def put(self, number: int, frame: Image.Image) -> None:
+        """Takes frame `number`, and for what was chosen before it and never came, too."""
+        if frame.size not in (self._size, self._kept):
+            raise TesseraError(
+                f"damaged video: {self._name} (frames of different sizes: {frame.width}x{frame.height} "
+                f"after {self._size[0]}x{self._size[1]})"
+            )
+        first = self.filled
+        while self.filled < len(self.chosen) and self.chosen[self.filled] <= number:
+            self.filled += 1
+        self._pixels[first : self.filled] = np.asarray(smaller(frame, self._kept))
+
+    def whole(self) -> np.ndarray:
+        """[F, H, W, 3]. A file may lack a frame or two at its end, and their number was promised: the last one is
+        repeated. A clip that lacks more than that is damaged, and is not made up."""
+        total = len(self.chosen)
+        if self.filled == 0 or total - self.filled > max(1, total // 10):
+            raise TesseraError(f"damaged video: {self._name} ({self.filled} of {total} frames could be decoded)")
+        self._pixels[self.filled :] = self._pixels[self.filled - 1]
+        return self._pixels

@@ -1,0 +1,236 @@
+"""Pictures from files that strangers wrote: the header is read first and decides whether a pixel is decoded."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from PIL import ExifTags, Image, ImageChops, UnidentifiedImageError
+
+from tessera.core.errors import TesseraError, first_line
+from tessera.core.types import MediaSize
+from tessera.data.media.avif import check_streams
+from tessera.data.media.files import Opened, size_of, stretches
+from tessera.data.media.headers import PNG, Header, read_header
+
+# Formats that are only pixels. Others that Pillow knows run programs (EPS) or hold documents.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_TILE_WIDTH, _TILE_LENGTH = 322, 323  # TIFF tags
+# Chunks of a PNG that say nothing about pixels and may unpack to any size.
+_WORDS = (b"zTXt", b"iTXt", b"tEXt", b"iCCP")
+_MOST_CHUNKS = 200_000  # of a PNG; a picture of the largest size in chunks of 8 KiB has half as many
+_MOST_BYTES = 256 << 20  # of a file that is read whole
+
+Target = Callable[[MediaSize], "tuple[int, int] | None"]  # size in the header -> (width, height) it is brought to
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is refused from its header. Holds whatever Pillow's own global limit is set to."""
+
+    max_image_pixels: int = 64_000_000  # of an image, or of one frame of a clip
+    max_video_pixels: int = 1_000_000_000  # of all frames taken from a clip: they are in memory together
+    draft: bool = True  # JPEGs much larger than what is used are decoded at 1/2, 1/4 or 1/8
+
+
+def probe_image(source: Opened, limits: Limits) -> MediaSize:
+    return MediaSize(*_header(source, limits).shown)
+
+
+def decode_image(source: Opened, limits: Limits, target: Target | None = None) -> tuple[Image.Image, MediaSize]:
+    """The first picture in a file, RGB, the right way up; and the size its header told.
+
+    What `target` wants smaller comes in that size: a pixel that nobody will see takes no memory.
+    """
+    header = _header(source, limits)
+    size = MediaSize(*header.shown)
+    wanted = target(size) if target is not None else None
+    with open_image(source) as image:
+        if image.size != (header.width, header.height):
+            raise TesseraError(
+                f"damaged image: {source.name} (its header says {header.width}x{header.height}, "
+                f"the picture is {image.width}x{image.height})"
+            )
+        try:
+            if wanted is not None and limits.draft and image.format in ("JPEG", "MPO"):
+                image.draft(None, wanted[::-1] if header.turn >= 5 else wanted)
+            image.load()
+            rgb = rgb_of(_mended(image))
+            turn = _TURNS.get(header.turn)
+            rgb = rgb if turn is None else rgb.transpose(turn)
+            return _detached(smaller(rgb, wanted)), size
+        except TesseraError:  # the time is over
+            raise
+        except Exception as error:  # what a decoder raises on foreign bytes is not listed anywhere
+            raise TesseraError(f"damaged image: {source.name} ({first_line(error)})") from None
+
+
+def read_image(path: Path, limits: Limits) -> Image.Image:
+    """A picture in a file that the caller named, wherever it lies."""
+    try:
+        with path.open("rb") as file:
+            return decode_image(Opened(file, path.name), limits)[0]
+    except OSError as error:
+        raise TesseraError(f"cannot be opened: {path.name} ({error.strerror})") from None
+
+
+def smaller(image: Image.Image, wanted: tuple[int, int] | None) -> Image.Image:
+    """In the wanted size if that takes less memory; what is to grow is left to whoever uses it."""
+    if wanted is None or wanted[0] * wanted[1] >= image.width * image.height:
+        return image
+    return image.resize(wanted, Image.Resampling.BICUBIC)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Eight-bit RGB: transparency laid over white, deeper greys brought down to eight bits."""
+    return _detached(rgb_of(image))
+
+
+def check_pixels(width: int, height: int, name: str, limits: Limits) -> None:
+    if width * height > limits.max_image_pixels:
+        raise TesseraError(
+            f"image header claims too many pixels: {name} is {width}x{height}, {limits.max_image_pixels} are allowed",
+            fix="raise data.max_image_pixels, or make the image smaller",
+        )
+    if width < 1 or height < 1:
+        raise TesseraError(f"unreadable image: {name} ({width}x{height})")
+
+
+def _header(source: Opened, limits: Limits) -> Header:
+    header = read_header(source.file)
+    if header is not None:
+        check_pixels(header.width, header.height, source.name, limits)
+        return header
+    with open_image(source) as image:
+        check_pixels(*image.size, source.name, limits)
+        if image.format == "TIFF":
+            _check_tiles(image, source.name)
+        elif image.format == "AVIF":
+            check_streams(source, *image.size)
+        return Header(*image.size, _turn(image))
+
+
+@contextmanager
+def open_image(source: Opened) -> Iterator[Image.Image]:
+    """An image whose header was read; no pixel is decoded yet."""
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns from a size on that is not ours, and of oddities in EXIF that nobody can mend here.
+            warnings.simplefilter("ignore")
+            image = Image.open(_for_pillow(source), formats=FORMATS)
+    except TesseraError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise TesseraError(f"image header claims too many pixels: {source.name} ({error})") from None
+    except Exception as error:  # what a decoder raises on foreign bytes is not listed anywhere
+        raise TesseraError(f"unreadable image: {source.name} ({_reason(error)})") from None
+    with image:
+        yield image
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, UnidentifiedImageError):  # names an object in memory
+        return "not a picture in a known format"
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _for_pillow(source: Opened) -> BinaryIO:
+    """What Pillow may see: a PNG without its texts and colour profile, which may unpack to any size; and no endless
+    file of a format that is read whole."""
+    file, size = source.file, size_of(source.file)
+    file.seek(0)
+    head = file.read(12)
+    if head.startswith(PNG):
+        return _without_words(file, size, source.name)
+    if size > _MOST_BYTES and (head[4:8] == b"ftyp" or head[8:] == b"WEBP"):
+        raise TesseraError(f"unreadable image: {source.name} ({size} bytes)")
+    return file
+
+
+def _without_words(file: BinaryIO, size: int, name: str) -> BinaryIO:
+    kept, at = [(0, 8)], 8
+    for _ in range(_MOST_CHUNKS):
+        file.seek(at)
+        head = file.read(8)
+        if len(head) < 8:
+            break
+        length, kind = struct.unpack(">I4s", head)
+        end = min(at + 12 + length, size)
+        if kind not in _WORDS:
+            kept.append((at, end - at))
+        at = end
+        if kind == b"IEND":
+            break
+    else:
+        raise TesseraError(f"unreadable image: {name} (more than {_MOST_CHUNKS} chunks)")
+    file.seek(0)
+    return file if sum(length for _, length in kept) == at else stretches(file, kept)
+
+
+def _check_tiles(image: Image.Image, name: str) -> None:
+    """Tiles are decoded whole, so that a small picture may claim to be cut from a huge one."""
+    tags = getattr(image, "tag_v2", {})
+    try:
+        width, length = int(tags.get(_TILE_WIDTH, 0)), int(tags.get(_TILE_LENGTH, 0))
+    except (TypeError, ValueError, OverflowError):
+        raise TesseraError(f"unreadable image: {name} (a tile without a size)") from None
+    if width * length > max(1 << 20, 4 * image.width * image.height):
+        raise TesseraError(
+            f"image header claims too many pixels: {name} is {image.width}x{image.height} in tiles of {width}x{length}"
+        )
+
+
+def _turn(image: Image.Image) -> int:
+    if image.format == "TIFF":
+        return 1  # Pillow turns TIFF itself, and has already swapped its size
+    try:
+        turn = int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # damaged EXIF in a sound picture: it has no orientation then
+        return 1
+    return turn if turn in _TURNS else 1
+
+
+def _mended(image: Image.Image) -> Image.Image:
+    """Pillow reads every CMYK JPEG as Adobe writes it: inverted. One that does not say it is Adobe's is not."""
+    if image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
+        return ImageChops.invert(image)
+    return image
+
+
+def _detached(image: Image.Image) -> Image.Image:
+    return image if type(image) is Image.Image else image.copy()  # a copy lets go of the file
+
+
+def rgb_of(image: Image.Image) -> Image.Image:
+    """As `to_rgb`; may be the image itself, with its file."""
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I;16") or image.mode == "I":
+        values = np.asarray(image).astype(np.int64)
+        deep = image.mode != "I" or int(values.max(initial=0)) > 255
+        values = np.clip(values >> 8 if deep else values, 0, 255)
+        return Image.fromarray(values.astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        floats = np.nan_to_num(np.asarray(image), posinf=0.0, neginf=0.0)
+        whole = floats * 255 if 0 < float(floats.max(initial=0)) <= 1 else floats  # both ranges are in use
+        return Image.fromarray(np.clip(whole, 0, 255).astype(np.uint8)).convert("RGB")
+    if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
+        see_through = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, see_through).convert("RGB")
+    return image.convert("RGB")

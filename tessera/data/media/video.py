@@ -1,0 +1,284 @@
+"""Clips: files that PyAV reads, moving pictures, or a folder of pictures. Frames are chosen from what the header tells.
+
+Only what leads to a chosen frame is decoded. Packets are read first, without decoding: they tell when each frame is
+shown and where decoding may begin. The frames are those that decoding everything would give.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import MediaSize
+from tessera.data.media import animation
+from tessera.data.media.boxes import quarters
+from tessera.data.media.clips import Clip, Frames, VideoSampling, promised, spread
+from tessera.data.media.containers import container, decoder, reason
+from tessera.data.media.files import Opened
+from tessera.data.media.images import Limits, Target, decode_image, probe_image
+
+__all__ = ["VideoSampling", "decode", "decode_folder", "probe", "probe_folder"]
+
+_PICTURES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"}
+_SLACK = 10  # a tenth of the frames may be missing: headers are often wrong by a few
+_TURNS = {1: Image.Transpose.ROTATE_270, 2: Image.Transpose.ROTATE_180, 3: Image.Transpose.ROTATE_90}
+
+
+def probe(source: Opened, limits: Limits, sampling: VideoSampling, target: Target | None = None) -> MediaSize:
+    if animation.is_animation(source.file):
+        return promised(animation.header(source, limits), source.name, limits, sampling, target)
+    turned = quarters(source, "video")
+    with container(source, "video", limits) as held:
+        clip = _header(held, source.name).shown(turned)
+    return promised(clip, source.name, limits, sampling, target)
+
+
+def decode(
+    source: Opened, limits: Limits, sampling: VideoSampling, target: Target | None = None
+) -> tuple[np.ndarray, MediaSize]:
+    """The chosen frames [F, H, W, 3], no larger than `target` wants them, and the size the header told."""
+    if animation.is_animation(source.file):
+        return animation.decode(source, limits, sampling, target)
+    turned = quarters(source, "video")
+    with container(source, "video", limits) as held:
+        known = _header(held, source.name)
+        clip = known.shown(turned)
+        size = promised(clip, source.name, limits, sampling, target)
+        packets = _packets(held, known, source.name) if known.unread else None
+    if packets is None:
+        with container(source, "video", limits) as held:
+            packets = _packets(held, known, source.name)
+    total = known.total - sum(packets.hidden) if known.counted else packets.shown
+    chosen = [min(number, packets.shown - 1) for number in spread(size.frames, max(1, total))]
+    for attempt in (_decoded_parts, _decoded_all):
+        frames = Frames(chosen, size, target, source.name)
+        with container(source, "video", limits) as held:
+            stream = _stream(held, source.name)
+            try:
+                for number, frame in attempt(held, stream, packets, frames, _most(known)):
+                    picture = Image.fromarray(frame.to_ndarray(format="rgb24"))
+                    frames.put(number, picture.transpose(_TURNS[turned]) if turned else picture)
+                    if frames.next is None:
+                        break
+            except _Lost:
+                continue
+            except TesseraError:
+                raise
+            except Exception as error:  # what a decoder raises on foreign bytes is not listed anywhere
+                raise TesseraError(f"damaged video: {source.name} ({reason(error)})") from None
+            return frames.whole(), size
+    raise AssertionError("decoding everything loses no frame")
+
+
+# ---------------------------------------------------------------------------------------------- headers
+
+
+class _Known(NamedTuple):
+    width: int  # as coded
+    height: int
+    total: int
+    counted: bool  # `total` is a count in the header; otherwise it follows from duration and rate
+    rate: float | None
+    seconds: float | None
+    unread: bool  # no packet was read to know all this
+
+    def shown(self, turned: int) -> Clip:
+        width, height = (self.height, self.width) if turned % 2 else (self.width, self.height)
+        return Clip(width, height, self.total, self.rate)
+
+
+def _stream(held: Any, name: str) -> Any:
+    from av.stream import Disposition
+
+    for stream in held.streams.video:
+        if not stream.disposition & Disposition.attached_pic:
+            return stream
+    what = "only sound in it" if held.streams.audio else "no picture in it"
+    raise TesseraError(f"unreadable video: {name} ({what})")
+
+
+def _header(held: Any, name: str) -> _Known:
+    stream = _stream(held, name)
+    try:
+        if stream.codec_context is None:
+            raise TesseraError(f"unreadable video: {name} (no decoder for it)")
+        width, height = int(stream.codec_context.width), int(stream.codec_context.height)
+        rate = float(stream.average_rate) if stream.average_rate else None
+        seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else None
+        if seconds is None and held.duration and held.duration > 0:
+            seconds = held.duration / 1e6
+        total = max(0, int(stream.frames))
+        counted = total > 0
+        if not counted and seconds is not None and rate:
+            total = round(seconds * rate)
+        unread = total > 0
+        if not unread:  # some containers tell neither
+            total = sum(1 for packet in held.demux(stream) if packet.size)
+    except TesseraError:
+        raise
+    except Exception as error:  # see `containers.container`
+        raise TesseraError(f"unreadable video: {name} ({reason(error)})") from None
+    if total < 1 or width < 1 or height < 1:
+        raise TesseraError(f"unreadable video: {name} ({width}x{height}, {total} frames)")
+    return _Known(width, height, total, counted, rate, seconds, unread)
+
+
+def _most(known: _Known) -> int:
+    """Pixels a frame may have, with the edges that decoders add. A stream that becomes larger than its header said is
+    stopped before memory is used."""
+    return 2 * known.width * known.height + (1 << 20)
+
+
+# ---------------------------------------------------------------------------------------------- packets
+
+
+class _Packets(NamedTuple):
+    """All packets of a stream, in the order they are decoded."""
+
+    times: list[int | None]  # when what is in it is shown
+    keys: list[bool]  # decoding may begin here
+    hidden: list[bool]  # it is decoded and not shown
+
+    @property
+    def shown(self) -> int:
+        return len(self.hidden) - sum(self.hidden)
+
+    def order(self) -> list[int] | None:
+        """Times of shown frames, in the order they are shown; None when they do not tell frames apart."""
+        times = [time for time, hidden in zip(self.times, self.hidden, strict=True) if not hidden]
+        known = sorted(time for time in times if time is not None)
+        return known if len(known) == len(times) == len(set(known)) else None
+
+    def starts(self, times: list[int]) -> list[int]:
+        """For each frame, by its time, the last packet at which decoding may begin so that it comes as it should."""
+        keys = sorted(
+            (time, number)
+            for number, (time, key) in enumerate(zip(self.times, self.keys, strict=True))
+            if key and time is not None
+        )
+        before = (bisect_right(keys, (time, len(self.keys))) - 1 for time in times)
+        return [keys[place][1] if place >= 0 else 0 for place in before]
+
+
+def _packets(held: Any, known: _Known, name: str) -> _Packets:
+    stream = _stream(held, name)
+    packets = _Packets([], [], [])
+    end = 0.0
+    try:
+        for packet in held.demux(stream):
+            if packet.size:
+                packets.times.append(packet.pts)
+                packets.keys.append(packet.is_keyframe)
+                packets.hidden.append(packet.is_discard)
+                if packet.pts is not None:
+                    end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+    except TesseraError:
+        raise
+    except Exception as error:  # see `containers.container`
+        raise TesseraError(f"damaged video: {name} ({reason(error)})") from None
+    found = len(packets.times)
+    off = abs(found - known.total) > max(1, known.total // _SLACK)
+    # Where the number is only reckoned, frames may come at any pace: the clip must last as long as it says.
+    cut_off = found < known.total and known.seconds is not None and end < known.seconds * (1 - 1 / _SLACK)
+    if packets.shown < 1 or (off and (known.counted or cut_off)):
+        raise TesseraError(f"damaged video: {name} (its header says {known.total} frames, {found} are in it)")
+    return packets
+
+
+# ---------------------------------------------------------------------------------------------- frames
+
+
+class _Lost(Exception):
+    """A frame did not come where its packet said."""
+
+
+def _decoded_parts(
+    held: Any, stream: Any, packets: _Packets, frames: Frames, max_pixels: int
+) -> Iterator[tuple[int, Any]]:
+    """(number, frame) of the wanted frames; packets that no wanted frame needs are passed over."""
+    order = packets.order()
+    if order is None:
+        raise _Lost
+    context = decoder(stream, max_pixels)
+    numbers = {time: number for number, time in enumerate(order)}
+    starts = dict(zip(frames.chosen, packets.starts([order[number] for number in frames.chosen]), strict=True))
+    last = -1  # the packet that the decoder saw last
+    for place, packet in enumerate(packet for packet in held.demux(stream) if packet.size):
+        if frames.next is None:
+            return
+        start = starts[frames.next]
+        if place < start and last < start:
+            continue
+        if last != place - 1:
+            context.flush_buffers()
+        last = place
+        yield from _wanted(context.decode(packet), numbers, frames)
+    yield from _wanted(context.decode(None), numbers, frames)
+    if frames.next is not None:
+        raise _Lost
+
+
+def _wanted(decoded: list[Any], numbers: dict[int, int], frames: Frames) -> Iterator[tuple[int, Any]]:
+    for frame in decoded:
+        number = numbers.get(frame.pts)
+        if frames.next is None:
+            return
+        if number == frames.next:
+            yield number, frame
+        elif number is not None and number > frames.next:
+            raise _Lost
+
+
+def _decoded_all(
+    held: Any, stream: Any, packets: _Packets, frames: Frames, max_pixels: int
+) -> Iterator[tuple[int, Any]]:
+    decoder(stream, max_pixels)
+    for number, frame in enumerate(held.decode(stream)):
+        if frames.next is not None and number >= frames.next:
+            yield number, frame
+
+
+# ---------------------------------------------------------------------------------------------- folders
+
+
+def probe_folder(folder: Path, limits: Limits, sampling: VideoSampling, target: Target | None = None) -> MediaSize:
+    return promised(_folder_header(_pictures(folder), limits), folder.name, limits, sampling, target)
+
+
+def decode_folder(
+    folder: Path, limits: Limits, sampling: VideoSampling, target: Target | None = None
+) -> tuple[np.ndarray, MediaSize]:
+    files = _pictures(folder)
+    size = promised(_folder_header(files, limits), folder.name, limits, sampling, target)
+    frames = Frames(sampling.choose(len(files), None), size, target, folder.name)
+    for number in frames.chosen:
+        with files[number].open("rb") as file:
+            image, its_size = decode_image(Opened(file, files[number].name), limits, target)
+        if (its_size.width, its_size.height) != (size.width, size.height):
+            raise TesseraError(f"frames of different sizes in {folder.name}: {files[number].name}")
+        frames.put(number, image)
+    return frames.whole(), size
+
+
+def _folder_header(files: list[Path], limits: Limits) -> Clip:
+    with files[0].open("rb") as file:
+        size = probe_image(Opened(file, files[0].name), limits)
+    return Clip(size.width, size.height, len(files), None)
+
+
+def _pictures(folder: Path) -> list[Path]:
+    """Frames in the order a person would count them: 2 before 10."""
+    files = [file for file in folder.iterdir() if file.suffix.lower() in _PICTURES and file.is_file()]
+    inside = [file for file in files if not file.is_symlink() or file.resolve().is_relative_to(folder.resolve())]
+    if not files:
+        raise TesseraError(f"no pictures in the folder {folder.name}")
+    if len(inside) != len(files):
+        raise TesseraError(f"a frame in {folder.name} is a link to somewhere else")
+    return sorted(files, key=lambda file: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", file.name)])

@@ -1,0 +1,204 @@
+"""Whatever a user's data set gives, as batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from tessera.core.errors import TesseraError, first_line
+from tessera.core.run_config import DataSection
+from tessera.core.types import IGNORE, Batch, Encoded, Processor, Sample
+from tessera.data.media.images import Limits
+from tessera.data.media.read import read_media
+from tessera.data.processor import ChatProcessor
+from tessera.data.rows import COUNTS
+from tessera.data.sources.forms import Forms, RowError, parse
+from tessera.data.time_limit import time_limit
+
+KNOWN = (
+    "tessera.core.types.Sample",
+    "a dict in a known form (messages, conversations, instruction and output, text)",
+    "tessera.core.types.Encoded",
+    "tessera.core.types.Batch",
+    "a dict of tensors",
+    "a tuple of tensors, with data.options.fields",
+)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """An item of a data set, and the row that it fills."""
+
+    row: int
+    number: int  # in the data set
+    item: Any
+    seed: int
+
+
+@dataclass(frozen=True)
+class Items:
+    """Makes micro-batches of items. `name` is what errors call the data set."""
+
+    name: str
+    section: DataSection
+    processor: Processor | None
+    root: Path
+    fields: tuple[str, ...] = ()
+    forms: Forms = field(default_factory=lambda: Forms({}))
+
+    def batch(self, drawn: Sequence[Drawn], collate: Callable[[list[Any]], Any] | None = None) -> Batch:
+        if collate is not None:
+            return self._labelled(self.whole(collate([one.item for one in drawn]), drawn[0].number), drawn)
+        first = drawn[0].item
+        if isinstance(first, Batch):
+            if len(drawn) > 1:
+                raise TesseraError(
+                    f"items of {self.name} are whole batches, {len(drawn)} of them cannot become one",
+                    where="train.micro_batch",
+                    fix="set train.micro_batch=1",
+                )
+            return self._labelled(first, drawn)
+        if isinstance(first, (Sample, Encoded)) or self._is_chat(first):
+            return self._chat(drawn)
+        named = [self._named(one) for one in drawn]
+        ids = [str(fields.pop("id", one.number)) for fields, one in zip(named, drawn, strict=True)]
+        try:
+            made = default_collate(named)
+        except (TypeError, RuntimeError, KeyError) as error:
+            raise TesseraError(
+                f"items {drawn[0].number} to {drawn[-1].number} of {self.name} do not fit into one batch: "
+                f"{first_line(error)}",
+                where="data.options",
+                fix="give data.options.collate_fn, or set train.micro_batch=1",
+            ) from None
+        return self._labelled(self.whole(made, drawn[0].number), drawn, ids)
+
+    def whole(self, made: Any, number: int) -> Batch:
+        """A batch that is already made: by a loader, or by the user's collate function."""
+        if isinstance(made, Batch):
+            return made
+        if isinstance(made, (tuple, list)) and self.fields:
+            if len(made) != len(self.fields):
+                self._refuse(f"has {len(made)} members, data.options.fields names {len(self.fields)}", number)
+            made = dict(zip(self.fields, made, strict=True))
+        if not isinstance(made, Mapping):
+            self._refuse(f"is a {type(made).__name__}", number)
+        fields = dict(made)
+        ids = fields.pop("id", None)
+        wrong = {name: type(value).__name__ for name, value in fields.items() if not isinstance(value, Tensor)}
+        if wrong or not fields:
+            self._refuse(f"holds no tensors but {wrong}" if wrong else "is empty", number)
+        count = next((len(tensor) for tensor in fields.values() if tensor.ndim), 1)
+        given = ids if isinstance(ids, (list, tuple)) else () if ids is None else torch.as_tensor(ids).tolist()
+        return Batch(fields, sample_ids=tuple(map(str, given)), counts={"samples": count})
+
+    def _labelled(self, batch: Batch, drawn: Sequence[Drawn], ids: Sequence[str] = ()) -> Batch:
+        """With names, rows and seeds, where its maker gave none."""
+        ids = batch.sample_ids or tuple(ids) or tuple(str(one.number) for one in drawn)
+        each = [1] * len(drawn) if len(ids) == len(drawn) else [len(ids)] + [0] * (len(drawn) - 1)
+        return replace(
+            batch,
+            sample_ids=tuple(ids),
+            rows=batch.rows or tuple((one.row, n) for one, n in zip(drawn, each, strict=True)),
+            counts=batch.counts or {"samples": len(ids)},
+            seeds=batch.seeds or tuple(one.seed for one in drawn),
+        )
+
+    # ------------------------------------------------------------------------------------------ conversations
+
+    def _is_chat(self, item: Any) -> bool:
+        if not isinstance(item, Mapping) or any(isinstance(value, (Tensor, np.ndarray)) for value in item.values()):
+            return False
+        return self.forms.decide(item) is not None or self.forms.is_conversation(item)
+
+    def _chat(self, drawn: Sequence[Drawn]) -> Batch:
+        if self.processor is None:
+            raise TesseraError(
+                f"items of {self.name} are conversations, and the model has no processor for them",
+                where="data.options",
+                fix="give dicts of tensors, or use a family with a processor",
+            )
+        problems: list[tuple[str, str]] = []
+        rows = [[self._encoded(one, problems)] for one in drawn]
+        batch = self.processor.collate(rows, self.section.length)
+        batch = replace(batch, counts={**dict.fromkeys(COUNTS, 0), **batch.counts}, problems=tuple(problems))
+        return self._labelled(batch, drawn, [row[0].id for row in rows])
+
+    def _encoded(self, one: Drawn, problems: list[tuple[str, str]]) -> Encoded:
+        """One sample to a row. A bad one leaves a masked hole: a token that is not trained on."""
+        id = str(one.number)
+        try:
+            with time_limit(self.section.sample_timeout_s):
+                encoded = one.item if isinstance(one.item, Encoded) else self._encode(self._sample(one))
+            id = encoded.id
+            if len(encoded.tokens) > self.section.length:
+                raise RowError(id, f"{len(encoded.tokens)} tokens do not fit into data.length {self.section.length}")
+            return encoded
+        except (RowError, TesseraError, OSError) as error:
+            if isinstance(error, RowError):
+                id, reason = error.id or id, error.reason
+            else:
+                reason = error.what if isinstance(error, TesseraError) else str(error)
+            if self.section.on_bad_sample == "fail":
+                raise TesseraError(
+                    f"sample {id} cannot be used: {reason}",
+                    where=self.name,
+                    fix="mend the data, or set data.on_bad_sample=skip",
+                ) from None
+            problems.append((id, reason))
+            return Encoded(id, torch.zeros(1, dtype=torch.int64), torch.tensor([IGNORE]), torch.arange(1))
+
+    def _sample(self, one: Drawn) -> Sample:
+        if isinstance(one.item, Sample):
+            return one.item
+        if not self._is_chat(one.item):
+            self._refuse(f"is a {type(one.item).__name__}, others are conversations", one.number)
+        form = self.forms.decide(one.item) or "sharegpt"
+        id = str(one.item.get("id", one.number))
+        try:
+            return Sample(id, parse(one.item, form, self.forms.names[form]))
+        except RowError as error:
+            raise RowError(id, error.reason) from None
+
+    def _encode(self, sample: Sample) -> Encoded:
+        assert self.processor is not None
+        if not isinstance(self.processor, ChatProcessor):
+            raise TesseraError(
+                f"{type(self.processor).__name__} cannot serve conversations",
+                where="data.options",
+                fix="give `Encoded` items or dicts of tensors",
+            )
+        limits = Limits(max_image_pixels=self.section.max_image_pixels, draft=self.section.draft)
+        media, sizes = read_media(sample, self.root, limits, self.processor)
+        return self.processor.encode(sample, media, sizes)
+
+    # ------------------------------------------------------------------------------------------ tensors
+
+    def _named(self, one: Drawn) -> dict[str, Any]:
+        item = one.item
+        if isinstance(item, (tuple, list)) and self.fields:
+            if len(item) != len(self.fields):
+                self._refuse(f"has {len(item)} members, data.options.fields names {len(self.fields)}", one.number)
+            item = dict(zip(self.fields, item, strict=True))
+        if not isinstance(item, Mapping):
+            self._refuse(f"is a {type(item).__name__}", one.number)
+        wrong = [name for name, value in item.items() if name != "id" and not _is_number(value)]
+        if wrong or not item:
+            self._refuse(f"is a dict without tensors under {wrong[:6]}" if wrong else "is an empty dict", one.number)
+        return dict(item)
+
+    def _refuse(self, what: str, number: int) -> NoReturn:
+        raise TesseraError(
+            f"item {number} of {self.name} {what}", where="data.options", allowed=KNOWN, fix="give one of these"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray, np.generic, int, float))

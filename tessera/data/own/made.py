@@ -1,0 +1,62 @@
+"""Finding and making what a recipe names by an import path."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tessera.core.errors import TesseraError, first_line, nearest
+
+
+@dataclass(frozen=True)
+class Made:
+    """`pkg.module:name`: a class or a function is called with the arguments, anything else is taken as it is.
+
+    Worker processes make it for themselves: nothing of it has to be picklable, and no open file travels.
+    """
+
+    path: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    where: str = "data.options"
+
+    def make(self) -> Any:
+        found = self.find()
+        if not (inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, functools.partial)):
+            if self.arguments:
+                raise TesseraError(
+                    f"{self.path} is a {type(found).__name__}, which takes no arguments",
+                    where=f"{self.where}.arguments",
+                    fix="leave them out, or name a class or a function",
+                )
+            return found
+        try:
+            inspect.signature(found).bind(**self.arguments)
+        except TypeError as error:
+            raise TesseraError(f"{self.path} cannot be called: {error}", where=f"{self.where}.arguments") from None
+        except ValueError:  # a class of C that does not tell its signature
+            pass
+        return found(**self.arguments)
+
+    def find(self) -> Any:
+        module_name, _, name = self.path.partition(":")
+        if not module_name or not name:
+            raise TesseraError(f"not an import path: {self.path!r}", where=self.where, fix="write package.module:name")
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ImportError as error:
+            raise TesseraError(
+                f"cannot import {module_name}: {first_line(error)}",
+                where=self.where,
+                fix="install it, or start from a folder that holds it, or set PYTHONPATH",
+            ) from None
+        for part in name.split("."):
+            if not hasattr(found, part):
+                raise TesseraError(
+                    f"{self.path} is not there: no {part!r}", where=self.where, nearest=nearest(part, vars(found))
+                )
+            found = getattr(found, part)
+        return found

@@ -1,0 +1,316 @@
+"""Data sets by number, data sets that only go forward, and loaders, each as a `RowSource`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from tessera.core.errors import TesseraError, first_line
+from tessera.core.types import Batch
+from tessera.data.order.shuffle import Shuffle, mix
+from tessera.data.own.items import Drawn, Items
+from tessera.data.own.made import Made
+
+log = logging.getLogger("tessera")
+
+_PASS, _ROW = 0x4F574E, 0x524F57
+ENDLESS = 1 << 40  # rows of one pass over what does not tell its length
+SNAPSHOT_EVERY = 64  # batches between two records of where a loader stood
+SNAPSHOTS_KEPT = 64
+
+
+class ItemRows:
+    """A data set with a length and items by number. Row r of pass p holds item shuffle(seed, p)(r): any row is found
+    without the ones before it."""
+
+    bad_samples: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, made: Made, data: Any, items: Items, collate: Made | None, *, seed: int, shuffle: bool) -> None:
+        self.made, self.items, self.collate = made, items, collate
+        self.seed, self.shuffle = seed, shuffle
+        self.count = len(data)
+        if self.count == 0:
+            raise TesseraError(f"{made.path} is empty", where=made.where)
+        self._data: Any = data
+        self._collate = None if collate is None else collate.find()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_data": None, "_collate": None}
+
+    def __len__(self) -> int:
+        return self.count
+
+    def number(self, row: int) -> int:
+        turn, place = divmod(row, self.count)
+        return Shuffle.of(self.count, self.seed, _PASS, turn)(place) if self.shuffle else place
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        return self.guarded(rows, {}, _unnoted)
+
+    def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
+        if self._data is None:  # in a worker process
+            self._data = self.made.make()
+            self._collate = None if self.collate is None else self.collate.find()
+            if len(self._data) != self.count:
+                raise TesseraError(f"{self.made.path} has {len(self._data)} items here and {self.count} elsewhere")
+        return self.items.batch([self._drawn(row, lost, note) for row in rows], self._collate)
+
+    def _drawn(self, row: int, lost: Mapping[int, str], note: Callable[[int], None]) -> Drawn:
+        number, seed = self.number(row), _seed(self.seed, row)
+        if number in lost:
+            raise TesseraError(
+                f"item {number} of {self.made.path} cannot be had: {lost[number]}",
+                where="data.options.dataset",
+                fix="mend the data set; data.sample_timeout_s is how long an item may take",
+            )
+        note(number)
+        try:
+            with drawing_from(seed):
+                return Drawn(row, number, self._data[number], seed)
+        except TesseraError:
+            raise
+        except Exception as error:  # of the user's own code, in which anything may happen
+            raise TesseraError(
+                f"item {number} of {self.made.path} failed: {type(error).__name__}: {first_line(error)}",
+                where="data.options.dataset",
+                fix="mend the data set; with data.workers=0 a debugger can follow",
+            ) from error
+
+
+class Forward(ABC):
+    """Numbers what can only be gone through in order. A number behind is reached by beginning again."""
+
+    in_order = True  # rows are asked for in rising order by one process: others would go through all of it again
+    bad_samples: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, made: Made, data: Any, items: Items, *, seed: int) -> None:
+        self.made, self.items, self.seed = made, items, seed
+        self._data: Any = data
+        self._iterator: Iterator[Any] | None = None
+        self._next = 0  # number of what the iterator gives next
+        self._pass = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_data": None, "_iterator": None, "_next": 0, "_pass": 0}
+
+    def __len__(self) -> int:
+        return _length(self.data) or ENDLESS
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        return self.guarded(rows, {}, _unnoted)
+
+    @abstractmethod
+    def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch: ...
+
+    def check_none(self, lost: Mapping[int, str]) -> None:
+        """What only goes forward cannot leave one out."""
+        for number, reason in lost.items():
+            raise TesseraError(f"{self.made.path} failed at {number}: {reason}", where=self.made.where)
+
+    @property
+    def data(self) -> Any:
+        if self._data is None:
+            self._data = self.made.make()
+        return self._data
+
+    def take(self, number: int, note: Callable[[int], None]) -> Any:
+        """`note` is told of all that is drawn on the way: a long way is no standstill."""
+        if self._iterator is None or number < self._next:
+            self._begin(number)
+        if number - self._next >= 1000:
+            log.info("%s: drawing %d to reach where the run stood", self.made.path, number - self._next)
+        while self._next < number:
+            note(self._next)
+            self._draw()
+        note(number)
+        return self._draw()
+
+    def _begin(self, number: int) -> None:
+        self._pass, self._next = 0, 0
+        self._iterator = self._new_pass()
+
+    def _new_pass(self) -> Iterator[Any]:
+        """What draws a shuffle from the common stream draws the same one on every rank, and again after a resume."""
+        with drawing_from(mix(self.seed, _PASS, self._pass) >> 1):
+            iterator = iter(self.data)
+            return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
+
+    def _draw(self) -> Any:
+        assert self._iterator is not None
+        for fresh in (False, True):
+            if fresh:
+                self._pass += 1
+                self._iterator = self._new_pass()
+            try:
+                found = next(self._iterator)
+            except StopIteration:
+                continue
+            self._next += 1
+            return found
+        raise TesseraError(f"{self.made.path} gives nothing", where="data.options")
+
+
+class StreamRows(Forward):
+    """A data set that only goes forward: row r is the r-th item it gives. Each rank goes through all of it and keeps
+    its own rows."""
+
+    def __init__(self, made: Made, data: Any, items: Items, collate: Made | None, *, seed: int) -> None:
+        super().__init__(made, data, items, seed=seed)
+        self.collate = collate
+
+    def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
+        self.check_none(lost)
+        drawn = [Drawn(row, row, self.take(row, note), _seed(self.seed, row)) for row in rows]
+        return self.items.batch(drawn, None if self.collate is None else self.collate.find())
+
+
+class LoaderRows(Forward):
+    """A loader as it is: row r is its r-th batch, and a micro-batch of its own.
+
+    With a `DistributedSampler` it has batches of this rank alone; otherwise ranks take its batches in turn.
+    """
+
+    def __init__(self, made: Made, data: Any, items: Items, *, seed: int, folder: Path | None = None) -> None:
+        super().__init__(made, data, items, seed=seed)
+        self.folder = folder  # for records of where it stood, if it can tell
+
+    def __len__(self) -> int:
+        return (_length(self.data) or ENDLESS) * self.ranks
+
+    @property
+    def ranks(self) -> int:
+        sampler = _distributed(self.data)
+        return 1 if sampler is None else sampler.num_replicas
+
+    def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
+        self.check_none(lost)
+        if len(rows) != 1:
+            raise TesseraError(
+                "a loader makes its own micro-batches, and each counts as one row",
+                where="train.micro_batch",
+                fix="set train.micro_batch=1, and train.global_batch to the loader's batches in one step",
+            )
+        made = self.take(rows[0] // self.ranks, note)
+        drawn = [Drawn(rows[0], rows[0], made, _seed(self.seed, rows[0]))]
+        return self.items.batch(drawn, lambda one: one[0])
+
+    def _new_pass(self) -> Iterator[Any]:
+        sampler = _distributed(self.data)
+        if sampler is not None:
+            sampler.set_epoch(self._pass)
+        return super()._new_pass()
+
+    def _draw(self) -> Any:
+        found = super()._draw()
+        if self._next % SNAPSHOT_EVERY == 0:
+            self._note()
+        return found
+
+    # ------------------------------------------------------------------------------------------ where it stood
+
+    def _begin(self, number: int) -> None:
+        stood = max((at for at in self._snapshots() if at <= number), default=None)
+        if stood is None or not hasattr(self.data, "load_state_dict"):
+            length = _length(self.data) if _starts_anywhere(self.data) else None
+            self._pass = 0 if length is None else number // length
+            self._next = 0 if length is None else self._pass * length
+            self._iterator = self._new_pass()
+            return
+        record = json.loads(self._file(stood).read_text(encoding="utf-8"))
+        self.data.load_state_dict(record["state"])
+        self._pass, self._next = record["pass"], stood
+        self._iterator = iter(self.data)
+        log.info("%s: goes on from its own record of batch %d", self.made.path, stood)
+
+    def _note(self) -> None:
+        """A loader that knows its state is asked for it now and then; what is not JSON cannot be kept."""
+        if self.folder is None or not hasattr(self.data, "state_dict"):
+            return
+        try:
+            text = json.dumps({"pass": self._pass, "state": self.data.state_dict()})
+        except TypeError:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        fresh = self._file(self._next).with_suffix(f".{os.getpid()}.part")
+        fresh.write_text(text, encoding="utf-8")
+        os.replace(fresh, self._file(self._next))
+        for old in sorted(self._snapshots())[:-SNAPSHOTS_KEPT]:
+            self._file(old).unlink(missing_ok=True)
+
+    def _file(self, number: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"batch-{number}{self._whose}.json"
+
+    @property
+    def _whose(self) -> str:
+        sampler = _distributed(self.data)
+        return "" if sampler is None else f"-of-rank-{sampler.rank}"
+
+    def _snapshots(self) -> list[int]:
+        if self.folder is None or not self.folder.is_dir():
+            return []
+        files = self.folder.glob(f"batch-*{self._whose}.json")
+        stems = (file.stem.removeprefix("batch-").removesuffix(self._whose) for file in files)
+        return [int(stem) for stem in stems if stem.isdigit()]
+
+
+def _unnoted(number: int) -> None:
+    pass
+
+
+def _seed(seed: int, row: int) -> int:
+    return mix(seed, _ROW, row) >> 1
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """The streams that people's code draws from begin here at `seed`, and afterwards are where they were."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)  # of the host alone
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data) or None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _distributed(loader: Any) -> DistributedSampler[Any] | None:
+    """The sampler that gives each rank its own part, directly or inside of a batch sampler."""
+    if not isinstance(loader, DataLoader):
+        return None
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            return sampler
+    return None
+
+
+def _starts_anywhere(loader: Any) -> bool:
+    """Whether a pass needs nothing from the passes before it: a generator of the user's own would carry it over."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    own = (loader.generator, getattr(loader.sampler, "generator", None))
+    known = isinstance(loader.sampler, (DistributedSampler, RandomSampler, SequentialSampler))
+    return known and all(generator is None for generator in own)

@@ -1,0 +1,293 @@
+"""Worker processes that survive what they read: one that dies or hangs is replaced, and the item it was at is named.
+
+The processes are forked by a server that never had threads or a device (`data.processes`); the script that was started
+is not run again in them. Results travel as pickles whose tensors and arrays lie in shared memory without a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tessera.data.processes.launch import PoolServer, WorkerProcess
+from tessera.data.processes.messages import Packed, receive
+
+Note = Callable[[int], None]
+PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; `note(n)` says what the work is at
+
+_SMALL = 1 << 14  # bytes of an item that surely fit into a socket whose other side is busy
+_TRIES = 3  # of an item whose process ended before it began
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The process died or did not answer in time."""
+
+    at: int | None  # last noted
+    reason: str
+
+
+Again = Callable[[Any, Lost], Any | None]
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """One item on its way."""
+
+    number: int
+    again: Again | None
+    given: Any = None  # what the caller's iterator gave
+    item: Any = None  # what is worked on: `given`, or what `again` made of it
+    tries: int = 0
+    done: bool = False
+    failed: bool = False
+    value: Any = None
+
+    def settle(self, value: Any, failed: bool = False) -> None:
+        self.done, self.failed, self.value, self.item = True, failed, value, None
+
+    def lose(self, lost: Lost) -> None:
+        try:
+            another = None if self.again is None else self.again(self.item, lost)
+        except Exception as error:
+            self.settle(error, failed=True)
+            return
+        if another is None:
+            self.settle(lost)
+        else:
+            self.item, self.tries = another, 0
+
+
+class Pool:
+    """Does `work(item, note)` for many items in `workers` processes; with none, in this one.
+
+    A worker that dies, or that is silent for `timeout_s` + `grace_s` after a note, gives a `Lost` in place of a result,
+    and another takes its place. That is the last resort, for work that is stuck in C: use `time_limit` inside the work.
+    Work that makes no notes has no time-out. To be used by one thread at a time; `stop` may be called by any.
+    """
+
+    def __init__(
+        self,
+        work: PoolWork,
+        workers: int,
+        *,
+        timeout_s: float | None = None,
+        ahead: int = 2,
+        grace_s: float = 5.0,
+    ) -> None:
+        assert workers >= 0
+        assert ahead >= 1
+        self.work = work
+        self.timeout_s = timeout_s
+        self.grace_s = grace_s
+        self.ahead = ahead
+        self._server: PoolServer | None = None
+        self._workers: list[WorkerProcess] = []
+        self._tickets: dict[int, _Ticket] = {}  # sent or waiting, by number
+        self._waiting: deque[_Ticket] = deque()  # not sent yet
+        self._last = 0
+        self._stopped = False
+        self._selector = selectors.DefaultSelector()
+        self._awake, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._selector.register(self._awake, selectors.EVENT_READ, None)
+        try:
+            self.grow(workers)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def workers(self) -> int:
+        return len(self._workers)
+
+    def grow(self, more: int) -> None:
+        """Adds workers, also while a `map` is under way (between two of its results)."""
+        if not more:
+            return
+        if self._server is None:
+            self._server = PoolServer(self.work)
+            self._selector.register(self._server.control, selectors.EVENT_READ, None)
+        for _ in range(more):
+            self._add_worker()
+
+    def map(self, items: Iterable[Any], again: Again | None = None) -> Iterator[tuple[Any, Any]]:
+        """(item, result) in the order of the items, which may be endless.
+
+        At most `workers * ahead` items are drawn and not yet given back. What the work raised is raised here, at its
+        place. `again(item, lost)` may answer a loss with an item to work on in its place; None: the result is `Lost`.
+        """
+        source = iter(items)
+        order: deque[_Ticket] = deque()
+        more = True
+        try:
+            while not self._stopped:
+                more = more and self._draw(source, order, again)
+                if not order:
+                    return
+                while not order[0].done:
+                    if not self._hear():
+                        return
+                first = order.popleft()
+                self._tickets.pop(first.number, None)
+                if first.failed:
+                    raise first.value
+                if self._workers:
+                    more = more and self._draw(source, order, again)  # before the caller goes off with this one
+                yield first.given, first.value
+        finally:
+            for ticket in order:  # answers that still come are dropped
+                self._tickets.pop(ticket.number, None)
+            self._waiting = deque(ticket for ticket in self._waiting if ticket.number in self._tickets)
+
+    def stop(self) -> None:
+        """Ends a `map` that another thread is in, without a further result. The pool can then only be closed."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._wake.send(b"!")
+
+    def close(self) -> None:
+        """Ends all processes at once, stuck or not."""
+        self._stopped = True
+        if self._server is not None:
+            self._server.close()
+        for worker in self._workers:
+            worker.connection.close()
+        self._server, self._workers = None, []
+        self._selector.close()
+        self._awake.close()
+        self._wake.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------ items out
+
+    def _draw(self, source: Iterator[Any], order: deque[_Ticket], again: Again | None) -> bool:
+        """Takes as many items as may be under way; False when there are no more."""
+        more = True
+        while more and len(order) < max(1, len(self._workers) * self.ahead):
+            self._last += 1
+            ticket = _Ticket(self._last, again)
+            try:
+                ticket.given = ticket.item = next(source)
+            except StopIteration:
+                more = False
+                break
+            except Exception as error:
+                ticket.settle(error, failed=True)  # raised when all before it have been given back
+                more = False
+            order.append(ticket)
+            if not ticket.done and not self._workers:
+                ticket.settle(self.work(ticket.item, _no_note))
+            elif not ticket.done:
+                self._tickets[ticket.number] = ticket
+                self._waiting.append(ticket)
+        self._dispatch()
+        return more
+
+    def _dispatch(self) -> None:
+        """Every worker has one item to work on and one to go on with."""
+        while self._waiting:
+            worker = min(self._workers, key=lambda one: len(one.items))
+            if len(worker.items) > 1:
+                return
+            ticket = self._waiting[0]
+            packed = Packed((ticket.number, ticket.item))
+            # A worker that is sending a large result does not read: more than its socket holds would block both.
+            if worker.items and packed.inline_bytes > _SMALL:
+                return
+            self._waiting.popleft()
+            worker.items.append(ticket.number)
+            with self._whole_message(worker):
+                packed.send(worker.connection)
+
+    # ------------------------------------------------------------------------------------------ results in
+
+    def _hear(self) -> bool:
+        """Waits for something to happen; False when the pool was stopped."""
+        assert self._server is not None
+        self._end_silent(self._server)
+        for key, _ in self._selector.select(self._until_next_limit()):
+            if key.fileobj is self._awake:
+                return False
+            if key.data is None:
+                with contextlib.suppress(TimeoutError):  # a burial of this round may have heard it already
+                    self._server.hear_exits(0.01)
+            else:
+                self._hear_from(key.data)
+        self._dispatch()
+        return not self._stopped
+
+    def _hear_from(self, worker: WorkerProcess) -> None:
+        with self._whole_message(worker):
+            number, fine, value = receive(worker.connection)
+            worker.items.remove(number)
+            if number in self._tickets:
+                self._tickets[number].settle(value, failed=not fine)
+
+    @contextlib.contextmanager
+    def _whole_message(self, worker: WorkerProcess) -> Iterator[None]:
+        """A worker with which a message broke off is replaced: what follows on its connection would mean nothing."""
+        try:
+            yield
+        except TimeoutError:
+            self._bury(worker, "its reader stopped in the middle of a message")
+        except (EOFError, OSError):
+            self._bury(worker)
+        except BaseException as error:  # Ctrl-C, memory
+            self._bury(worker, f"its reader was interrupted ({type(error).__name__})")
+            raise
+
+    def _end_silent(self, server: PoolServer) -> None:
+        if self.timeout_s is None:
+            return
+        for worker in self._workers:
+            if worker.killed_for is None and worker.state.silent_seconds > self.timeout_s + self.grace_s:
+                server.kill(worker, f"took longer than {self.timeout_s:g} s")
+
+    def _until_next_limit(self) -> float | None:
+        if self.timeout_s is None:
+            return None
+        silent = [worker.state.silent_seconds for worker in self._workers if worker.killed_for is None]
+        return max(0.01, self.timeout_s + self.grace_s - max(silent, default=0.0))
+
+    def _bury(self, worker: WorkerProcess, reason: str | None = None) -> None:
+        """A worker is gone, or as good as: what it was at is lost, what it had not begun goes to others."""
+        assert self._server is not None
+        self._selector.unregister(worker.connection)
+        self._workers.remove(worker)
+        worker.connection.close()
+        self._server.kill(worker, reason)
+        reason = self._server.fate(worker)
+        begun = worker.state.item
+        for number in reversed(worker.items):
+            ticket = self._tickets.get(number)
+            if ticket is None:
+                continue
+            ticket.tries += 1
+            if number == begun:
+                ticket.lose(Lost(worker.state.noted, reason))
+            elif ticket.tries == _TRIES:
+                ticket.lose(Lost(None, reason))
+            if not ticket.done:
+                self._waiting.appendleft(ticket)
+        self._add_worker()
+
+    def _add_worker(self) -> None:
+        assert self._server is not None
+        worker = self._server.fork()
+        self._workers.append(worker)
+        self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+
+
+def _no_note(number: int) -> None:
+    """In the calling process nobody has to be told."""

@@ -1,0 +1,1 @@
+"""What processors of families that read conversations share."""

@@ -1,0 +1,147 @@
+"""preprocessor_config.json and video_preprocessor_config.json of families that cut pictures into grids, as
+transformers reads and writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tessera.core.errors import TesseraError
+from tessera.data.media.clips import VideoSampling
+from tessera.data.patches import Patches
+
+IMAGE_FILE = "preprocessor_config.json"
+VIDEO_FILE = "video_preprocessor_config.json"
+BOTH_FILE = "processor_config.json"  # newer folders keep both in one
+Bounds = tuple[int | None, int | None]
+_BICUBIC = 3  # Pillow's number for it
+
+
+class Geometry(Protocol):
+    """What of a vision tower's configuration pictures are cut by."""
+
+    @property
+    def patch_size(self) -> int: ...
+
+    @property
+    def spatial_merge_size(self) -> int: ...
+
+    @property
+    def temporal_patch_size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class GridFiles:
+    """How a family's folders name their preprocessors, and the bounds of pixels where they say nothing."""
+
+    processor: str = "Qwen2VLProcessor"
+    image: str = "Qwen2VLImageProcessor"
+    video: str = "Qwen2VLVideoProcessor"
+    image_bounds: tuple[int, int] = (56 * 56, 1280 * 28 * 28)
+    video_bounds: tuple[int, int] = (128 * 28 * 28, 768 * 28 * 28)
+
+    def read(
+        self, folder: Path, vision: Geometry, *, image_bounds: Bounds, video_bounds: Bounds
+    ) -> tuple[Patches, Patches]:
+        """For stills and for clips. Bounds that are given win over the folder's."""
+        both = _read(folder / BOTH_FILE)
+        image_file = _read(folder / IMAGE_FILE) or both.get("image_processor") or {}
+        video_file = _read(folder / VIDEO_FILE) or both.get("video_processor") or {}
+        image = _patches(image_file, vision, image_bounds, self.image_bounds, folder / IMAGE_FILE, "")
+        return image, _patches(video_file, vision, video_bounds, self.video_bounds, folder / VIDEO_FILE, "video_")
+
+    def write(self, folder: Path, image: Patches, video: Patches, sampling: VideoSampling) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        named = {"processor_class": self.processor}
+        still = {**named, "image_processor_type": self.image, **_common(image)}
+        clip = {
+            **named,
+            "video_processor_type": self.video,
+            **_common(video),
+            "cap_pixels_per_frame": False,
+            "do_sample_frames": True,
+        }
+        if sampling.frames is None:
+            clip |= {"fps": sampling.fps, "min_frames": sampling.min_frames, "max_frames": sampling.max_frames}
+        else:
+            clip |= {"num_frames": sampling.frames}
+        for name, content in ((IMAGE_FILE, still), (VIDEO_FILE, clip)):
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_sampling(folder: Path) -> dict[str, Any]:
+    """How many frames the folder's own files say to take from a clip; what they leave open is left out."""
+    data = _read(folder / VIDEO_FILE) or _read(folder / BOTH_FILE).get("video_processor") or {}
+    names = {"fps": "fps", "min_frames": "min_frames", "max_frames": "max_frames", "frames": "num_frames"}
+    found = {ours: data.get(theirs) for ours, theirs in names.items()}
+    return {ours: value for ours, value in found.items() if isinstance(value, (int, float)) and value > 0}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TesseraError(f"not readable as JSON: {error}", where=str(path)) from None
+    return data if isinstance(data, dict) else {}
+
+
+def _patches(
+    data: Mapping[str, Any], vision: Geometry, given: Bounds, default: tuple[int, int], path: Path, prefix: str
+) -> Patches:
+    checks = {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": _BICUBIC,
+    }
+    for key, wanted in checks.items():
+        if data.get(key) is not None and data[key] != wanted:
+            raise TesseraError(f"{key} = {data[key]!r}, the model needs {wanted!r}", where=str(path))
+    size = data.get("size") if isinstance(data.get("size"), dict) else {}
+    assert isinstance(size, dict)
+    least = given[0] or data.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or default[0]
+    most = given[1] or data.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or default[1]
+    if least > most:
+        raise TesseraError(
+            f"{prefix}min_pixels ({least}) is more than {prefix}max_pixels ({most})", where="data.processor"
+        )
+    extra: dict[str, Any] = {}
+    if data.get("image_mean") is not None and data.get("image_std") is not None:
+        extra |= {"mean": tuple(map(float, data["image_mean"])), "std": tuple(map(float, data["image_std"]))}
+    if data.get("rescale_factor") is not None:
+        extra["scale"] = float(data["rescale_factor"])
+    return Patches(
+        int(least),
+        int(most),
+        vision.patch_size,
+        vision.spatial_merge_size,
+        vision.temporal_patch_size,
+        **extra,
+    )
+
+
+def _common(patches: Patches) -> dict[str, Any]:
+    return {
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": _BICUBIC,
+        "rescale_factor": patches.scale,
+        "image_mean": list(patches.mean),
+        "image_std": list(patches.std),
+        "patch_size": patches.patch,
+        "temporal_patch_size": patches.temporal,
+        "merge_size": patches.merge,
+        "min_pixels": patches.min_pixels,
+        "max_pixels": patches.max_pixels,
+        "size": {"shortest_edge": patches.min_pixels, "longest_edge": patches.max_pixels},
+    }

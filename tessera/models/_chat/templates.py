@@ -1,0 +1,28 @@
+"""How families write conversations down."""
+
+from __future__ import annotations
+
+from tessera.data.chat import ChatTemplate, Turn
+
+CHATML = ChatTemplate(special=("<|im_start|>", "<|im_end|>"), media={}, system=None)
+LLAMA3 = ChatTemplate(
+    special=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    turns={"": Turn("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>")},
+    media={},
+    begin="<|begin_of_text|>",
+    system=None,
+    end_of_text="<|end_of_text|>",
+)
+VICUNA = ChatTemplate(
+    special=("<s>", "</s>"),
+    turns={
+        "system": Turn("", " "),
+        "assistant": Turn("ASSISTANT: ", "</s>"),
+        "": Turn("USER: ", " "),
+    },
+    media={},
+    begin="<s>",
+    system="A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions.",
+    end_of_text="</s>",
+)

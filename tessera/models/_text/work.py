@@ -1,0 +1,43 @@
+"""Floating-point operations of a text tower in one forward and backward pass.
+
+Counted are the matrix products of the model itself: attention inside each segment (all of its square, with no discount
+for causality), no recomputation, no padding of shorter segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tessera.core.types import Batch
+from tessera.models._text.config import TextConfig
+from tessera.models._text.plan import layer_weights
+
+
+def text_work(text: TextConfig, tokens: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """`pairs`: of tokens that attend to each other, the square of each segment's length."""
+    routers = 0
+    if text.experts is not None:
+        sparse = sum(text.experts_in(layer) is not None for layer in range(text.num_hidden_layers))
+        routers = sparse * text.hidden_size * text.experts.num_experts
+    weights = text.num_hidden_layers * layer_weights(text) + routers + text.hidden_size * text.vocab_size
+    width = text.num_attention_heads * text.head_size
+    forward: np.ndarray = 2 * tokens * weights + 4 * text.num_hidden_layers * width * pairs
+    return 3.0 * forward
+
+
+def measures_of(batch: Batch) -> dict[str, np.ndarray]:
+    """A batch in the words of the index. `token_pairs` is given, since a batch has many segments."""
+    vision, pixels = batch.segments.get("vision"), batch.get("pixels")
+    return {
+        "tokens": np.array(batch["tokens"].shape[0]),
+        "token_pairs": np.array(sum(length**2 for length in batch.segments["text"].lengths)),
+        "patches": np.array(0 if pixels is None else pixels.shape[0]),
+        "patch_pairs": np.array(0 if vision is None else sum(length**2 for length in vision.lengths)),
+    }
+
+
+def pairs_of(measures: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Of samples, which are one segment each, unless it is told."""
+    return measures.get("token_pairs", measures["tokens"].astype(np.float64) ** 2)

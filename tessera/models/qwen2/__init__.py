@@ -1,0 +1,40 @@
+"""Qwen2 and Qwen2.5: the text towers of Qwen2-VL, Qwen2.5-VL and InternVL, alone."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from tessera.models._chat.templates import CHATML
+from tessera.models._text import config as text_tower
+from tessera.models._text.family import LanguageConfig, Spellings, language_family, preset
+from tessera.models._text.spelling import QWEN2
+
+
+class TextConfig(text_tower.TextConfig):
+    attention_bias: bool = True
+    rope_theta: float = Field(1e6, gt=0)
+    bos_token_id: int | None = 151643
+    eos_token_id: int | tuple[int, ...] | None = 151645
+
+
+class Qwen2Config(LanguageConfig):
+    spellings: ClassVar[Spellings] = {"qwen2": (QWEN2, "Qwen2ForCausalLM")}
+
+    text: TextConfig
+
+
+PRESETS = {
+    "quickstart": preset(
+        512, 128, 384, 4, (4, 2), tied=True, rope_theta=1e4, initializer_range=0.06, bos_token_id=None, eos_token_id=506
+    ),
+    "0.5b": preset(151936, 896, 4864, 24, (14, 2), tied=True),
+    "1.5b": preset(151936, 1536, 8960, 28, (12, 2), tied=True),
+    "3b": preset(151936, 2048, 11008, 36, (16, 2), tied=True),
+    "7b": preset(152064, 3584, 18944, 28, (28, 4)),
+    "14b": preset(152064, 5120, 13824, 48, (40, 8), rms_norm_eps=1e-5),
+    "32b": preset(152064, 5120, 27648, 64, (40, 8), rms_norm_eps=1e-5),
+    "72b": preset(152064, 8192, 29568, 80, (64, 8), rms_norm_eps=1e-5),
+}
+SPEC = language_family("qwen2", Qwen2Config, PRESETS, (CHATML,))

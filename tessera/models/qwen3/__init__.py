@@ -1,0 +1,56 @@
+"""Qwen3, dense and with experts: normalised queries and keys, heads of a size of their own."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from tessera.models._chat.templates import CHATML
+from tessera.models._text import config as text_tower
+from tessera.models._text.family import LanguageConfig, Spellings, language_family, preset
+from tessera.models._text.spelling import QWEN3, QWEN3_MOE
+
+
+class TextConfig(text_tower.TextConfig):
+    head_dim: int | None = Field(128, gt=0)
+    qk_norm: bool = True
+    rope_theta: float = Field(1e6, gt=0)
+    max_position_embeddings: int = Field(40960, gt=0)
+    bos_token_id: int | None = 151643
+    eos_token_id: int | tuple[int, ...] | None = 151645
+
+
+class Qwen3Config(LanguageConfig):
+    spellings: ClassVar[Spellings] = {
+        "qwen3": (QWEN3, "Qwen3ForCausalLM"),
+        "qwen3_moe": (QWEN3_MOE, "Qwen3MoeForCausalLM"),
+    }
+
+    text: TextConfig
+
+
+def _experts(count: int, chosen: int, width: int) -> dict[str, Any]:
+    return {"num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
+
+
+_SMALL: dict[str, Any] = {
+    "head_dim": 32,
+    "rope_theta": 1e4,
+    "initializer_range": 0.06,
+    "bos_token_id": None,
+    "eos_token_id": 506,
+}
+PRESETS = {
+    "quickstart": preset(512, 128, 384, 4, (4, 2), tied=True, **_SMALL),
+    "quickstart-moe": preset(512, 128, 384, 4, (4, 2), tied=True, experts=_experts(8, 2, 96), **_SMALL),
+    "0.6b": preset(151936, 1024, 3072, 28, (16, 8), tied=True),
+    "1.7b": preset(151936, 2048, 6144, 28, (16, 8), tied=True),
+    "4b": preset(151936, 2560, 9728, 36, (32, 8), tied=True),
+    "8b": preset(151936, 4096, 12288, 36, (32, 8)),
+    "14b": preset(151936, 5120, 17408, 40, (40, 8)),
+    "32b": preset(151936, 5120, 25600, 64, (64, 8)),
+    "30b-a3b": preset(151936, 2048, 6144, 48, (32, 4), experts=_experts(128, 8, 768)),
+    "235b-a22b": preset(151936, 4096, 12288, 94, (64, 4), experts=_experts(128, 8, 1536)),
+}
+SPEC = language_family("qwen3", Qwen3Config, PRESETS, (CHATML,))

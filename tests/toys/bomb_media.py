@@ -1,0 +1,56 @@
+"""Reads media files one by one, each in a fork of its own: `python -m tests.toys.bomb_media BOMBS SOUND`.
+
+BOMBS and SOUND are folders; files are named KIND-NAME. The sound ones are read first, so that what libraries keep for
+good is not blamed on a bomb. Prints for each bomb how much memory rose, and what was said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import cast
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import Part, PartKind
+from tessera.data.media.images import Limits
+from tessera.data.media.read import decode, probe
+from tessera.data.media.video import VideoSampling
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def said(file: Path) -> list[str]:
+    part = Part(cast(PartKind, file.name.split("-")[0]), file.name)
+    words = []
+    for what in (probe, decode):
+        try:
+            what(part, file.parent, Limits(), VideoSampling())
+            words.append("read")
+        except TesseraError as error:
+            words.append(error.what)
+        except BaseException as error:
+            words.append(f"escaped: {error!r}")
+    return words
+
+
+def main(bombs: Path, sound: Path) -> None:
+    for file in sorted(sound.iterdir()):
+        said(file)
+    for file in sorted(bombs.iterdir()):
+        if os.fork() == 0:
+            before, began = peak_mib(), time.perf_counter()
+            words = said(file)
+            rise, took = peak_mib() - before, time.perf_counter() - began
+            print(json.dumps({"name": file.name, "rise_mib": rise, "seconds": took, "said": words}), flush=True)
+            os._exit(0)
+        os.wait()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,96 @@
+"""Data sets and loaders as a user would write them, with nothing of this house in them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+
+class Digits(Dataset[dict[str, Any]]):
+    """Scans of digits with a little noise, drawn from the common stream."""
+
+    def __init__(self, count: int = 48, noise: float = 0.0) -> None:
+        data = load_digits()
+        self.pixels = torch.tensor(data.data[:count] / 8 - 1, dtype=torch.float32)
+        self.labels = torch.tensor(data.target[:count])
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        noise = self.noise * torch.randn(64) * random.random()
+        return {"pixels": self.pixels[number] + noise, "labels": self.labels[number], "id": f"digit-{number}"}
+
+
+class Pairs(Digits):
+    def __getitem__(self, number: int) -> Any:
+        return self.pixels[number], int(self.labels[number])
+
+
+class DigitStream(IterableDataset[dict[str, Any]]):
+    def __init__(self, count: int = 20) -> None:
+        self.digits = Digits(count)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self.digits[number] for number in range(len(self.digits)))
+
+
+DIGITS = Digits(10)
+
+
+def keyed(items: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {"pixels": torch.stack([item["pixels"] for item in items]), "count": torch.tensor([len(items)])}
+
+
+def digit_loader(batch_size: int = 4, shuffle: bool = True, count: int = 48, workers: int = 0) -> DataLoader[Any]:
+    return DataLoader(Digits(count), batch_size=batch_size, shuffle=shuffle, num_workers=workers)
+
+
+def ranked_loader(rank: int, ranks: int, batch_size: int = 4) -> DataLoader[Any]:
+    digits = Digits(48)
+    sampler: Any = DistributedSampler(digits, ranks, rank, shuffle=True)
+    return DataLoader(digits, batch_size=batch_size, sampler=sampler)
+
+
+class Remembering:
+    """A loader that can tell where it stands, and be put there."""
+
+    def __init__(self, batches: int = 1000) -> None:
+        self.batches = batches
+        self.at = 0
+        self.made = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.at < self.batches:
+            self.at, self.made = self.at + 1, self.made + 1
+            yield {"number": torch.tensor([self.at - 1])}
+        self.at = 0
+
+
+class Chats(Dataset[Any]):
+    """Conversations as a list of any kind of item."""
+
+    def __init__(self, items: list[Any] | None = None, pictures: int = 0) -> None:
+        turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "Red."}]
+        shown = [{"messages": turns, "images": [Image.new("RGB", (20, 20))]} for _ in range(pictures)]
+        self.items = items if items is not None else shown
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.items[number]

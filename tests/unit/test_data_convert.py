@@ -1,0 +1,116 @@
+"""Data sets written in another spelling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_cases import pictures, row, seen, write_jsonl
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import SourceSection
+from tessera.data.sources.base import Source
+from tessera.data.sources.open import open_source
+from tessera.tools.data_convert import convert, convert_llava
+
+
+@pytest.fixture
+def coco(tmp_path: Path) -> Path:
+    (tmp_path / "COCO2017" / "train2017").mkdir(parents=True)
+    pictures(tmp_path / "COCO2017" / "train2017", ["000000033471.jpg", "000000052846.jpg"])
+    return tmp_path / "COCO2017"
+
+
+def llava(path: Path, *more: dict[str, Any]) -> Path:
+    said = [
+        seen("000000033471.jpg", id="000000033471"),
+        {"id": "none", "conversations": [{"from": "human", "value": "Hé?"}, {"from": "gpt", "value": "Yes."}]},
+        {"id": "empty", "image": "", "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}]},
+        seen("000000052846.jpg", id="000000052846"),
+    ]
+    path.write_text(json.dumps([*said, *more], ensure_ascii=False), encoding="utf-8")
+    return path
+
+
+def test_llava_instruct_becomes_the_mllm_form(tmp_path: Path, coco: Path) -> None:
+    annotations = llava(
+        tmp_path / "llava.json",
+        seen("000000000000.jpg", id="gone"),
+        seen("../../etc/passwd", id="outside"),
+        {"id": "king", "image": "000000033471.jpg", "conversations": [{"from": "king", "value": "<image>"}]},
+    )
+    done = convert_llava(annotations, coco, tmp_path / "out" / "mllm.json")
+    assert (done.written, done.missing, done.bad) == (4, 2, 1)
+    rows = json.loads((tmp_path / "out" / "mllm.json").read_text(encoding="utf-8"))
+    assert rows[0] == {
+        "images": ["./train2017/000000033471.jpg"],
+        "messages": [
+            {"role": "user", "content": "<image>\nWhat?"},
+            {"role": "assistant", "content": "A thing."},
+        ],
+    }
+    assert rows[1] == {
+        "images": [],
+        "messages": [{"role": "user", "content": "Hé?"}, {"role": "assistant", "content": "Yes."}],
+    }
+    assert done.reasons[0][1] == "no such picture: ./train2017/000000000000.jpg"
+    assert "left out 2 with missing media and 1" in done.lines()[0]
+    # What was written can be trained on.
+    source = open_source(SourceSection(path=done.out, root=coco))
+    assert [len(source.read(n).media()) for n in range(4)] == [1, 0, 0, 1]
+    assert list(tmp_path.glob("**/*.part")) == []
+
+
+def test_without_a_look_at_the_pictures(tmp_path: Path) -> None:
+    done = convert_llava(llava(tmp_path / "a.json"), tmp_path / "nowhere", tmp_path / "b.json", check_images=False)
+    assert done.written == 4
+    with pytest.raises(TesseraError, match="no folder 'train2017'"):
+        convert_llava(tmp_path / "a.json", tmp_path / "nowhere", tmp_path / "c.json")
+
+
+def test_nothing_is_overwritten_or_left_half_written(tmp_path: Path, coco: Path) -> None:
+    annotations, out = llava(tmp_path / "a.json"), tmp_path / "b.json"
+    out.write_text("mine")
+    with pytest.raises(TesseraError, match="already there"):
+        convert_llava(annotations, coco, out)
+    convert_llava(annotations, coco, out, overwrite=True)
+    assert len(json.loads(out.read_text())) == 4
+    with pytest.raises(TesseraError, match="is what is read"):
+        convert(SourceSection(path=annotations), annotations, overwrite=True)
+    write_jsonl(tmp_path / "mixed.jsonl", [row("a", "b"), seen("a.png")])
+    with pytest.raises(TesseraError, match="has the form"):
+        convert(SourceSection(path=tmp_path / "mixed.jsonl"), tmp_path / "c.jsonl")
+    write_jsonl(tmp_path / "bad.jsonl", [{"messages": []}])
+    with pytest.raises(TesseraError, match=r"no row could be written; .* 1 that cannot be read: messages is empty"):
+        convert(SourceSection(path=tmp_path / "bad.jsonl"), tmp_path / "c.jsonl")
+    assert not (tmp_path / "c.jsonl").exists()
+    assert list(tmp_path.glob(".*")) == []
+
+
+def all_of(source: Source) -> list[Any]:
+    return [(one.id, one.messages) for _, one in source.scan(range(len(source)))]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [seen("a.png", id="x"), seen("b.png", id="y")],
+        [{"id": "x", "instruction": "a", "output": "b", "history": [["c", "d"]]}],
+        [{"id": "x", "text": "see <image> there", "images": ["a.png"]}, {"id": "y", "text": "plain"}],
+        [row("<image> <video>", "b", id="x", images=["a.png"], videos=["b.mp4"], tools=[{"name": "f"}])],
+    ],
+)
+def test_any_set_says_the_same_after_it_was_converted(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    before = SourceSection(path=write_jsonl(tmp_path / "a.jsonl", rows))
+    done = convert(before, tmp_path / "b.jsonl")
+    assert done.written == len(rows)
+    assert all_of(open_source(before)) == all_of(open_source(SourceSection(path=done.out)))
+
+
+def test_missing_media_can_be_looked_for(tmp_path: Path) -> None:
+    pictures(tmp_path, ["a.png"])
+    path = write_jsonl(tmp_path / "a.jsonl", [seen("a.png"), seen("gone.png"), {"conversations": []}])
+    done = convert(SourceSection(path=path), tmp_path / "b.jsonl", check_media=True)
+    assert (done.written, done.missing, done.bad) == (1, 1, 1)

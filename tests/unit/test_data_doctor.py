@@ -1,0 +1,403 @@
+"""The doctor finds every flaw of a set made of flaws, once, at its place; and what it writes cannot hurt its reader."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import SourceSection, load_config
+from tessera.core.types import MediaSize, Sample
+from tessera.tools.data_doctor.diagnosis import Diagnosis
+from tessera.tools.data_doctor.examine import examine
+from tessera.tools.data_doctor.findings import KINDS
+from tessera.tools.data_doctor.for_model import ForModel, for_model, for_recipe
+from tessera.tools.data_doctor.forecast import ladder
+from tessera.tools.data_doctor.histogram import bars, histogram, short, svg
+from tests.toys.chat_set import chat_recipe, write_chat_set
+from tests.unit.data_cases import LetterProcessor, pictures, png_header, row, seen, write_jsonl
+
+ROOT = Path(__file__).parents[2]
+
+
+def looked_at(*paths: Path, **options: Any) -> Diagnosis:
+    given = {"workers": 0, "length": 100, **options}
+    return examine([SourceSection(path=path) for path in paths], given.pop("processor", LetterProcessor()), **given)
+
+
+def counts(diagnosis: Diagnosis) -> dict[str, int]:
+    return {name: found.count for name, found in diagnosis.found}
+
+
+def shown(image: str, text: str = "What?") -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}
+
+
+def answer(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def ask(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+# ---------------------------------------------------------------------------------------------- flaws
+
+# Kind of finding -> messages of one row that has this flaw.
+FLAWS: dict[str, list[dict[str, Any]]] = {
+    "missing-file": [shown("gone.png"), answer("a thing")],
+    "outside-root": [shown("../outside.png"), answer("a thing")],
+    "unreadable-media": [shown("garbage.png"), answer("a thing")],
+    "too-large": [shown("bomb.png"), answer("a thing")],
+    "unfit": [shown("narrow.png"), answer("a thing")],
+    "unknown-role": [{"role": "oracle", "content": "hm"}, answer("a thing")],
+    "nothing-trained": [ask("and nobody answers?")],
+    "too-long": [ask("long"), answer("a" * 200)],
+    "empty-answer": [ask("say nothing"), answer("  ")],
+    "all-trained": [answer("I speak"), answer("and speak")],
+    "special-word": [ask("end it <|im_end|> here"), answer("so be it")],
+    "loose-placeholder": [ask("look at <image> now"), answer("at what")],
+    "mojibake": [ask("itâ€™s broken"), answer("so it is")],
+    "control-character": [ask("a bell \x07"), answer("I hear")],
+    "short-answer": [ask("which one"), answer("B")],
+}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("zoo")
+    rows: list[Any] = [{"id": kind, "messages": talk} for kind, talk in FLAWS.items()]
+    rows += [
+        {"id": "more-places", "messages": [ask("<image><image>"), answer("hm, two")], "images": ["fine.png"]},
+        {"id": "fewer-places", "messages": [ask("none"), answer("hm, one")], "images": ["fine.png"]},
+        {"id": "two-users", "messages": [ask("one"), ask("two"), answer("three")]},
+        {"id": "assistant-first", "messages": [answer("hello"), ask("hi"), answer("hello again")]},
+        row("same words", "same answer", id="copy-1"),
+        row("same words", "same answer", id="copy-2"),
+        row("first of them", "one", id="twice"),
+        row("second of them", "two", id="twice"),
+        {"id": "fine", "messages": [shown("fine.png"), answer("a red thing")]},
+    ]
+    file = write_jsonl(folder / "zoo.jsonl", rows)
+    with file.open("a", encoding="utf-8") as more:
+        more.write("{broken\n")
+    pictures(folder, ["fine.png"])
+    Image.new("RGB", (3000, 2)).save(folder / "narrow.png")
+    (folder / "garbage.png").write_bytes(b"not a picture")
+    (folder / "bomb.png").write_bytes(png_header(100_000, 100_000))
+    return file
+
+
+def test_every_flaw_is_found_once_and_at_its_place(zoo: Path) -> None:
+    diagnosis = looked_at(zoo)
+    found = counts(diagnosis)
+    names = list(FLAWS)
+    for name, finding in diagnosis.found:
+        if name in FLAWS:
+            mine = [place for place in finding.places if place.id == name]
+            assert [place.where for place in mine] == [f"zoo.jsonl:{names.index(name) + 1}"], name
+            assert mine[0].detail
+    assert set(FLAWS) <= set(found)
+    once = set(FLAWS) - {"short-answer"}
+    assert {name: found[name] for name in once} == dict.fromkeys(once, 1)
+    assert found["placeholders"] == 2
+    assert found["bad-row"] == 1
+    assert found["repeated-content"] == 1
+    assert found["repeated-id"] == 1
+    turns = next(finding for name, finding in diagnosis.found if name == "turn-order")
+    assert {place.id for place in turns.places} >= {"two-users", "assistant-first"}
+    assert diagnosis.worst == "loss"
+    assert diagnosis.exit_code == 1
+    # Each row once: 7 unusable flaws of FLAWS (with the too long one 8), two placeholders, and one that is no JSON.
+    assert diagnosis.total("rows") == len(FLAWS) + 10
+    assert diagnosis.total("rows") - diagnosis.total("usable") == 8 + 2 + 1
+    assert diagnosis.total("too_long") == 1
+
+
+def test_worst_come_first_and_say_how_to_mend(zoo: Path) -> None:
+    diagnosis = looked_at(zoo)
+    severities = [KINDS[name].severity for name, _ in diagnosis.found]
+    assert severities == sorted(severities, key=["loss", "warning", "note"].index)
+    text = "\n".join(diagnosis.lines())
+    for name, kind, finding in diagnosis.findings():
+        assert f"{kind.title}: {finding.count:,}" in text, name
+        assert kind.mend.split()[0] in text
+
+
+def test_without_a_model_lengths_are_characters(zoo: Path) -> None:
+    diagnosis = looked_at(zoo, processor=None)
+    found = counts(diagnosis)
+    assert {"missing-file", "placeholders", "nothing-trained", "empty-answer", "all-trained"} <= set(found)
+    assert "too-long" not in found
+    assert not diagnosis.forecast
+    assert any("--model" in line for line in diagnosis.lines())
+    assert "--model" in diagnosis.html()
+    assert {one.unit for one in diagnosis.histograms} >= {"characters"}
+
+
+def test_processes_change_nothing(zoo: Path) -> None:
+    alone, together = (json.loads(looked_at(zoo, workers=workers).json()) for workers in (0, 2))
+    assert alone.pop("seconds") >= 0
+    assert together.pop("seconds") > 0
+    assert alone == together
+
+
+def test_a_sound_set_is_called_sound(tmp_path: Path) -> None:
+    rows = [row(f"question {number}", f"answer number {number}", id=str(number)) for number in range(40)]
+    diagnosis = looked_at(write_jsonl(tmp_path / "good.jsonl", rows))
+    assert counts(diagnosis) == {}
+    assert (diagnosis.worst, diagnosis.exit_code) == ("sound", 0)
+    assert "All 40 samples are sound" in diagnosis.lines()[0]
+
+
+def test_only_decoding_finds_what_lies_behind_a_header(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "cut.png")
+    whole = (tmp_path / "cut.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    file = write_jsonl(tmp_path / "set.jsonl", [seen("cut.png", id="cut")])
+    assert "damaged-media" not in counts(looked_at(file))
+    assert counts(looked_at(file, decode=True))["damaged-media"] == 1
+    assert counts(looked_at(file, decode=True, processor=None))["damaged-media"] == 1
+
+
+def test_one_answer_for_most_and_one_picture_for_many(tmp_path: Path) -> None:
+    pictures(tmp_path, ["same.png"])
+    rows = [{"messages": [shown("same.png", f"question {n}"), answer("I cannot" if n % 2 else f"it is {n}")]}
+            for n in range(60)]  # fmt: skip
+    diagnosis = looked_at(write_jsonl(tmp_path / "set.jsonl", rows))
+    found = dict(diagnosis.found)
+    assert found["one-answer"].count == 30
+    assert "I cannot" in found["one-answer"].places[0].detail
+    assert found["shared-media"].count == 1
+    assert "same.png: used 60 times" in found["shared-media"].places[0].detail
+
+
+def test_a_set_of_two_forms_is_a_finding_and_the_other_rows_are_seen(tmp_path: Path) -> None:
+    pictures(tmp_path, ["a.png"])
+    rows = [row("q", "words"), seen("a.png"), row("q2", "more words")]
+    diagnosis = looked_at(write_jsonl(tmp_path / "mixed.jsonl", rows))
+    assert counts(diagnosis)["set-refused"] == 1
+    assert diagnosis.total("usable") == 2
+
+
+def test_pictures_that_are_enlarged_or_shrunk_are_told(tmp_path: Path) -> None:
+    write_chat_set(tmp_path, samples=2)
+    Image.new("RGB", (4, 4)).save(tmp_path / "tiny.png")
+    Image.new("RGB", (400, 400)).save(tmp_path / "huge.png")
+    file = write_jsonl(tmp_path / "set.jsonl", [seen("tiny.png", id="tiny"), seen("huge.png", id="huge")])
+    model = toy(tmp_path)
+    found = dict(looked_at(file, processor=model.processor, work=model.work, length=400).found)
+    assert [place.id for place in found["enlarged"].places] == ["tiny"]
+    assert [place.id for place in found["shrunk"].places] == ["huge"]
+    assert "400x400 to " in found["shrunk"].places[0].detail
+
+
+# ---------------------------------------------------------------------------------------------- forecast, figures
+
+
+def test_the_forecast_says_what_a_length_drops_and_what_cutting_saves(tmp_path: Path) -> None:
+    # 10 letters each, in 1, 2, 4 or 8 exchanges of 10 letters.
+    rows = [{"id": f"{n}-{k}", "messages": [m for _ in range(n) for m in (ask("q" * 5), answer(f"{k:05d}"))]}
+            for n in (1, 2, 4, 8) for k in range(10)]  # fmt: skip
+    diagnosis = looked_at(write_jsonl(tmp_path / "set.jsonl", rows), length=40)
+    rungs = {rung.length: rung for rung in diagnosis.forecast}
+    assert list(rungs) == [10, 20, 40, 80]
+    chosen = rungs[40]
+    assert chosen.chosen
+    assert chosen.dropped == 10
+    assert chosen.tokens_lost == pytest.approx(800 / 1500)
+    assert chosen.cut_share == pytest.approx(0.25)
+    assert chosen.cut_tokens_lost == pytest.approx(400 / 1500)
+    assert rungs[10].dropped == 30
+    assert rungs[10].cut_tokens_lost == pytest.approx((10 + 30 + 70) * 10 / 1500)
+    assert rungs[80].dropped == 0
+    assert rungs[80].padding == pytest.approx(1 - 1500 / (19 * 80))
+    assert not any(rung.estimated for rung in diagnosis.forecast)
+    assert counts(diagnosis)["too-long"] == 10
+
+
+def test_the_ladder_ends_where_everything_fits() -> None:
+    assert ladder(2048, 1000) == [512, 1024, 2048]
+    assert ladder(2048, 9000) == [512, 1024, 2048, 4096, 8192, 16384]
+    assert ladder(1, 1) == [1]
+
+
+def test_histograms_count_everything_once() -> None:
+    chance = np.random.default_rng(0)
+    for values in (
+        chance.integers(0, 5, 1000),
+        chance.integers(1, 100_000, 1000),
+        np.array([7]),
+        np.array([0, 0, 1_000_000]),
+        chance.lognormal(30, 3, 1000),
+        np.zeros(3),
+    ):
+        found = histogram("title", "unit", values)
+        assert found is not None
+        assert sum(found.counts) == len(values)
+        assert found.percentiles[50] == pytest.approx(np.median(values))
+        assert svg(found).count("<rect") == len(found.counts)
+        assert len(bars(found)) <= 48
+    assert histogram("title", "unit", np.empty(0)) is None
+
+
+def test_numbers_are_short() -> None:
+    assert [short(x) for x in (0, 7, 999, 9_999, 12_345, 1_234_567, 2.5, 3.2e12)] == [
+        "0", "7", "999", "9,999", "12.3k", "1.23M", "2.5", "3.2T"
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- samples shown
+
+
+def toy(folder: Path) -> ForModel:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(json.dumps(chat_recipe(folder, folder / "runs")))  # JSON is YAML
+    return for_recipe(recipe)
+
+
+def test_samples_are_shown_as_the_model_sees_them(tmp_path: Path) -> None:
+    data = write_chat_set(tmp_path, samples=30)
+    model = toy(tmp_path)
+    assert model.data.length == 192
+    diagnosis = looked_at(data / "train.jsonl", processor=model.processor, work=model.work, length=192, samples=6)
+    assert [one.place for one in diagnosis.samples[:6]] == [f"train.jsonl:{n}" for n in range(1, 7)]
+    assert 6 < len(diagnosis.samples) <= 9
+    for one in diagnosis.samples:
+        number = int(one.id.split("-")[1])
+        words = json.loads((data / "train.jsonl").read_text().splitlines()[number])["messages"][1]["content"]
+        trained = "".join(piece.text for piece in one.pieces if piece.kind == "trained")
+        assert trained == words + "<|im_end|>"
+        assert 0 < (one.trained or 0) < (one.tokens or 0)
+        assert len(one.media) == number % 3
+        assert all(thumb.tokens and thumb.uri for thumb in one.media)
+    titles = {one.title for one in diagnosis.histograms}
+    assert {"Length of a sample", "Patches of a sample", "Work in text", "Work in vision"} <= titles
+    assert "⟦" in "\n".join(diagnosis.lines())
+    assert "\x1b[" in "\n".join(diagnosis.lines(colour=True))
+    # A folder with a run in it serves as well as its recipe.
+    (tmp_path / "run" / "processor").mkdir(parents=True)
+    assert model.processor is not None
+    model.processor.save(tmp_path / "run" / "processor")
+    config = load_config(chat_recipe(tmp_path, tmp_path / "runs"), {"model.tokenizer": str(tmp_path / "gone")})
+    (tmp_path / "run" / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    again = for_model(tmp_path / "run")
+    assert again.processor is not None
+    sample = Sample("x", ())
+    assert again.processor.measure(sample, []) == model.processor.measure(sample, [])
+
+
+# ---------------------------------------------------------------------------------------------- hostile data
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'\x1b[2J\u202e"
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+
+@pytest.mark.parametrize("with_processor", [True, False])
+def test_nothing_from_data_becomes_markup_or_a_terminal_code(tmp_path: Path, with_processor: bool) -> None:
+    folder = tmp_path / "a<script>b"
+    folder.mkdir()
+    name = "<img src=x onerror=alert(3)>.png"
+    pictures(folder, [name])
+    rows = [
+        {"id": EVIL, "messages": [shown(name, EVIL), answer(EVIL)]},
+        {"id": EVIL + "2", "messages": [shown(EVIL.replace("/", "") + ".png"), answer("gone")]},
+        {"id": EVIL + "3", "messages": [{"role": EVIL, "content": EVIL}]},
+    ]
+    file = write_jsonl(folder / "<b>evil.jsonl", rows)
+    diagnosis = looked_at(file, processor=LetterProcessor() if with_processor else None, length=400)
+    page = diagnosis.html()
+    tags = _Tags()
+    tags.feed(page)
+    names = [tag for tag, _ in tags.seen]
+    assert "script" not in names
+    assert "<script" not in page
+    for tag, attributes in tags.seen:
+        assert not [key for key in attributes if key.startswith("on")], tag
+        assert all((value or "").startswith("data:") for key, value in attributes.items() if key in ("src", "href")), (
+            tag
+        )
+    assert "alert(1)" in page  # shown, not hidden
+    assert not re.search(r"https?://", page)
+    for text in ["\n".join(diagnosis.lines()), page]:
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", text)
+    assert json.loads(diagnosis.json())["findings"]
+
+
+@dataclass(frozen=True)
+class Deadly(LetterProcessor):
+    def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
+        if sample.id == "deadly":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().measure(sample, sizes)
+
+
+def test_a_sample_that_kills_its_reader_is_named(tmp_path: Path) -> None:
+    rows = [row(f"question {n}", f"answer {n}", id=str(n)) for n in range(8)]
+    rows[5]["id"] = "deadly"
+    file = write_jsonl(tmp_path / "set.jsonl", rows)
+    diagnosis = examine([SourceSection(path=file)], Deadly(), length=100, workers=1, samples=2)
+    found = dict(diagnosis.found)
+    assert found["stuck"].count == 1
+    assert found["stuck"].places[0].where == "set.jsonl:6"
+    assert diagnosis.total("usable") == 7
+
+
+def test_wrong_input_is_said_plainly(tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match="no data sets"):
+        examine([])
+    with pytest.raises(TesseraError, match=r"gone\.jsonl"):
+        looked_at(tmp_path / "gone.jsonl")
+
+
+def test_the_same_examination_twice_is_the_same(tmp_path: Path) -> None:
+    rows = [row(f"question {n}", f"answer {n}" * 5, id=str(n)) for n in range(300)]
+    file = write_jsonl(tmp_path / "set.jsonl", rows)
+    one, two = (replace(looked_at(file, length=30), seconds=0.0) for _ in range(2))
+    assert one.html() == two.html()
+    assert one.json() == two.json()
+
+
+# ---------------------------------------------------------------------------------------------- the bench
+
+
+def test_the_data_bench_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "bench/data.py", "--quick"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    cases = {line["case"] for line in lines}
+    assert cases == {"samples/s", "headers/s/core", "index rows/s", "seek ms", "bytes written"}
+    written = next(line for line in lines if line["case"] == "bytes written")
+    assert written["by_loading"] == 0
+    assert written["pixel_bytes_loaded"] > 0
+    assert written["by_indexing"]["data"] == written["by_indexing"]["temporary"] == 0

@@ -1,0 +1,406 @@
+"""The pool: items in, results out in their order, whatever happens to the processes in between."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tessera.core.errors import TesseraError
+from tessera.data.pool import Lost, Note, Pool
+from tessera.data.processes.messages import receive, send
+from tessera.data.time_limit import TooSlow, time_limit
+
+
+class Refusal(Exception):
+    def __init__(self, one: int, two: int) -> None:  # two arguments: what pickle would rebuild it from is one
+        super().__init__(f"{one} {two}")
+
+
+def do(item: Any, note: Note) -> Any:
+    """(what to do, number) -> (number, process)."""
+    what, number = item
+    note(number)
+    if what == "nap":
+        time.sleep(0.002 * (number * 7 % 5))
+    elif what == "die":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif what == "leave":
+        os._exit(3)
+    elif what == "hang":
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        ctypes.CDLL(None).sleep(1000)
+    elif what == "dawdle":
+        with time_limit(0.1):
+            while True:
+                pass
+    elif what == "refuse":
+        raise Refusal(1, 2)
+    elif what == "fail":
+        raise TesseraError("broken", where="here", allowed=["a"], nearest="b", fix="mend")
+    elif what == "raise":
+        raise KeyError(number)
+    elif what == "tensor":
+        return torch.full((300, 200), float(number)), os.getpid()
+    return number, os.getpid()
+
+
+def numbers(pool: Pool, items: Any) -> list[int]:
+    return [result[0] for _, result in pool.map(items)]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(do, 2, timeout_s=0.3, grace_s=0.2, ahead=3) as pool:
+        yield pool
+
+
+# ---------------------------------------------------------------------------------------------- order
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_results_come_in_the_order_of_the_items(workers: int) -> None:
+    items = [("nap", n) for n in range(40)]
+    with Pool(do, workers) as pool:
+        found = list(pool.map(items))
+        assert [item for item, _ in found] == items
+        assert [result[0] for _, result in found] == list(range(40))
+        processes = {result[1] for _, result in found}
+        assert len(processes) <= max(1, workers)
+        assert (os.getpid() in processes) == (workers == 0)
+        assert numbers(pool, items[:3]) == [0, 1, 2]  # again, with the same processes
+        assert numbers(pool, []) == []
+
+
+def test_growing_does_not_change_the_order() -> None:
+    with Pool(do, 0) as pool:
+        found, processes = [], set()
+        for _, (number, process) in pool.map(("nap", n) for n in range(60)):
+            found.append(number)
+            processes.add(process)
+            if number in (5, 20):
+                pool.grow(1)
+        assert found == list(range(60))
+        assert len(processes) == 3
+
+
+def test_no_item_is_drawn_before_it_may_start() -> None:
+    drawn = 0
+
+    def endless() -> Iterator[tuple[str, int]]:
+        nonlocal drawn
+        for drawn in itertools.count(1):
+            yield "nap", drawn
+
+    with Pool(do, 2, ahead=3) as pool:
+        for taken, _ in enumerate(itertools.islice(pool.map(endless()), 20), start=1):
+            time.sleep(0.01)  # a slow consumer
+            assert drawn <= taken + 6
+
+
+def test_large_items_and_results_do_not_block_each_other() -> None:
+    with Pool(echo, 2) as pool:
+        items = [bytes([n]) * 3_000_000 for n in range(8)]
+        assert [result for _, result in pool.map(items)] == items
+
+
+def echo(item: Any, note: Note) -> Any:
+    return item
+
+
+class Counts:
+    """Work with state of its own."""
+
+    def __init__(self) -> None:
+        self.seen = np.zeros(100_000, dtype=np.int64)
+
+    def __call__(self, item: int, note: Note) -> tuple[int, int]:
+        time.sleep(0.02)
+        self.seen[0] += 1
+        return os.getpid(), int(self.seen[0])
+
+
+def test_what_the_work_holds_is_each_workers_own() -> None:
+    with Pool(Counts(), 2) as pool:
+        last = {process: count for _, (process, count) in pool.map(range(10))}
+    assert len(last) == 2
+    assert sum(last.values()) == 10
+
+
+# ---------------------------------------------------------------------------------------------- losses
+
+
+def test_a_worker_that_dies_is_replaced_and_its_item_named(pool: Pool) -> None:
+    items = [("die" if n in (3, 4) else "leave" if n == 9 else "nap", n) for n in range(12)]
+    found = [result for _, result in pool.map(items)]
+    assert [n for n, result in enumerate(found) if isinstance(result, Lost)] == [3, 4, 9]
+    assert found[3] == Lost(3, "its reader died of signal 11 (SIGSEGV)")
+    assert found[9] == Lost(9, "its reader ended with exit code 3")
+    assert pool.workers == 2
+
+
+def test_a_worker_stuck_in_c_is_ended(pool: Pool) -> None:
+    began = time.monotonic()
+    found = [result for _, result in pool.map([("nap", 0), ("hang", 1), ("hang", 2), ("nap", 3)])]
+    assert [found[1], found[2]] == [Lost(1, "took longer than 0.3 s"), Lost(2, "took longer than 0.3 s")]
+    assert [found[0][0], found[3][0]] == [0, 3]
+    assert time.monotonic() - began < 5
+
+
+def test_slowness_that_python_sees_is_no_loss(pool: Pool) -> None:
+    with pytest.raises(TooSlow, match=r"took longer than 0\.1 s"):
+        list(pool.map([("dawdle", 0)]))
+
+
+def test_a_lost_item_can_be_answered_with_another(pool: Pool) -> None:
+    asked = []
+
+    def again(item: Any, lost: Lost) -> Any:
+        asked.append((item, lost.at))
+        return ("die", item[1] + 100) if item[1] < 100 else ("nap", item[1])
+
+    found = list(pool.map([("nap", 0), ("die", 1), ("nap", 2)], again))
+    assert [(item, result[0]) for item, result in found] == [(("nap", 0), 0), (("die", 1), 101), (("nap", 2), 2)]
+    assert asked == [(("die", 1), 1), (("die", 101), 101)]
+
+
+# ---------------------------------------------------------------------------------------------- exceptions
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_exceptions_are_raised_at_their_place(workers: int, pool: Pool) -> None:
+    with Pool(do, 0) if workers == 0 else Pool(do, 2) as pool:
+        results = pool.map([("nap", 0), ("fail", 1), ("raise", 2)])
+        assert next(results)[1][0] == 0
+        with pytest.raises(TesseraError) as raised:
+            next(results)
+        error = raised.value
+        told = (error.what, error.where, error.allowed, error.nearest, error.fix)
+        assert told == ("broken", "here", ["a"], "b", "mend")
+        with pytest.raises(KeyError) as other:
+            list(pool.map([("raise", 2), ("nap", 3)]))
+        assert other.value.args == (2,)
+        assert numbers(pool, [("nap", 5)]) == [5]  # what was under way is forgotten
+
+
+def test_an_exception_that_cannot_travel_is_told(pool: Pool) -> None:
+    with pytest.raises(RuntimeError, match="Refusal: 1 2"):
+        list(pool.map([("refuse", 0)]))
+    results = pool.map(("nap", 1 // (1 - n)) for n in range(3))
+    assert next(results)[1][0] == 1
+    with pytest.raises(ZeroDivisionError):  # of the items themselves, after those before it
+        next(results)
+
+
+def test_work_that_cannot_travel_is_refused() -> None:
+    with pytest.raises(TesseraError, match="cannot be handed to worker processes") as raised:
+        Pool(lambda item, note: item, 1)
+    assert "data.workers=0" in str(raised.value.fix)
+
+
+def test_ctrl_c_leaves_a_pool_that_works(pool: Pool) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Pool(do, 2, timeout_s=30) as other:
+            results = other.map([("nap", 0), ("hang", 1)])
+            next(results)
+            threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                next(results)
+            assert numbers(other, [("nap", 7), ("nap", 8)]) == [7, 8]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert numbers(pool, [("nap", 1)]) == [1]
+
+
+# ---------------------------------------------------------------------------------------------- what is left behind
+
+
+def test_nothing_is_left_behind() -> None:
+    def held() -> tuple[int, list[str]]:
+        return len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+
+    with Pool(do, 1):
+        pass  # the server for the whole program stays
+    before = held()
+    with Pool(do, 2) as pool:
+        items = [("die" if n % 50 == 20 else "tensor", n) for n in range(200)]
+        kept = []
+        for (what, n), result in pool.map(items):
+            if what == "tensor":
+                assert result[0].shape == (300, 200)
+                assert result[0][7, 7] == n
+                result[0][7, 7] = -1  # ours to write to
+                kept.append(result[0])
+        assert len(os.listdir("/proc/self/fd")) <= before[0] + 8  # not one for each tensor
+        processes = {result[1] for _, result in pool.map([("nap", n) for n in range(8)])}
+    assert held() == before
+    assert torch.stack(kept).double().sum() == sum(n * (300 * 200 - 1) - 1 for n in range(200) if n % 50 != 20)
+    assert not any(Path(f"/proc/{process}").exists() for process in processes)
+
+
+def test_stuck_workers_end_with_the_pool() -> None:
+    pool = Pool(do, 2)
+    results = pool.map([("nap", 0), ("hang", 1), ("hang", 2)])
+    next(results)
+    time.sleep(0.1)
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 1.5
+    assert list(results) == []
+    pool.close()
+
+
+def test_another_thread_can_stop_a_map() -> None:
+    with Pool(do, 1) as pool:
+        threading.Timer(0.2, pool.stop).start()
+        assert len(list(pool.map([("nap", 0), ("hang", 1)]))) == 1
+
+
+# ---------------------------------------------------------------------------------------------- whole programs
+
+# No guard: a program like those in a README.
+SCRIPT = """
+    from tessera.core.errors import TesseraError
+    from tessera.data.pool import Pool
+    from test_data_pool import do
+    print("begins")
+
+    def double(item, note):
+        return 2 * item
+
+    try:
+        Pool(double, 1)
+    except TesseraError as error:
+        print(error.what)
+    results = Pool(do, 2).map([("nap", 0), ("nap", 1), ("hang", 2), ("hang", 3)])
+    print(*{next(results)[1][1], next(results)[1][1]}, flush=True)
+    next(results)
+"""
+
+GUARDED = """
+    from tessera.data.pool import Pool
+    print("begins", __name__)
+
+    def double(item, note):
+        return 2 * item
+
+    if __name__ == "__main__":
+        with Pool(double, 2) as pool:
+            print([result for _, result in pool.map([1, 2])])
+"""
+
+
+def test_a_script_is_not_run_again_and_leaves_no_orphans(tmp_path: Path) -> None:
+    with _start(tmp_path, SCRIPT) as program:
+        assert program.stdout is not None
+        said = [program.stdout.readline().strip() for _ in range(3)]
+        refused = (
+            "double is defined in a script that worker processes cannot import: it would run again in each of them"
+        )
+        assert said[:2] == ["begins", refused]
+        processes = [Path(f"/proc/{process}") for process in said[2].split()]
+        assert processes
+        assert all(process.exists() for process in processes)
+        program.kill()
+        assert program.stdout.read() == ""
+    until = time.monotonic() + 10
+    while any(process.exists() for process in processes):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_what_a_guarded_script_defines_reaches_workers(tmp_path: Path) -> None:
+    said = _start(tmp_path, GUARDED).communicate()[0].splitlines()
+    assert sorted(said) == ["[2, 4]", "begins __main__", "begins __mp_main__"]  # once, whatever the number of workers
+
+
+def _start(folder: Path, program: str, *arguments: str) -> subprocess.Popen[str]:
+    path = folder / "program.py"
+    path.write_text(textwrap.dedent(program), encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(Path(__file__).parent)])}
+    return subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, env=env, text=True)
+
+
+# ---------------------------------------------------------------------------------------------- messages
+
+
+def test_tensors_and_arrays_arrive_as_they_were() -> None:
+    kinds = (torch.bfloat16, torch.float32, torch.bool, torch.int64, torch.uint8, torch.complex64, torch.float8_e4m3fn)
+    values: dict[str, Any] = {str(kind): torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
+    values |= {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4, dtype=torch.int32),
+        "turned": torch.arange(12.0).reshape(3, 4).t(),
+        "spread": torch.arange(3).expand(4, 3),
+        "large": torch.arange(100_000),
+        "array": np.arange(50_000, dtype=np.uint16),
+        "none": None,
+    }
+    values["same"] = values["large"]
+    weight = torch.nn.Parameter(torch.ones(3))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for message in (values, {"small": torch.arange(3)}, weight):
+            send(ours, message)  # one at a time fits into the socket: what is large lies elsewhere
+            found = receive(theirs)
+            if message is weight:
+                assert isinstance(found, torch.nn.Parameter)
+                assert torch.equal(found, weight)
+                continue
+            assert list(found) == list(message)
+            assert found.get("same") is found.get("large")
+            for name, value in message.items():
+                if isinstance(value, torch.Tensor):
+                    assert found[name].dtype == value.dtype
+                    assert torch.equal(found[name].to(torch.complex64), value.to(torch.complex64)), name
+                elif isinstance(value, np.ndarray):
+                    assert np.array_equal(found[name], value)
+        ours.close()
+        with pytest.raises(EOFError):
+            receive(theirs)
+
+
+# ---------------------------------------------------------------------------------------------- time limit
+
+
+def test_limits_inside_limits() -> None:
+    def inner() -> None:
+        with pytest.raises(TooSlow, match=r"0\.1 s"), time_limit(0.1):
+            time.sleep(5)
+        with time_limit(None):
+            time.sleep(5)
+
+    began = time.monotonic()
+    with pytest.raises(TooSlow, match=r"0\.3 s"), time_limit(0.3):
+        inner()
+    assert 0.25 < time.monotonic() - began < 2
+    with time_limit(10):
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 9
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+def test_a_swallowed_limit_comes_again() -> None:
+    def eats_the_first() -> None:
+        with contextlib.suppress(TooSlow):  # as a library's callback may
+            time.sleep(5)
+        time.sleep(5)
+
+    with pytest.raises(TooSlow), time_limit(0.05):
+        eats_the_first()

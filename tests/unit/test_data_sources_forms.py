@@ -1,0 +1,268 @@
+"""Spellings of a sample, names of keys, and rows that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_cases import row, seen, write_jsonl
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import SourceSection
+from tessera.core.types import PLAIN, Message, Part, Sample
+from tessera.data.sources.forms import RowError
+from tessera.data.sources.names import COLUMNS
+from tessera.data.sources.open import RowsSource, open_source
+
+SHAREGPT = {
+    "conversations": [
+        {"from": "system", "value": "Be kind."},
+        {"from": "human", "value": "<image>and<image>: which? <video>"},
+        {"from": "gpt", "value": "The first."},
+    ],
+    "images": ["a.png", "b.png"],
+    "videos": ["c.mp4"],
+}
+PARTS = {
+    "id": 7,
+    "messages": [
+        {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what <image>?"}]},
+        {"role": "assistant", "content": "A thing."},
+    ],
+}
+TOOL = {"type": "function", "function": {"name": "sum", "parameters": {"type": "object"}}}
+
+
+def opened(path: Path, rows: list[dict[str, Any]], **section: Any) -> RowsSource:
+    source = open_source(SourceSection(path=write_jsonl(path / "rows.jsonl", rows), **section))
+    assert isinstance(source, RowsSource)
+    return source
+
+
+def one(path: Path, content: dict[str, Any], **section: Any) -> Sample:
+    return opened(path, [content], **section).read(0)
+
+
+def said(sample: Sample) -> list[tuple[str, str]]:
+    return [
+        (m.role, "".join(p.value if p.kind == "text" else f"[{p.value}]" for p in m.parts)) for m in sample.messages
+    ]
+
+
+def test_the_forms_of_conversations(tmp_path: Path) -> None:
+    source = opened(tmp_path, [PARTS])
+    assert source.form == "messages"
+    sample = source.read(0)
+    assert sample.id == "7"
+    assert sample.messages[0] == Message("user", (Part("image", "a.png"), Part("text", "what <image>?")))
+    assert sample.messages[1] == Message("assistant", (Part("text", "A thing."),))
+
+    source = opened(tmp_path, [SHAREGPT])
+    assert source.form == "sharegpt"
+    sample = source.read(0)
+    assert sample.id == "rows.jsonl:1"
+    assert [m.role for m in sample.messages] == ["system", "user", "assistant"]
+    assert [(p.kind, p.value) for p in sample.messages[1].parts] == [
+        ("image", "a.png"),
+        ("text", "and"),
+        ("image", "b.png"),
+        ("text", ": which? "),
+        ("video", "c.mp4"),
+    ]
+
+    source = opened(tmp_path, [seen("a.png", id="x")])
+    assert source.form == "llava"
+    assert source.read(0).messages[0].parts == (Part("image", "a.png"), Part("text", "\nWhat?"))
+
+
+def test_sound_and_lists_beside_messages(tmp_path: Path) -> None:
+    heard = row("<audio>who? <video>", "You.", audios=["a.wav"])
+    assert said(one(tmp_path, heard)) == [("user", "[a.wav]who? <video>"), ("assistant", "You.")]
+    # The part says where, the list says which: as Hugging Face data sets write it.
+    parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image", "text": None}]
+    listed = {"messages": [{"role": "user", "content": parts}], "images": ["a.png", "b.png"]}
+    assert said(one(tmp_path, listed)) == [("user", "[a.png]and[b.png]")]
+    # A conversation without a list of videos may speak of the tag.
+    plain = {"conversations": [{"from": "human", "value": "What is <video> in HTML?"}]}
+    assert said(one(tmp_path, plain)) == [("user", "What is <video> in HTML?")]
+
+
+def test_alpaca(tmp_path: Path) -> None:
+    full = {"instruction": "Add", "input": "1, 2", "output": "3", "system": "Be brief.", "history": [["Hi", "Hello"]]}
+    source = opened(tmp_path, [full, {"instruction": "Go", "input": "", "output": "Gone"}])
+    assert source.form == "alpaca"
+    assert said(source.read(0)) == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("assistant", "Hello"),
+        ("user", "Add\n1, 2"),
+        ("assistant", "3"),
+    ]
+    assert said(source.read(1)) == [("user", "Go"), ("assistant", "Gone")]
+    shown = {"instruction": "What?", "output": "A dog", "image": "a.png"}
+    assert said(one(tmp_path, shown)) == [("user", "[a.png]What?"), ("assistant", "A dog")]
+
+
+def test_text_is_a_message_that_nobody_says(tmp_path: Path) -> None:
+    for key in ("text", "content"):
+        sample = one(tmp_path, {key: "Once upon <image> a time"})
+        assert said(sample) == [(PLAIN, "Once upon <image> a time")]
+    woven = {"text": "See <image> and <image>.", "images": ["a.png", "b.png"]}
+    assert said(one(tmp_path, woven)) == [(PLAIN, "See [a.png] and [b.png].")]
+    assert said(one(tmp_path, {"text": "a dog", "image": "a.png"})) == [(PLAIN, "[a.png]a dog")]
+
+
+def test_calls_of_functions(tmp_path: Path) -> None:
+    call, again = '{"name": "sum", "arguments": {"a": 1}}', "<tool_call>\n{}\n</tool_call>"
+    chat = {
+        "conversations": [
+            {"from": "human", "value": "Add."},
+            {"from": "function_call", "value": call},
+            {"from": "observation", "value": "3"},
+            {"from": "gpt", "value": "It is 3."},
+        ],
+        "system": "Count.",
+        "tools": json.dumps([TOOL]),
+    }
+    sample = one(tmp_path, chat)
+    assert [role for role, _ in said(sample)] == ["system", "user", "assistant", "tool", "assistant"]
+    system = said(sample)[0][1]
+    assert system.startswith("Count.\n\n# Tools")
+    assert f"<tools>\n{json.dumps(TOOL)}\n</tools>" in system
+    assert said(sample)[2][1] == again.format(call)
+
+    listed = {
+        "messages": [
+            {"role": "user", "content": "Add."},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": "sum", "arguments": '{"a": 1}'}}],
+            },
+            {"role": "tool", "content": "3"},
+        ],
+        "tools": [TOOL],
+    }
+    sample = one(tmp_path, listed)
+    assert said(sample)[0][1].startswith("# Tools")
+    assert said(sample)[2:] == [("assistant", again.format(call)), ("tool", "3")]
+    assert said(one(tmp_path, {**row("a", "b"), "tools": "[]"})) == [("user", "a"), ("assistant", "b")]
+
+
+def test_columns_name_what_is_called_differently(tmp_path: Path) -> None:
+    odd = {
+        "key": "x1",
+        "dialogue": [{"who": "Q", "words": "<image>?"}, {"who": "A", "words": "Yes."}, {"who": "res", "words": "ok"}],
+        "pics": ["a.png"],
+        "rules": "Be kind.",
+    }
+    columns = {
+        "id": "key",
+        "messages": "dialogue",
+        "role_tag": "who",
+        "content_tag": "words",
+        "user_tag": "Q",
+        "assistant_tag": "A",
+        "observation_tag": "res",
+        "images": "pics",
+        "system": "rules",
+    }
+    for form in ("auto", "messages", "sharegpt"):
+        sample = one(tmp_path, odd, columns=columns, format=form)
+        assert sample.id == "x1"
+        expected = [("system", "Be kind."), ("user", "[a.png]?"), ("assistant", "Yes."), ("tool", "ok")]
+        assert said(sample) == expected
+    asked = {"question": "Why?", "answer": "So."}
+    sample = one(tmp_path, asked, columns={"prompt": "question", "response": "answer"})
+    assert said(sample) == [("user", "Why?"), ("assistant", "So.")]
+    assert said(one(tmp_path, {"body": "x"}, columns={"text": "body"})) == [(PLAIN, "x")]
+    openai = {"conversations": row("a", "b")["messages"]}
+    assert said(one(tmp_path, openai, columns={"messages": "conversations"})) == [("user", "a"), ("assistant", "b")]
+    with pytest.raises(TesseraError, match="unknown name in `columns`: 'mesages'") as raised:
+        one(tmp_path, odd, columns={"mesages": "dialogue"})
+    assert raised.value.nearest == "messages"
+    assert raised.value.allowed == list(COLUMNS)
+
+
+def test_text_only_rows_do_not_hide_the_form(tmp_path: Path) -> None:
+    plain = {"conversations": seen("a.png")["conversations"][1:]}
+    source = opened(tmp_path, [plain, seen("a.png"), {**plain, "image": None}])
+    assert source.form == "llava"
+    assert [isinstance(sample, RowError) for _, sample in source.scan(range(3))] == [False] * 3
+    assert opened(tmp_path, [plain]).form == "sharegpt"
+    # Only the first thousand rows and some others are asked; what is missed is an error that says what to write.
+    late = opened(tmp_path, [plain] * 1001 + [seen("a.png")] + [plain] * 400)
+    with pytest.raises(TesseraError, match="has the form 'llava'") as raised:
+        late.read(1001)
+    assert "`format: llava`" in str(raised.value.fix)
+    assert opened(tmp_path, [plain] * 1001 + [seen("a.png")], format="llava").read(1001).media()
+
+
+def test_mixed_forms_are_an_error_of_the_set(tmp_path: Path) -> None:
+    source = opened(tmp_path, [seen("a.png"), row("q", "a")])
+    with pytest.raises(TesseraError, match="has the form 'messages', the data set was read as 'llava'") as raised:
+        list(source.scan(range(2)))
+    assert raised.value.where == f"{tmp_path / 'rows.jsonl'}, rows.jsonl:2"
+    with pytest.raises(TesseraError, match="has the form 'llava'"):
+        opened(tmp_path, [seen("a.png")], format="sharegpt").read(0)
+    for other in ({"instruction": "a", "output": "b"}, {"text": "a"}):
+        with pytest.raises(TesseraError, match="has the form"):
+            opened(tmp_path, [row("q", "a"), other]).read(1)
+    # A form that the recipe names is taken where the row has it, whatever else the row has.
+    both = {"text": "plain", **row("q", "a")}
+    assert one(tmp_path, both, format="text").messages[0].role == PLAIN
+    # A row that has the keys of no form is that row's own trouble.
+    with pytest.raises(RowError, match="messages is not a list"):
+        opened(tmp_path, [row("q", "a"), {"unknown": 1}]).read(1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({"conversations": seen("a")["conversations"], "image": ["a", "b"]}, "1 <image> placeholders, 2 images"),
+        ({**seen("a"), "image": []}, "1 <image> placeholders, 0 images"),
+        ({"conversations": seen("a")["conversations"]}, "1 <image> placeholders, 0 images"),
+        ({**SHAREGPT, "videos": []}, "video token count that cannot match: 1 <video> placeholders, 0 videos"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": "hello"}, "not a list of turns"),
+        ({"messages": ["hello"]}, "not an object"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "unknown role 'king'"),
+        ({"messages": [{"from": "user", "value": "x"}]}, "a turn has no 'role', it has ['from', 'value']"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content is a int"),
+        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "unknown type of part 'smell'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a path is expected"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
+        ({"messages": [{"role": "user", "content": "<image>"}], "images": []}, "1 <image> placeholders, 0 images"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls is a int"),
+        ({**row("a", "b"), "tools": "{"}, "tools are not readable as JSON"),
+        ({**row("a", "b"), "tools": [5]}, "tools are a JSON list of objects"),
+        ({**row("a", "b"), "system": 5}, "system is a int"),
+        ({**SHAREGPT, "system": "Twice."}, "a system prompt is given twice"),
+        ({"conversations": [{"from": "dog", "value": "x"}], "image": "a"}, "unknown speaker 'dog'"),
+        ({"conversations": [{"from": "gpt", "value": None}], "image": "a"}, "not a text"),
+        ({"instruction": "a", "output": ""}, "output is empty"),
+        ({"instruction": "a", "output": ["b"]}, "output is not a text"),
+        ({"instruction": "", "output": "b"}, "instruction is empty"),
+        ({"instruction": "a", "output": "b", "history": [["x"]]}, "list of pairs"),
+        ({"text": "  "}, "no text under 'text'"),
+        ({"text": "<image>", "images": ["a", "b"]}, "1 <image> placeholders, 2 images"),
+    ],
+)
+def test_rows_that_cannot_be_used(tmp_path: Path, bad: dict[str, Any], reason: str) -> None:
+    source = opened(tmp_path, [{**bad, "id": "it"}])
+    with pytest.raises(RowError) as raised:
+        source.read(0)
+    assert reason in raised.value.reason
+    assert raised.value.id == "it"
+
+
+def test_a_form_that_cannot_be_told(tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match=r"cannot tell the form .* keys \['prompt'\]") as raised:
+        opened(tmp_path, [{"prompt": "x"}])
+    assert "llava (conversations, image)" in str(raised.value)
+    assert "columns" in str(raised.value.fix)
+    (tmp_path / "rows.jsonl").write_text("{torn\n{torn\n")
+    with pytest.raises(TesseraError, match="no row can be read"):
+        open_source(SourceSection(path=tmp_path / "rows.jsonl"))

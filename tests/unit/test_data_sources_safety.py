@@ -1,0 +1,144 @@
+"""Tar files from strangers: nothing is unpacked, no header is believed, and what is refused is named."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import SourceSection
+from tessera.core.types import Sample
+from tessera.data.sources.forms import RowError
+from tessera.data.sources.open import open_source
+
+ABOUT = json.dumps({"text": "a thing"}).encode()
+
+
+def outcomes(path: Path) -> list[Sample | RowError]:
+    source = open_source(SourceSection(path=path))
+    return [found for _, found in source.scan(range(len(source)))]
+
+
+def write(path: Path, *members: tuple[tarfile.TarInfo, bytes], format: int = tarfile.PAX_FORMAT) -> Path:
+    with tarfile.open(path, "w", format=format) as tar:
+        for info, data in members:
+            info.size = len(data) if info.isreg() else 0
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def plain(name: str, data: bytes = ABOUT) -> tuple[tarfile.TarInfo, bytes]:
+    return tarfile.TarInfo(name), data
+
+
+def special(name: str, kind: bytes, target: str = "") -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info, b""
+
+
+@pytest.mark.parametrize(
+    ("member", "reason"),
+    [
+        (plain("../evil.json"), "leads outside"),
+        (plain("a/../../evil.json"), "leads outside"),
+        (plain("/etc/passwd.json"), "leads outside"),
+        (plain("a\\..\\evil.json"), "leads outside"),
+        (special("link.json", tarfile.SYMTYPE, "/etc/passwd"), "is a link"),
+        (special("hard.json", tarfile.LNKTYPE, "../x"), "is a link"),
+        (special("device.json", tarfile.CHRTYPE), "is a device"),
+        (special("pipe.json", tarfile.FIFOTYPE), "is a pipe"),
+        (special("sparse.json", tarfile.GNUTYPE_SPARSE), "is a sparse file"),
+        (special("odd.json", b"Z"), "unknown kind"),
+    ],
+)
+@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_members_that_are_not_read(
+    tmp_path: Path, member: tuple[tarfile.TarInfo, bytes], reason: str, format: int
+) -> None:
+    path = write(tmp_path / "s.tar", plain("000.json"), member, plain("002.json"), format=format)
+    first, bad, last = outcomes(path)
+    assert isinstance(first, Sample)
+    assert isinstance(bad, RowError)
+    assert reason in bad.reason
+    assert isinstance(last, Sample)
+    assert os.listdir(tmp_path) == ["s.tar"]
+
+
+def test_names_may_be_long_and_folders_are_passed_over(tmp_path: Path) -> None:
+    name = "d/" + "é" * 200 + ".json"
+    for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        path = write(tmp_path / "s.tar", special("d/", tarfile.DIRTYPE), plain(name), plain("x.json"), format=format)
+        assert [one.id for one in outcomes(path)] == [name.removesuffix(".json"), "x"]
+    path = write(tmp_path / "u.tar", plain("p" * 90 + "/" + "n" * 90 + ".json"), format=tarfile.USTAR_FORMAT)
+    assert [one.id for one in outcomes(path)] == ["p" * 90 + "/" + "n" * 90]
+
+
+def test_a_tar_that_is_cut_off_compressed_or_damaged(tmp_path: Path) -> None:
+    whole = write(tmp_path / "s.tar", *(plain(f"{i:03d}.json", ABOUT * 80) for i in range(4))).read_bytes()
+    for keep in (700, 1024 + 300, 3 * 512 + 1400):
+        (tmp_path / "cut.tar").write_bytes(whole[:keep])
+        with pytest.raises(TesseraError, match="cut off"):
+            outcomes(tmp_path / "cut.tar")
+    (tmp_path / "torn.tar").write_bytes(b"x" * 20 + whole[20:])
+    with pytest.raises(TesseraError, match="damaged header"):
+        outcomes(tmp_path / "torn.tar")
+    with tarfile.open(tmp_path / "z.tar", "w:gz") as tar:
+        tar.addfile(*_opened(plain("000.json")))
+    with pytest.raises(TesseraError, match=r"compressed \(gzip\)"):
+        outcomes(tmp_path / "z.tar")
+    (tmp_path / "empty.tar").write_bytes(b"\0" * 10240)
+    with pytest.raises(TesseraError, match="no rows"):
+        outcomes(tmp_path / "empty.tar")
+
+
+def _opened(member: tuple[tarfile.TarInfo, bytes]) -> tuple[tarfile.TarInfo, io.BytesIO]:
+    member[0].size = len(member[1])
+    return member[0], io.BytesIO(member[1])
+
+
+def test_sizes_that_lie(tmp_path: Path) -> None:
+    """A header may claim what the file does not have, in octal, in base 256 or in a pax record."""
+    for claim in (b"77777777777\0", b"\x80" + b"\xff" * 11, b"\xff" * 12, b"-0000000001\0"):
+        info, data = plain("000.json")
+        info.size = len(data)
+        block = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
+        block[124:136] = claim
+        block[148:156] = b" " * 8
+        block[148:156] = b"%06o\0 " % sum(block)
+        (tmp_path / "s.tar").write_bytes(bytes(block) + data.ljust(512, b"\0") + b"\0" * 1024)
+        with pytest.raises(TesseraError, match=r"cut off|damaged"):
+            outcomes(tmp_path / "s.tar")
+    info, data = plain("000.json")
+    info.pax_headers = {"size": "99999999999999999999"}
+    with pytest.raises(TesseraError, match=r"no number|cut off"):
+        outcomes(write(tmp_path / "p.tar", (info, data)))
+
+
+def test_mutated_tar_files_are_read_or_refused(tmp_path: Path) -> None:
+    members = [member for i in range(6) for member in (plain(f"{i}.json"), plain(f"{i}.png", b"x" * 700))]
+    whole = write(tmp_path / "s.tar", *members).read_bytes()
+    chance = random.Random(0)
+    read = refused = 0
+    for _ in range(300):
+        torn = bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            torn[chance.randrange(len(torn))] = chance.randrange(256)
+        (tmp_path / "m.tar").write_bytes(torn)
+        try:
+            found = outcomes(tmp_path / "m.tar")
+        except TesseraError:
+            refused += 1
+            continue
+        read += 1
+        for one in found:
+            for part in one.media() if isinstance(one, Sample) else []:
+                assert 0 <= part.value.start <= part.value.start + part.value.size <= len(torn)
+    assert read > 30
+    assert refused > 30
