@@ -126,8 +126,8 @@ def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None)
 
 
 def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """[n] of each rank -> [ranks, n] on every rank. By a sum: should ranks be out of step, gloo ends the process where a
-    gather meets one of another size, and says of a sum that it does not fit."""
+    """[n] of each rank -> [ranks, n] on every rank. By a sum: should ranks be out of step, gloo ends the process where
+    a gather meets one of another size, and says of a sum that it does not fit."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values[None]
     table = values.new_zeros(dist.get_world_size(), *values.shape)
