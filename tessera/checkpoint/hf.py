@@ -37,7 +37,7 @@ from tessera.checkpoint.safetensors_file import (
     read_box,
     refuse_pickle,
 )
-from tessera.checkpoint.weights import Shape, cast_to, fill, foreign_entries, plan_reading, to_foreign
+from tessera.checkpoint.weights import Shape, cast_to, fill, foreign_entries, plan_reading
 from tessera.core.errors import TesseraError
 from tessera.core.weightmap import WeightMap
 
@@ -164,13 +164,14 @@ def save_folder(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     extras: Callable[[Path], None] | None = None,
+    prepare: Callable[[str, Tensor], Tensor] | None = None,
     fault: Fault = no_fault,
 ) -> None:
     """Writes config.json and safetensors with an index; the folder appears whole, by one rename.
 
     Every rank calls this with what it has, which together is the whole model; each tensor is gathered, written by rank
     0 and let go. `dtype` casts floating point weights. `extras` (on rank 0) may put further files, such as the
-    tokenizer's, into the folder before it is published.
+    tokenizer's, into the folder before it is published. `prepare` gives what is written in the place of a tensor.
     """
     ranks = Ranks.current()
     staging: Path | None = None
@@ -181,7 +182,7 @@ def save_folder(
         table: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
             name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            _write_shard(ranks, staging / name, shard, tensors, holders, weight_map, metadata, dtype, fault)
+            _write_shard(ranks, staging / name, shard, tensors, holders, weight_map, metadata, dtype, prepare, fault)
             table.update(dict.fromkeys((entry.key for entries in shard.values() for entry in entries), name))
         size = sum(entry.nbytes for shard in shards for entries in shard.values() for entry in entries)
         ranks.once(lambda: _finish(staging, folder, table, size, config, extras, fault))
@@ -196,7 +197,7 @@ def save_folder(
         _log.info("exported %s to %s", human_bytes(size), folder)
 
 
-_Shard = dict[str, list[Entry]]  # our names -> what each becomes in the file, in order
+_Shard = dict[tuple[str, ...], list[Entry]]  # our names that go together -> what they become in the file, in order
 
 
 def _deal(
@@ -205,14 +206,14 @@ def _deal(
     """Fills one file after another. What comes from one of our tensors stays together, so that it is gathered once."""
     shards: list[_Shard] = [{}]
     room = shard_bytes
-    for name, tensor in tensors.items():
-        theirs = foreign_entries(name, tensor, weight_map, dtype)
+    for names in dict.fromkeys(weight_map.together(name) for name in tensors):
+        theirs = foreign_entries({name: tensors[name] for name in names}, weight_map, dtype)
         entries = [Entry(key, blank.dtype, tuple(blank.shape)) for key, blank in theirs.items()]
         size = sum(entry.nbytes for entry in entries)
         if size > room and shards[-1]:
             shards.append({})
             room = shard_bytes
-        shards[-1][name] = entries
+        shards[-1][names] = entries
         room -= size
     return [dict(sorted(shard.items(), key=lambda item: -item[1][0].dtype.itemsize)) for shard in shards]
 
@@ -226,6 +227,7 @@ def _write_shard(
     weight_map: WeightMap,
     metadata: Mapping[str, str] | None,
     dtype: torch.dtype | None,
+    prepare: Callable[[str, Tensor], Tensor] | None,
     fault: Fault,
 ) -> None:
     """Gathering is collective, writing is not: when rank 0 cannot write, it gathers on to the end of the file."""
@@ -241,15 +243,20 @@ def _write_shard(
             failures.append(Failure.of(error, 0))
             stream.abandon()
 
-    def put(name: str, whole: Tensor) -> None:
-        for key, tensor in to_foreign(name, whole.to(cast_to(whole, dtype)), weight_map).items():
+    def put(whole: Mapping[str, Tensor]) -> None:
+        cast = {name: tensor.to(cast_to(tensor, dtype)) for name, tensor in whole.items()}
+        for key, tensor in weight_map.theirs(cast).items():
             stream.put(key, tensor)
 
     guarded(stream.open)
-    for name in shard:
-        whole = _gather(ranks, tensors.get(name), holders[name])
-        if whole is not None:
-            guarded(put, name, whole)
+
+    def ready(name: str) -> Tensor | None:
+        tensor = tensors.get(name)
+        return tensor if tensor is None or prepare is None else prepare(name, tensor)
+
+    for names in shard:
+        gathered = {name: _gather(ranks, ready(name), holders[name]) for name in names}
+        guarded(put, {name: whole for name, whole in gathered.items() if whole is not None})
     guarded(stream.close)
     raise_together(ranks.once(lambda: failures))
 
@@ -289,6 +296,28 @@ def _gather(ranks: Ranks, tensor: Tensor | None, holder: _Holder) -> Tensor | No
     return whole
 
 
+def gather(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors on rank 0, of all that the ranks have together; nothing on the others. For what is small."""
+    ranks = Ranks.current()
+    found = {name: _gather(ranks, tensors.get(name), holder) for name, holder in _holders(ranks, tensors).items()}
+    return {name: whole for name, whole in found.items() if whole is not None and ranks.rank == 0}
+
+
+def publish(folder: Path, write: Callable[[Path], None], *, overwrite: bool = False, fault: Fault = no_fault) -> None:
+    """A folder of files that `write` makes, on rank 0; it appears whole, by one rename."""
+
+    def work() -> None:
+        staging = _begin(folder, overwrite)
+        try:
+            write(staging)
+            _show(staging, folder, fault)
+        except BaseException:
+            remove_folder(staging)
+            raise
+
+    Ranks.current().once(work)
+
+
 def _begin(folder: Path, overwrite: bool) -> Path:
     if folder.exists() and not folder.is_dir():
         raise TesseraError(f"there is a file in the way: {folder}")
@@ -320,6 +349,10 @@ def _finish(
         write_file(staging / INDEX, _pretty(index), fault)
     if extras is not None:
         extras(staging)
+    _show(staging, folder, fault)
+
+
+def _show(staging: Path, folder: Path, fault: Fault) -> None:
     write_file(staging / MARK, _pretty({"format": "tessera-export", "version": 1}), fault)
     sync_folder(staging, fault)
     trash = folder.parent / f".trash-{folder.name}~{uuid.uuid4().hex[:8]}"

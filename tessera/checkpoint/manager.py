@@ -34,7 +34,7 @@ from tessera.checkpoint.files import (
 from tessera.checkpoint.manifest import MANIFEST, Manifest, problems_in, read_manifest
 from tessera.checkpoint.ranks import RankFailure, Ranks
 from tessera.checkpoint.state import read_state, state_to_json
-from tessera.checkpoint.storage import ShardWriter, load_tensors, save_tensors, total_bytes
+from tessera.checkpoint.storage import ShardWriter, load_tensors, read_table, save_tensors, total_bytes
 from tessera.core.errors import TesseraError
 
 STATE = "state.json"
@@ -103,14 +103,20 @@ class CheckpointManager:
             raise TesseraError("the checkpoint is damaged: " + "; ".join(problems), where=str(path))
         return self._load(ranks, path, tensors)
 
-    def resume(self, tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Any]] | None:
-        """Fills `tensors` from the newest good checkpoint; None when there is none at all."""
+    def resume(
+        self, tensors: Mapping[str, Tensor], may_lack: Mapping[str, Tensor] | None = None, before: int | None = None
+    ) -> tuple[int, dict[str, Any]] | None:
+        """Fills `tensors` from the newest good checkpoint; None when there is none at all. `may_lack`: further ones,
+        left as they are where the checkpoint has none of that name. `before`: of an earlier step than that."""
         ranks = Ranks.current()
         ranks.once(self._clean)
-        found = self._newest_good(ranks)
+        found = self._newest_good(ranks, before)
         if found is None:
             return None
         path, step = found
+        if may_lack:
+            stored = read_table(path).state_dict_metadata
+            tensors = {**tensors, **{name: tensor for name, tensor in may_lack.items() if name in stored}}
         state = self._load(ranks, path, tensors)
         if ranks.rank == 0:
             _log.info("resumed from %s", path)
@@ -118,10 +124,12 @@ class CheckpointManager:
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def _newest_good(self, ranks: Ranks) -> tuple[Path, int] | None:
+    def _newest_good(self, ranks: Ranks, before: int | None = None) -> tuple[Path, int] | None:
         candidates = ranks.once(self._candidates)
         told: list[str] = []
         for path, _ in candidates:
+            if before is not None and _step_of(path) >= before:
+                continue
             problems = _verify(ranks, path)
             if not problems:
                 return path, ranks.once(lambda path=path: read_manifest(path).step)  # type: ignore[misc]
@@ -239,6 +247,12 @@ class CheckpointManager:
             fix=f"it needs {human_bytes(needed)} ({needed} bytes); {human_bytes(free)} ({free} bytes) are free there: "
             "make room, raise the limit, or lower checkpoint.keep",
         )
+
+
+def _step_of(path: Path) -> int:
+    named = _NAME.fullmatch(path.name)
+    assert named is not None
+    return int(named.group(1))
 
 
 def _verify(ranks: Ranks, path: Path) -> list[str]:

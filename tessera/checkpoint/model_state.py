@@ -16,7 +16,7 @@ from tessera.core.names import clean
 def model_tensors(parts: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers themselves. One shared by two modules appears once, by its first name; of two
     copies that a pipeline made of one, the first (the engine makes the other follow)."""
-    _reshard(parts)
+    reshard(parts)
     found: dict[str, Tensor] = {}
     for name, parameter in parts.named_parameters():
         found.setdefault(clean(name), parameter)
@@ -27,7 +27,7 @@ def model_tensors(parts: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _reshard(parts: nn.Module) -> None:
+def reshard(parts: nn.Module) -> None:
     """A pass without a backward one (evaluation) leaves gathered weights in place of the sharded parameters; the
     optimizer and the checkpoint know only the latter."""
     for part in parts.modules():

@@ -11,11 +11,12 @@ from torch import Tensor
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.manifest import MANIFEST
+from tessera.checkpoint.peft import is_adapter_folder
 from tessera.checkpoint.safetensors_file import refuse_pickle
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.weightmap import WeightMap
 
-Origin = Literal["folder", "run", "checkpoint"]
+Origin = Literal["folder", "adapters", "run", "checkpoint"]
 
 
 def origin_of(path: Path) -> Origin:
@@ -26,6 +27,8 @@ def origin_of(path: Path) -> Origin:
         return "run"
     if (path / "config.json").is_file():
         return "folder"
+    if is_adapter_folder(path):
+        return "adapters"
     raise _nothing_here(path)
 
 
@@ -39,6 +42,12 @@ def fill_from(
     """Fills a model's tensors (plain or sharded) in place from whatever lies at `path`. `expected`: all names of the
     model, when `tensors` is only a part of it."""
     origin = origin_of(path)
+    if origin == "adapters":
+        raise TesseraError(
+            "these are adapters, without the model that they belong to",
+            where=str(path),
+            fix="give the model's folder as model.path, and this one as model.lora.path",
+        )
     if origin == "folder":
         if weight_map is None:
             raise TesseraError("this family has no weight map: it cannot read Hugging Face folders", where=str(path))
@@ -63,5 +72,10 @@ def _nothing_here(path: Path) -> TesseraError:
     return TesseraError(
         "no model here",
         where=str(path),
-        allowed=["a Hugging Face folder (config.json)", "a run (config.yaml)", f"a checkpoint ({MANIFEST})"],
+        allowed=[
+            "a Hugging Face folder (config.json)",
+            "adapters (adapter_config.json)",
+            "a run (config.yaml)",
+            f"a checkpoint ({MANIFEST})",
+        ],
     )

@@ -96,16 +96,48 @@ def fill(target: Tensor, recipe: Recipe, shapes: Mapping[str, Shape], read: Read
             piece = read(foreign, box.offsets, box.sizes)
             _shard(target, recipe.ours, box).copy_(piece)
         return
-    whole = [read(name, (0,) * len(shapes[name]), shapes[name]) for name in recipe.theirs]
+    if getattr(recipe.op, "by_rows", False) and all(shapes[name][0] == target.shape[0] for name in recipe.theirs):
+        for box in boxes:
+            made = _made(recipe, shapes, read, where, (box.offsets[0], box.sizes[0]))
+            _check_shape(recipe, tuple(target.shape), (target.shape[0], *made.shape[1:]), where)
+            _shard(target, recipe.ours, box).copy_(_cut(made, (0, *box.offsets[1:]), box.sizes))
+        return
+    made = _made(recipe, shapes, read, where)
+    _check_shape(recipe, tuple(target.shape), tuple(made.shape), where)
+    for box in boxes:
+        _shard(target, recipe.ours, box).copy_(_cut(made, box.offsets, box.sizes))
+
+
+def _made(
+    recipe: Recipe, shapes: Mapping[str, Shape], read: ReadBox, where: str, rows: tuple[int, int] | None = None
+) -> Tensor:
+    """Ours from theirs: whole, or from so many of their rows (first, count)."""
+    theirs = []
+    for name in recipe.theirs:
+        offsets, sizes = [0] * len(shapes[name]), list(shapes[name])
+        if rows is not None:
+            offsets[0], sizes[0] = rows
+        theirs.append(read(name, offsets, sizes))
     try:
-        made = recipe.op.to_ours(whole)
+        return recipe.op.to_ours(theirs)
     except RuntimeError as error:
         told = ", ".join(f"{name} {list(shapes[name])}" for name in recipe.theirs)
         raise TesseraError(f"{recipe.ours} cannot be made from {told}: {error}", where=where) from error
-    _check_shape(recipe, tuple(target.shape), tuple(made.shape), where)
-    for box in boxes:
-        piece = made[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
-        _shard(target, recipe.ours, box).copy_(piece)
+
+
+def _cut(made: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    return made[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+
+
+@torch.no_grad()
+def add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Adds `scale` x left @ right, both whole, to a tensor that may be sharded. Each rank computes what it holds."""
+    for box in _boxes(target):
+        rows = slice(box.offsets[0], box.offsets[0] + box.sizes[0])
+        columns = slice(box.offsets[1], box.offsets[1] + box.sizes[1])
+        held = _shard(target, "", box)
+        held.copy_(held.float() + scale * (left[rows].float() @ right[:, columns].float()))
+    return target
 
 
 def _check_shape(recipe: Recipe, ours: Shape, theirs: Shape, where: str) -> None:
@@ -130,21 +162,13 @@ def _shard(target: Tensor, name: str, box: ChunkStorageMetadata) -> Tensor:
 
 
 def foreign_entries(
-    name: str, tensor: Tensor, weight_map: WeightMap, dtype: torch.dtype | None
+    tensors: Mapping[str, Tensor], weight_map: WeightMap, dtype: torch.dtype | None
 ) -> Mapping[str, Tensor]:
-    """What one of our tensors becomes on writing, as tensors without data: names, shapes and types."""
-    blank = torch.empty(tensor.shape, dtype=cast_to(tensor, dtype), device="meta")
-    return to_foreign(name, blank, weight_map)
-
-
-def to_foreign(name: str, tensor: Tensor, weight_map: WeightMap) -> dict[str, Tensor]:
-    match = weight_map.to_foreign(name)
-    if match is None:
-        raise TesseraError(
-            f"no rule of the weight map speaks of {name}", allowed=[rule.ours for rule in weight_map.rules]
-        )
-    rule, foreign = match
-    return dict(zip(foreign, rule.op.to_theirs(tensor), strict=True))
+    """What tensors of ours that belong together become on writing, as tensors without data: names, shapes and types."""
+    blanks = {
+        name: torch.empty(tensor.shape, dtype=cast_to(tensor, dtype), device="meta") for name, tensor in tensors.items()
+    }
+    return weight_map.theirs(blanks)
 
 
 def cast_to(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -272,15 +272,16 @@ def generate(
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="run, checkpoint or Hugging Face folder")],
+    source: Annotated[Path, typer.Argument(help="run, checkpoint, Hugging Face folder or adapters")],
     target: Annotated[Path, typer.Argument(help="Hugging Face folder to write")],
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; default: as it is")] = None,
+    adapters: Annotated[bool, typer.Option("--adapters", help="only the adapters, as PEFT keeps them")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier export")] = False,
 ) -> None:
-    """Write a model as a Hugging Face folder."""
+    """Write a model as a Hugging Face folder, with its adapters merged into it."""
     from tessera.tools.convert import convert as run
 
-    typer.echo(f"wrote {run(source, target, dtype=dtype, overwrite=overwrite)}")
+    typer.echo(f"wrote {run(source, target, dtype=dtype, adapters=adapters, overwrite=overwrite)}")
 
 
 @app.command("eval")

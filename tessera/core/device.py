@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from tessera.core.errors import TesseraError, nearest
 
@@ -126,6 +127,12 @@ def name(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
 
 
+def profiler_activities(device: torch.device) -> list[ProfilerActivity]:
+    """What torch's profiler records where this device computes."""
+    own = {"cuda": ProfilerActivity.CUDA, "npu": ProfilerActivity.PrivateUse1}.get(device.type)
+    return [ProfilerActivity.CPU] if own is None else [ProfilerActivity.CPU, own]
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Stated dense bf16 peak, or None where we know none: then no MFU is reported rather than a wrong one."""
     label = name(device)
@@ -154,6 +161,23 @@ def reset_peak_memory(device: torch.device) -> None:
 def sum_dtype(device: torch.device) -> torch.dtype:
     """The widest type in which this device can add up scalars over ranks."""
     return torch.float32 if device.type == "npu" else torch.float64
+
+
+def look_at(values: torch.Tensor) -> Callable[[], list[float]]:
+    """Begins to copy a few numbers to the host. Calling the result waits for them, not for what was queued after."""
+    if values.device.type == "cpu":
+        return values.tolist
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    there.copy_(values, non_blocking=True)
+    module: Any = torch.get_device_module(values.device)
+    done = module.Event()
+    done.record(module.current_stream(values.device))
+
+    def wait() -> list[float]:
+        done.synchronize()
+        return list(there.tolist())
+
+    return wait
 
 
 class SideCopies:

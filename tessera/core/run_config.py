@@ -14,6 +14,44 @@ from tessera.core.fsdp2_file import with_fsdp2_file
 DType = Literal["float32", "bfloat16"]
 
 
+class LoraTarget(Section):
+    modules: str = Field(description="pattern of linear layers, or of modules that hold some")
+    rank: int | None = Field(None, gt=0, description="default: lora.rank")
+    alpha: float | None = Field(None, gt=0, description="default: lora.alpha")
+
+
+class LoraSection(Section):
+    """Two small matrices beside each chosen linear layer are trained, everything else is frozen."""
+
+    targets: list[str | LoraTarget] = Field(
+        default_factory=list,
+        description="patterns of linear layers that are adapted; {modules: pattern, rank: 64} has settings of its own; "
+        "default: all in the layers of the text tower",
+    )
+    rank: int = Field(16, gt=0)
+    alpha: float = Field(32, gt=0, description="adapters are scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of what goes into an adapter")
+    rslora: bool = Field(False, description="scale by alpha / sqrt(rank)")
+    path: Path | None = Field(
+        None,
+        description="adapters to start from: a PEFT folder, a run or a checkpoint; without `targets`, it also says "
+        "which layers have which rank",
+    )
+    merge: bool = Field(False, description="at the end also export the whole model, with the adapters merged into it")
+    quantize: Literal["nf4"] | None = Field(
+        None, description="keep the weights of adapted layers in four bits (QLoRA), whole on every rank"
+    )
+
+    @model_validator(mode="after")
+    def _merges_whole_weights(self) -> LoraSection:
+        if self.merge and self.quantize is not None:
+            raise ValueError(
+                "weights in four bits are not what a model is merged into; leave `merge` out, and merge the exported "
+                "adapters into the model they belong to: tessera convert RUN/adapter FOLDER"
+            )
+        return self
+
+
 class ModelSection(Section):
     family: str | None = Field(
         None, description="model family, or an import path to a SPEC; found from `path` when left out"
@@ -26,6 +64,7 @@ class ModelSection(Section):
     freeze: list[str] = Field(
         default_factory=list, description="patterns of modules or parameters that are not trained"
     )
+    lora: LoraSection | None = Field(None, description="train adapters; {} takes every default")
 
     @model_validator(mode="after")
     def _has_origin(self) -> ModelSection:
@@ -34,7 +73,7 @@ class ModelSection(Section):
         return self
 
 
-RowForm = Literal["messages", "sharegpt", "llava", "alpaca", "text"]
+RowForm = Literal["messages", "sharegpt", "llava", "alpaca", "text", "preference"]
 
 
 class SourceSection(Section):
@@ -187,6 +226,9 @@ class ParallelSection(Section):
     swap: list[str] = Field(
         default_factory=list, description="patterns of modules whose activations wait in host memory for backward"
     )
+    compile: bool | list[str] = Field(
+        False, description="compile the model's blocks, or modules by pattern: faster steps after a slow first one"
+    )
     offload: bool = Field(False, description="keep parameters, gradients and optimizer state in host memory")
     pin_memory: bool = Field(True, description="page-locked host memory for offload; off where nothing could use it")
     prefetch_forward: int = Field(0, ge=0, description="blocks gathered ahead in forward; 0: each when it is needed")
@@ -228,6 +270,16 @@ class ParallelSection(Section):
         return data
 
 
+class EmaSection(Section):
+    """A second set of weights: the running average of the trained ones."""
+
+    decay: float = Field(0.999, gt=0, lt=1, description="share of the average that one step keeps")
+    warmup: bool = Field(True, description="keep less of it at first: (1 + n) / (10 + n) after n updates")
+    every: int = Field(1, gt=0, description="steps between updates; each then counts for so many")
+    evaluate: bool = Field(True, description="held-out loss and answers come from the average")
+    export: bool = Field(True, description="with checkpoint.export, also write the average, to hf-ema")
+
+
 class TrainSection(Section):
     steps: int = Field(gt=0)
     global_batch: int = Field(1, gt=0, description="rows in one optimizer step, over all ranks")
@@ -238,6 +290,10 @@ class TrainSection(Section):
     device: str = Field("auto", description="auto, or a device type")
     eval_every: int = Field(0, ge=0, description="steps between evaluations of held-out loss; 0: only at the end")
     eval_rows: int = Field(64, gt=0, description="rows in one evaluation")
+    answers_every: int = Field(0, ge=0, description="steps between generated answers to held-out samples; 0: none")
+    answers_samples: int = Field(16, gt=0, description="held-out samples that are answered")
+    answers_tokens: int = Field(32, gt=0, description="an answer ends after so many tokens at the latest")
+    ema: EmaSection | None = Field(None, description="keep a running average of the trained weights")
 
 
 class ScheduleSection(Section):
@@ -270,9 +326,46 @@ class CheckpointSection(Section):
     export: bool = Field(False, description="also write a Hugging Face folder at the end")
 
 
+class GuardSection(Section):
+    policy: Literal["skip", "rollback", "stop", "off"] = Field(
+        "skip",
+        description="on a bad step: drop its update and go on; go back to the last good state and pass over the "
+        "samples to blame; or stop. off: no step is looked at",
+    )
+    limit: int = Field(10, gt=0, description="more bad steps than this within `window` steps end the run")
+    loss_spike: float | None = Field(
+        10, gt=0, description="a loss that rises so many times more than it usually does is a spike; null: no limit"
+    )
+    grad_spike: float | None = Field(20, gt=0, description="the same for the gradient norm")
+    window: int = Field(200, gt=0, description="good steps that tell what is usual")
+    warmup: int = Field(50, gt=1, description="good steps before anything is called a spike")
+    copy_every: int = Field(
+        0, ge=0, description="steps between copies in host memory to go back to; 0: go back to the last checkpoint"
+    )
+    probes: int = Field(64, gt=0, description="samples that are run apart to find those to blame, at most")
+    coverage: Literal["stop", "warn", "off"] = Field(
+        "stop", description="when a trained tensor received no gradient in the first step"
+    )
+
+
 class LogSection(Section):
     every: int = Field(10, gt=0, description="steps between lines")
     tensorboard: bool = False
+
+
+class ProfileSection(Section):
+    """Where the time and the memory of a few steps go, by module and by kind of work; written to RUN/profile."""
+
+    steps: tuple[int, int] | None = Field(None, description="first and last step to record, such as [10, 12]")
+    memory: bool = Field(True, description="also record every allocation")
+    ranks: list[Annotated[int, Field(ge=0)]] = Field(default_factory=lambda: [0], description="ranks that record")
+
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
+        if value is not None and not 1 <= value[0] <= value[1]:
+            raise ValueError("give the first step and the last, such as [10, 12]")
+        return value
 
 
 class RunConfig(Section):
@@ -284,7 +377,9 @@ class RunConfig(Section):
     train: TrainSection
     optim: OptimSection = OptimSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    guard: GuardSection = GuardSection()
     log: LogSection = LogSection()
+    profile: ProfileSection = ProfileSection()
 
     @model_validator(mode="after")
     def _batches_divide(self) -> RunConfig:
@@ -292,6 +387,14 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.global_batch ({self.train.global_batch}) is not a multiple of "
                 f"train.micro_batch ({self.train.micro_batch})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _profiles_its_own_steps(self) -> RunConfig:
+        if self.profile.steps is not None and self.profile.steps[0] > self.train.steps:
+            raise ValueError(
+                f"profile.steps begins with step {self.profile.steps[0]}, and the run has {self.train.steps}"
             )
         return self
 

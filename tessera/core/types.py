@@ -6,6 +6,7 @@ A type lives here when both sides of a border need it. Nothing in this file comp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -61,6 +62,13 @@ class MediaSize:
     height: int
     frames: int = 1
     samples: int = 0  # of sound, at the rate it is decoded to
+    total: int = 0  # frames of the whole clip, from which `frames` are taken evenly
+    rate: float | None = None  # how many of those make a second; None: nobody says
+
+    @property
+    def fps(self) -> float | None:
+        """Of the frames that are taken."""
+        return None if self.rate is None or not self.total else self.frames / self.total * self.rate
 
 
 @dataclass
@@ -171,8 +179,8 @@ class LossOut:
 
 # How a parameter is dealt out over ranks that compute one tensor together. column, row: the output or input features
 # of a linear layer (of stacked experts: of each expert); vocab: entries of a table of tokens; sequence: whole, and
-# applied to a part of the tokens where `parallel.sequence_parallel` is on; heads: whole, and applied to the heads that
-# a rank has; replicate: whole, applied to all.
+# applied to a part of the tokens where `parallel.sequence_parallel` is on; heads: whole, and applied to the heads or
+# features that a rank has; replicate: whole, applied to all.
 TensorStyle = Literal["column", "row", "vocab", "sequence", "heads", "replicate"]
 
 
@@ -317,6 +325,28 @@ class GuardedRows(Protocol):
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
         """As `batch`. `note(n)` is called before sample n is read; samples in `lost` (with the reason) leave holes."""
+        ...
+
+
+@runtime_checkable
+class SparingRows(Protocol):
+    """A `RowSource` that can pass over samples by name."""
+
+    def without(self, samples: Mapping[str, str]) -> RowSource | None:
+        """The same rows, in which these samples (with the reason) leave masked holes; None where that cannot be."""
+        ...
+
+
+class Reference(Protocol):
+    """What a trained model is compared with, when a task has an attribute `reference` that is not None. The engine runs
+    every micro-batch through it first, without gradient."""
+
+    def of(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, `module` computes as the reference does."""
+        ...
+
+    def seen(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """What the loss wants to know of the reference's outputs: tensors that join the batch. They are small."""
         ...
 
 

@@ -8,16 +8,22 @@ one or more foreign ones, and how it goes back. The engine that reads and writes
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tessera.core.errors import TesseraError
+
 
 class Operation(Protocol):
+    """One with an attribute `by_rows` that is true makes row i of ours (along the first dimension) from row i of each
+    of theirs: who needs some rows may read those alone."""
+
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor: ...
 
     def to_theirs(self, ours: Tensor) -> list[Tensor]: ...
@@ -61,22 +67,61 @@ class Transpose:
 @dataclass(frozen=True)
 class GroupByHead:
     """Rows of a product that makes `kinds` things (queries, keys, values) for each of `heads` heads: theirs lie kind by
-    kind, ours head by head."""
+    kind, each in a tensor of its own if they are `apart`, ours head by head."""
 
     heads: int
     kinds: int = 3
+    apart: bool = False
 
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        (tensor,) = theirs
-        return _regroup(tensor, self.kinds, self.heads)
+        return _regroup(torch.cat(list(theirs)) if self.apart else theirs[0], self.kinds, self.heads)
 
     def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        return [_regroup(ours, self.heads, self.kinds)]
+        joined = _regroup(ours, self.heads, self.kinds)
+        return [kind.contiguous() for kind in joined.chunk(self.kinds)] if self.apart else [joined]
 
 
 def _regroup(tensor: Tensor, outer: int, inner: int) -> Tensor:
     grouped = tensor.reshape(outer, inner, -1, *tensor.shape[1:])
     return grouped.transpose(0, 1).reshape(tensor.shape)
+
+
+@dataclass(frozen=True)
+class HalvesOfPairs:
+    """Rows that rotary positions turn, the first `turned` of the `head_dim` of each head: theirs turn in pairs of
+    neighbours, ours turn the first half against the second."""
+
+    head_dim: int
+    turned: int
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        (tensor,) = theirs
+        return self._reorder(tensor, self.turned // 2, 2)
+
+    def to_theirs(self, ours: Tensor) -> list[Tensor]:
+        return [self._reorder(ours, 2, self.turned // 2)]
+
+    def _reorder(self, tensor: Tensor, outer: int, inner: int) -> Tensor:
+        heads = tensor.reshape(-1, self.head_dim, *tensor.shape[1:])
+        turned = heads[:, : self.turned].reshape(-1, outer, inner, *tensor.shape[1:]).transpose(1, 2)
+        turned = turned.reshape(-1, self.turned, *tensor.shape[1:])
+        return torch.cat([turned, heads[:, self.turned :]], dim=1).reshape(tensor.shape)
+
+
+@dataclass(frozen=True)
+class LinearOfConvolution:
+    """A convolution over whole blocks of `side` x `side` patches, [out, channels, side, side], is a linear layer over
+    the features of these patches one after another, [out, side x side x channels]."""
+
+    side: int
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        (tensor,) = theirs
+        return tensor.permute(0, 2, 3, 1).flatten(1).contiguous()
+
+    def to_theirs(self, ours: Tensor) -> list[Tensor]:
+        blocks = ours.reshape(ours.shape[0], self.side, self.side, -1)
+        return [blocks.permute(0, 3, 1, 2).contiguous()]
 
 
 @dataclass(frozen=True)
@@ -102,6 +147,49 @@ class Stack:
 
     def to_theirs(self, ours: Tensor) -> list[Tensor]:
         return [piece.contiguous() for piece in ours.unbind(0)]
+
+
+@dataclass(frozen=True)
+class Turned:
+    """Ours is [..., rows, columns]; theirs has these two the other way round, or as ours: the shape tells which. They
+    are written the other way round, but for a square: whoever reads by the shape would take it for turned already."""
+
+    rows: int
+    columns: int
+    by_rows = True
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        (tensor,) = theirs
+        if tuple(tensor.shape[-2:]) == (self.rows, self.columns):
+            return tensor
+        return tensor.transpose(-1, -2).contiguous()
+
+    def to_theirs(self, ours: Tensor) -> list[Tensor]:
+        return [ours if self.rows == self.columns else ours.transpose(-1, -2).contiguous()]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Ours is part `number` of `of` equal ones along `dim` of a foreign tensor (after `op`). Each other part is another
+    tensor of ours, with a rule of its own: `WeightMap.together` tells which, and `WeightMap.theirs` joins them."""
+
+    number: int
+    of: int
+    dim: int = 0
+    op: Operation = field(default_factory=Same)
+
+    @property
+    def by_rows(self) -> bool:
+        return self.dim > 0 and getattr(self.op, "by_rows", isinstance(self.op, Same))
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        return self.op.to_ours(theirs).chunk(self.of, dim=self.dim)[self.number].contiguous()
+
+    def to_theirs(self, ours: Tensor) -> list[Tensor]:
+        raise AssertionError("a part alone makes no foreign tensor: WeightMap.theirs joins all of them")
+
+    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return self.op.to_theirs(torch.cat(list(parts), dim=self.dim))
 
 
 @dataclass(frozen=True)
@@ -131,6 +219,34 @@ class WeightMap:
                 return rule, tuple(_fill(foreign, found.groupdict()) for foreign in rule.foreign())
         return (Rule(name, name), (name,)) if self.same_names else None
 
+    def together(self, name: str) -> tuple[str, ...]:
+        """Our names whose tensors lie in the same foreign ones as this one's, in order; mostly it is alone."""
+        for rule in self.rules:
+            found = _template(rule.ours).fullmatch(name)
+            if found and isinstance(rule.op, Part):
+                sharing = [other for other in self.rules if other.theirs == rule.theirs]
+                parts = sorted((other.op.number, other.ours) for other in sharing if isinstance(other.op, Part))
+                return tuple(_fill(ours, found.groupdict()) for _, ours in parts)
+            if found:
+                break
+        return (name,)
+
+    def theirs(self, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What tensors of ours become, all that lie in the same foreign ones given together."""
+        made: dict[str, Tensor] = {}
+        for name, tensor in ours.items():
+            found = self.to_foreign(name)
+            if found is None:
+                raise TesseraError(
+                    f"no rule of the weight map speaks of {name}", allowed=[rule.ours for rule in self.rules]
+                )
+            rule, foreign = found
+            if not isinstance(rule.op, Part):
+                made.update(zip(foreign, rule.op.to_theirs(tensor), strict=True))
+            elif rule.op.number == 0:
+                made.update(zip(foreign, rule.op.join([ours[part] for part in self.together(name)]), strict=True))
+        return made
+
     def canonical(self, foreign: str) -> str:
         """A foreign name in the spelling the rules use."""
         for old, new in self.renames:
@@ -138,10 +254,21 @@ class WeightMap:
                 return new + foreign[len(old) :]
         return foreign
 
+    def in_memory(self, foreign: str) -> str:
+        """A foreign name as the classes of transformers have it. They keep their towers under `model.`, folders may
+        not, and the renames tell; of several spellings the shortest is today's."""
+        spellings = [
+            old + foreign[len(new) :]
+            for old, new in self.renames
+            if old.startswith("model.") and foreign.startswith(new)
+        ]
+        return min(spellings, key=len, default=foreign)
+
     def skips(self, foreign: str) -> bool:
         return any(_template(pattern).fullmatch(foreign) for pattern in self.skip)
 
 
+@functools.lru_cache(maxsize=4096)  # each is asked for once per tensor of a folder
 def _template(template: str) -> re.Pattern[str]:
     parts = re.split(r"\{(\w+)\}", template)
     pattern = "".join(re.escape(p) if i % 2 == 0 else f"(?P<{p}>[^.]+)" for i, p in enumerate(parts))

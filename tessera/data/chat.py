@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tessera.core.errors import TesseraError
@@ -30,19 +30,24 @@ class Piece:
 @dataclass(frozen=True)
 class Turn:
     """What stands before and after the words of a role. Of what stands after, a trained role writes as much as goes up
-    to the last special word."""
+    to the last special word. `text_before` and `text_after` enclose each of its texts, but not its media."""
 
     before: str
     after: str
+    text_before: str = ""
+    text_after: str = ""
+    between: str = ""  # stands in place of `after` and `before` where the role speaks again
 
 
 @dataclass(frozen=True)
 class MediaWords:
-    """`word` stands for one visual token; `before` and `after` enclose all of a picture or clip."""
+    """`word` stands for one visual token; `before` and `after` enclose all of a picture or clip. `mark` is what chat
+    templates of folders write in place of all that, where a family's own processor spells it out later."""
 
     word: str
     before: str = ""
     after: str = ""
+    mark: str = ""
 
 
 _QWEN_MEDIA: Mapping[PartKind, MediaWords] = {
@@ -50,6 +55,7 @@ _QWEN_MEDIA: Mapping[PartKind, MediaWords] = {
     "video": MediaWords("<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
 }
 _ANY = ""  # the turn of a role that has none of its own
+_UNLESS_SYSTEM = "{% if loop.first and message.role != 'system' %}"
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,10 @@ class ChatTemplate:
     begin: str = ""  # before everything
     system: str | None = "You are a helpful assistant."  # said first when the conversation has no system message
     end_of_text: str = "<|endoftext|>"  # what plain text ends with
+    # Of families whose turns have no end of their own: words that begin the next turn, with which a model therefore
+    # ends its own. The first of them ends a conversation.
+    next_turns: tuple[str, ...] = ()
+    media_first: bool = False  # in each turn, wherever they stand among its texts
 
     def special_words(self) -> list[str]:
         return [*self.special, *dict.fromkeys(media.word for media in self.media.values())]
@@ -75,7 +85,7 @@ class ChatTemplate:
     @property
     def stop_words(self) -> list[str]:
         """What a model ends its answers with."""
-        return self._cut.findall(self._turn("assistant").after)
+        return [*self._cut.findall(self._turn("assistant").after), *self.next_turns]
 
     def render(
         self,
@@ -91,7 +101,7 @@ class ChatTemplate:
         default: its word between what encloses it."""
         pieces = self._words(self.begin, "system")
         if self.system is not None and (not messages or messages[0].role not in ("system", PLAIN)):
-            said = [Piece(self.system, "system")] if self.system else []
+            said = self._text(self.system, "system", trained=False) if self.system else []
             pieces += [*self._header("system"), *said, *self._end("system", trained=False)]
         trained_turns = [number for number, message in enumerate(messages) if message.role in train_on]
         if last_only:
@@ -101,9 +111,19 @@ class ChatTemplate:
             content = self._content(message, trained, show or self.show)
             if message.role == PLAIN:
                 pieces += [*content, Piece(self.end_of_text, PLAIN, True, special=True)]
-            else:
-                pieces += [*self._header(message.role), *content, *self._end(message.role, trained)]
-        return pieces + self._header("assistant") if answer else pieces
+                continue
+            header = self._header(message.role) if not self._goes_on(messages[:number], message.role) else []
+            if self.next_turns and header and number - 1 in trained_turns:
+                header[0] = replace(header[0], trained=header[0].special)
+            again = number + 1 < len(messages) and self._goes_on([message], messages[number + 1].role)
+            end = self._words(self._turn(message.role).between, message.role) if again else None
+            pieces += [*header, *content, *(self._end(message.role, trained) if end is None else end)]
+        if answer:
+            return pieces + self._header("assistant")
+        if self.next_turns and messages and messages[-1].role == "assistant":
+            last = len(messages) - 1 in trained_turns
+            pieces.append(Piece(self.next_turns[0], "assistant", last, special=True))
+        return pieces
 
     def show(self, part: Part, role: str) -> list[Piece]:
         words = self.words_of(part)
@@ -120,15 +140,27 @@ class ChatTemplate:
 
     def _content(self, message: Message, trained: bool, show: Callable[[Part, str], list[Piece]]) -> list[Piece]:
         pieces: list[Piece] = []
-        for part in message.parts:
+        parts = sorted(message.parts, key=lambda p: p.kind == "text") if self.media_first else message.parts
+        for part in parts:
             if part.kind == "text":
-                pieces.append(Piece(part.value, message.role, trained))
+                pieces += self._text(part.value, message.role, trained)
             else:  # a model reads pictures, it does not write their placeholders
                 pieces += show(part, message.role)
         return pieces
 
+    def _text(self, text: str, role: str, trained: bool) -> list[Piece]:
+        said = Piece(text, role, trained)
+        if role == PLAIN:
+            return [said]
+        turn = self._turn(role)
+        return [*self._words(turn.text_before, role), said, *self._words(turn.text_after, role)]
+
     def _turn(self, role: str) -> Turn:
         return self.turns[role] if role in self.turns else self.turns[_ANY]
+
+    def _goes_on(self, before: Sequence[Message], role: str) -> bool:
+        """Whether a turn goes on where the one before it ended."""
+        return bool(before) and before[-1].role == role and bool(self._turn(role).between)
 
     def _header(self, role: str) -> list[Piece]:
         return self._words(self._turn(role).before.replace("{role}", role), role)
@@ -147,11 +179,17 @@ class ChatTemplate:
     def system_in(self, jinja: str) -> str | None:
         """What a folder's own template says first when a conversation has no system message: `jinja` read backwards."""
         turn = self._turn("system")
-        before, after = turn.before.replace("{role}", "system"), turn.after.rstrip("\n")
+        before = turn.before.replace("{role}", "system") + turn.text_before
+        after = (turn.text_after + turn.after).rstrip("\n")
+        if not before:  # nothing tells it from other words but where our own templates say it
+            own = re.search(re.escape(_UNLESS_SYSTEM) + "(.*?)" + re.escape(after + "{% endif %}"), jinja, re.DOTALL)
+            return None if own is None else own[1].removeprefix("{% raw %}").removesuffix("{% endraw %}")
         # Templates write line ends as they are, or as strings do. What holds Jinja of its own is another branch.
-        for found in re.findall(re.escape(before) + "(.*?)" + re.escape(after), jinja.replace("\\n", "\n"), re.DOTALL):
+        # Where nothing ends a turn, the next tag does.
+        said = r"(\{% raw %\}.+?\{% endraw %\}|.+?)(?=\{%)" if not after else "(.*?)" + re.escape(after)
+        for found in re.findall(re.escape(before) + said, jinja.replace("\\n", "\n"), re.DOTALL):
             text = str(found).removeprefix("{% raw %}").removesuffix("{% endraw %}")
-            if text != found or not re.search(r"\{[%{]|[%}]\}", text):
+            if text != found or not re.search(r"\{[%{]|[%}]\}|^['\"] *\+", text):  # or a string that is put together
                 return text
         return None
 
@@ -160,18 +198,20 @@ class ChatTemplate:
         said = ""
         if self.system is not None:
             first = self._turn("system")
-            opening = first.before.replace("{role}", "system") + _raw(self.system) + first.after
-            said = "{% if loop.first and message.role != 'system' %}" + opening + "{% endif %}"
+            words = first.text_before + _raw(self.system) + first.text_after if self.system else ""
+            opening = first.before.replace("{role}", "system") + words + first.after
+            said = _UNLESS_SYSTEM + opening + "{% endif %}"
         return (
             self.begin
             + "{% for message in messages %}"
             + said
-            + self._by_role(lambda turn: turn.before.replace("{role}", "{{ message.role }}"))
-            + "{% if message.content is string %}{{ message.content }}"
+            + self._by_role(_jinja_before)
+            + "{% if message.content is string %}"
+            + self._jinja_text("message.content")
             + "{% else %}{% for part in message.content %}"
             + self._jinja_media()
             + "{% endfor %}{% endif %}"
-            + self._by_role(lambda turn: turn.after)
+            + self._by_role(_jinja_after)
             + "{% endfor %}"
             + "{% if add_generation_prompt %}"
             + self._turn("assistant").before.replace("{role}", "assistant")
@@ -189,16 +229,45 @@ class ChatTemplate:
         )
         return tests + ("{% else %}" + other if other else "") + "{% endif %}"
 
+    def _jinja_text(self, value: str) -> str:
+        before = self._by_role(lambda turn: _kept(turn.text_before))
+        return before + "{{ " + value + " }}" + self._by_role(lambda turn: turn.text_after)
+
     def _jinja_media(self) -> str:
+        text = self._jinja_text("part.text")
         if not self.media:
-            return "{{ part.text }}"
+            return text
         out = ""
         for number, (kind, words) in enumerate(self.media.items()):
             also = " or 'image_url' in part" if kind == "image" else ""
             word = "if" if number == 0 else "elif"
-            shown = f"{words.before}{words.word}{words.after}"
+            shown = words.mark or f"{words.before}{words.word}{words.after}"
             out += f"{{% {word} part.type == '{kind}' or '{kind}' in part{also} %}}{shown}"
-        return out + "{% elif 'text' in part %}{{ part.text }}{% endif %}"
+        if self.media_first:
+            again = "{% endif %}{% endfor %}{% for part in message.content %}"
+            return out + again + "{% if 'text' in part %}" + text + "{% endif %}"
+        return out + "{% elif 'text' in part %}" + text + "{% endif %}"
+
+
+def _jinja_before(turn: Turn) -> str:
+    before = turn.before.replace("{role}", "{{ message.role }}")
+    if not turn.between:
+        return before
+    return "{% if loop.first or messages[loop.index0 - 1].role != message.role %}" + before + "{% endif %}"
+
+
+def _jinja_after(turn: Turn) -> str:
+    if not turn.between:
+        return turn.after
+    # As strings: a line end that follows a tag would be taken for a part of it.
+    again, end = (text.replace("\n", "\\n") for text in (turn.between, turn.after))
+    same = "not loop.last and messages[loop.index0 + 1].role == message.role"
+    return "{% if " + same + " %}{{ '" + again + "' }}{% else %}{{ '" + end + "' }}{% endif %}"
+
+
+def _kept(text: str) -> str:
+    """Readers of templates take away a line end that comes right after a tag."""
+    return "{{ '\\n' }}" + text[1:] if text.startswith("\n") else text
 
 
 def _raw(text: str) -> str:

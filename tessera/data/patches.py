@@ -1,7 +1,7 @@
 """Pixels as patches, the way the Qwen-VL families see: resized to whole blocks, cut, and put in block order.
 
-Values are those of the reference's Pillow preprocessor bit for bit: eight-bit pixels have 256 values, so rescaling and
-normalising is a table, and cutting is done on bytes. Two bytes are looked up at once: half as many lookups.
+Patches stay bytes until they are on the device: an eight-bit pixel has 256 values, and what they mean is two numbers a
+channel. The bytes are those of the reference's Pillow preprocessor.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -34,15 +33,19 @@ class Patches:
     mean: tuple[float, ...] = CLIP_MEAN
     std: tuple[float, ...] = CLIP_STD
     scale: float = 1 / 255
+    whole_clips: bool = False  # the bounds are those of all frames of a clip together
 
     @property
     def width(self) -> int:
         """Numbers in one patch."""
         return len(self.mean) * self.temporal * self.patch**2
 
-    def fit(self, height: int, width: int) -> tuple[int, int]:
-        """The size a picture is resized to: whole blocks, within the pixel bounds, nearly the same aspect."""
+    def fit(self, height: int, width: int, frames: int = 1) -> tuple[int, int]:
+        """The size a picture is resized to: whole blocks, within the pixel bounds, nearly the same aspect. `frames`: of
+        the clip it belongs to, for families whose bounds are those of whole clips."""
         side = self.patch * self.merge
+        if self.whole_clips:
+            return self._fit_clip(height, width, max(frames, self.temporal))
         if max(height, width) > MAX_ASPECT * min(height, width):
             raise TesseraError(
                 f"a picture of {width}x{height} is too narrow: one side is over {MAX_ASPECT} times the other"
@@ -58,17 +61,41 @@ class Patches:
             fit_w = math.ceil(width * grow / side) * side
         return fit_h, fit_w
 
+    def _fit_clip(self, height: int, width: int, frames: int) -> tuple[int, int]:
+        side = self.patch * self.merge
+        if min(height, width) < side:
+            grow = max(side / height, side / width)
+            height, width = int(height * grow), int(width * grow)
+        if max(height, width) > MAX_ASPECT * min(height, width):
+            raise TesseraError(
+                f"frames of {width}x{height} are too narrow: one side is over {MAX_ASPECT} times the other"
+            )
+        fit_h, fit_w = round(height / side) * side, round(width / side) * side
+        pixels = round(frames / self.temporal) * self.temporal * fit_h * fit_w
+        if pixels > self.max_pixels:
+            shrink = math.sqrt(frames * height * width / self.max_pixels)
+            fit_h = max(side, math.floor(height / shrink / side) * side)
+            fit_w = max(side, math.floor(width / shrink / side) * side)
+        elif pixels < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (frames * height * width))
+            fit_h = math.ceil(height * grow / side) * side
+            fit_w = math.ceil(width * grow / side) * side
+        return fit_h, fit_w
+
     def grid(self, height: int, width: int, frames: int = 1) -> tuple[int, int, int]:
         """Patches along time, height and width."""
-        fit_h, fit_w = self.fit(height, width)
+        fit_h, fit_w = self.fit(height, width, frames)
         return -(-frames // self.temporal), fit_h // self.patch, fit_w // self.patch
 
     def tokens(self, grid: Sequence[int]) -> int:
         return math.prod(grid) // self.merge**2
 
-    def cut(self, frames: Sequence[Image.Image] | np.ndarray, grid: Sequence[int]) -> np.ndarray:
-        """RGB pictures of one size, or frames [F, H, W, 3] -> [P, width] float32. A last temporal patch is filled by
-        its last frame. What has the size of the grid already is not resized again."""
+    def cut(
+        self, frames: Sequence[Image.Image] | np.ndarray, grid: Sequence[int], order: np.ndarray | None = None
+    ) -> np.ndarray:
+        """RGB pictures of one size, or frames [F, H, W, 3] -> [P, width] bytes. A last temporal patch is filled by its
+        last frame. What has the size of the grid already is not resized again. `order`: numbers of the patches in the
+        order they are wanted in; default: as they are cut."""
         t, h, w = grid
         size = (w * self.patch, h * self.patch)
         # A still is one frame shown `temporal` times: its bytes are cut once and copied.
@@ -77,17 +104,24 @@ class Patches:
         m, p = self.merge, self.patch
         blocks = pixels.reshape(t, distinct, h // m, m, p, w // m, m, p, 3)
         blocks = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(t * h * w, 3, distinct, p * p)
-        tables = self._pairs if p % 2 == 0 else self._table
-        numbers = blocks.view(np.uint16) if p % 2 == 0 else blocks
-        patches = np.empty((t * h * w, 3, self.temporal, numbers.shape[-1]), dtype=tables.dtype)
-        for channel in range(3):
-            # Every number is within the table; "clip" only spares the check.
-            patches[:, channel] = tables[channel].take(numbers[:, channel], mode="clip")
-        return patches.view(np.float32).reshape(t * h * w, self.width)
+        blocks = blocks if order is None else blocks[order]
+        if distinct < self.temporal:
+            blocks = np.repeat(blocks, self.temporal, axis=2)
+        return blocks.reshape(t * h * w, self.width)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the tables: they are made again faster than they travel to a worker."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+    @property
+    def affine(self) -> np.ndarray:
+        """[2, width]: factor and offset of each number of a patch, byte to value. A device computes these faster than
+        a host, and is sent a fourth of the bytes."""
+        std = np.array(self.std, dtype=np.float64)
+        both = np.stack([self.scale / std, -np.array(self.mean, dtype=np.float64) / std])
+        return np.repeat(both, self.temporal * self.patch**2, axis=1).astype(np.float32)
+
+    def numbers(self, patches: np.ndarray) -> np.ndarray:
+        """The values of bytes, rounded where the reference rounds; what `affine` gives is within its last bit."""
+        channels = patches.reshape(len(patches), len(self.mean), -1)
+        found = [self._table[channel][channels[:, channel]] for channel in range(len(self.mean))]
+        return np.stack(found, axis=1).reshape(patches.shape)
 
     @cached_property
     def _table(self) -> np.ndarray:
@@ -96,12 +130,6 @@ class Patches:
         mean, std = (np.array(x, dtype=np.float32)[:, None] for x in (self.mean, self.std))
         table: np.ndarray = (values[None] - mean) / std
         return table
-
-    @cached_property
-    def _pairs(self) -> np.ndarray:
-        """[3, 65536]: the two float32 of each pair of bytes, as one number of eight bytes."""
-        pairs = np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2)
-        return np.ascontiguousarray(self._table[:, pairs]).view(np.float64)[..., 0]
 
 
 def _in_size(frames: Sequence[Image.Image] | np.ndarray, size: tuple[int, int], count: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -45,6 +46,7 @@ class ChatRows:
         self.limits = limits
         self.on_bad_sample = on_bad_sample
         self.timeout_s = timeout_s
+        self.left_out: dict[str, str] = {}  # samples to pass over, by name, with the reason
 
     @property
     def bad_count(self) -> int:
@@ -65,6 +67,11 @@ class ChatRows:
 
     def work(self, rows: Sequence[int]) -> list[float]:
         return self.order.work(rows) or [1.0] * len(rows)
+
+    def without(self, samples: Mapping[str, str]) -> ChatRows:
+        found = copy.copy(self)
+        found.left_out = {**self.left_out, **samples}
+        return found
 
     def batch(self, rows: Sequence[int]) -> Batch:
         return self.guarded(rows, {}, lambda _: None)
@@ -93,6 +100,9 @@ class ChatRows:
             note(number)
             with time_limit(self.timeout_s):
                 sample, root = self.index.read(number)
+                if sample.id in self.left_out:
+                    problems.append((sample.id, self.left_out[sample.id]))
+                    return _hole(sample.id, self.index.measure("tokens", number))
                 return self._encode_whole(sample, root, self.index.measure("tokens", number))
         except (TesseraError, RowError, OSError) as error:
             source, row = self.index.locate(number)

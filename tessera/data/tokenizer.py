@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -193,19 +194,28 @@ def read_chat_template(folder: Path) -> str | None:
 
 
 def write_tokenizer(
-    folder: Path, tokenizer_json: str, *, chat_template: str | None, end: str, pad: str, kind: str = "Qwen2Tokenizer"
+    folder: Path,
+    tokenizer_json: str,
+    *,
+    chat_template: str | None,
+    end: str,
+    pad: str,
+    kind: str = "Qwen2Tokenizer",
+    named: Mapping[str, str] | None = None,
+    begin: str | None = None,
 ) -> None:
-    """A folder that `transformers.AutoTokenizer` reads; `end` is the word that stops generation."""
+    """A folder that `transformers.AutoTokenizer` reads; `end` is the word that stops generation. `named`: special words
+    that a family's processor asks the tokenizer for by names of their own. `begin`: what every text begins with."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     added = json.loads(tokenizer_json).get("added_tokens", [])
     keys = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-    config = {
+    config: dict[str, Any] = {
         "tokenizer_class": kind,
         "added_tokens_decoder": {str(token["id"]): {key: token[key] for key in keys} for token in added},
         "additional_special_tokens": [t["content"] for t in added if t["special"] and t["content"] not in (end, pad)],
         "add_prefix_space": False,
-        "bos_token": None,
+        "bos_token": begin,
         "clean_up_tokenization_spaces": False,
         "eos_token": end,
         "errors": "replace",
@@ -214,6 +224,8 @@ def write_tokenizer(
         "split_special_tokens": False,
         "unk_token": None,
     }
+    if named:
+        config["extra_special_tokens"] = dict(named)
     if chat_template is not None:
         config["chat_template"] = chat_template
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")

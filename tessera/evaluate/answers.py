@@ -11,36 +11,13 @@ from typing import Any
 from tessera.core.config import build, read_mapping
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import SourceSection, load_config
-from tessera.core.types import Message, Sample
-from tessera.data.media.read import resolve
+from tessera.data.questions import Question, questions
 from tessera.data.sources.base import Source
-from tessera.data.sources.forms import RowError
 from tessera.data.sources.open import open_source
-from tessera.data.sources.within import Within
 from tessera.infer.load import LoadedModel, LoadedProcessor, load
 from tessera.train.jsonl import JsonLines
 
 log = logging.getLogger("tessera")
-
-
-@dataclass(frozen=True)
-class Question:
-    """A sample cut before its last answer."""
-
-    sample: Sample
-    expected: str
-    root: Path
-
-    @property
-    def text(self) -> str:
-        asked = [m for m in self.sample.messages if m.role == "user"]
-        return " ".join(_text(asked[-1]).split()) if asked else ""
-
-    @property
-    def group(self) -> str:
-        """What kind of question it is, by what it shows: results are given for each."""
-        count = len(self.sample.media())
-        return "text only" if not count else "1 picture" if count == 1 else f"{count} pictures"
 
 
 @dataclass(frozen=True)
@@ -84,17 +61,7 @@ def evaluate(
         usable = [q for q in group if isinstance(q, Question)]
         skipped += len(group) - len(usable)
         for question, answer in zip(usable, answer_all(loaded, processor, usable, max_new_tokens), strict=True):
-            rows.append(
-                {
-                    "id": question.sample.id,
-                    "group": question.group,
-                    "question": question.text,
-                    "expected": question.expected,
-                    "answer": answer,
-                    "correct": answer.strip() == question.expected.strip(),
-                    "images": [_where(p.value, question.root) for p in question.sample.media() if p.kind == "image"],
-                }
-            )
+            rows.append(question.marked(answer))
     if not rows:
         raise TesseraError("no held-out sample could be used", where=", ".join(str(s.path) for s in sources))
     if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
@@ -119,19 +86,6 @@ def held_out_sources(
     return [open_source(s.model_copy(update={"max_samples": max_samples or s.max_samples})) for s in sections]
 
 
-def questions(sources: Sequence[Source]) -> Iterator[Question | RowError]:
-    for source in sources:
-        for _, sample in source.scan(range(len(source))):
-            if isinstance(sample, RowError):
-                yield sample
-                continue
-            last = max((i for i, m in enumerate(sample.messages) if m.role == "assistant"), default=None)
-            if not last:  # no answer, or nothing before it
-                yield RowError(sample.id, "has no question with an answer")
-                continue
-            yield Question(Sample(sample.id, sample.messages[:last]), _text(sample.messages[last]), source.root)
-
-
 def answer_all(
     model: LoadedModel, processor: LoadedProcessor, group: Sequence[Question], max_new_tokens: int
 ) -> list[str]:
@@ -140,17 +94,6 @@ def answer_all(
     prompt = processor.prompt([(q.sample, q.root) for q in group])
     texts = model.generate(prompt, max_new_tokens=max_new_tokens)
     return [texts] if isinstance(texts, str) else texts
-
-
-def _where(value: Any, root: Path) -> str:
-    """Where a picture can be looked at; those that are no files of their own are only described."""
-    if isinstance(value, Within):
-        return f"{value.name} in {value.file}"
-    return str(resolve(value, root)) if isinstance(value, str) else f"{type(value).__name__} in the data"
-
-
-def _text(message: Message) -> str:
-    return "".join(str(p.value) for p in message.parts if p.kind == "text")
 
 
 def _chunks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:

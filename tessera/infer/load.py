@@ -13,7 +13,9 @@ from torch import nn
 from tessera.checkpoint.hf import stored_dtype
 from tessera.checkpoint.model_state import model_tensors, tied_names
 from tessera.checkpoint.origin import fill_from, origin_of
+from tessera.checkpoint.peft import base_of, fill_adapters, settled
 from tessera.core import device as devices
+from tessera.core.adapters import Adapter, Adapters, is_factor
 from tessera.core.config import Section, build, read_mapping
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.meta import computed_buffers, put_back_buffers
@@ -28,6 +30,7 @@ from tessera.infer.over_ranks import over_ranks
 from tessera.infer.sampling import Sampling
 from tessera.infer.stream import TextStream
 from tessera.models import resolve
+from tessera.nn.lora import add_adapters, find_adapters, with_adapters
 from tessera.parallel.memory.materialize import allocate
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,9 +47,14 @@ class LoadedModel(nn.Module):
         config: Section,
         processor: Processor | None,
         run: Callable[..., Any] | None = None,
+        adapters: Adapters | None = None,
+        base: Path | None = None,
     ) -> None:
-        """`run`: what is called in the place of a module that lies on several ranks."""
+        """`run`: what is called in the place of a module that lies on several ranks. `base`: the folder of the model
+        that adapters belong to, as far as it is known."""
         super().__init__()
+        self.adapters = adapters or {}
+        self.base = base
         self.module = module
         self._run: Any = module if run is None else run
         self.spec = spec
@@ -138,10 +146,12 @@ def load(
     where = device if isinstance(device, torch.device) else devices.resolve(device or "auto")
     kind = _dtype(dtype)
     origin = origin_of(folder)
-    if origin == "folder":
-        section = build(ModelSection, {"path": folder}, str(folder))
-        kind = kind or stored_dtype(folder)
-        files: Path | None = folder
+    if origin in ("folder", "adapters"):
+        base = folder if origin == "folder" else base_of(folder)
+        lora = None if origin == "folder" else {"path": folder}
+        section = build(ModelSection, {"path": base, "lora": lora}, str(folder))
+        kind = kind or stored_dtype(base)
+        files: Path | None = base
         options: dict[str, Any] = {}
         limits = Limits()
     else:
@@ -153,16 +163,28 @@ def load(
     spec, config = resolve(section)
     with torch.device("meta"):
         whole = spec.build(config)
+    weights = None if spec.weights is None else spec.weights(config)
+    adapters: dict[str, Adapter] = {}
     names, tied = list(model_tensors(whole)), tied_names(whole)
+    if section.lora is not None:
+        adapters = find_adapters(settled(section.lora, names, weights), whole, spec.plan(config))
+        add_adapters(whole, adapters, quantized=section.lora.quantize is not None)
     run: Callable[..., Any] | None = None
     if parallel is None:
         module = _allocated(whole, where, kind)
     else:
-        module, run = over_ranks(whole, spec.plan(config), parallel, where, kind)
-    weights = None if spec.weights is None else spec.weights(config)
-    fill_from(folder, model_tensors(module), weights, tied, names)
+        plan = spec.plan(config)
+        module, run = over_ranks(whole, with_adapters(plan) if adapters else plan, parallel, where, kind)
+    tensors = model_tensors(module)
+    if origin == "adapters":
+        assert section.path is not None
+        fill_from(section.path, {n: t for n, t in tensors.items() if not is_factor(n)}, weights, tied, names)
+        fill_adapters(folder, tensors, adapters, names, weights)
+    else:
+        fill_from(folder, tensors, weights, tied, names)
     processor = None if spec.processor is None or files is None else spec.processor(config, files, **options)
-    return LoadedModel(module, spec, config, processor, run), LoadedProcessor(processor, spec, limits)
+    loaded = LoadedModel(module, spec, config, processor, run, adapters, section.path)
+    return loaded, LoadedProcessor(processor, spec, limits)
 
 
 def _processor_folder(run: Path, settings: RunConfig) -> Path | None:

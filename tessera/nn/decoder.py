@@ -137,7 +137,8 @@ class TextDecoder(nn.Module):
         rows: Rows | None = None,
     ) -> Tensor:
         angles = self.shape.rope.angles(positions)
-        x, *deeper = torch.split(x, self.shape.hidden, dim=-1)
+        # Not a view where nothing is split off: a stage may hand it on as it is, and schedules cut it off in place.
+        x, *deeper = (x,) if x.shape[-1] == self.shape.hidden else torch.split(x, self.shape.hidden, dim=-1)
         for index, layer in enumerate(self.layers):
             if layer is not None:
                 x = layer(x, angles, segments, None if step is None else step.layer(index), rows)

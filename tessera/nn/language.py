@@ -54,7 +54,7 @@ class Answering(nn.Module):
         *path, kind = name.split(".")
         if kind == "bias":
             tensor.zero_()
-        elif path[-1].endswith("norm"):
+        elif path[-1].endswith("norm") or path[-1].startswith("norm_"):
             tensor.fill_(1.0)
         else:
             tensor.normal_(0.0, self.initializer_range, generator=generator)

@@ -35,13 +35,18 @@ class VisionShape:
     qkv_bias: bool = True
     proj_bias: bool = True
     mlp_bias: bool = True
-    qk_norm: bool = False  # queries and keys are normalised over all heads together
-    layer_scale: bool = False  # what attention and MLP give is scaled, number by number
+    qk_norm: bool = False  # queries and keys are normalised by their root mean square, over all heads together
+    qk_norm_eps: float = 1e-6
+    layer_scale: float | None = None  # what attention and MLP give is scaled, number by number, at first by this
     rope_theta: float | None = 10_000.0  # of rotary positions over height and width; None: no such positions
     positions: int = 0  # entries of a learned table of positions; 0: there is none
     class_token: bool = False  # a token of its own before the patches of each picture, at position 0 of the table
+    norm_patches: bool = False  # of embeddings, before the table's positions are added
     norm_before: bool = False  # of embeddings, before the first block
     norm_after: bool = False  # of what the last block gives
+    # So many blocks are computed, and no norm after them; the rest is kept for those who read the folder, and is not
+    # trained. None: all is computed.
+    read: int | None = None
     windows: bool = False  # blocks look inside windows, except those listed in `full`
     full: tuple[int, ...] = ()
     taps: tuple[int, ...] = ()  # blocks whose features are handed out beside the last one's
@@ -95,8 +100,8 @@ class VisionAttention(nn.Module):
         self.head_dim = shape.head_dim
         self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden, bias=shape.qkv_bias)
         self.proj = nn.Linear(shape.hidden, shape.hidden, bias=shape.proj_bias)
-        self.q_norm = shape.make_norm() if shape.qk_norm else None
-        self.k_norm = shape.make_norm() if shape.qk_norm else None
+        self.q_norm = RMSNorm(shape.hidden, shape.qk_norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(shape.hidden, shape.qk_norm_eps) if shape.qk_norm else None
         self.core = PackedAttention(causal=False, implementation=shape.attention)
 
     def forward(self, x: Tensor, angles: Angles | None, segments: Segments) -> Tensor:
@@ -141,10 +146,10 @@ class VisionBlock(nn.Module):
         super().__init__()
         self.attn_norm = shape.make_norm()
         self.attn = VisionAttention(shape)
-        self.attn_scale = Scale(shape.hidden) if shape.layer_scale else None
+        self.attn_scale = None if shape.layer_scale is None else Scale(shape.hidden)
         self.mlp_norm = shape.make_norm()
         self.mlp = VisionMLP(shape)
-        self.mlp_scale = Scale(shape.hidden) if shape.layer_scale else None
+        self.mlp_scale = None if shape.layer_scale is None else Scale(shape.hidden)
 
     def forward(self, x: Tensor, angles: Angles | None, segments: Segments) -> Tensor:
         attended = self.attn(self.attn_norm(x), angles, segments)
@@ -167,14 +172,18 @@ class PatchPositions(nn.Module):
         index, weights = batch["patch_index"], batch.get("patch_weights")
         if self.class_token is not None:  # its row among the pixels is only a place
             x = torch.where((index == 0).unsqueeze(-1), self.class_token.to(x.dtype), x)
-        found = self.weight.index_select(0, index.flatten()).view(*index.shape, -1)
-        if weights is not None:
-            found = (found * weights.to(found.dtype).unsqueeze(-1)).sum(1)
+        if weights is None:
+            return x + self.weight.index_select(0, index).to(x.dtype)
+        # One neighbour after another: all at once would be as many times as large as the features.
+        found = torch.zeros_like(x, dtype=torch.float32)
+        for at, share in zip(index.unbind(1), weights.float().unbind(1), strict=True):
+            found = found + share.unsqueeze(-1) * self.weight.index_select(0, at)
         return x + found.to(x.dtype)
 
 
 class VisionTower(nn.Module):
-    """Features [P, width] from a batch's `pixels` [P, values], `patch_positions` [P, 2] and segments "vision".
+    """Features [P, width] from a batch's `pixels` [P, values], `patch_positions` [P, 2] and segments "vision". Pixels
+    are numbers, or bytes with `pixel_scale` [2, values].
 
     Patches come in the order the blocks want them (by windows, by blocks that are merged): whoever makes batches sees
     to it. Segments "vision.windows" are the windows of a tower that has some.
@@ -188,12 +197,17 @@ class VisionTower(nn.Module):
         super().__init__()
         self.shape = shape
         self.patch_embed: PatchEmbed | None = PatchEmbed(shape.patch_values, shape.hidden, shape.patch_bias)
+        self.norm_patches: nn.Module | None = shape.make_norm() if shape.norm_patches else None
         self.table: PatchPositions | None = None
         if shape.positions:
             self.table = PatchPositions(shape.positions, shape.hidden, shape.class_token)
         self.norm_before: nn.Module | None = shape.make_norm() if shape.norm_before else None
         self.blocks = nn.ModuleList(VisionBlock(shape) for _ in range(shape.layers))
         self.norm_after: nn.Module | None = shape.make_norm() if shape.norm_after else None
+        if shape.read is not None:
+            for unread in (*self.blocks[shape.read :], self.norm_after):
+                if unread is not None:
+                    unread.requires_grad_(False)
 
     def forward(self, batch: Batch, carry: Tensor | None = None) -> Tensor:
         shape = self.shape
@@ -202,7 +216,8 @@ class VisionTower(nn.Module):
         pixels = batch["pixels"]
         tapped: list[Tensor] = []
         if self.patch_embed is not None:
-            x: Tensor = self.patch_embed(pixels)
+            x: Tensor = self.patch_embed(_numbers(pixels, batch.get("pixel_scale")))
+            x = x if self.norm_patches is None else self.norm_patches(x)
             x = x if self.table is None else self.table(x, batch)
             x = x if self.norm_before is None else self.norm_before(x)
         else:
@@ -214,13 +229,13 @@ class VisionTower(nn.Module):
         whole = batch.segments["vision"]
         windows = batch.segments["vision.windows"] if shape.windows else whole
         for index, block in enumerate(self.blocks):
-            if block is None:
+            if block is None or (shape.read is not None and index >= shape.read):
                 continue
             x = block(x, angles, whole if index in shape.full else windows)
             if index in shape.taps:
                 at = shape.taps.index(index)
                 tapped = [*tapped[:at], x, *tapped[at + 1 :]]
-        x = x if self.norm_after is None else self.norm_after(x)
+        x = x if self.norm_after is None or shape.read is not None else self.norm_after(x)
         if not shape.taps:
             return x
         # A stage that ends before the last tap leaves the places of the later ones empty.
@@ -238,6 +253,14 @@ class VisionTower(nn.Module):
         bounds = torch.arange(2, device=device, dtype=torch.int32) * patches
         segments = Segments(bounds, patches, (patches,))
         return Batch(tensors, {"vision": segments, "vision.windows": segments})
+
+
+def _numbers(pixels: Tensor, scale: Tensor | None) -> Tensor:
+    """Values of bytes: times `scale[0]`, plus `scale[1]`."""
+    if pixels.is_floating_point():
+        return pixels
+    assert scale is not None, "bytes come with what they mean"
+    return torch.addcmul(scale[1], pixels.float(), scale[0])
 
 
 def has_pictures(batch: Batch) -> bool:

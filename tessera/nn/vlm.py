@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,7 +23,8 @@ class VisionLanguageModel(Answering):
     Batch: `tokens` [T], `positions` [3, T] or [T], segments "text"; with media what the vision tower reads, and
     `media_slots` [M]: the places among the tokens where the embeddings of the pictures go, in order. `media_rows` [M],
     if it is there, says which embedding goes to each slot: a batch may hold a part of the tokens and all pictures.
-    `media_patches`, if it is there, says which of the tower's features the projector gets.
+    `media_patches`, if it is there, says which of the tower's features the projector gets. `media_index` [M] or [M, K],
+    and then `media_weights` [M, K], say which of the projector's embeddings each visual token is, or is between.
 
     Parts that are None lie in another stage of a pipeline: then the model goes on from the `carry` of the stage before,
     or returns its own for the next one. Text begins in the stage that has the projector.
@@ -72,6 +74,13 @@ class VisionLanguageModel(Answering):
         hidden: Tensor = self.text(x, batch["positions"], segments, step, self._rows(batch))
         return self._answer(hidden, step, segments, logits)
 
+    @torch.no_grad()
+    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        if self.vision is not None and self.vision.shape.layer_scale is not None and name.endswith("_scale.weight"):
+            tensor.fill_(self.vision.shape.layer_scale)
+        else:
+            super().initialize(name, tensor, generator)
+
     def _handed_on(self, features: Tensor | None, step: CacheStep | None) -> Tensor:
         """What a stage that ends within the tower gives to the next one: nothing, where there is nothing to see."""
         if step is not None:
@@ -90,7 +99,14 @@ class VisionLanguageModel(Answering):
         if kept is not None:
             features = features.index_select(0, kept)
         embedded: Tensor = self.projector(features)
-        return embedded
+        index, weights = batch.get("media_index"), batch.get("media_weights")
+        if index is None:
+            return embedded
+        chosen = embedded.index_select(0, index.flatten())
+        if weights is None:
+            return chosen
+        shares = weights.to(chosen.dtype).unsqueeze(-1)
+        return (chosen.view(*index.shape, -1) * shares).sum(1)
 
     def _with_media(self, x: Tensor, media: Tensor | None, batch: Batch) -> Tensor:
         if media is None:

@@ -44,7 +44,7 @@ class _ChunkedVocabLoss(torch.autograd.Function):
             highest = logits.amax(1, keepdim=True)
             target = logits.gather(1, place).where(own, 0.0)
             powers = logits.sub_(highest).exp_()
-            loss, share = _join(highest, powers.sum(1, keepdim=True), target, part)
+            loss, share = join_vocab(highest, powers.sum(1, keepdim=True), target, part)
             total += loss.where(trained, 0.0).sum()
             if not (for_hidden or for_rows):
                 continue
@@ -65,7 +65,7 @@ class _ChunkedVocabLoss(torch.autograd.Function):
         return (*scaled_gradients(ctx, grads[0]), None, None, None, None)
 
 
-def _join(highest: Tensor, sums: Tensor, target: Tensor, part: VocabPart) -> tuple[Tensor, Tensor]:
+def join_vocab(highest: Tensor, sums: Tensor, target: Tensor, part: VocabPart) -> tuple[Tensor, Tensor]:
     """The loss of each position, and what this rank's powers (of e, over its own highest logit) must be multiplied by
     to become probabilities. All are [N, 1]; `target` is 0 on the ranks that do not have it."""
     told = torch.stack([highest, sums, target])

@@ -1,14 +1,14 @@
 """The one place where a model meets its plan, in a fixed order:
 
-freeze -> types -> pipeline cut -> tensor -> experts -> context -> swap -> recompute -> fully_shard -> materialize ->
-initialize.
+freeze -> types -> pipeline cut -> tensor -> experts -> context -> swap -> recompute -> compile -> fully_shard ->
+materialize -> initialize.
 
 Loading weights comes after, in `checkpoint`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.meta import computed_buffers, put_back_buffers, seeded
 from tessera.core.names import clean
 from tessera.core.rng import generator
+from tessera.parallel.compile import apply_compile
 from tessera.parallel.context.apply import apply_context
 from tessera.parallel.experts.apply import apply_experts
 from tessera.parallel.fsdp import apply_fsdp, fsdp_arguments, sum_gradients
@@ -74,6 +75,7 @@ def _deal_out(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, device
         return
     here = set(present(module, [part.path for part in plan.recompute]))
     apply_recompute(module, [part for part in plan.recompute if part.path in here], plan.use_reentrant)
+    apply_compile(module, present(module, plan.compiled))
     if plan.sharded:
         apply_fsdp(module, plan, mesh, device, root)
 
@@ -116,12 +118,34 @@ def initialize(
         assert fresh is not None, "a module without `initialize` needs its constructor"
         _take_from(module, fresh, seed)
         return
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            name = clean(name)
+    start_parameters(module, start, seed, device)
+
+
+@torch.no_grad()
+def start_parameters(
+    module: nn.Module,
+    start: Callable[[str, Tensor, torch.Generator], None],
+    seed: int,
+    device: torch.device,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Fills the wanted parameters by name, each a function of the seed and its name."""
+    for name, parameter in module.named_parameters():
+        name = clean(name)
+        if wanted(name):
             full = torch.empty(parameter.shape, dtype=torch.float32, device=device)
             start(name, full, generator(device, seed, "init", name))
             _keep_shard(parameter, full)
+
+
+@torch.no_grad()
+def start_tensors(module: nn.Module, tensors: Mapping[str, Tensor], seed: int, device: torch.device) -> None:
+    """The same for whole tensors that are no parameters of the module, under the names that they would have there."""
+    start: Callable[[str, Tensor, torch.Generator], None] | None = getattr(module, "initialize", None)
+    assert start is not None or not tensors, "a module without `initialize` cannot say how a tensor begins"
+    for name, tensor in tensors.items():
+        if start is not None:
+            start(name, tensor, generator(device, seed, "init", name))
 
 
 def _take_from(module: nn.Module, fresh: Callable[[], nn.Module], seed: int) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tessera.core import device as devices
 from tessera.core.dist import sum_over_ranks
-from tessera.core.types import Batch, LossOut, Task
+from tessera.core.types import Batch, LossOut, Reference, Task
 from tessera.parallel.shared import EndOfStep, sum_shared
 
 
@@ -74,8 +74,12 @@ class SimpleEngine:
         """Every parameter has a name here."""
 
     def _forward(self, task: Task, batch: Batch) -> LossOut:
+        reference: Reference | None = getattr(task, "reference", None)
         with torch.no_grad():
             inputs = task.inputs(batch)
+            if reference is not None:
+                with reference.of(self.module):
+                    inputs.tensors.update(reference.seen(self.module(inputs), inputs))
         return task.loss(self.module(inputs), inputs)
 
 

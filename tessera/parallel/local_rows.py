@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tessera.core.errors import TesseraError
-from tessera.core.types import Batch, GuardedRows, RowSource, WeighedRows
+from tessera.core.types import Batch, GuardedRows, RowSource, SparingRows, WeighedRows
 from tessera.parallel.axes import CONTEXT, DEAL, Axes
 from tessera.parallel.context.local_part import own_part
 from tessera.parallel.planning.context import ContextPlan
@@ -60,6 +61,14 @@ class LocalRows:
     def work(self, rows: Sequence[int]) -> Sequence[float]:
         """Of whole rows, so that all ranks deal them alike; the same for each where the source cannot tell."""
         return self.source.work(rows) if isinstance(self.source, WeighedRows) else [1.0] * len(rows)
+
+    def without(self, samples: Mapping[str, str]) -> LocalRows | None:
+        source = self.source.without(samples) if isinstance(self.source, SparingRows) else None
+        if source is None:
+            return None
+        found = copy.copy(self)
+        found.source = source
+        return found
 
     def batch(self, rows: Sequence[int]) -> Batch:
         return self._own(self.source.batch(rows))

@@ -61,6 +61,7 @@ class Plan:
     recompute: tuple[Recompute, ...]  # modules whose activations are recomputed in backward
     use_reentrant: bool
     swap: tuple[str, ...]  # modules whose activations wait in host memory
+    compiled: tuple[str, ...]
     offload: bool  # parameters, gradients and optimizer state live in host memory
     pin_memory: bool
     prefetch_forward: int
@@ -175,6 +176,7 @@ def make_plan(
         recompute=roles.recompute,
         use_reentrant=section.use_reentrant,
         swap=roles.swap,
+        compiled=roles.compiled,
         offload=section.offload,
         pin_memory=section.pin_memory,
         prefetch_forward=section.prefetch_forward,

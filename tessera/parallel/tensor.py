@@ -6,6 +6,8 @@ the decoder, this rank's part of the tokens.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,6 +35,9 @@ def apply_tensor(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
     for path in present(module, plan.layers):
         if (tokens := tokens_of(path)) is not None:
             _cut(module.get_submodule(path), plan.layers[path], tokens)
+    for path in present(module, plan.inner):
+        if (tokens := tokens_of(path)) is not None:
+            _distribute(module.get_submodule(path), tokens, Shard(1 if plan.inner[path] == "row" else 0))
     for path in present(module, plan.entries):
         if (tokens := tokens_of(path)) is not None:
             # Before the layer's own hook, where it is one: that one takes what has entered.
@@ -95,9 +100,7 @@ def _cut(layer: nn.Module, how: Cut, tokens: Tokens) -> None:
     """All ranks fill their parts of a weight alike later, so nothing is sent here."""
     if how == "vocab" and type(layer) is not nn.Linear and type(layer) is not nn.Embedding:
         # A class of its own looks at its table through `ops.vocab`, which takes it as it is.
-        for name, parameter in list(layer.named_parameters(recurse=False)):
-            part = distribute_tensor(parameter, tokens.mesh, [Shard(0)], src_data_rank=None)
-            layer.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        _distribute(layer, tokens, Shard(0))
         return
     style: ParallelStyle
     if how == "column":
@@ -108,4 +111,24 @@ def _cut(layer: nn.Module, how: Cut, tokens: Tokens) -> None:
         style = ColwiseParallel(output_layouts=Replicate())  # a head's logits, where they are asked for
     else:
         style = RowwiseParallel(input_layouts=Replicate())
-    parallelize_module(layer, tokens.mesh, style, src_data_rank=None)
+    with _bare(layer):
+        parallelize_module(layer, tokens.mesh, style, src_data_rank=None)
+
+
+def _distribute(layer: nn.Module, tokens: Tokens, placement: Placement) -> None:
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        part = distribute_tensor(parameter, tokens.mesh, [placement], src_data_rank=None)
+        layer.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+
+@contextlib.contextmanager
+def _bare(layer: nn.Module) -> Iterator[None]:
+    """A layer without the modules inside of it: torch's styles would cut these like the layer itself."""
+    parts = dict(layer.named_children())
+    for name in parts:
+        delattr(layer, name)
+    try:
+        yield
+    finally:
+        for name, part in parts.items():
+            layer.add_module(name, part)

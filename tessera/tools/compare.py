@@ -14,7 +14,8 @@ from tessera.core.types import Message
 from tessera.data.media.images import Limits
 from tessera.data.media.read import decode
 from tessera.data.media.video import VideoSampling
-from tessera.evaluate.answers import Question, answer_all, held_out_sources, questions
+from tessera.data.questions import Question, questions
+from tessera.evaluate.answers import answer_all, held_out_sources
 from tessera.infer.load import load
 
 
@@ -109,9 +110,16 @@ class _Transformers:
         head, *tail = text.split(place)
         if len(tail) != len(pictures):
             raise TesseraError(f"the chat template made {len(tail)} places for {len(pictures)} pictures")
-        for grid, rest in zip(seen.get("image_grid_thw", ()), tail, strict=True):
-            head += place * int(grid.prod() // self._images.merge_size**2) + rest
+        tiles = seen.pop("num_patches", None)
+        for number, rest in enumerate(tail):
+            if tiles is None:
+                head += place * int(seen["image_grid_thw"][number].prod() // self._images.merge_size**2) + rest
+            else:
+                shown = place * int(tiles[number]) * self._model.config.image_seq_length
+                head += f"{self._tokenizer.start_image_token}{shown}{self._tokenizer.end_image_token}{rest}"
         tokens = self._tokenizer(head, return_tensors="pt")
+        if hasattr(self._model.config, "image_seq_length"):  # families whose positions know no pictures
+            return {**tokens, **seen}
         kinds = (tokens["input_ids"] == self._model.config.image_token_id).long()
         return {**tokens, "mm_token_type_ids": kinds, **seen}
 

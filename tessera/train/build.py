@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.model_state import model_tensors, tied_names
 from tessera.checkpoint.origin import fill_from
+from tessera.core.adapters import Adapters, is_factor
 from tessera.core.config import dump_yaml
 from tessera.core.dist import World, barrier, main_rank_first
 from tessera.core.errors import TesseraError
-from tessera.core.run_config import RunConfig
+from tessera.core.run_config import LoraSection, RunConfig
 from tessera.core.types import Batch, ModelSpec, Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
@@ -27,18 +29,23 @@ from tessera.data.processes.launch import begin_early
 from tessera.models import resolve
 from tessera.optim.clip import finish_gradients
 from tessera.optim.groups import build_optimizer
-from tessera.parallel.apply import initialize, parallelize
+from tessera.parallel.apply import initialize, parallelize, start_tensors
 from tessera.parallel.axes import DATA, PP
 from tessera.parallel.engines import build_engine, counted_elsewhere
 from tessera.parallel.local_rows import LocalRows
 from tessera.parallel.mesh import Mesh, build_mesh
 from tessera.parallel.plan import Plan, Workload, make_plan
 from tessera.tasks import TASKS
+from tessera.tasks.lora import adapt, first_adapters, is_quantized, quantize_layers
 from tessera.train.callbacks import Callback
+from tessera.train.ema import Ema
 from tessera.train.export import Export
+from tessera.train.guard.guard import Guard
 from tessera.train.meter import Meter, TensorBoard
+from tessera.train.profile.window import Profile
 from tessera.train.records import Ledger, Quarantine
 from tessera.train.report import Report
+from tessera.train.safety import build_checks, build_ema, build_guard
 from tessera.train.signals import StopOnSignal
 from tessera.train.trainer import Trainer
 from tessera.train.watch import Watch
@@ -54,6 +61,8 @@ class Described:
     config: Any
     module: nn.Module
     plan: Plan
+    lora: LoraSection | None = None  # with every target named
+    adapters: Adapters = field(default_factory=dict)
 
 
 def describe(config: RunConfig, world_size: int) -> Described:
@@ -61,16 +70,32 @@ def describe(config: RunConfig, world_size: int) -> Described:
     spec, model_config = resolve(config.model)
     with torch.device("meta"):
         module = spec.build(model_config)
+    model_plan, lora = spec.plan(model_config), config.model.lora
+    adapters: Adapters = {}
+    if lora is not None:
+        _check_layout(config)
+        table = None if spec.weights is None else spec.weights(model_config)
+        lora, adapters, model_plan = adapt(lora, module, model_plan, table)
     plan = make_plan(
         config.parallel,
-        spec.plan(model_config),
+        model_plan,
         module,
         world_size,
         storage_dtype=config.model.dtype,
         freeze=config.model.freeze,
         workload=_workload(config, spec, model_config),
     )
-    return Described(spec, model_config, module, plan)
+    return Described(spec, model_config, module, plan, lora, adapters)
+
+
+def _check_layout(config: RunConfig) -> None:
+    lora = config.model.lora
+    if lora is not None and lora.quantize is not None and config.parallel.tp > 1:
+        raise TesseraError(
+            f"weights in four bits are whole on every rank, and parallel.tp={config.parallel.tp} would cut them",
+            where="model.lora.quantize",
+            fix="parallel.tp=1: with four bits a layer is small, and data ranks or a pipeline share the work",
+        )
 
 
 def _workload(config: RunConfig, spec: ModelSpec, model_config: Any) -> Workload:
@@ -85,6 +110,10 @@ def _workload(config: RunConfig, spec: ModelSpec, model_config: Any) -> Workload
 def build_trainer(config: RunConfig, described: Described, world: World, extra: Sequence[Callback] = ()) -> Trainer:
     """`described` is used up: its module becomes this rank's part of the model."""
     spec, plan = described.spec, described.plan
+    task = TASKS.get(config.train.task or spec.task)(**config.train.task_options)
+    check: Callable[[nn.Module], None] | None = getattr(task, "check", None)
+    if check is not None:
+        check(described.module)
     config = with_model_resolved(config, described)
     if config.data.workers not in (0, "auto"):
         begin_early()
@@ -108,18 +137,28 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
     if world.is_main:
         log.info("%s", plan.describe())
     engine = build_engine(module, plan, mesh, world.device)
+    guard, ema = build_guard(config, plan, mesh, source), build_ema(config, module)
+    checks = build_checks(config, plan, mesh, module, processor, world.device)
     return Trainer(
         config=config,
         world=world,
         module=module,
         engine=engine,
         first_weights=_first_weights(module, config, described, world.device),
-        task=TASKS.get(config.train.task or spec.task)(**config.train.task_options),
+        task=task,
         optimizer=optimizer,
         finish_gradients=_finish(module, plan, mesh, config.optim.clip_norm),
-        loader=_loader_from(config, world, mesh, source),
+        loader=_loader_from(config, world, mesh, source, guard),
         checkpoints=CheckpointManager(config.folder / "checkpoints", config.checkpoint.keep),
-        callbacks=[*_callbacks(config, described, processor, source), *extra, *_watch(config, world, plan)],
+        callbacks=[
+            *_callbacks(config, described, processor, source, ema),
+            *checks,
+            *extra,
+            *_profile(config, plan),
+            *_watch(config, world, plan),
+        ],
+        stepper=guard,
+        eval_weights=ema.in_place if ema is not None and ema.settings.evaluate else contextlib.nullcontext,
         eval_batches=_held_out(config, mesh, held_out) if held_out is not None else None,
         data_identity=str(getattr(source, "identity", "")),
     )
@@ -143,8 +182,9 @@ def _finish(module: nn.Module, plan: Plan, mesh: Mesh, clip_norm: float | None) 
 
 def with_model_resolved(config: RunConfig, described: Described) -> RunConfig:
     """The recipe as a run keeps it: with every field of the model, so that presets and folders may change or go."""
-    full = {"family": config.model.family or described.spec.name, "preset": None}
+    full: dict[str, Any] = {"family": config.model.family or described.spec.name, "preset": None}
     full["config"] = described.config.model_dump(mode="json")
+    full["lora"] = described.lora
     return config.model_copy(update={"model": config.model.model_copy(update=full)})
 
 
@@ -177,29 +217,53 @@ def build_rows(
     return KINDS.get(config.data.kind)(request)
 
 
+def _whole_names(described: Described) -> list[str]:
+    """Of the model as files know it: without adapters, and with weights that are kept in four bits."""
+    tensors = model_tensors(described.module)
+    names = [name for name in tensors if not is_factor(name) and not is_quantized(name, described.adapters)]
+    return list(dict.fromkeys([*names, *(f"{path}.weight" for path in described.adapters)]))
+
+
 def _first_weights(
     module: nn.Module, config: RunConfig, described: Described, device: torch.device
 ) -> Callable[[], None]:
     """Step 7 of a run that begins: from what the recipe names, otherwise from the seed."""
     weights, fresh = described.spec.weights, described.spec.fresh
     # Of the whole model: a stage of a pipeline is filled from the same files, and leaves the rest of them to others.
-    names, tied = list(model_tensors(described.module)), tied_names(described.module)
+    adapters, lora, seed = described.adapters, described.lora, config.train.seed
+    quantized = lora is not None and lora.quantize is not None
+    tied = tied_names(described.module)
+    names = _whole_names(described) if lora is not None else list(model_tensors(described.module))
+
+    def from_path(tensors: Mapping[str, Tensor]) -> None:
+        assert config.model.path is not None
+        fill_from(config.model.path, tensors, None if weights is None else weights(described.config), tied, names)
+
+    def from_seed(tensors: Mapping[str, Tensor]) -> None:
+        start_tensors(module, tensors, seed, device)
 
     def fill() -> None:
         if config.model.path is None:
             make = None if fresh is None else functools.partial(fresh, described.config)
-            initialize(module, config.train.seed, device, make)
+            initialize(module, seed, device, make)
         else:
+            here = model_tensors(module).items()
+            from_path({n: t for n, t in here if not is_factor(n) and not (quantized and is_quantized(n, adapters))})
+        if quantized:
+            quantize_layers(module, adapters, device, from_seed if config.model.path is None else from_path)
+        if lora is not None:
             table = None if weights is None else weights(described.config)
-            fill_from(config.model.path, model_tensors(module), table, tied, names)
+            first_adapters(module, adapters, model_tensors(module), seed, device, lora.path, names, table)
 
     return fill
 
 
-def _loader_from(config: RunConfig, world: World, mesh: Mesh, source: RowSource) -> Callable[[int], Loader]:
+def _loader_from(
+    config: RunConfig, world: World, mesh: Mesh, source: RowSource, guard: Guard
+) -> Callable[[int], Loader]:
     def start(row: int) -> Loader:
         return Loader(
-            source,
+            guard.rows(source),
             global_batch=config.train.global_batch,
             micro_batch=config.train.micro_batch,
             rank=mesh.position(DATA),
@@ -229,16 +293,23 @@ def _held_out(config: RunConfig, mesh: Mesh, source: RowSource) -> Callable[[], 
 
 
 def _callbacks(
-    config: RunConfig, described: Described, processor: Processor | None, source: RowSource
+    config: RunConfig, described: Described, processor: Processor | None, source: RowSource, ema: Ema | None
 ) -> list[Callback]:
     callbacks: list[Callback] = [StopOnSignal(), Meter(config.log.every)]
     if config.log.tensorboard:
         callbacks.append(TensorBoard())
     callbacks += [Ledger(), Quarantine(source.bad_samples, getattr(source, "bad_count", 0))]
+    if ema is not None:
+        callbacks.append(ema)
     if config.checkpoint.export:
-        callbacks.append(Export(described.spec, described.config, processor))
+        average = ema.in_place if ema is not None and ema.settings.export else None
+        callbacks.append(Export(described.spec, described.config, processor, described.adapters, average))
     callbacks.append(Report())
     return callbacks
+
+
+def _profile(config: RunConfig, plan: Plan) -> list[Callback]:
+    return [Profile(config.profile, plan.blocks)] if config.profile.steps is not None else []
 
 
 def _watch(config: RunConfig, world: World, plan: Plan) -> list[Callback]:

@@ -1,10 +1,11 @@
-"""Side jobs of a run. A callback hears eight moments and may keep state of its own (plain JSON) in the checkpoint."""
+"""Side jobs of a run. A callback hears nine moments and may keep state of its own, plain JSON and tensors, in the
+checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ class StepResult:
     lr: float
     metrics: dict[str, Tensor]
     microbatches: Sequence[Batch]  # of this rank, without their tensors
+    applied: bool = True  # off: the guard dropped the update
 
 
 class Callback:
@@ -47,6 +49,9 @@ class Callback:
 
     def on_save(self, trainer: Trainer, path: Path) -> None: ...
 
+    def on_rewind(self, trainer: Trainer) -> None:
+        """Training went back to `trainer.step`: what was recorded of later steps will happen again."""
+
     def on_error(self, trainer: Trainer, error: BaseException) -> None: ...
 
     def on_end(self, trainer: Trainer) -> None: ...
@@ -55,3 +60,18 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def state_tensors(self, trainer: Trainer) -> dict[str, Tensor]:
+        """Tensors of its own that belong into the checkpoint, by name; filled in place on a resume."""
+        return {}
+
+
+Fate = Literal["applied", "dropped", "rewound"]  # what became of a step's update; rewound: of the step as a whole
+
+
+class Stepper(Callback):
+    """Who applies a step's update. This one always does; `train.guard` looks at the step first."""
+
+    def update(self, trainer: Trainer, loss: Tensor, grad_norm: Tensor, microbatches: Sequence[Batch]) -> Fate:
+        trainer.optimizer.step()
+        return "applied"

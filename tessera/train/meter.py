@@ -49,14 +49,25 @@ class Meter(Callback):
         self._restart_clock(trainer)
         devices.reset_peak_memory(trainer.world.device)
         if trainer.world.is_main:
-            path = trainer.config.folder / "metrics.jsonl"
-            # Steps after the checkpoint that this run resumes from will happen again: their old lines must not stay.
-            self._file = JsonLines(path, keep=lambda row: row["step"] <= trainer.step)
-            known = max((row["step"] for row in read_jsonl(path)), default=0)
-            for row in self._unwritten:
-                if row["step"] > known:
-                    self._file.write(row)
+            self._file = self._open(trainer)
             self._bar = _terminal_bar(trainer)
+
+    def on_rewind(self, trainer: Trainer) -> None:
+        self._pending, self._counts, self._flops, self._work = [], {}, 0.0, []
+        self._restart_clock(trainer)
+        if self._file is not None:
+            self._file.close()
+            self._file = self._open(trainer)
+
+    def _open(self, trainer: Trainer) -> JsonLines:
+        path = trainer.config.folder / "metrics.jsonl"
+        # Steps after the state that training goes on from will happen again: their old lines must not stay.
+        file = JsonLines(path, keep=lambda row: row["step"] <= trainer.step)
+        known = max((row["step"] for row in read_jsonl(path) if row["kind"] == "train"), default=0)
+        for row in self._unwritten:
+            if known < row["step"] <= trainer.step:
+                file.write(row)
+        return file
 
     def state_dict(self) -> dict[str, Any]:
         return {"unwritten": _to_host(self._pending) if self._pending else []}
@@ -186,6 +197,7 @@ def _to_host(results: list[StepResult]) -> list[dict[str, Any]]:
     return [
         {"kind": "train", "step": r.step, "loss": row[0], "grad_norm": row[1], "lr": r.lr}
         | dict(zip(names, row[2:], strict=True))
+        | ({} if r.applied else {"skipped": True})
         for r, row in zip(results, table, strict=True)
     ]
 
@@ -243,6 +255,11 @@ class TensorBoard(Callback):
 
     def on_eval(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._copy(trainer)
+
+    def on_rewind(self, trainer: Trainer) -> None:
+        """Lines that were copied are gone; the steps are written again over their old points."""
+        if self._writer is not None:
+            self._read = (trainer.config.folder / "metrics.jsonl").stat().st_size
 
     def on_end(self, trainer: Trainer) -> None:
         self._copy(trainer)

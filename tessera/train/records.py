@@ -44,6 +44,11 @@ class Ledger(Callback):
         rows = [batch.rows for batch in result.microbatches]
         self._file.write({"step": result.step, "samples": ids, "rows": rows})
 
+    def on_rewind(self, trainer: Trainer) -> None:
+        self._close()
+        path = trainer.config.folder / "ledger" / f"rank-{trainer.world.rank:05d}.jsonl"
+        self._file = JsonLines(path, keep=lambda row: row["step"] <= trainer.step)
+
     def on_error(self, trainer: Trainer, error: BaseException) -> None:
         self._close()
 

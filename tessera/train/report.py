@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ def write_report(folder: Path) -> Path:
     if not (folder / "metrics.jsonl").is_file():
         raise TesseraError(f"{folder} is not a run: it has no metrics.jsonl")
     rows = list(read_jsonl(folder / "metrics.jsonl"))
-    answers = list(read_jsonl(folder / "answers.jsonl"))
+    answers = list(read_jsonl(_newest_answers(folder)))
     config = read_mapping(folder / "config.yaml")
     body = [
         f"<h1>{html.escape(str(config['name']))}</h1>",
@@ -83,6 +84,13 @@ def write_report(folder: Path) -> Path:
     return path
 
 
+def _newest_answers(folder: Path) -> Path:
+    """Of an evaluation of the whole run, or the last ones that were given on the way."""
+    whole = folder / "answers.jsonl"
+    on_the_way = sorted(folder.glob("answers-step-*.jsonl"), key=lambda path: int(path.stem.rsplit("-", 1)[1]))
+    return whole if whole.exists() or not on_the_way else on_the_way[-1]
+
+
 def _subtitle(config: dict[str, Any]) -> str:
     model, train = config["model"], config["train"]
     origin = " ".join(str(model[k]) for k in ("family", "preset", "path") if model.get(k))
@@ -95,7 +103,7 @@ def _facts(rows: list[dict[str, Any]], answers: list[dict[str, Any]]) -> str:
     facts: list[tuple[str, str]] = []
     if train:
         facts += [("steps", str(train[-1]["step"])), ("last loss", f"{train[-1]['loss']:.4f}")]
-    held = [r for r in rows if r["kind"] == "eval"]
+    held = [r for r in rows if "eval_loss" in r]
     if held:
         facts.append(("held-out loss", f"{held[-1]['eval_loss']:.4f}"))
     for group, right, total in accuracy_by_group(answers):
@@ -112,7 +120,8 @@ def _facts(rows: list[dict[str, Any]], answers: list[dict[str, Any]]) -> str:
 
 def _charts(rows: list[dict[str, Any]]) -> list[str]:
     train = [r for r in rows if r["kind"] == "train"]
-    held = [(r["step"], r["eval_loss"]) for r in rows if r["kind"] == "eval"]
+    held = [(r["step"], r["eval_loss"]) for r in rows if "eval_loss" in r]
+    exact = [(r["step"], r["eval_exact_match"]) for r in rows if "eval_exact_match" in r]
 
     def column(key: str) -> list[tuple[float, float]]:
         return [(r["step"], r[key]) for r in train if key in r]
@@ -126,16 +135,18 @@ def _charts(rows: list[dict[str, Any]]) -> list[str]:
                 Series("smoothed", smooth(loss), "main"),
                 Series("held-out", held, "held", dots=True),
             ],
-            log_scale=all(y > 0 for _, y in loss),
+            log_scale=all(y > 0 for _, y in loss if math.isfinite(y)),
         ),
         line_chart(
             "Gradient norm (logarithmic)",
             [Series("each step", norm, "raw"), Series("smoothed", smooth(norm), "main")],
-            log_scale=all(y > 0 for _, y in norm),
+            log_scale=all(y > 0 for _, y in norm if math.isfinite(y)),
         ),
         line_chart("Learning rate", [Series("learning rate", column("lr"), "main")]),
         line_chart("Seconds per step", [Series("seconds", column("step_seconds"), "main")]),
     ]
+    if exact:
+        charts.append(line_chart("Exact answers to held-out samples", [Series("share", exact, "held", dots=True)]))
     return charts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tessera.core.types import Batch, Task
 from tessera.data.loader.loader import Loader
 from tessera.optim.schedule import factor, set_learning_rate
 from tessera.parallel.engine import Engine
-from tessera.train.callbacks import Callback, StepResult
+from tessera.train.callbacks import Callback, Stepper, StepResult
 
 
 class Trainer:
@@ -43,6 +43,8 @@ class Trainer:
         loader: Callable[[int], Loader],  # from the row to start with
         checkpoints: CheckpointManager,
         callbacks: Sequence[Callback] = (),
+        stepper: Stepper | None = None,  # applies updates, unless it finds a step bad; also hears what callbacks hear
+        eval_weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         eval_batches: Callable[[], Iterable[tuple[Batch, bool]]] | None = None,  # (batch, whether it counts)
         data_identity: str = "",  # of the order of rows; empty: unknown
     ) -> None:
@@ -53,11 +55,14 @@ class Trainer:
         self.task = task
         self.optimizer = optimizer
         self.checkpoints = checkpoints
-        self.callbacks = list(callbacks)
+        self.stepper = stepper or Stepper()
+        self.callbacks = [self.stepper, *callbacks]
+        self.eval_weights = eval_weights  # while it is entered, the module has the weights to evaluate
         self.data_identity = data_identity
         self.step = 0
         self.paused_seconds = 0.0  # spent on evaluation and saving
         self.stop_reason: str | None = None
+        self.followers: list[Callable[[str], None]] = []  # hear what the run turns to, when it does
         self.doing = "starting"  # for whoever watches from another thread
         self.loader: Loader | None = None
         self._first_weights = first_weights
@@ -69,31 +74,31 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ the loop
 
     def run(self) -> None:
-        with contextlib.ExitStack() as stack:
-            try:
-                self._tell("on_start")
-                self.loader = stack.enter_context(contextlib.closing(self._make_loader(self.rows_drawn)))
-                self.module.train()
-                before = self.step
-                self._loop(iter(self.loader))
-                if self.step > before and self.stop_reason is None and self._eval_batches is not None:
-                    self.evaluate()
-                if self.config.checkpoint.at_end:
-                    self.save()
-            except BaseException as error:
-                for callback in reversed(self.callbacks):  # undone in the opposite order, as with nested contexts
-                    callback.on_error(self, error)
-                raise
-            finally:
-                self.loader = None
+        try:
+            self._tell("on_start")
+            self._open_loader()
+            self.module.train()
+            before = self.step
+            self._loop()
+            if self.step > before and self.stop_reason is None and self._eval_batches is not None:
+                self.evaluate()
+            if self.config.checkpoint.at_end:
+                self.save()
+        except BaseException as error:
+            for callback in reversed(self.callbacks):  # undone in the opposite order, as with nested contexts
+                callback.on_error(self, error)
+            raise
+        finally:
+            self._close_loader()
         self.doing = "ending"
         self._tell("on_end")
 
-    def _loop(self, steps: Iterator[Sequence[Batch]]) -> None:
+    def _loop(self) -> None:
         settings = self.config.train
         while self.step < settings.steps and not self._should_stop():
             self.doing = "loading data"
-            microbatches = next(steps)
+            assert self.loader is not None
+            microbatches = next(self.loader)
             rng.seed_process(settings.seed, "step", self.step, self.world.rank)
             self._tell("on_step_begin")
             self.doing = "running the model"
@@ -104,19 +109,32 @@ class Trainer:
             self.doing = "updating weights"
             share = factor(self.config.optim.schedule, self.step, settings.steps)
             lr = set_learning_rate(self.optimizer, share)
-            self.optimizer.step()
+            count = out.count.clamp(min=1)
+            fate = self.stepper.update(self, out.sum / count, grad_norm, microbatches)
             self.optimizer.zero_grad(set_to_none=True)
+            if fate == "rewound":
+                continue
             self.step += 1
             self.doing = "reporting"
-            count = out.count.clamp(min=1)
             metrics = {name: value / count for name, value in out.metrics.items()}
             told = [replace(batch, tensors={}, segments={}) for batch in microbatches]  # results outlive their step
-            self._tell("on_step_end", StepResult(self.step, out.sum / count, grad_norm, lr, metrics, told))
+            result = StepResult(self.step, out.sum / count, grad_norm, lr, metrics, told, fate == "applied")
+            self._tell("on_step_end", result)
             last = self.step == settings.steps
             if self._eval_batches is not None and _due(self.step, settings.eval_every) and not last:
                 self.evaluate()
             if _due(self.step, self.config.checkpoint.every) and not last:
                 self.save()
+
+    @property
+    def doing(self) -> str:
+        return self._doing
+
+    @doing.setter
+    def doing(self, what: str) -> None:
+        self._doing = what
+        for follower in self.followers:
+            follower(what)
 
     def _should_stop(self) -> bool:
         """A stop asked of one rank (a signal reaches each at another moment) is a stop of all, before the same step."""
@@ -130,6 +148,15 @@ class Trainer:
         """From a signal handler or a callback: finish this step, save, leave."""
         self.stop_reason = reason
 
+    def _open_loader(self) -> None:
+        self._close_loader()
+        self.loader = self._make_loader(self.rows_drawn)
+
+    def _close_loader(self) -> None:
+        loader, self.loader = self.loader, None
+        if loader is not None:
+            loader.close()
+
     # ------------------------------------------------------------------------------------------ evaluation
 
     def evaluate(self) -> dict[str, float]:
@@ -137,7 +164,7 @@ class Trainer:
         assert self._eval_batches is not None
         total, count = 0.0, 0.0
         sums: dict[str, float] = {}
-        with self._paused("evaluating"):
+        with self.paused("evaluating"), self.eval_weights():
             for batch, counts in self._eval_batches():
                 out = self.engine.evaluate(self.task, batch.to(self.world.device), counts)
                 total += float(out.sum)
@@ -145,8 +172,11 @@ class Trainer:
                 for name, value in out.metrics.items():
                     sums[name] = sums.get(name, 0.0) + float(value)
         metrics = {"loss": total / max(count, 1), **{n: v / max(count, 1) for n, v in sums.items()}}
-        self._tell("on_eval", metrics)
+        self.tell_eval(metrics)
         return metrics
+
+    def tell_eval(self, metrics: dict[str, float]) -> None:
+        self._tell("on_eval", metrics)
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -163,6 +193,10 @@ class Trainer:
     def tensors(self) -> dict[str, torch.Tensor]:
         return training_tensors(self.module, self.optimizer)
 
+    def side_tensors(self) -> dict[str, torch.Tensor]:
+        """Those of callbacks."""
+        return {name: tensor for callback in self.callbacks for name, tensor in callback.state_tensors(self).items()}
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self.step,
@@ -177,8 +211,9 @@ class Trainer:
     def save(self) -> Path | None:
         if self._saved_step == self.step:
             return None
-        with self._paused("saving"):
-            path = self.checkpoints.save(self.step, self.tensors(), self.state_dict(), dump_yaml(self.config))
+        with self.paused("saving"):
+            tensors = {**self.tensors(), **self.side_tensors()}
+            path = self.checkpoints.save(self.step, tensors, self.state_dict(), dump_yaml(self.config))
         self._saved_step = self.step
         self._tell("on_save", path)
         return path
@@ -188,12 +223,12 @@ class Trainer:
         self._first_weights()
         self.engine.settle(self.optimizer)
 
-    def resume(self) -> bool:
-        """Continues from the newest good checkpoint of this run's folder; False when there is none."""
-        found = self.checkpoints.resume(self.tensors())
+    def resume(self, before: int | None = None) -> bool:
+        """Continues from the newest good checkpoint of this run's folder; False when there is none. `before`: one of an
+        earlier step than that."""
+        found = self.checkpoints.resume(self.tensors(), may_lack=self.side_tensors(), before=before)
         if found is None:
             return False
-        self.engine.settle(self.optimizer)
         step, state = found
         if state["seed"] != self.config.train.seed:
             raise TesseraError(
@@ -208,14 +243,25 @@ class Trainer:
                 "of which some may come again and some not in this pass",
                 step,
             )
-        self.step = self._saved_step = self._first_step = step
-        self._first_row = state["rows_drawn"]
-        for callback in self.callbacks:
-            callback.load_state_dict(state["callbacks"].get(callback.name, {}))
+        self.take_up(step, state)
+        self._saved_step = step
         return True
 
+    def take_up(self, step: int, state: Mapping[str, Any]) -> None:
+        """Stands where `state` (see `state_dict`) was taken; the tensors are filled already."""
+        self.engine.settle(self.optimizer)
+        self.step = self._first_step = step
+        self._first_row, self._saved_step = state["rows_drawn"], -1
+        for callback in self.callbacks:
+            callback.load_state_dict(state["callbacks"].get(callback.name, {}))
+
+    def go_on_from_here(self) -> None:
+        """After going back: records of later steps are dropped, and data comes from this step on."""
+        self._tell("on_rewind")
+        self._open_loader()
+
     @contextlib.contextmanager
-    def _paused(self, doing: str) -> Iterator[None]:
+    def paused(self, doing: str) -> Iterator[None]:
         started = time.perf_counter()
         self.doing = doing
         try:

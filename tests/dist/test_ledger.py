@@ -68,7 +68,9 @@ def test_one_rank_reads_row_after_row(expected: Books) -> None:
     assert max(drawn[f"sample-{n}~2"] for n in range(11)) <= 8
 
 
-@pytest.mark.parametrize(("ranks", "workers", "micro"), [(2, 2, 1), (4, 1, 1), (2, 0, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "workers", "micro"), [(2, 2, 1), (4, 1, 1), pytest.param(2, 0, 2, marks=pytest.mark.slow)]
+)
 def test_any_layout_keeps_the_same_books(
     ranks: int, workers: int, micro: int, data: Path, tmp_path: Path, expected: Books
 ) -> None:

@@ -16,7 +16,7 @@ from tessera.core.dist import environment_ranks, fake_world, free_port, port_is_
 from tessera.core.errors import TesseraError
 from tessera.core.registry import Registry
 from tessera.core.rng import derive, generator
-from tessera.core.weightmap import Concat, Reshape, Rule, Transpose, WeightMap
+from tessera.core.weightmap import Concat, Part, Reshape, Rule, Transpose, Turned, WeightMap
 
 
 def test_error_shows_all_it_knows_and_survives_a_process_border() -> None:
@@ -67,6 +67,41 @@ def test_weight_map_goes_both_ways() -> None:
         theirs = rule.op.to_theirs(ours)
         assert len(theirs) == len(foreign)
         assert torch.equal(rule.op.to_ours(theirs), ours)
+
+
+def test_two_of_ours_in_one_foreign_tensor() -> None:
+    """Experts' gate and up, stacked and turned; whoever stored them as they are is read, too."""
+    both = Turned(8, 3)
+    table = WeightMap(
+        (
+            Rule("{i}.gate", "h.{i}.gate_up", Part(0, 2, 1, both)),
+            Rule("{i}.up", "h.{i}.gate_up", Part(1, 2, 1, both)),
+            Rule("{i}.mlp", "h.{i}.mlp"),
+            Rule("{i}.square", "h.{i}.square", Turned(3, 3)),
+        )
+    )
+    ours = {
+        "7.gate": torch.rand(2, 4, 3),
+        "7.up": torch.rand(2, 4, 3),
+        "7.mlp": torch.rand(2),
+        "7.square": torch.rand(3, 3),
+    }
+    assert table.together("7.gate") == table.together("7.up") == ("7.gate", "7.up")
+    assert table.together("7.mlp") == ("7.mlp",)
+    theirs = table.theirs(dict(reversed(ours.items())))
+    assert {name: tuple(t.shape) for name, t in theirs.items()} == {
+        "h.7.gate_up": (2, 3, 8),
+        "h.7.mlp": (2,),
+        "h.7.square": (3, 3),
+    }
+    assert torch.equal(theirs["h.7.square"], ours["7.square"])
+    unturned = {**theirs, "h.7.gate_up": theirs["h.7.gate_up"].transpose(1, 2)}
+    for stored in (theirs, unturned):
+        for name, tensor in ours.items():
+            rule, foreign = table.to_foreign(name)  # type: ignore[misc]
+            assert torch.equal(rule.op.to_ours([stored[f] for f in foreign]), tensor)
+    with pytest.raises(TesseraError, match="no rule of the weight map speaks of x"):
+        table.theirs({"x": torch.zeros(1)})
 
 
 def test_devices() -> None:

@@ -383,6 +383,7 @@ def test_the_same_examination_twice_is_the_same(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- the bench
 
 
+@pytest.mark.slow
 def test_the_data_bench_runs(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "bench/data.py", "--quick"],

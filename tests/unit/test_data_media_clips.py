@@ -63,7 +63,9 @@ def write_clip(path: Path, frames: int, rate: int = 10, noise: bool = False) -> 
 @pytest.mark.parametrize("form", ["mp4", "mkv", "avi"])
 def test_a_clip(tmp_path: Path, form: str) -> None:
     write_clip(tmp_path / f"clip.{form}", 20)
-    assert size(tmp_path, f"clip.{form}") == MediaSize(64, 48, 4)
+    found = size(tmp_path, f"clip.{form}")
+    assert found == MediaSize(64, 48, 4, total=20, rate=10.0)
+    assert found.fps == 2.0
     frames = decode(Part("video", f"clip.{form}"), tmp_path, LIMITS, SAMPLING)
     assert frames.shape == (4, 48, 64, 3)
     assert frames.dtype == np.uint8
@@ -77,12 +79,13 @@ def test_what_is_kept_of_a_clip_is_limited(tmp_path: Path) -> None:
     """Without a size to bring frames to nobody knows yet how much that will be."""
     write_clip(tmp_path / "clip.mp4", 20)
     part, tight = Part("video", "clip.mp4"), Limits(max_video_pixels=4 * 16 * 12)
-    assert probe(part, tmp_path, tight, SAMPLING) == MediaSize(64, 48, 4)
+    assert probe(part, tmp_path, tight, SAMPLING) == MediaSize(64, 48, 4, total=20, rate=10.0)
     with pytest.raises(TesseraError, match="too many pixels in one clip: 4 frames of 64x48"):
         decode(part, tmp_path, tight, SAMPLING)
     with pytest.raises(TesseraError, match="4 frames of 17x12"):
         probe(part, tmp_path, tight, SAMPLING, lambda kind, size: (17, 12))
-    assert probe(part, tmp_path, tight, SAMPLING, lambda kind, size: (16, 12)) == MediaSize(64, 48, 4)
+    kept = probe(part, tmp_path, tight, SAMPLING, lambda kind, size: (16, 12))
+    assert kept == MediaSize(64, 48, 4, total=20, rate=10.0)
     assert decode(part, tmp_path, tight, SAMPLING, lambda kind, size: (16, 12)).shape == (4, 12, 16, 3)
 
 
@@ -93,7 +96,7 @@ def test_a_clip_that_ends_early(tmp_path: Path) -> None:
     every = VideoSampling(fps=10, min_frames=20)
     place = data.rindex(b"00dc", 0, data.rindex(b"idx1"))  # where the last frame begins
     (tmp_path / "short.avi").write_bytes(data[:place])
-    assert size(tmp_path, "short.avi", every) == MediaSize(64, 48, 20)
+    assert size(tmp_path, "short.avi", every) == MediaSize(64, 48, 20, total=20, rate=10.0)
     frames = decode(Part("video", "short.avi"), tmp_path, LIMITS, every)
     assert len(frames) == 20
     assert np.array_equal(frames[18], frames[19])
@@ -117,7 +120,8 @@ def test_a_folder_of_pictures_is_a_clip(tmp_path: Path) -> None:
     clip.mkdir()
     for number in (1, 2, 9, 10):
         Image.new("RGB", (8, 6), (number * 10,) * 3).save(clip / f"{number}.png")
-    assert size(tmp_path, "clip") == MediaSize(8, 6, 4)
+    assert size(tmp_path, "clip") == MediaSize(8, 6, 4, total=4)  # nobody says how many make a second
+    assert size(tmp_path, "clip").fps is None
     frames = decode(Part("video", "clip"), tmp_path, LIMITS, SAMPLING)
     assert frames[:, 0, 0, 0].tolist() == [10, 20, 90, 100]
     Image.new("RGB", (9, 6)).save(clip / "2.png")
@@ -201,7 +205,8 @@ def test_a_clip_that_lies_on_its_side(tmp_path: Path) -> None:
             turned[at + place : at + place + 4] = struct.pack(">i", value << 16)
         part = Part("video", bytes(turned))
         wide = quarters % 2 == 0
-        assert probe(part, tmp_path, LIMITS, SAMPLING) == MediaSize(64 if wide else 48, 48 if wide else 64, 4)
+        found = probe(part, tmp_path, LIMITS, SAMPLING)
+        assert (found.width, found.height, found.frames) == (64 if wide else 48, 48 if wide else 64, 4)
         shown = decode(part, tmp_path, LIMITS, SAMPLING)
         assert np.array_equal(shown[0], np.rot90(frames[0], -quarters))
 
@@ -250,14 +255,14 @@ def test_moving_pictures(tmp_path: Path, form: str) -> None:
     first = np.asarray(decode(Part("image", data), tmp_path, LIMITS, SAMPLING)).astype(int)
     assert np.abs(first - np.asarray(frames[0])).mean() < 8
     part = Part("video", data)
-    assert probe(part, tmp_path, LIMITS, SAMPLING) == MediaSize(40, 28, 4)  # two seconds, two frames each
+    assert probe(part, tmp_path, LIMITS, SAMPLING) == MediaSize(40, 28, 4, total=8, rate=4.0)  # two a second
     shown = decode(part, tmp_path, LIMITS, SAMPLING).astype(int)
     for number, frame in zip((0, 2, 4, 6), shown, strict=True):
         assert np.abs(frame - np.asarray(frames[number])).mean() < 8
     small = decode(part, tmp_path, LIMITS, SAMPLING, lambda kind, size: (14, 14))
     assert small.shape == (4, 14, 14, 3)
     still = saved(frames[0], form)
-    assert probe(Part("video", still), tmp_path, LIMITS, SAMPLING) == MediaSize(40, 28, 1)
+    assert probe(Part("video", still), tmp_path, LIMITS, SAMPLING).frames == 1
     assert decode(Part("video", still), tmp_path, LIMITS, SAMPLING).shape == (1, 28, 40, 3)
     with pytest.raises(TesseraError):
         decode(Part("video", data[: len(data) // 2]), tmp_path, LIMITS, SAMPLING)

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "checkpoint": {"core"},
     "optim": {"core"},
     "tasks": {"core", "ops", "nn", "models", "data", "parallel", "checkpoint", "optim"},
-    "train": {"core", "models", "data", "parallel", "checkpoint", "optim", "tasks"},
+    "train": {"core", "models", "data", "parallel", "checkpoint", "optim", "tasks", "infer"},
     "infer": {"core", "models", "nn", "data", "parallel", "checkpoint"},
     "evaluate": {"core", "data", "infer", "train"},
     "tools": {"core", "data", "models", "checkpoint", "optim", "parallel", "tasks", "train", "infer", "evaluate"},

@@ -90,4 +90,14 @@ def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | Non
     )
 
 
-KIND = build
+def chat(request: RowRequest) -> RowSource:
+    if any(source.format == "preference" for source in (*request.section.train, *request.section.eval)):
+        raise TesseraError(
+            "pairs of answers are no conversations",
+            where="data.kind=chat",
+            fix="data.kind=preference, with train.task=dpo",
+        )
+    return build(request)
+
+
+KIND = chat

@@ -54,7 +54,8 @@ class Clip(NamedTuple):
 
 def promised(clip: Clip, name: str, limits: Limits, sampling: VideoSampling, target: Target | None) -> MediaSize:
     """The size a clip counts as, if one frame of it and all that is kept of it are within limits."""
-    size = MediaSize(clip.width, clip.height, sampling.count(clip.total, clip.rate))
+    taken = sampling.count(clip.total, clip.rate)
+    size = MediaSize(clip.width, clip.height, taken, total=clip.total, rate=clip.rate)
     if clip.width * clip.height > limits.max_image_pixels:
         raise TesseraError(
             f"video header claims too many pixels: {name} is {clip.width}x{clip.height}, "

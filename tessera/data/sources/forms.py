@@ -5,6 +5,7 @@ sharegpt   {"conversations": [{"from": "human", "value": "<image> text"}, ...], 
 llava      {"conversations": [{"from": "human", "value": "<image>\\n text"}, ...], "image": "a.jpg"}
 alpaca     {"instruction": "ask", "input": "about", "output": "answer", "history": [["ask", "answer"], ...]}
 text       {"text": "words that nobody says", "images": ["a.jpg"]}
+preference {"prompt": "ask" or messages, "chosen": "better answer", "rejected": "worse answer"}; see `pairs`
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from PIL import Image
 from tessera.core.run_config import RowForm
 from tessera.core.types import PLAIN, Message, Part, PartKind
 from tessera.data.sources.names import FORMS, MEDIA, ROLES, Names, names_of
+from tessera.data.sources.pairs import CHOSEN, REJECTED, two_rows
 from tessera.data.sources.tool_use import listed_calls, spoken_calls, with_tools
 from tessera.data.sources.within import Within
 
@@ -66,6 +68,8 @@ class Forms:
     def fits(self, row: Mapping[str, Any], form: RowForm) -> bool:
         """Whether a row has what a form needs, whatever else it may be: for a form that the recipe itself names."""
         names = self.names[form]
+        if form == "preference":
+            return _has(row, names.chosen) and _has(row, names.rejected)
         if form == "text":
             return any(_has(row, key) for key in names.text)
         if form == "alpaca":
@@ -151,7 +155,26 @@ def _parse_text(row: Mapping[str, Any], names: Names) -> tuple[Message, ...]:
     return (Message(PLAIN, tuple(parts)),)
 
 
+def _parse_preference(row: Mapping[str, Any], names: Names) -> tuple[Message, ...]:
+    """What was asked, then the better answer and the worse one, under roles of their own."""
+    better, worse = (parse(*spelled) for spelled in _right_pairs(row, names))
+    if better[:-1] != worse[:-1]:
+        _fail("the two conversations differ before their last turn")
+    for answer in (better[-1], worse[-1]):
+        if answer.role != "assistant" or any(part.kind != "text" for part in answer.parts):
+            _fail("an answer is a text that the assistant says")
+    return (*better[:-1], Message(CHOSEN, better[-1].parts), Message(REJECTED, worse[-1].parts))
+
+
+def _right_pairs(row: Mapping[str, Any], names: Names) -> list[tuple[dict[str, Any], RowForm, Names]]:
+    try:
+        return two_rows(row, names)
+    except ValueError as error:
+        _fail(str(error))
+
+
 _PARSERS: dict[RowForm, Callable[[Mapping[str, Any], Names], tuple[Message, ...]]] = {
+    "preference": _parse_preference,
     "messages": _parse_messages,
     "sharegpt": _parse_conversations,
     "llava": _parse_conversations,

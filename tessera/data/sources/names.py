@@ -11,7 +11,7 @@ from tessera.core.types import PartKind
 
 ROLES = ("system", "user", "assistant", "tool")
 MEDIA: tuple[PartKind, ...] = ("image", "video", "audio")
-FORMS: tuple[RowForm, ...] = ("messages", "sharegpt", "llava", "alpaca", "text")
+FORMS: tuple[RowForm, ...] = ("messages", "sharegpt", "llava", "alpaca", "text", "preference")
 
 # Who says it -> its role. Calls of functions are the assistant's words, their answers are the tool's.
 _SPEAKERS = {
@@ -35,7 +35,8 @@ _TAGS = {
 }
 _KEYS = ("id", "messages", "role_tag", "content_tag", "system", "tools", "images", "videos", "audios")
 _ALPACA_KEYS = ("prompt", "query", "response", "history")
-COLUMNS = (*_KEYS, *_TAGS, *_ALPACA_KEYS, "text")
+_PAIR_KEYS = ("chosen", "rejected")
+COLUMNS = (*_KEYS, *_TAGS, *_ALPACA_KEYS, *_PAIR_KEYS, "text")
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,13 @@ class Names:
     response: str = "output"
     history: str = "history"
     text: tuple[str, ...] = ("text", "content")
+    chosen: str = "chosen"
+    rejected: str = "rejected"
 
 
 def names_of(form: RowForm, columns: Mapping[str, str]) -> Names:
     """`columns` must have been checked."""
-    said = {key: columns[key] for key in ("id", "system", "tools", *_ALPACA_KEYS) if key in columns}
+    said = {key: columns[key] for key in ("id", "system", "tools", *_ALPACA_KEYS, *_PAIR_KEYS) if key in columns}
     chat = form in ("sharegpt", "llava")
     speakers = {**_SPEAKERS, **{columns[tag]: role for tag, role in _TAGS.items() if tag in columns}}
     callers = (*_CALLERS, *([columns["function_tag"]] if "function_tag" in columns else []))

@@ -9,51 +9,26 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from PIL import Image
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from tessera.core.config import Section
+from tessera.core.errors import TesseraError
 from tessera.core.types import MediaSize, PartKind
 from tessera.data.chat import ChatTemplate
-from tessera.data.media.clips import VideoSampling
 from tessera.data.media.images import to_rgb
 from tessera.data.patches import Patches, block_positions
 from tessera.data.tokenizer import PieceEncoder, load_tokenizer, read_chat_template
-from tessera.models._chat.preprocessor_files import Geometry, GridFiles, read_sampling
+from tessera.models._chat.options import ClipOptions
+from tessera.models._chat.preprocessor_files import IMAGE_FILE, VIDEO_FILE, Geometry, GridFiles
 from tessera.models._chat.processor import ConversationProcessor, View, check_words
 
 
-class GridOptions(Section):
+class GridOptions(ClipOptions):
     """The `data.processor` section of a recipe. What is left out comes from the model's folder, if it says."""
 
     min_pixels: int | None = Field(None, gt=0, description="smaller pictures are enlarged")
     max_pixels: int | None = Field(None, gt=0, description="larger pictures are made smaller")
     video_min_pixels: int | None = Field(None, gt=0, description="the same bounds for each frame of a clip")
     video_max_pixels: int | None = Field(None, gt=0)
-    fps: float = Field(2.0, gt=0, description="frames taken from each second of a clip")
-    min_frames: int = Field(4, gt=0, description="taken even from a short clip, if it has them")
-    max_frames: int = Field(768, gt=0, description="taken even from a long clip")
-    frames: int | None = Field(None, gt=0, description="frames taken from every clip, in place of fps and its bounds")
-    train_on: tuple[str, ...] = ("assistant",)
-    system: str | None = Field(None, description="said when a conversation has no system message")
-
-    @model_validator(mode="after")
-    def _one_way_to_sample(self) -> GridOptions:
-        if self.frames is not None and self.model_fields_set & {"fps", "min_frames", "max_frames"}:
-            raise ValueError("give frames, or fps with min_frames and max_frames, not both")
-        if self.min_frames > self.max_frames:
-            raise ValueError(f"min_frames ({self.min_frames}) is more than max_frames ({self.max_frames})")
-        return self
-
-    def sampling(self, folder: Path) -> VideoSampling:
-        """As the recipe says, and where it says nothing, as the folder does."""
-        if self.frames is not None:
-            return VideoSampling(frames=self.frames)
-        given = {name: getattr(self, name) for name in ("fps", "min_frames", "max_frames")}
-        said = self.model_fields_set & given.keys()
-        stored = {name: value for name, value in read_sampling(folder).items() if name not in said}
-        if said:
-            stored.pop("frames", None)  # the recipe has chosen the other way
-        return VideoSampling(**{**given, **stored})
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +66,12 @@ class GridProcessor(ConversationProcessor):
             image_bounds=(chosen.min_pixels, chosen.max_pixels),
             video_bounds=(chosen.video_min_pixels, chosen.video_max_pixels),
         )
+        if (image.mean, image.std, image.scale) != (video.mean, video.std, video.scale):
+            raise TesseraError(
+                "pictures and frames of clips are normalised differently",
+                where=str(folder / VIDEO_FILE),
+                fix=f"use the same image_mean, image_std and rescale_factor there and in {IMAGE_FILE}",
+            )
         sampling = replace(chosen.sampling(folder), multiple=geometry.temporal_patch_size)
         return cls(encoder, template, sampling, chosen.train_on, False, image, video)
 
@@ -100,8 +81,12 @@ class GridProcessor(ConversationProcessor):
     def patches(self, kind: PartKind) -> Patches:
         return self.image if kind == "image" else self.video
 
+    @property
+    def bytes_mean(self) -> Patches:
+        return self.image
+
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int]:
-        height, width = self.patches(kind).fit(size.height, size.width)
+        height, width = self.patches(kind).fit(size.height, size.width, size.frames)
         return width, height
 
     def view(self, kind: PartKind, size: MediaSize) -> View:
@@ -112,29 +97,42 @@ class GridProcessor(ConversationProcessor):
     def pixels(self, kind: PartKind, media: Any, view: View) -> dict[str, np.ndarray]:
         t, h, w = view.grid
         frames = [to_rgb(media)] if isinstance(media, Image.Image) else np.asarray(media)
-        return {
-            "pixels": self.patches(kind).cut(frames, view.grid),
-            "patch_positions": np.tile(block_positions(h, w, self.image.merge), (t, 1)),
-        }
+        positions = np.tile(block_positions(h, w, self.image.merge), (t, 1))
+        order = None
+        if view.order is not None:  # of tokens, each a block of patches
+            block = self.image.merge**2
+            order = (view.order[:, None] * block + np.arange(block)).reshape(-1)
+            positions = positions[order]
+        return {"pixels": self.patches(kind).cut(frames, view.grid, order), "patch_positions": positions}
 
     def positions(self, length: int, spans: Sequence[tuple[int, int]], views: Sequence[View]) -> np.ndarray:
-        return grid_positions(length, spans, [view.grid for view in views], self.image.merge)
+        # A clip whose steps along time are runs of their own counts each of them from where it begins.
+        grids = [(1, *v.grid[1:]) if len(v.tokens) > 1 else v.grid for v in views for _ in v.tokens]
+        intervals = [view.interval for view in views for _ in view.tokens]
+        return grid_positions(length, spans, grids, self.image.merge, intervals)
 
     def save_preprocessor(self, folder: Path) -> None:
         self.files.write(folder, self.image, self.video, self.sampling)
 
 
 def grid_positions(
-    length: int, spans: Sequence[tuple[int, int]], grids: Sequence[Sequence[int]], merge: int
+    length: int,
+    spans: Sequence[tuple[int, int]],
+    grids: Sequence[Sequence[int]],
+    merge: int,
+    intervals: Sequence[float] | None = None,
 ) -> np.ndarray:
     """[3, length]: text counts on in all three; a media counts in time, height and width from where it begins, and what
-    follows it goes on after its longer side."""
+    follows it goes on after its longer side. `intervals`: of each media, how far one step along time goes; default: 1,
+    and in any case rounded down from the fp32 that the reference computes."""
     positions = np.empty((3, length), dtype=np.int64)
     at = place = 0
-    for (start, count), (t, h, w) in zip(spans, grids, strict=True):
+    steps = [1.0] * len(grids) if intervals is None else intervals
+    for (start, count), (t, h, w), step in zip(spans, grids, steps, strict=True):
         positions[:, at:start] = np.arange(place, place + start - at)
         place += start - at
         grid = np.indices((t, h // merge, w // merge), dtype=np.int64).reshape(3, -1)
+        grid[0] = grid[0].astype(np.float32) * np.float32(step)
         positions[:, start : start + count] = grid + place
         at, place = start + count, place + max(h, w) // merge
     positions[:, at:] = np.arange(place, place + length - at)

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from tessera.core.errors import TesseraError
 from tessera.data.media.clips import VideoSampling
-from tessera.data.patches import Patches
+from tessera.data.patches import CLIP_MEAN, CLIP_STD, Patches
 
 IMAGE_FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
 BOTH_FILE = "processor_config.json"  # newer folders keep both in one
 Bounds = tuple[int | None, int | None]
-_BICUBIC = 3  # Pillow's number for it
+BICUBIC = 3  # Pillow's number for it
 
 
 class Geometry(Protocol):
@@ -42,16 +42,22 @@ class GridFiles:
     video: str = "Qwen2VLVideoProcessor"
     image_bounds: tuple[int, int] = (56 * 56, 1280 * 28 * 28)
     video_bounds: tuple[int, int] = (128 * 28 * 28, 768 * 28 * 28)
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
+    whole_clips: bool = False  # the bounds of clips are those of all their frames together
 
     def read(
         self, folder: Path, vision: Geometry, *, image_bounds: Bounds, video_bounds: Bounds
     ) -> tuple[Patches, Patches]:
         """For stills and for clips. Bounds that are given win over the folder's."""
-        both = _read(folder / BOTH_FILE)
-        image_file = _read(folder / IMAGE_FILE) or both.get("image_processor") or {}
-        video_file = _read(folder / VIDEO_FILE) or both.get("video_processor") or {}
+        both = read_json(folder / BOTH_FILE)
+        image_file = read_json(folder / IMAGE_FILE) or both.get("image_processor") or {}
+        video_file = read_json(folder / VIDEO_FILE) or both.get("video_processor") or {}
+        usual = {"image_mean": self.mean, "image_std": self.std}
+        image_file, video_file = {**usual, **image_file}, {**usual, **video_file}
         image = _patches(image_file, vision, image_bounds, self.image_bounds, folder / IMAGE_FILE, "")
-        return image, _patches(video_file, vision, video_bounds, self.video_bounds, folder / VIDEO_FILE, "video_")
+        video = _patches(video_file, vision, video_bounds, self.video_bounds, folder / VIDEO_FILE, "video_")
+        return image, replace(video, whole_clips=self.whole_clips)
 
     def write(self, folder: Path, image: Patches, video: Patches, sampling: VideoSampling) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,13 +80,13 @@ class GridFiles:
 
 def read_sampling(folder: Path) -> dict[str, Any]:
     """How many frames the folder's own files say to take from a clip; what they leave open is left out."""
-    data = _read(folder / VIDEO_FILE) or _read(folder / BOTH_FILE).get("video_processor") or {}
+    data = read_json(folder / VIDEO_FILE) or read_json(folder / BOTH_FILE).get("video_processor") or {}
     names = {"fps": "fps", "min_frames": "min_frames", "max_frames": "max_frames", "frames": "num_frames"}
     found = {ours: data.get(theirs) for ours, theirs in names.items()}
     return {ours: value for ours, value in found.items() if isinstance(value, (int, float)) and value > 0}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -100,7 +106,7 @@ def _patches(
         "do_resize": True,
         "do_rescale": True,
         "do_normalize": True,
-        "resample": _BICUBIC,
+        "resample": BICUBIC,
     }
     for key, wanted in checks.items():
         if data.get(key) is not None and data[key] != wanted:
@@ -134,7 +140,7 @@ def _common(patches: Patches) -> dict[str, Any]:
         "do_resize": True,
         "do_rescale": True,
         "do_normalize": True,
-        "resample": _BICUBIC,
+        "resample": BICUBIC,
         "rescale_factor": patches.scale,
         "image_mean": list(patches.mean),
         "image_std": list(patches.std),

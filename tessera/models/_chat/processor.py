@@ -24,6 +24,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Batch, Encoded, MediaSize, Part, PartKind, Sample, Segments
 from tessera.data.chat import ChatTemplate, Piece
 from tessera.data.media.clips import VideoSampling
+from tessera.data.patches import Patches
 from tessera.data.tokenizer import PieceEncoder, write_tokenizer
 
 
@@ -37,6 +38,12 @@ class View:
     windows: tuple[int, ...] = ()  # patches of each window, for towers that have some
     order: np.ndarray | None = None  # its tokens in the order in which the tower makes them; None: as they are written
     kept: np.ndarray | None = None  # the patches whose features become tokens; None: all of them
+    # [tokens, K]: the features that each token is, or lies between; -1: what the projector has of its own. None: each
+    # feature is a token.
+    index: np.ndarray | None = None
+    weights: np.ndarray | None = None  # [tokens, K]: their shares; None: one of each
+    interval: float = 1.0  # positions from one step of its grid along time to the next
+    captions: tuple[str, ...] = ()  # what is written before or behind each run, for families that do so
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +52,7 @@ class ConversationProcessor(ABC):
 
     meaning: ClassVar[str]
     axes: ClassVar[int] = 3  # of positions: time, height and width, or one
+    tokenizer_kind: ClassVar[str] = "Qwen2Tokenizer"  # transformers' class that reads an exported tokenizer.json
 
     encoder: PieceEncoder
     template: ChatTemplate
@@ -71,8 +79,17 @@ class ConversationProcessor(ABC):
         """[3, length] or [length]. `spans`: (first token, tokens) of each run of visual tokens."""
         ...
 
+    @property
+    def bytes_mean(self) -> Patches | None:
+        """Where `pixels` are bytes: whose factor and offset make numbers of them, on the device."""
+        return None
+
     @abstractmethod
     def save_preprocessor(self, folder: Path) -> None: ...
+
+    def views(self, kinds: Sequence[PartKind], sizes: Sequence[MediaSize]) -> list[View]:
+        """Of all media of a sample: how one is seen may depend on the others."""
+        return [self.view(kind, size) for kind, size in zip(kinds, sizes, strict=True)]
 
     def show(self, part: Part, role: str, view: View) -> list[Piece]:
         return self.template.show(part, role)
@@ -80,6 +97,10 @@ class ConversationProcessor(ABC):
     def facts(self) -> list[Any]:
         """What `measure` depends on beside the tokenizer, the template and the sampling of clips; as JSON."""
         return []
+
+    def named_words(self) -> dict[str, str]:
+        """Special words that transformers' processor of the family asks the tokenizer for by names of their own."""
+        return {}
 
     # ------------------------------------------------------------------------------------------ one sample
 
@@ -109,7 +130,7 @@ class ConversationProcessor(ABC):
         assert len(parts) == len(sizes), "one size for each media part"
         for part in parts:
             self.template.words_of(part)  # says so where a family has no such sense
-        return [self.view(part.kind, size) for part, size in zip(parts, sizes, strict=True)]
+        return self.views([part.kind for part in parts], sizes)
 
     def _pieces(self, sample: Sample, views: Sequence[View], asked: bool = False) -> list[Piece]:
         """`asked`: nothing is trained on, and the assistant is to speak next."""
@@ -202,6 +223,8 @@ class ConversationProcessor(ABC):
         if slots:
             tensors["media_slots"] = torch.cat(slots)
             _join([item.media for item in items if item.media], tensors, segments)
+            if self.bytes_mean is not None:
+                tensors["pixel_scale"] = torch.from_numpy(self.bytes_mean.affine)
         counts: dict[str, int] = {}
         for item in items:
             for name, count in item.counts.items():
@@ -228,7 +251,16 @@ class ConversationProcessor(ABC):
     def save(self, folder: Path) -> None:
         end = next(iter(self.template.stop_words), self.template.end_of_text)
         pad = self.template.end_of_text if self.encoder.find(self.template.end_of_text) is not None else end
-        write_tokenizer(folder, self.encoder.json, chat_template=self.template.jinja(), end=end, pad=pad)
+        known = {name: word for name, word in self.named_words().items() if self.encoder.find(word) is not None}
+        write_tokenizer(
+            folder,
+            self.encoder.json,
+            chat_template=self.template.jinja(),
+            end=end,
+            pad=pad,
+            kind=self.tokenizer_kind,
+            named=known,
+        )
         self.save_preprocessor(folder)
 
 
@@ -281,14 +313,17 @@ def _counts(
 def _places(views: Sequence[View], spans: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
     """Where a sample's visual tokens go, and how its patches are grouped."""
     left = iter(spans)
-    slots, kept, patches = [], [], 0
+    slots, kept, made, patches, features = [], [], [], 0, 0
     for view in views:
         runs = [next(left) for _ in view.tokens]
         own = torch.cat([torch.arange(start, start + count) for start, count in runs])
         slots.append(own if view.order is None else own[torch.from_numpy(view.order)])
         if view.kept is not None:
             kept.append(torch.from_numpy(view.kept) + patches)
+        if view.index is not None:
+            made.append((_shifted(torch.from_numpy(view.index), features), view.weights))
         patches += sum(view.pieces)
+        features += sum(view.pieces) if view.kept is None else len(view.kept)
     found = {
         "slots": torch.cat(slots),
         "pieces": torch.tensor([n for view in views for n in view.pieces]),
@@ -296,7 +331,22 @@ def _places(views: Sequence[View], spans: Sequence[tuple[int, int]]) -> dict[str
     }
     if any(view.windows for view in views):
         found["windows"] = torch.tensor([n for view in views for n in view.windows])
+    if made:
+        shares = [torch.ones(index.shape) if w is None else torch.from_numpy(w) for index, w in made]
+        found["index"], found["weights"] = _as_wide([index for index, _ in made]), _as_wide(shares)
+    found["features"] = torch.tensor([features])
     return {**found, "kept": torch.cat(kept)} if kept else found
+
+
+def _shifted(index: Tensor, features: int) -> Tensor:
+    """Behind the features of other pictures; what the projector has of its own stays what it is."""
+    return torch.where(index < 0, index, index + features)
+
+
+def _as_wide(pieces: Sequence[Tensor]) -> Tensor:
+    """One after another, each as wide as the widest: with nothing of some feature."""
+    width = max(piece.shape[1] for piece in pieces)
+    return torch.cat([torch.nn.functional.pad(piece, (0, width - piece.shape[1])) for piece in pieces])
 
 
 def _join(seen: Sequence[dict[str, Tensor]], tensors: dict[str, Tensor], segments: dict[str, Segments]) -> None:
@@ -310,3 +360,10 @@ def _join(seen: Sequence[dict[str, Tensor]], tensors: dict[str, Tensor], segment
     if "kept" in seen[0]:
         starts = np.cumsum([0, *(int(media["pieces"].sum()) for media in seen)])
         tensors["media_patches"] = torch.cat([m["kept"] + int(at) for m, at in zip(seen, starts[:-1], strict=True)])
+    if "index" in seen[0]:
+        starts = np.cumsum([0, *(int(media["features"]) for media in seen)])
+        own = [_shifted(m["index"], int(at)) for m, at in zip(seen, starts[:-1], strict=True)]
+        index = _as_wide(own) + 1  # the projector's own is first
+        tensors["media_index"] = index if index.shape[1] > 1 else index.flatten()
+        if index.shape[1] > 1:
+            tensors["media_weights"] = _as_wide([media["weights"] for media in seen])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tessera.data.chat import ChatTemplate, Turn
+from tessera.data.chat import ChatTemplate, MediaWords, Turn
 
 CHATML = ChatTemplate(special=("<|im_start|>", "<|im_end|>"), media={}, system=None)
 LLAMA3 = ChatTemplate(
@@ -25,4 +25,31 @@ VICUNA = ChatTemplate(
     system="A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions.",
     end_of_text="</s>",
+)
+GLM4V = ChatTemplate(
+    special=(
+        "[gMASK]",
+        "<sop>",
+        "<|system|>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|observation|>",
+        "<|begin_of_image|>",
+        "<|end_of_image|>",
+        "<|begin_of_video|>",
+        "<|end_of_video|>",
+    ),
+    turns={
+        "system": Turn("<|system|>\n", ""),
+        "user": Turn("<|user|>\n", ""),
+        "assistant": Turn("<|assistant|>\n", ""),
+        "tool": Turn("<|observation|>\n", ""),
+    },
+    media={
+        "video": MediaWords("<|video|>", "<|begin_of_video|>", "<|end_of_video|>"),
+        "image": MediaWords("<|image|>", "<|begin_of_image|>", "<|end_of_image|>"),
+    },
+    begin="[gMASK]<sop>",
+    system=None,
+    next_turns=("<|user|>", "<|observation|>"),
 )

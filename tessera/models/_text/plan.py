@@ -60,10 +60,11 @@ def text_stages(text: TextConfig, whole: int = 0) -> tuple[Stage, ...]:
     carry = Carry(1, text.hidden_size)
     first = tuple(Stage(f"text.layers.{{{n}}}", 1.0, "text", carry if n == whole - 1 else None) for n in range(whole))
     rest = f"text.layers.{{{whole}-{text.num_hidden_layers - 1}}}" if whole else "text.layers.{*}"
+    others = (Stage(rest, 1.0, "text", carry),) if whole < text.num_hidden_layers else ()
     return (
         Stage("text.embed", 0.0, carry=None if whole else carry),
         *first,
-        Stage(rest, 1.0, "text", carry),
+        *others,
         Stage("text.norm", 0.0),
         Stage("head", text.hidden_size * text.vocab_size / layer_weights(text)),
     )

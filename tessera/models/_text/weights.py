@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tessera.core.weightmap import Rule, Stack, WeightMap
+from tessera.core.weightmap import Part, Rule, Stack, Turned, WeightMap
 from tessera.models._text.config import TextConfig
 
 _PAIRS = (
@@ -24,10 +24,18 @@ _PAIRS = (
 _BUFFERS = ("rotary_emb.inv_freq", "layers.{i}.self_attn.rotary_emb.inv_freq")
 
 
-def text_rules(text: TextConfig, prefix: str = "model.") -> list[Rule]:
-    """`prefix`: what the names of a folder begin with. Experts lie there one by one."""
+def text_rules(text: TextConfig, prefix: str = "model.", *, stacked: bool = False) -> list[Rule]:
+    """`prefix`: what the names of a folder begin with. Experts lie there one by one, or `stacked`."""
     rules = [Rule(ours, prefix + theirs) for ours, theirs in _PAIRS]
-    if text.experts is not None:
+    if text.experts is not None and stacked:
+        width = text.experts.moe_intermediate_size
+        theirs, both = prefix + "layers.{i}.mlp.experts.", Turned(2 * width, text.hidden_size)
+        rules += [
+            Rule("text.layers.{i}.mlp.experts.gate", theirs + "gate_up_proj", Part(0, 2, 1, both)),
+            Rule("text.layers.{i}.mlp.experts.up", theirs + "gate_up_proj", Part(1, 2, 1, both)),
+            Rule("text.layers.{i}.mlp.experts.down", theirs + "down_proj", Turned(text.hidden_size, width)),
+        ]
+    elif text.experts is not None:
         numbers = range(text.experts.num_experts)
         for part in ("gate", "up", "down"):
             names = tuple(f"{prefix}layers.{{i}}.mlp.experts.{n}.{part}_proj.weight" for n in numbers)

@@ -30,11 +30,13 @@ def text_work(text: TextConfig, tokens: np.ndarray, pairs: np.ndarray) -> np.nda
 def measures_of(batch: Batch) -> dict[str, np.ndarray]:
     """A batch in the words of the index. `token_pairs` is given, since a batch has many segments."""
     vision, pixels = batch.segments.get("vision"), batch.get("pixels")
+    windows = batch.segments.get("vision.windows")
     return {
         "tokens": np.array(batch["tokens"].shape[0]),
         "token_pairs": np.array(sum(length**2 for length in batch.segments["text"].lengths)),
         "patches": np.array(0 if pixels is None else pixels.shape[0]),
         "patch_pairs": np.array(0 if vision is None else sum(length**2 for length in vision.lengths)),
+        "window_pairs": np.array(0 if windows is None else sum(length**2 for length in windows.lengths)),
     }
 
 

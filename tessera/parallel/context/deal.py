@@ -61,10 +61,10 @@ class Split:
         return found
 
     def _part(self, rows: int, parts: int, number: int) -> Range:
-        """As equal as can be: the lengths need not divide."""
+        """As equal as can be: the lengths need not divide. Rows that make no whole unit go with the last ones."""
         units = rows // self.unit
-        assert units * self.unit == rows, "rows come in whole units"
-        return units * number // parts * self.unit, units * (number + 1) // parts * self.unit
+        end = rows if number == parts - 1 else units * (number + 1) // parts * self.unit
+        return units * number // parts * self.unit, end
 
 
 def cut(tensor: Tensor, ranges: Sequence[Range], dim: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from tessera.core.errors import TesseraError
-from tessera.core.types import Batch, LossOut, Task
+from tessera.core.types import Batch, LossOut, Reference, Task
 from tessera.parallel.axes import LOSS, PP
 from tessera.parallel.engine import detached, reduce_losses
 from tessera.parallel.mesh import Mesh
@@ -40,6 +40,8 @@ class _Loss:
     task: Task
     microbatches: Sequence[Batch]
     output_dtype: torch.dtype | None  # of what the whole model returns
+    # By micro-batch, on the rank of the last stage: what a reference made of it.
+    references: list[dict[str, Tensor]] = field(default_factory=list)
     found: list[LossOut] = field(default_factory=list)  # on the rank of the last stage
 
     def __call__(self, stage: Stage, carry: Tensor | None, mb: int) -> Tensor:
@@ -49,11 +51,32 @@ class _Loss:
         if not stage.is_last:
             handed: Tensor = out
             return handed
-        if self.output_dtype is not None:
-            out = tree_map_only(Tensor, lambda t: t.to(self.output_dtype) if t.is_floating_point() else t, out)
-        loss = self.task.loss(out, batch)
+        if self.references:
+            batch.tensors.update(self.references[mb])
+        loss = self.task.loss(_typed(out, self.output_dtype), batch)
         self.found.append(detached(loss))
         return loss.sum
+
+
+@dataclass
+class _Compare:
+    """Forward of one micro-batch through the reference of a task, on one stage."""
+
+    task: Task
+    reference: Reference
+    batch: Batch
+    output_dtype: torch.dtype | None
+
+    def __call__(self, stage: Stage, carry: Tensor | None, mb: int) -> Any:
+        batch = self.task.inputs(self.batch)
+        out = stage.run(batch, carry)
+        return self.reference.seen(_typed(out, self.output_dtype), batch) if stage.is_last else out
+
+
+def _typed(out: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return out
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, out)
 
 
 @dataclass
@@ -111,7 +134,7 @@ class PipelineEngine:
         assert len(microbatches) == count, f"{len(microbatches)} micro-batches, planned were {count}"
         if self._schedule is None:
             self._schedule = self._make_schedule(microbatches[0])
-        work = _Loss(task, microbatches, self.plan.output_dtype)
+        work = _Loss(task, microbatches, self.plan.output_dtype, self._references(task, microbatches))
         here = self.stages.here()
         for stage in here.values():
             stage.work = _Padded(work, self._rows, self.plan.param_dtype)
@@ -135,12 +158,22 @@ class PipelineEngine:
     @torch.no_grad()
     def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossOut:
         self.stages.eval()
-        work = _Loss(task, [batch], self.plan.output_dtype)
         try:
+            work = _Loss(task, [batch], self.plan.output_dtype, self._references(task, [batch]))
             self._chain.run(work)
         finally:
             self.stages.train()
         return self._reduce(work.found if counts else [detached(out, scale=0.0) for out in work.found])
+
+    @torch.no_grad()
+    def _references(self, task: Task, microbatches: Sequence[Batch]) -> list[dict[str, Tensor]]:
+        """One micro-batch after another, each through all stages; empty but on the rank of the last one."""
+        reference: Reference | None = getattr(task, "reference", None)
+        if reference is None:
+            return []
+        with reference.of(self.stages):
+            seen = [self._chain.run(_Compare(task, reference, batch, self.plan.output_dtype)) for batch in microbatches]
+        return [one for one in seen if one is not None]
 
     def settle(self, optimizer: Optimizer) -> None:
         self.tied.settle(optimizer)

@@ -268,7 +268,14 @@ def _by_lists(units: Sequence[_Unit], lists: Mapping[str, Sequence[int]], count:
         if not group:
             raise TesseraError(f"stage {number} has no layer of any tower", where=where)
         if number < count - 1 and group[-1].carry is None:
-            raise TesseraError(f"a pipeline cannot be cut behind {group[-1].modules[-1]}", where=where)
+            at = units.index(group[-1])
+            places = [unit.modules[-1] for unit in units[:at] if unit.carry][-1:]
+            places += [unit.modules[-1] for unit in units[at:] if unit.carry][:1]
+            raise TesseraError(
+                f"a pipeline cannot be cut behind {group[-1].modules[-1]}",
+                where=where,
+                fix=f"cut it behind {' or '.join(places)}",
+            )
     return groups
 
 

@@ -28,6 +28,7 @@ class Roles:
     ignored: tuple[str, ...]
     recompute: tuple[Recompute, ...]
     swap: tuple[str, ...]
+    compiled: tuple[str, ...]
 
 
 def resolve_roles(section: ParallelSection, model_plan: ModelPlan, module: nn.Module, frozen: set[str]) -> Roles:
@@ -38,7 +39,7 @@ def resolve_roles(section: ParallelSection, model_plan: ModelPlan, module: nn.Mo
     recompute = _recompute(section, tree)
     swap = tuple(_callable(_select_once(section.swap, tree, "parallel.swap"), tree, "parallel.swap"))
     _refuse_nested([*((r.path, "recomputed") for r in recompute), *((path, "swapped") for path in swap)])
-    return Roles(blocks, ignored, recompute, swap)
+    return Roles(blocks, ignored, recompute, swap, _compiled(section, model_plan, tree, swap))
 
 
 # ---------------------------------------------------------------------------------------------- each part
@@ -107,6 +108,36 @@ def _recompute(section: ParallelSection, tree: dict[str, nn.Module]) -> tuple[Re
                 raise TesseraError(f"{path} is named twice for recompute", where=where, fix="name it once")
             found[path] = Recompute(path, keep)
     return tuple(found.values())
+
+
+def _compiled(
+    section: ParallelSection, model_plan: ModelPlan, tree: dict[str, nn.Module], swap: Sequence[str]
+) -> tuple[str, ...]:
+    where = "parallel.compile"
+    if not section.compile:
+        return ()
+    patterns = model_plan.blocks if section.compile is True else section.compile
+    found = _callable(_select_once(patterns, tree, where), tree, where)
+    for path in found:
+        outer = next((other for other in found if path.startswith(other + ".")), None)
+        if outer:
+            raise TesseraError(f"{path} is compiled already: it lies inside {outer}", where=where)
+    kept_elsewhere = next((path for path in swap if home(path, found) or any(home(one, [path]) for one in found)), None)
+    for other, key in (
+        (kept_elsewhere and f"{kept_elsewhere} is swapped", "parallel.swap"),
+        (section.use_reentrant and "reentrant recompute hides what it runs", "parallel.use_reentrant"),
+        (section.cp > 1 and "tokens of a row lie on several ranks", "parallel.cp"),
+        (section.ep > 1 and "experts lie on several ranks", "parallel.ep"),
+        (
+            section.schedule in ("interleaved-zb", "zbv") and "its schedule splits the backward pass",
+            "parallel.schedule",
+        ),
+    ):
+        if other:
+            raise TesseraError(
+                f"what is compiled stays whole, and {other}", where=f"{where} and {key}", fix="one of them"
+            )
+    return tuple(found)
 
 
 # ---------------------------------------------------------------------------------------------- conflicts

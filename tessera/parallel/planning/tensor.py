@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import Literal
 
@@ -25,6 +25,7 @@ class TensorPlan:
     sequence: bool  # between layers, each rank keeps a part of the tokens
     layers: Mapping[str, Cut]  # module -> how its weight is cut; experts are dealt out elsewhere
     entries: tuple[str, ...]  # modules at whose input tokens enter layers that are cut by columns
+    inner: Mapping[str, Cut] = field(default_factory=dict)  # parts of layers (adapters) whose weight is cut as well
     decoder: str = ""  # with `sequence`: the module inside of which ranks keep parts of the tokens
 
     def in_tower(self, path: str) -> bool:
@@ -70,7 +71,9 @@ def plan_tensor(
     styles = _styles(model_plan.tensor, module)
     towers = tuple(model_plan.towers.values())
     experts = [path for path, _ in module.named_modules() if any(matches(p, path) for p in model_plan.experts)]
-    layers = _layers(styles, module, experts)
+    found = _layers(styles, module, experts)
+    inner = {path: cut for path, cut in found.items() if _inside_layer(path, module)}
+    layers = {path: cut for path, cut in found.items() if path not in inner}
     _check_sizes(section, axes, list(_sizes(layers, model_plan, module, towers)))
     decoder = ""
     if section.sequence_parallel:
@@ -82,6 +85,7 @@ def plan_tensor(
         sequence=section.sequence_parallel,
         layers=layers,
         entries=_entries(layers, module),
+        inner=inner,
         decoder=decoder,
     )
 
@@ -109,7 +113,7 @@ def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Seque
             continue
         owner = module.get_submodule(path)
         kinds = (nn.Embedding, nn.Linear) if style == "vocab" else (nn.Linear,)
-        if not isinstance(owner, kinds) or (kind != "weight" and style != "column"):
+        if not (isinstance(owner, kinds) or _inside_layer(path, module)) or (kind != "weight" and style != "column"):
             raise TesseraError(
                 f"{name} cannot be cut by {style}: {type(owner).__name__} is none of "
                 + ", ".join(k.__name__ for k in kinds)
@@ -119,6 +123,11 @@ def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Seque
         if kind == "weight":
             found[path] = style
     return found
+
+
+def _inside_layer(path: str, module: nn.Module) -> bool:
+    """Whether a module is part of a linear layer, which sees to its computation."""
+    return isinstance(module.get_submodule(path.rpartition(".")[0]), nn.Linear)
 
 
 def _sizes(

@@ -25,6 +25,7 @@ def plan_text(plan: Plan) -> str:
         ("ignored", _summary(plan.ignored)),
         ("recompute", _recompute(plan)),
         ("swap", _summary(plan.swap)),
+        ("compile", _summary(plan.compiled)),
         ("offload", _offload(plan)),
         ("prefetch", _prefetch(plan)),
         ("gradients", _gradients(plan)),

@@ -1,0 +1,313 @@
+"""Speed of vision-language training on one accelerator: Tessera through its Trainer, and `transformers` as it comes.
+
+    python bench/vlm.py                    # every case of the table below, one JSON line each
+    python bench/vlm.py 3b-bf16 3b-hf      # some of them
+    python bench/vlm.py mixed              # 100 different batches after warm-up: recompilations and data wait
+
+All cases of a size see the same conversations: one of 8,192 tokens a row, with 4 pictures of 56 x 56 patches. Weights
+are random: speed does not depend on them as long as they are finite. `of_peak` is FLOPs of the model (no recompute,
+half the square of causal attention) over the rate of a large matrix product measured in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+import tessera
+from tessera.core.run_config import ModelSection
+from tessera.data.tokenizer import train_tokenizer
+from tessera.models import resolve
+from tessera.train.callbacks import Callback, StepResult
+
+SPECIAL = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
+VOCABULARY = 151936
+LENGTH, PICTURES, SIDE = 8192, 4, 56 * 14
+LAYERS = ["text.layers.{*}", "vision.blocks.{*}"]
+STEPS, WARM_UP = 14, 5
+
+TESSERA: dict[str, dict[str, Any]] = {
+    "3b-bf16": {"preset": "3b", "dtype": "bfloat16", "parallel": {"reduce_dtype": "bfloat16", "compile": True}},
+    "3b-fp32-master": {"preset": "3b", "dtype": "float32", "parallel": {"param_dtype": "bfloat16", "compile": True}},
+    "3b-bf16-plain": {"preset": "3b", "dtype": "bfloat16", "parallel": {"reduce_dtype": "bfloat16"}},
+    "7b-bf16-recompute": {
+        "preset": "7b",
+        "dtype": "bfloat16",
+        "parallel": {"reduce_dtype": "bfloat16", "compile": True, "recompute": LAYERS},
+    },
+}
+REFERENCE: dict[str, dict[str, Any]] = {
+    "3b-hf": {"preset": "3b", "recompute": False, "liger": False},
+    "3b-hf-liger": {"preset": "3b", "recompute": False, "liger": True},
+    "7b-hf-recompute": {"preset": "7b", "recompute": True, "liger": False},
+    "7b-hf-liger-recompute": {"preset": "7b", "recompute": True, "liger": True},
+}
+
+
+def model_section(preset: str, tokenizer: Path, dtype: str = "bfloat16") -> dict[str, Any]:
+    first = VOCABULARY - len(SPECIAL)
+    ids = {f"{word}_token_id": first + at for at, word in enumerate(SPECIAL)}
+    return {
+        "family": "qwen2_5_vl",
+        "preset": preset,
+        "tokenizer": str(tokenizer),
+        "dtype": dtype,
+        "config": {
+            "vision_start_token_id": ids["vision_start_token_id"],
+            "vision_end_token_id": ids["vision_end_token_id"],
+            "image_token_id": ids["image_pad_token_id"],
+            "video_token_id": ids["video_pad_token_id"],
+            "text": {"vocab_size": VOCABULARY},
+        },
+    }
+
+
+# ---------------------------------------------------------------------------------------------- conversations
+
+
+def write_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer").mkdir(parents=True)
+    tokenizer = train_tokenizer(["a"], VOCABULARY, [f"<|{word}|>" for word in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+
+
+def write_rows(folder: Path, file: str, pictures: list[list[tuple[int, int]]], letters: list[int]) -> None:
+    chance, lines = random.Random(0), []
+    for row, (sizes, count) in enumerate(zip(pictures, letters, strict=True)):
+        shown = []
+        for number, (width, height) in enumerate(sizes):
+            name = f"{file}-{row}-{number}.jpg"
+            coarse = np.random.default_rng(row * 97 + number).integers(
+                0, 255, (height // 8, width // 8, 3), dtype=np.uint8
+            )
+            Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(folder / name, quality=90)
+            shown.append({"type": "image", "image": name})
+        text = "".join(chance.choice("abcdefgh") for _ in range(count))
+        talk = [
+            {"role": "user", "content": [*shown, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": text},
+        ]
+        lines.append(json.dumps({"id": f"{file}-{row}", "messages": talk}))
+    (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def write_even(folder: Path) -> None:
+    letters = LENGTH - PICTURES * (28 * 28 + 2) - 64
+    write_rows(folder, "even", [[(SIDE, SIDE)] * PICTURES] * 8, [letters] * 8)
+
+
+def write_mixed(folder: Path, rows: int = 900) -> None:
+    """From no picture to eight, of all shapes; from a few words to a thousand."""
+    chance = random.Random(7)
+    pictures = [
+        [
+            (28 * chance.randint(6, 40), 28 * chance.randint(6, 40))
+            for _ in range(chance.choice([0, 0, 1, 1, 1, 2, 4, 8]))
+        ]
+        for _ in range(rows)
+    ]
+    write_rows(folder, "mixed", pictures, [chance.choice([20, 100, 400, 1000]) for _ in range(rows)])
+
+
+# ---------------------------------------------------------------------------------------------- what is counted
+
+
+def matmul_peak() -> float:
+    """FLOP/s of a large bf16 product."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn_like(a)
+    for _ in range(5):
+        a @ b
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(30):
+        a @ b
+    torch.cuda.synchronize()
+    return 30 * 2 * 8192**3 / (time.perf_counter() - began)
+
+
+def model_flops(preset: str, folder: Path) -> float:
+    """Of one row of the even set."""
+    spec, config = resolve(ModelSection.model_validate(model_section(preset, folder / "tokenizer")))
+    assert spec.work is not None
+    patches, near = PICTURES * 56 * 56, PICTURES * 49 * 64**2
+    measures = {
+        "tokens": np.array(LENGTH),
+        "token_pairs": np.array(LENGTH**2 / 2),
+        "patches": np.array(patches),
+        "patch_pairs": np.array(PICTURES * (56 * 56) ** 2),
+        "window_pairs": np.array(near),
+    }
+    return float(sum(part.sum() for part in spec.work(config, measures).values()))
+
+
+def facts(seconds: list[float], flops: float, peak: float, first: float, losses: list[float]) -> dict[str, Any]:
+    middle = statistics.median(seconds)
+    return {
+        "ms": round(middle * 1e3, 1),
+        "tokens_per_s": round(LENGTH / middle),
+        "of_peak": round(flops / middle / peak, 3),
+        "peak_tflops": round(peak / 1e12),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "first_step_s": round(first, 1),
+        "loss": round(losses[-1], 3),
+        "finite": bool(np.isfinite(losses).all()),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- the cases
+
+
+def ours(
+    case: dict[str, Any], folder: Path, file: str = "even", steps: int = STEPS, extra: list[Callback] | None = None
+) -> Any:
+    recipe = {
+        "name": "bench",
+        "out": str(folder / "runs"),
+        "model": model_section(case["preset"], folder / "tokenizer", case["dtype"]),
+        "data": {
+            "train": str(folder / f"{file}.jsonl"),
+            "length": LENGTH,
+            "workers": 4,
+            "processor": {"max_pixels": SIDE * SIDE},
+        },
+        "parallel": case["parallel"],
+        "train": {"steps": steps},
+        "checkpoint": {"at_end": False},
+        "log": {"every": 1},
+    }
+    return tessera.train(recipe, overwrite=True, callbacks=extra or [])
+
+
+def measure_ours(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    peak = matmul_peak()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    rows = [row for row in ours(case, folder).metrics if "step_seconds" in row]
+    seconds, waits = [row["step_seconds"] for row in rows], [row["data_wait"] for row in rows[WARM_UP:]]
+    found = facts(seconds[WARM_UP:], model_flops(case["preset"], folder), peak, seconds[0], [r["loss"] for r in rows])
+    return {**found, "data_wait": round(statistics.median(waits), 4)}
+
+
+def measure_reference(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    if case["liger"]:
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen2_5_vl
+
+        apply_liger_kernel_to_qwen2_5_vl()
+    peak = matmul_peak()
+    _, config = resolve(ModelSection.model_validate(model_section(case["preset"], folder / "tokenizer")))
+    hf = config.to_hf()  # type: ignore[attr-defined]
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = Qwen2_5_VLForConditionalGeneration._from_config(Qwen2_5_VLConfig(**hf), attn_implementation="sdpa")
+    torch.set_default_dtype(torch.float32)
+    model.train()
+    model.config.use_cache = False
+    if case["recompute"]:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    batches = [reference_batch(folder, row, config) for row in range(4)]
+    torch.cuda.reset_peak_memory_stats()
+    seconds, losses = [], []
+    for step in range(STEPS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        batch = {name: tensor.cuda(non_blocking=True) for name, tensor in batches[step % len(batches)].items()}
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+        losses.append(float(loss))
+    return facts(seconds[WARM_UP:], model_flops(case["preset"], folder), peak, seconds[0], losses)
+
+
+def reference_batch(folder: Path, row: int, config: Any) -> dict[str, torch.Tensor]:
+    """The same conversation as `transformers` takes it: made beforehand, so that only the step is timed."""
+    line = json.loads((folder / "even.jsonl").read_text().splitlines()[row])
+    visual = 28 * 28
+    picture = [config.vision_start_token_id, *[config.image_token_id] * visual, config.vision_end_token_id]
+    words = [97 + ord(letter) % 8 for letter in line["messages"][1]["content"]]
+    ids = torch.tensor([*picture * PICTURES, *words])[:LENGTH]
+    ids = torch.cat([ids, torch.zeros(LENGTH - len(ids), dtype=torch.int64)])[None]
+    labels = ids.masked_fill(ids >= VOCABULARY - len(SPECIAL), -100)
+    pixels = torch.randn(PICTURES * 56 * 56, 3 * 2 * 14 * 14, dtype=torch.bfloat16)
+    return {
+        "input_ids": ids.pin_memory(),
+        "labels": labels.pin_memory(),
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": pixels.pin_memory(),
+        "image_grid_thw": torch.tensor([[1, 56, 56]] * PICTURES),
+        "mm_token_type_ids": (ids == config.image_token_id).long(),
+    }
+
+
+class CountGraphs(Callback):
+    """How many graphs had been compiled when each step ended."""
+
+    def __init__(self) -> None:
+        self.graphs: list[int] = []
+
+    def on_step_end(self, trainer: Any, result: StepResult) -> None:
+        from torch._dynamo.utils import counters
+
+        self.graphs.append(int(counters["stats"]["unique_graphs"]))
+
+
+def measure_mixed(folder: Path, warm_up: int = 25, steps: int = 100) -> dict[str, Any]:
+    counter = CountGraphs()
+    run = ours(TESSERA["3b-bf16"], folder, "mixed", warm_up + steps, [counter])
+    rows = [row for row in run.metrics if "step_seconds" in row][warm_up:]
+    total = sum(row["step_seconds"] for row in rows)
+    return {
+        "batches": len(rows),
+        "graphs_after_warm_up": counter.graphs[-1] - counter.graphs[warm_up - 1],
+        "graphs": counter.graphs[-1],
+        "data_wait": round(sum(row["data_wait"] * row["step_seconds"] for row in rows) / total, 4),
+        "ms": round(total / len(rows) * 1e3, 1),
+        "slowest_ms": round(max(row["step_seconds"] for row in rows) * 1e3, 1),
+        "tflops": round(statistics.median(row["tflops"] for row in rows), 1),
+    }
+
+
+def main(wanted: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_tokenizer(folder)
+        write_even(folder)
+        if not wanted or "mixed" in wanted:
+            write_mixed(folder)
+        for name in wanted or [*TESSERA, *REFERENCE, "mixed"]:
+            line: dict[str, Any] = {"case": name, "torch": torch.__version__}
+            # A process of its own for each case: nothing that one leaves in memory can be seen by the next.
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                try:
+                    if name == "mixed":
+                        line |= pool.submit(measure_mixed, folder).result()
+                    elif name in TESSERA:
+                        line |= pool.submit(measure_ours, TESSERA[name], folder).result()
+                    else:
+                        line |= pool.submit(measure_reference, REFERENCE[name], folder).result()
+                except Exception as error:
+                    line["error"] = f"{type(error).__name__}: {error}"[:600]
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

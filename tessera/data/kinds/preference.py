@@ -1,0 +1,142 @@
+"""Pairs of answers to one question, the better and the worse: what `train.task=dpo` learns from.
+
+A pair is one sample. It lies in one row as two segments, one behind the other, each with all that was asked; media are
+decoded once and seen twice. `pair` [T] says of each token of the batch which answer it belongs to: 2 n for the better
+one of pair n, 2 n + 1 for the worse one, -1 for padding. `pair_ids` [pairs] counts them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import Batch, Encoded, MediaSize, Message, PartKind, RowSource, Sample
+from tessera.data.kinds import RowRequest
+from tessera.data.kinds.chat import build as build_chat
+from tessera.data.media.video import VideoSampling
+from tessera.data.processor import ChatProcessor
+from tessera.data.sources.pairs import CHOSEN, REJECTED
+
+
+@dataclass
+class EncodedPair(Encoded):
+    """Both answers one behind the other, and each of them."""
+
+    answers: tuple[Encoded, ...] = ()
+
+
+@dataclass(frozen=True)
+class PairProcessor:
+    """A `ChatProcessor` around another one, for samples whose last two turns are the answers."""
+
+    inner: ChatProcessor
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"pairs 1 {self.inner.fingerprint}".encode()).hexdigest()
+
+    @property
+    def sampling(self) -> VideoSampling:
+        return self.inner.sampling
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        return self.inner.stop_tokens
+
+    def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
+        return self.inner.target(kind, size)
+
+    def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> PairProcessor:
+        """The answers are what is compared, whatever else an assistant said before."""
+        return replace(self, inner=self.inner.training_on(["assistant"], last_only=True))
+
+    def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
+        found = [self.inner.measure(one, sizes) for one in _apart(sample)]
+        summed = {name: sum(one[name] for one in found) for name in found[0]}
+        return {**summed, "samples": 1, "token_pairs": sum(one["tokens"] ** 2 for one in found)}
+
+    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> EncodedPair:
+        answers = tuple(self.inner.encode(one, media, sizes) for one in _apart(sample))
+        counts = {name: sum(one.counts[name] for one in answers) for name in answers[0].counts}
+        return EncodedPair(
+            sample.id,
+            torch.cat([one.tokens for one in answers]),
+            torch.cat([one.labels for one in answers]),
+            torch.cat([one.positions for one in answers], dim=-1),
+            {},
+            counts,
+            answers,
+        )
+
+    def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
+        spread = [[one for item in row for one in _answers(item)] for row in rows]
+        batch = self.inner.collate(spread, length)
+        pair = torch.full((length * len(rows),), -1, dtype=torch.int64)
+        count = 0
+        for number, row in enumerate(rows):
+            at = number * length
+            for item in row:
+                if isinstance(item, EncodedPair):
+                    for side, one in enumerate(item.answers):
+                        pair[at : at + len(one.tokens)] = 2 * count + side
+                        at += len(one.tokens)
+                    count += 1
+                else:  # a hole, where a sample could not be read
+                    at += len(item.tokens)
+        counts = {**batch.counts, "samples": sum(len(row) for row in rows), "pairs": count}
+        return replace(batch.with_tensors(pair=pair, pair_ids=torch.arange(count)), counts=counts)
+
+    def prompt(
+        self,
+        samples: Sequence[Sample],
+        media: Sequence[Sequence[Any]],
+        sizes: Sequence[Sequence[MediaSize]] | None = None,
+    ) -> Batch:
+        return self.inner.prompt([_apart(sample)[0] for sample in samples], media, sizes)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.inner.decode(tokens)
+
+    def save(self, folder: Path) -> None:
+        self.inner.save(folder)
+
+
+def _answers(item: Encoded) -> tuple[Encoded, ...]:
+    return item.answers if isinstance(item, EncodedPair) else (item,)
+
+
+def _apart(sample: Sample) -> tuple[Sample, Sample]:
+    """The conversation with the better answer, and with the worse one."""
+    *asked, better, worse = sample.messages
+    assert (better.role, worse.role) == (CHOSEN, REJECTED), "a pair ends with its two answers"
+    return tuple(Sample(sample.id, (*asked, Message("assistant", one.parts))) for one in (better, worse))  # type: ignore[return-value]
+
+
+def build(request: RowRequest) -> RowSource:
+    section, processor = request.section, request.processor
+    if not isinstance(processor, ChatProcessor):
+        raise TesseraError(
+            f"{type(processor).__name__} cannot serve conversations",
+            where="data.kind=preference",
+            fix="use a family whose processor serves conversations (tessera.data.processor.ChatProcessor)",
+        )
+    if section.too_long != "drop":
+        raise TesseraError(
+            "a pair cannot be cut by turns: both of its answers are at its end",
+            where="data.too_long",
+            allowed=["drop"],
+        )
+    paired = {
+        name: [source.model_copy(update={"format": "preference"}) for source in getattr(section, name)]
+        for name in ("train", "eval")
+    }
+    return build_chat(replace(request, section=section.model_copy(update=paired), processor=PairProcessor(processor)))
+
+
+KIND = build

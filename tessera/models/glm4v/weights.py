@@ -1,0 +1,59 @@
+"""Our parameter names and those of Hugging Face folders.
+
+The rules use the hub's spelling (`model.visual.*`, `model.language_model.*`, `lm_head.weight`), which is also that of
+transformers' modules. The renames accept a base model saved without its head.
+"""
+
+from __future__ import annotations
+
+from tessera.core.weightmap import GroupByHead, HalvesOfPairs, LinearOfConvolution, Part, Reshape, Rule, WeightMap
+from tessera.models._text.weights import head_rules, text_buffers, text_rules
+from tessera.models.glm4v.config import Glm4vConfig
+
+_VISION = (
+    ("vision.patch_embed.bias", "patch_embed.proj.bias"),
+    ("vision.norm_patches.weight", "post_conv_layernorm.weight"),
+    ("vision.table.weight", "embeddings.position_embedding.weight"),
+    ("vision.blocks.{i}.attn_norm.weight", "blocks.{i}.norm1.weight"),
+    ("vision.blocks.{i}.attn.proj.weight", "blocks.{i}.attn.proj.weight"),
+    ("vision.blocks.{i}.mlp_norm.weight", "blocks.{i}.norm2.weight"),
+    ("vision.blocks.{i}.mlp.{part}.weight", "blocks.{i}.mlp.{part}_proj.weight"),
+    ("vision.norm_after.weight", "post_layernorm.weight"),
+    ("projector.downsample.bias", "downsample.bias"),
+    ("projector.proj.weight", "merger.proj.weight"),
+    ("projector.norm.{kind}", "merger.post_projection_norm.{kind}"),
+    ("projector.{part}.weight", "merger.{part}_proj.weight"),
+)
+_TEXT = "model.language_model."
+_LAYER = _TEXT + "layers.{i}."
+_RENAMES = (("visual.", "model.visual."), ("language_model.", _TEXT))
+_BUFFERS = ("model.visual.rotary_pos_emb.inv_freq", "model.visual.embeddings.position_ids")
+
+
+def weights(config: Glm4vConfig) -> WeightMap:
+    vision, text = config.vision, config.text
+    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    as_patches = Reshape((vision.hidden_size, vision.patch_values), (vision.hidden_size, *patch))
+    as_blocks = LinearOfConvolution(vision.spatial_merge_size)
+    turned = HalvesOfPairs(text.head_size, text.rotary_dim)
+    gate_up = _LAYER + "mlp.gate_up_proj.weight"
+    # The first rule that fits a name is taken.
+    rules = [
+        Rule("vision.patch_embed.weight", "model.visual.patch_embed.proj.weight", as_patches),
+        Rule(
+            "vision.blocks.{i}.attn.qkv.{kind}",
+            "model.visual.blocks.{i}.attn.qkv.{kind}",
+            GroupByHead(vision.num_heads),
+        ),
+        Rule("projector.downsample.weight", "model.visual.downsample.weight", as_blocks),
+        *(Rule(ours, "model.visual." + theirs) for ours, theirs in _VISION),
+        Rule("text.layers.{i}.attn.q.{kind}", _LAYER + "self_attn.q_proj.{kind}", turned),
+        Rule("text.layers.{i}.attn.k.{kind}", _LAYER + "self_attn.k_proj.{kind}", turned),
+        Rule("text.layers.{i}.attn_out_norm.weight", _LAYER + "post_self_attn_layernorm.weight"),
+        Rule("text.layers.{i}.mlp_out_norm.weight", _LAYER + "post_mlp_layernorm.weight"),
+        Rule("text.layers.{i}.mlp.gate.weight", gate_up, Part(0, 2)),
+        Rule("text.layers.{i}.mlp.up.weight", gate_up, Part(1, 2)),
+        *text_rules(text, _TEXT),
+    ]
+    head, twice = head_rules(config.tie_word_embeddings)
+    return WeightMap((*rules, *head), _RENAMES, (*_BUFFERS, *text_buffers(_TEXT), *twice))

@@ -1,0 +1,202 @@
+"""What an InternVL model is made of, and how Hugging Face folders spell it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from tessera.core.config import Section, build
+from tessera.core.errors import TesseraError
+from tessera.models._text.config import TextConfig
+from tessera.models._text.spelling import LANGUAGE
+
+WHERE = "config.json (internvl)"
+
+
+class VisionConfig(Section):
+    hidden_size: int = Field(1024, gt=0)
+    intermediate_size: int = Field(4096, gt=0)
+    num_hidden_layers: int = Field(24, gt=0)
+    num_attention_heads: int = Field(16, gt=0)
+    attention_bias: bool = Field(False, description="of the products that make queries, keys and values")
+    use_qk_norm: bool = Field(False, description="queries and keys are normalised over all heads together")
+    norm_type: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    layer_norm_eps: float = Field(1e-6, gt=0)
+    hidden_act: Literal["gelu", "gelu_pytorch_tanh", "quick_gelu", "silu"] = "gelu"
+    image_size: int = Field(448, gt=0, description="pixels along each side of a tile")
+    patch_size: int = Field(14, gt=0)
+    num_channels: int = Field(3, gt=0)
+    layer_scale_init_value: float = Field(0.1, description="at first, what attention and MLP give is scaled by this")
+    use_mean_pooling: bool = Field(True, description="nothing is normalised behind the last block")
+    spatial_merge_size: int = Field(2, gt=0, description="patches along each side of a block that becomes one token")
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers in one flattened patch."""
+        return self.num_channels * self.patch_size**2
+
+    @property
+    def side(self) -> int:
+        """Patches along each side of a tile."""
+        return self.image_size // self.patch_size
+
+    @property
+    def tile_rows(self) -> int:
+        """Of a tile: its patches, and before them the class token."""
+        return self.side**2 + 1
+
+    @property
+    def tile_tokens(self) -> int:
+        return (self.side // self.spatial_merge_size) ** 2
+
+    @model_validator(mode="after")
+    def _divides(self) -> VisionConfig:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_attention_heads} heads")
+        if self.image_size % (self.patch_size * self.spatial_merge_size):
+            raise ValueError(
+                f"a tile of {self.image_size} pixels is not made of whole blocks of "
+                f"{self.spatial_merge_size} x {self.patch_size} pixels"
+            )
+        if not self.use_mean_pooling and self.norm_type != "layer_norm":
+            raise ValueError("a norm behind the last block (use_mean_pooling false) goes with norm_type layer_norm")
+        return self
+
+
+class InternVLConfig(Section):
+    text: TextConfig
+    vision: VisionConfig = Field(default_factory=lambda: VisionConfig.model_validate({}))
+    tie_word_embeddings: bool = False
+    image_token_id: int = Field(151667, ge=0)
+    dynamic_rope_factor: float | None = Field(
+        None,
+        gt=0,
+        description="kept for exports: by this transformers stretches positions beyond max_position_embeddings, where "
+        "we refuse samples; up to there nothing is stretched",
+    )
+    attention: str = Field("auto", description="implementation of attention: auto, eager, sdpa or varlen")
+
+    @model_validator(mode="after")
+    def _tokens_exist(self) -> InternVLConfig:
+        if self.image_token_id >= self.text.vocab_size:
+            raise ValueError(
+                f"image_token_id {self.image_token_id} is outside the vocabulary of {self.text.vocab_size}"
+            )
+        return self
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a sample, at most; None where every length is computed alike."""
+        return None if self.dynamic_rope_factor is None else self.text.max_position_embeddings
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> InternVLConfig:
+        text, factor = _plain_rope(data.get("text_config") or {})
+        vision = data.get("vision_config") or {}
+        kind = text.get("model_type", "qwen2")
+        _refuse_unsupported(data, kind, vision)
+        fields: dict[str, Any] = {"tie_word_embeddings": _tied(data, text), "dynamic_rope_factor": factor}
+        if data.get("image_token_id") is not None:
+            fields["image_token_id"] = data["image_token_id"]
+        merge = _merge(data.get("downsample_ratio", 0.5))
+        parts = {"text": LANGUAGE[kind].read(text, WHERE), "vision": _vision_fields(vision, merge)}
+        config = build(cls, {**fields, **parts}, WHERE)
+        told = data.get("image_seq_length", config.vision.tile_tokens)
+        if told != config.vision.tile_tokens:
+            raise TesseraError(
+                f"image_seq_length = {told}, a tile makes {config.vision.tile_tokens} tokens",
+                where=WHERE,
+                fix="(image_size / patch_size x downsample_ratio)^2 is what it must be",
+            )
+        return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json that transformers 5 writes and reads."""
+        fitting = [spelling for spelling in LANGUAGE.values() if spelling.fits(self.text)]
+        text = (fitting[0] if fitting else LANGUAGE["qwen2"]).write(self.text)
+        if self.dynamic_rope_factor is not None:
+            text["rope_parameters"] |= {"rope_type": "dynamic", "factor": self.dynamic_rope_factor}
+        vision = self.vision
+        return {
+            "architectures": ["InternVLForConditionalGeneration"],
+            "model_type": "internvl",
+            "image_token_id": self.image_token_id,
+            "image_seq_length": vision.tile_tokens,
+            "downsample_ratio": 1 / vision.spatial_merge_size,
+            "projector_hidden_act": "gelu",
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "default",
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "text_config": {**text, "tie_word_embeddings": self.tie_word_embeddings},
+            "vision_config": {
+                "model_type": "internvl_vision",
+                **vision.model_dump(mode="json", exclude={"spatial_merge_size", "image_size", "patch_size"}),
+                "image_size": [vision.image_size] * 2,
+                "patch_size": [vision.patch_size] * 2,
+                "initializer_range": self.text.initializer_range,
+                "use_absolute_position_embeddings": True,
+                "use_mask_token": False,
+                **dict.fromkeys(_DROPOUTS, 0.0),
+            },
+        }
+
+
+_DROPOUTS = ("hidden_dropout_prob", "attention_dropout", "projection_dropout")
+
+
+def _tied(data: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    """Only if nobody denies it: transformers 5 writes its own `true` around the `false` of a published text tower."""
+    told = [part["tie_word_embeddings"] for part in (data, text) if part.get("tie_word_embeddings") is not None]
+    return bool(told) and all(told)
+
+
+def _plain_rope(text: Mapping[str, Any]) -> tuple[dict[str, Any], float | None]:
+    """The text's fields without the stretch of positions beyond the longest trained, and its factor."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "dynamic":
+        return dict(text), None
+    plain = {name: value for name, value in text.items() if name not in ("rope_scaling", "rope_parameters")}
+    theta = rope.get("rope_theta") or text.get("rope_theta")
+    return {**plain, "rope_theta": theta}, float(rope.get("factor", 1.0))
+
+
+def _merge(ratio: float) -> int:
+    merge = round(1 / ratio) if ratio else 0
+    if merge < 1 or merge * ratio != 1:
+        raise TesseraError(
+            f"downsample_ratio = {ratio}: not a whole number of patches along each side becomes one token",
+            where=WHERE,
+            allowed=[1, 0.5, 0.25],
+        )
+    return merge
+
+
+def _vision_fields(vision: Mapping[str, Any], merge: int) -> dict[str, Any]:
+    fields = {name: vision[name] for name in VisionConfig.model_fields if name in vision}
+    for name in ("image_size", "patch_size"):
+        if isinstance(fields.get(name), (list, tuple)):
+            if len(set(fields[name])) != 1:
+                raise TesseraError(f"vision_config.{name} = {fields[name]} is no square", where=WHERE)
+            fields[name] = fields[name][0]
+    return {**fields, "spatial_merge_size": merge}
+
+
+def _refuse_unsupported(data: Mapping[str, Any], text_type: str, vision: Mapping[str, Any]) -> None:
+    """Values that change what the model computes and that we do not compute are errors, not surprises."""
+    checks: list[tuple[str, Any, tuple[Any, ...]]] = [
+        ("model_type", data.get("model_type", "internvl"), ("internvl",)),
+        ("text_config.model_type", text_type, tuple(LANGUAGE)),
+        ("vision_config.model_type", vision.get("model_type", "internvl_vision"), ("internvl_vision",)),
+        ("projector_hidden_act", data.get("projector_hidden_act", "gelu"), ("gelu",)),
+        ("vision_feature_layer", data.get("vision_feature_layer", -1), (-1,)),
+        ("vision_feature_select_strategy", data.get("vision_feature_select_strategy", "default"), ("default",)),
+        ("vision_config.use_mask_token", bool(vision.get("use_mask_token")), (False,)),
+        ("use_absolute_position_embeddings", vision.get("use_absolute_position_embeddings", True), (True,)),
+        ("quantization_config", data.get("quantization_config"), (None,)),
+        *((f"vision_config.{name}", vision.get(name) or 0.0, (0.0,)) for name in _DROPOUTS),
+    ]
+    for name, value, allowed in checks:
+        if value not in allowed:
+            raise TesseraError(f"{name} = {value!r} is not supported", where=WHERE, allowed=allowed)

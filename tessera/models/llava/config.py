@@ -1,0 +1,286 @@
+"""What a LLaVA model is made of, and how Hugging Face folders spell it: LLaVA 1.5, and with tiles LLaVA-OneVision."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from tessera.core.config import Section, build
+from tessera.core.errors import TesseraError
+from tessera.models._text.config import TextConfig
+from tessera.models._text.spelling import LANGUAGE
+
+PLAIN_TYPE, TILED_TYPE = "llava", "llava_onevision"
+_SIDES = (384, 768, 1152, 1536, 1920, 2304)
+PINPOINTS = tuple((height, width) for height in _SIDES for width in _SIDES)
+_ANYRES = "anyres_max_"
+
+# What folders leave out when it is as in transformers' own defaults; the hub's 1.5 folders leave out nearly everything.
+_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "qwen2": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+    },
+}
+_TOWERS = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
+_VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "clip": {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    "siglip": {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+}
+# Of a folder that says nothing of its vision tower at all.
+_NO_VISION: Mapping[str, Mapping[str, Any]] = {
+    PLAIN_TYPE: {
+        "model_type": "clip_vision_model",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "image_size": 336,
+        "patch_size": 14,
+    },
+    TILED_TYPE: {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 16,
+        "image_size": 384,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+}
+
+
+class VisionConfig(Section):
+    """A CLIP tower (a class token before the patches, a norm before the blocks) or a SigLIP one."""
+
+    kind: Literal["clip", "siglip"]
+    hidden_size: int = Field(768, gt=0)
+    intermediate_size: int = Field(3072, gt=0)
+    num_hidden_layers: int = Field(12, gt=0)
+    num_attention_heads: int = Field(12, gt=0)
+    num_channels: int = Field(3, gt=0)
+    image_size: int = Field(224, gt=0, description="side of the square pictures that the tower reads")
+    patch_size: int = Field(14, gt=0)
+    hidden_act: Literal["quick_gelu", "gelu", "gelu_pytorch_tanh"] = "quick_gelu"
+    layer_norm_eps: float = Field(1e-5, gt=0)
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers in one flattened patch."""
+        return self.num_channels * self.patch_size**2
+
+    @property
+    def side(self) -> int:
+        """Patches along a side of a picture. What is left over at its right and lower edge is not seen."""
+        return self.image_size // self.patch_size
+
+    @property
+    def class_token(self) -> bool:
+        return self.kind == "clip"
+
+    @property
+    def patches(self) -> int:
+        """Rows that the tower works on for each picture."""
+        return self.side**2 + self.class_token
+
+    @model_validator(mode="after")
+    def _divides(self) -> VisionConfig:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_attention_heads} heads")
+        if self.side == 0:
+            raise ValueError(f"patch_size {self.patch_size} is more than image_size {self.image_size}")
+        return self
+
+
+class TilesConfig(Section):
+    """How a single picture is cut into tiles: into those of the resolution that wastes least of it."""
+
+    pinpoints: tuple[tuple[int, int], ...] = Field(PINPOINTS, min_length=1, description="resolutions, height and width")
+    most: int = Field(9, gt=0, description="tiles' worth of tokens; what would be more is interpolated down to it")
+
+
+class LlavaConfig(Section):
+    text: TextConfig
+    vision: VisionConfig
+    tiles: TilesConfig | None = Field(None, description="of LLaVA-OneVision; LLaVA 1.5 has none and sees no clips")
+    tie_word_embeddings: bool = False
+    image_token_id: int = Field(32000, ge=0)
+    video_token_id: int | None = Field(None, ge=0, description="with tiles")
+    vision_feature_layer: int = Field(-2, description="whose features are read: 1 is the first block, -1 the last")
+    vision_feature_select_strategy: Literal["default", "full"] = Field(
+        "default", description="default: without the first row of each picture, the class token"
+    )
+    projector_hidden_act: Literal["quick_gelu", "gelu", "gelu_pytorch_tanh", "silu"] = "gelu"
+    multimodal_projector_bias: bool = True
+    attention: str = Field("auto", description="implementation of attention: auto, eager, sdpa or varlen")
+
+    @property
+    def blocks_read(self) -> int:
+        """Blocks of the vision tower that are computed: those up to the chosen features."""
+        layers, chosen = self.vision.num_hidden_layers, self.vision_feature_layer
+        return chosen if chosen >= 0 else layers + 1 + chosen
+
+    @property
+    def first_feature(self) -> int:
+        return 1 if self.vision_feature_select_strategy == "default" else 0
+
+    @property
+    def features(self) -> int:
+        """Features of one picture that become embeddings."""
+        return self.vision.patches - self.first_feature
+
+    @model_validator(mode="after")
+    def _fits(self) -> LlavaConfig:
+        for name in ("image_token_id", "video_token_id"):
+            token = getattr(self, name)
+            if token is not None and token >= self.text.vocab_size:
+                raise ValueError(f"{name} {token} is outside the vocabulary of {self.text.vocab_size}")
+        if not 1 <= self.blocks_read <= self.vision.num_hidden_layers:
+            layers = self.vision.num_hidden_layers
+            raise ValueError(f"vision_feature_layer {self.vision_feature_layer}: the tower has {layers} blocks")
+        if (self.tiles is None) != (self.video_token_id is None):
+            raise ValueError("tiles and video_token_id go together")
+        if self.tiles is not None:
+            self._check_tiles(self.tiles)
+        return self
+
+    def _check_tiles(self, tiles: TilesConfig) -> None:
+        side = self.vision.side
+        if self.features != side**2:
+            raise ValueError(
+                f"vision_feature_select_strategy {self.vision_feature_select_strategy!r} leaves {self.features} "
+                f"features of a tile of {side}x{side} patches: tiles need all patches and nothing else"
+            )
+        for height, width in tiles.pinpoints:
+            if height <= 0 or width <= 0 or height % self.vision.image_size or width % self.vision.image_size:
+                raise ValueError(f"tiles of {self.vision.image_size} do not fill a resolution of {height}x{width}")
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> LlavaConfig:
+        kind = str(data.get("model_type"))
+        if kind not in _NO_VISION:
+            raise TesseraError(f"model_type {kind!r} is another family", where="config.json", allowed=_NO_VISION)
+        where = f"config.json ({kind})"
+        tiled = kind == TILED_TYPE
+        text = dict(data.get("text_config") or {})
+        fields: dict[str, Any] = {name: data[name] for name in _PLAIN_FIELDS if data.get(name) is not None}
+        fields |= {
+            "text": _read_text(text, "qwen2" if tiled else "llama", where),
+            "vision": _read_vision(data.get("vision_config") or _NO_VISION[kind], where),
+            # Releases of transformers before 5 kept the tie inside text_config.
+            "tie_word_embeddings": bool(data.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
+            "image_token_id": _either(data, "image_token_index", "image_token_id", 151646 if tiled else 32000),
+            "vision_feature_layer": _one_layer(data.get("vision_feature_layer", -1 if tiled else -2), where),
+            "vision_feature_select_strategy": data.get("vision_feature_select_strategy")
+            or ("full" if tiled else "default"),
+        }
+        if tiled:
+            fields["video_token_id"] = _either(data, "video_token_index", "video_token_id", 151647)
+            fields["tiles"] = {"most": _most(data.get("vision_aspect_ratio", f"{_ANYRES}9"), where)}
+            if data.get("image_grid_pinpoints") is not None:
+                fields["tiles"]["pinpoints"] = data["image_grid_pinpoints"]
+        return build(cls, fields, where)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json that transformers 5 writes and reads."""
+        plain = {name: getattr(self, name) for name in _PLAIN_FIELDS}
+        told: dict[str, Any] = {
+            **plain,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "image_token_index": self.image_token_id,
+            "vision_feature_layer": self.vision_feature_layer,
+            "vision_feature_select_strategy": self.vision_feature_select_strategy,
+            "text_config": {**_spelled(self.text), "tie_word_embeddings": self.tie_word_embeddings},
+            "vision_config": _write_vision(self.vision),
+        }
+        if self.tiles is None:
+            head = {"architectures": ["LlavaForConditionalGeneration"], "model_type": PLAIN_TYPE}
+            return {**head, **told, "image_seq_length": self.features}
+        return {
+            "architectures": ["LlavaOnevisionForConditionalGeneration"],
+            "model_type": TILED_TYPE,
+            **told,
+            "video_token_index": self.video_token_id,
+            "image_grid_pinpoints": [list(size) for size in self.tiles.pinpoints],
+            "vision_aspect_ratio": f"{_ANYRES}{self.tiles.most}",
+        }
+
+
+_PLAIN_FIELDS = ("projector_hidden_act", "multimodal_projector_bias")
+
+
+def _either(data: Mapping[str, Any], name: str, other: str, default: int) -> int:
+    value = data.get(name, data.get(other))
+    return default if value is None else int(value)
+
+
+def _read_text(text: Mapping[str, Any], default: str, where: str) -> dict[str, Any]:
+    kind = str(text.get("model_type", default))
+    if kind not in LANGUAGE:
+        raise TesseraError(f"text_config.model_type {kind!r} is not supported", where=where, allowed=LANGUAGE)
+    return LANGUAGE[kind].read({**_TEXT_DEFAULTS.get(kind, {}), **text}, f"{where}: text_config")
+
+
+def _spelled(text: TextConfig) -> dict[str, Any]:
+    """In the first spelling that has words for this tower."""
+    fitting = [spelling for spelling in LANGUAGE.values() if spelling.fits(text)]
+    return (fitting[0] if fitting else LANGUAGE["llama"]).write(text)
+
+
+def _read_vision(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
+    kind = _TOWERS.get(str(vision.get("model_type")))
+    if kind is None:
+        raise TesseraError(
+            f"vision_config.model_type {vision.get('model_type')!r} is not supported", where=where, allowed=_TOWERS
+        )
+    if kind == "siglip" and vision.get("vision_use_head", True):
+        raise TesseraError(
+            "vision_config.vision_use_head is on: the folder has weights of a head that no answer depends on",
+            where=where,
+            fix="set vision_use_head to false, as the published LLaVA folders do, and leave vision_tower.*.head.* out",
+        )
+    if vision.get("attention_dropout"):
+        raise TesseraError("vision_config.attention_dropout is not supported", where=where, allowed=[0.0])
+    told = {name: vision[name] for name in VisionConfig.model_fields if vision.get(name) is not None}
+    return {**_VISION_DEFAULTS[kind], **told, "kind": kind}
+
+
+def _write_vision(vision: VisionConfig) -> dict[str, Any]:
+    plain = vision.model_dump(mode="json", exclude={"kind"})
+    if vision.kind == "clip":
+        return {"model_type": "clip_vision_model", **plain, "attention_dropout": 0.0, "projection_dim": 768}
+    return {"model_type": "siglip_vision_model", **plain, "attention_dropout": 0.0, "vision_use_head": False}
+
+
+def _one_layer(layer: Any, where: str) -> int:
+    if isinstance(layer, list) and len(layer) == 1:
+        (layer,) = layer
+    if not isinstance(layer, int):
+        raise TesseraError(f"vision_feature_layer = {layer!r} is not supported", where=where, allowed=["one layer"])
+    return layer
+
+
+def _most(ratio: Any, where: str) -> int:
+    found = re.fullmatch(_ANYRES + r"(\d+)", str(ratio))
+    if found is None:
+        raise TesseraError(f"vision_aspect_ratio = {ratio!r} is not supported", where=where, allowed=[f"{_ANYRES}9"])
+    return int(found.group(1))

@@ -1,0 +1,42 @@
+"""Our parameter names and those of Hugging Face folders.
+
+The rules use the hub's spelling (`visual.*`, `model.layers.*`, `lm_head.weight`), which transformers writes and reads.
+The renames accept the spellings of its modules in memory, and of a base model saved without its head.
+"""
+
+from __future__ import annotations
+
+from tessera.core.weightmap import GroupByHead, Reshape, Rule, WeightMap
+from tessera.models._text.weights import head_rules, text_buffers, text_rules
+from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
+
+_PAIRS = (
+    ("vision.blocks.{i}.attn_norm.weight", "visual.blocks.{i}.norm1.weight"),
+    ("vision.blocks.{i}.attn.proj.{kind}", "visual.blocks.{i}.attn.proj.{kind}"),
+    ("vision.blocks.{i}.mlp_norm.weight", "visual.blocks.{i}.norm2.weight"),
+    ("vision.blocks.{i}.mlp.gate.{kind}", "visual.blocks.{i}.mlp.gate_proj.{kind}"),
+    ("vision.blocks.{i}.mlp.up.{kind}", "visual.blocks.{i}.mlp.up_proj.{kind}"),
+    ("vision.blocks.{i}.mlp.down.{kind}", "visual.blocks.{i}.mlp.down_proj.{kind}"),
+    ("projector.norm.weight", "visual.merger.ln_q.weight"),
+    ("projector.up.{kind}", "visual.merger.mlp.0.{kind}"),
+    ("projector.down.{kind}", "visual.merger.mlp.2.{kind}"),
+)
+_RENAMES = (
+    ("model.visual.", "visual."),
+    ("model.language_model.", "model."),
+    ("language_model.", "model."),
+)
+
+
+def weights(config: Qwen25VLConfig) -> WeightMap:
+    vision = config.vision
+    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    as_convolution = Reshape((vision.hidden_size, vision.patch_values), (vision.hidden_size, *patch))
+    rules = [
+        Rule("vision.patch_embed.weight", "visual.patch_embed.proj.weight", as_convolution),
+        Rule("vision.blocks.{i}.attn.qkv.{kind}", "visual.blocks.{i}.attn.qkv.{kind}", GroupByHead(vision.num_heads)),
+        *(Rule(ours, theirs) for ours, theirs in _PAIRS),
+        *text_rules(config.text),
+    ]
+    head, twice = head_rules(config.tie_word_embeddings)
+    return WeightMap((*rules, *head), _RENAMES, ("visual.rotary_pos_emb.inv_freq", *text_buffers(), *twice))

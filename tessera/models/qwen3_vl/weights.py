@@ -1,0 +1,47 @@
+"""Our parameter names and those of Hugging Face folders, which are those of transformers' modules in memory.
+
+The renames accept a base model saved without its head.
+"""
+
+from __future__ import annotations
+
+from tessera.core.weightmap import GroupByHead, Reshape, Rule, WeightMap
+from tessera.models._text.weights import head_rules, text_buffers, text_rules
+from tessera.models.qwen3_vl.config import Qwen3VLConfig
+
+_TEXT = "model.language_model."
+_PAIRS = (
+    ("vision.patch_embed.bias", "patch_embed.proj.bias"),
+    ("vision.table.weight", "pos_embed.weight"),
+    ("vision.blocks.{i}.attn_norm.{kind}", "blocks.{i}.norm1.{kind}"),
+    ("vision.blocks.{i}.attn.proj.{kind}", "blocks.{i}.attn.proj.{kind}"),
+    ("vision.blocks.{i}.mlp_norm.{kind}", "blocks.{i}.norm2.{kind}"),
+    ("vision.blocks.{i}.mlp.up.{kind}", "blocks.{i}.mlp.linear_fc1.{kind}"),
+    ("vision.blocks.{i}.mlp.down.{kind}", "blocks.{i}.mlp.linear_fc2.{kind}"),
+    ("projector.last.norm.{kind}", "merger.norm.{kind}"),
+    ("projector.last.up.{kind}", "merger.linear_fc1.{kind}"),
+    ("projector.last.down.{kind}", "merger.linear_fc2.{kind}"),
+    ("projector.taps.{i}.norm.{kind}", "deepstack_merger_list.{i}.norm.{kind}"),
+    ("projector.taps.{i}.up.{kind}", "deepstack_merger_list.{i}.linear_fc1.{kind}"),
+    ("projector.taps.{i}.down.{kind}", "deepstack_merger_list.{i}.linear_fc2.{kind}"),
+)
+_RENAMES = (
+    ("visual.", "model.visual."),
+    ("language_model.", _TEXT),
+)
+
+
+def weights(config: Qwen3VLConfig) -> WeightMap:
+    vision, seen = config.vision, "model.visual."
+    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    as_convolution = Reshape((vision.hidden_size, vision.patch_values), (vision.hidden_size, *patch))
+    by_head = GroupByHead(vision.num_heads)
+    rules = [
+        Rule("vision.patch_embed.weight", seen + "patch_embed.proj.weight", as_convolution),
+        Rule("vision.blocks.{i}.attn.qkv.{kind}", seen + "blocks.{i}.attn.qkv.{kind}", by_head),
+        *(Rule(ours, seen + theirs) for ours, theirs in _PAIRS),
+        *text_rules(config.text, _TEXT, stacked=True),
+    ]
+    head, twice = head_rules(config.tie_word_embeddings)
+    buffers = (seen + "rotary_pos_emb.inv_freq", *text_buffers(_TEXT))
+    return WeightMap((*rules, *head), _RENAMES, (*buffers, *twice))

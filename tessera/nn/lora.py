@@ -1,0 +1,163 @@
+"""LoRA as a change of a module that is not filled yet: chosen linear layers get an adapter, all else is frozen."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tessera.core.adapters import Adapter, Adapters, choose, factor_names
+from tessera.core.names import clean
+from tessera.core.pattern import home, matches
+from tessera.core.run_config import LoraSection
+from tessera.core.types import ModelPlan, TensorStyle
+from tessera.ops.lora import adapted_linear
+from tessera.ops.nf4 import nf4_linear, packed_sizes, quantize
+
+PACKED, SCALES = "packed", "scales"
+
+
+class Factor(nn.Module):
+    """One of the two matrices of an adapter. It is read and never called."""
+
+    def __init__(self, rows: int, columns: int, like: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns, device=like.device, dtype=like.dtype))
+
+
+class LoraLinear(nn.Linear):
+    """In the place of a linear layer, with its weight, its bias and its name."""
+
+    def __init__(self, linear: nn.Linear, adapter: Adapter, dropout: float = 0.0) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.adapter = adapter
+        self.dropout = dropout
+        self.lora_a = Factor(adapter.rank, linear.in_features, linear.weight)
+        self.lora_b = Factor(linear.out_features, adapter.rank, linear.weight)
+        self.adapted = True  # off: computes as before
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.product(x)
+        if not self.adapted:
+            return product
+        dropout = self.dropout if self.training else 0.0
+        return adapted_linear(x, product, self.lora_a.weight, self.lora_b.weight, self.adapter.scale, dropout)
+
+    def product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class QuantizedLoraLinear(LoraLinear):
+    """The layer's own weight in four bits. It is no parameter then but two buffers, which every rank has whole.
+
+    Scales are fp32 numbers, kept as bits: a module that changes its type must not change theirs.
+    """
+
+    packed: Tensor
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear, adapter: Adapter, dropout: float = 0.0) -> None:
+        super().__init__(linear, adapter, dropout)
+        self.register_parameter("weight", None)
+        count, blocks = packed_sizes(linear.out_features, linear.in_features)
+        device = linear.weight.device
+        self.register_buffer(PACKED, torch.zeros(count, dtype=torch.uint8, device=device))
+        self.register_buffer(SCALES, torch.zeros(blocks, dtype=torch.int32, device=device))
+
+    def product(self, x: Tensor) -> Tensor:
+        scales = self.scales.view(torch.float32)
+        return nf4_linear(x, self.packed, scales, self.out_features, self.in_features, self.bias)
+
+    @torch.no_grad()
+    def keep(self, weight: Tensor) -> None:
+        """Takes the weight that the layer had."""
+        packed, scales = quantize(weight)
+        self.packed.copy_(packed)
+        self.scales.copy_(scales.view(torch.int32))
+
+
+def find_adapters(section: LoraSection, module: nn.Module, plan: ModelPlan) -> dict[str, Adapter]:
+    """Which layers a recipe means."""
+    layers: list[str] = []
+    refused: dict[str, str] = {}
+    for path, part in module.named_modules():
+        if any(matches(pattern, path) for pattern in plan.experts):
+            refused[path] = "experts have their weights stacked, and adapters serve single layers"
+        elif any(matches(pattern, path) for pattern in plan.with_root):
+            refused[path] = "its weight is also read outside of its own forward pass"
+        elif isinstance(part, nn.Linear) and not part.weight.requires_grad:
+            refused[path] = "nothing is computed with it: it is kept for the folder alone"
+        elif type(part) is nn.Linear:
+            layers.append(path)
+        elif next(part.parameters(recurse=False), None) is not None:
+            refused[path] = f"{type(part).__name__} is no plain linear layer"
+    media = [*plan.towers.values(), *plan.idle_groups]
+    blocks = [path for path, _ in module.named_modules() if any(matches(pattern, path) for pattern in plan.blocks)]
+    usual = [path for path in layers if home(path, blocks) is not None and home(path, media) is None]
+    return choose(section, layers, usual, refused)
+
+
+def add_adapters(module: nn.Module, adapters: Adapters, dropout: float = 0.0, quantized: bool = False) -> None:
+    """Changes `module`: nothing but the adapters has a gradient then. `quantized`: the layers' own weights are kept in
+    four bits, and are to be filled by `QuantizedLoraLinear.keep`."""
+    module.requires_grad_(False)
+    kind = QuantizedLoraLinear if quantized else LoraLinear
+    for path, adapter in adapters.items():
+        parent, _, name = path.rpartition(".")
+        layer = module.get_submodule(path)
+        assert isinstance(layer, nn.Linear)
+        setattr(module.get_submodule(parent), name, kind(layer, adapter, dropout))
+
+
+def with_adapters(plan: ModelPlan) -> ModelPlan:
+    """How the adapters are dealt out follows from their layers."""
+    styles: dict[str, TensorStyle] = {}
+    for pattern, style in plan.tensor.items():
+        path, _, kind = pattern.rpartition(".")
+        if style not in ("column", "row", "replicate") or not path or not matches(kind, "weight"):
+            continue
+        a, b = factor_names(path)
+        # "heads": whole, and of its gradient each rank finds the part that its features make.
+        styles[a] = "heads" if style == "column" else style
+        styles[b] = "heads" if style == "row" else style
+    return replace(plan, tensor={**plan.tensor, **styles})
+
+
+@torch.no_grad()
+def start_factor(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    """Fills the whole tensor of an adapter's parameter as a new one starts: the model computes as before."""
+    if name == factor_names(name.rsplit(".", 2)[0])[0]:
+        bound = 1 / math.sqrt(tensor.shape[1])  # Kaiming's for a slope of sqrt(5), as PEFT and linear layers begin
+        tensor.uniform_(-bound, bound, generator=generator)
+    else:
+        tensor.zero_()
+
+
+def adapters_of(module: nn.Module) -> dict[str, Adapter]:
+    """By the clean names of their layers. A stage of a pipeline has some of them."""
+    return {path: layer.adapter for path, layer in adapted_layers(module).items()}
+
+
+def adapted_layers(module: nn.Module) -> dict[str, LoraLinear]:
+    found = ((clean(name + ".")[:-1], part) for name, part in module.named_modules())
+    return {name: part for name, part in found if isinstance(part, LoraLinear)}
+
+
+@contextlib.contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Inside, the model computes as it did before it was adapted."""
+    layers = [part for part in module.modules() if isinstance(part, LoraLinear)]
+    for layer in layers:
+        layer.adapted = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapted = True

@@ -1,0 +1,58 @@
+"""Weights that broke by themselves: a bit that flipped makes one number huge or no number at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tessera.checkpoint.ranks import Ranks
+from tessera.core.tensors import local_part
+
+GROWTH = 100.0  # no training makes the largest number of a tensor so many times larger between two looks
+FLOOR = 0.01  # what is smaller than this counts as this: tensors begin at zero
+
+
+@dataclass(frozen=True)
+class Damage:
+    name: str
+    value: float  # the worst one
+    count: int  # of numbers that are not finite, or too large
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.count} bad number{'s' if self.count > 1 else ''}, worst {self.value:.3g})"
+
+
+@torch.no_grad()
+def largest(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """The largest absolute value in each tensor, of this rank's part; nan where there is one."""
+    parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+    parts = {name: part for name, part in parts.items() if part.is_floating_point() and part.numel()}
+    found = {name: part.detach().abs().amax().float() for name, part in parts.items()}
+    if not found:
+        return {}
+    place = next(iter(found.values())).device
+    return dict(zip(found, torch.stack([value.to(place) for value in found.values()]).tolist(), strict=True))
+
+
+def find_damage(tensors: Mapping[str, Tensor], normal: Mapping[str, float]) -> list[Damage]:
+    """Tensors of this model with numbers that no training makes, over all ranks, in order. `normal`: what `largest`
+    told when all was well; of a tensor it does not know, only numbers that are not finite are damage."""
+    mine: list[Damage] = []
+    for name, value in largest(tensors).items():
+        limit = GROWTH * max(normal[name], FLOOR) if name in normal else math.inf
+        if math.isfinite(value) and value <= limit:
+            continue
+        part = local_part(tensors[name]).detach()
+        bad = int((~(part.abs() <= limit) | ~part.isfinite()).sum())
+        mine.append(Damage(name, value, bad))
+    found: dict[str, Damage] = {}
+    for told in Ranks.current().each(lambda: mine):
+        for one in told:
+            other = found.setdefault(one.name, one)
+            if not (math.isnan(other.value) or other.value >= one.value):
+                found[one.name] = one
+    return list(found.values())

@@ -1,0 +1,427 @@
+"""The LLaVA processor against transformers: pixels, tokens and places are identical, not close.
+
+The reference's OneVision processor needs torchvision, which the test machines do not have, only to be made: its own
+methods that count tokens run without. Frames of clips are compared with what its image processor makes of each.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from llava_cases import (
+    SHAPES,
+    VOCAB,
+    Shape,
+    as_squares,
+    clip,
+    config_of,
+    conversation,
+    media_of,
+    picture,
+    processor_of,
+    sizes_of,
+    write_words,
+)
+from PIL import Image
+from transformers import AutoTokenizer
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava.processing_llava import LlavaProcessor as ReferenceProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import ModelSection
+from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
+from tessera.data.media.images import Limits
+from tessera.data.media.read import read_media
+from tessera.models import resolve
+from tessera.models.llava.config import PINPOINTS, LlavaConfig
+from tessera.models.llava.processor import LlavaProcessor
+from tessera.models.llava.tiles import Tiles
+
+PLAIN, STRETCHED, TILED, TILED_CLIP, LEFTOVER = SHAPES[0], SHAPES[2], SHAPES[3], SHAPES[4], SHAPES[5]
+SIZES = [(8, 8), (31, 17), (17, 31), (100, 9), (9, 100), (1, 7), (640, 480)]
+
+# As published with llava-hf/llava-1.5-7b-hf, with llava-hf/llava-onevision-qwen2-0.5b-ov-hf, and by transformers'
+# converter of OneVision.
+_SHOWN = "{% for content in message['content'] | selectattr('type', 'equalto', 'KIND') %}{{ 'WORD' }}{% endfor %}"
+_SAID = "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ WORDS }}{% endfor %}"
+PUBLISHED_PLAIN = (
+    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
+    + _SHOWN.replace("KIND", "image").replace("WORD", "<image>\\n")
+    + _SAID.replace("WORDS", "content['text'] + ' '")
+    + "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+PUBLISHED_SPACED = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + ' '}}"
+    + _SHOWN.replace("KIND", "image").replace("WORD", "<image>")
+    + _SHOWN.replace("KIND", "video").replace("WORD", "<video>")
+    + _SAID.replace("WORDS", "'\\n' + content['text']")
+    + "{{'<|im_end|>'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+PUBLISHED_CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n'}}"
+    + _SHOWN.replace("KIND", "image").replace("WORD", "<image>\\n")
+    + _SHOWN.replace("KIND", "video").replace("WORD", "<video>\\n")
+    + _SAID.replace("WORDS", "content['text']")
+    + "{{'<|im_end|>' + '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def seen(config: LlavaConfig, pixels: torch.Tensor) -> torch.Tensor:
+    """What patches cover of squares [.., 3, size, size]."""
+    side = config.vision.side * config.vision.patch_size
+    return pixels[..., :side, :side]
+
+
+def ours(processor: LlavaProcessor, media: list[Any]) -> torch.Tensor:
+    config = processor.config
+    return seen(config, as_squares(processor, processor.encode(conversation(media), media).media["pixels"]))
+
+
+# ---------------------------------------------------------------------------------------------- pixels
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize("pad", [False, True])
+def test_a_picture_is_cropped_as_the_references(width: int, height: int, pad: bool, tmp_path: Path) -> None:
+    where = write_words(tmp_path, vicuna=True)
+    files = {"do_pad": pad, "size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(files))
+    processor = LlavaProcessor.load(config_of(PLAIN), where)
+    processor.save(tmp_path / "out")
+    reference = LlavaImageProcessorPil.from_pretrained(tmp_path / "out")
+    image = picture(width, height)
+    theirs = reference(images=[image], return_tensors="pt")["pixel_values"]
+    assert torch.equal(ours(processor, [image]), theirs)
+    if not pad:
+        plain = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+        assert torch.equal(plain(images=[image], return_tensors="pt")["pixel_values"], theirs)
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize("shape", [TILED, TILED_CLIP, LEFTOVER], ids=["siglip", "clip", "leftover"])
+def test_tiles_are_the_references(shape: Shape, width: int, height: int, tmp_path: Path) -> None:
+    processor = processor_of(shape, tmp_path)
+    processor.save(tmp_path / "out")
+    reference = LlavaOnevisionImageProcessorPil.from_pretrained(tmp_path / "out")
+    image = picture(width, height)
+    theirs = reference(images=[image], return_tensors="pt")
+    assert theirs["image_sizes"].tolist() == [[height, width]]
+    assert torch.equal(ours(processor, [image]), seen(processor.config, theirs["pixel_values"][0]))
+    pictures = [image, picture(13, 29, 1), picture(30, 30, 2)]
+    several = reference(images=[pictures], return_tensors="pt")
+    assert several["batch_num_images"].tolist() == [3]
+    assert torch.equal(ours(processor, pictures), seen(processor.config, several["pixel_values"][:, 0]))
+
+
+def test_frames_are_pictures_of_the_references(tmp_path: Path) -> None:
+    processor = processor_of(TILED, tmp_path)
+    processor.save(tmp_path / "out")
+    reference = LlavaOnevisionImageProcessorPil.from_pretrained(tmp_path / "out")
+    shown = clip(21, 34, 5)
+    whole = [reference(images=[Image.fromarray(frame)], return_tensors="pt")["pixel_values"][0, 0] for frame in shown]
+    assert torch.equal(ours(processor, [shown]), seen(processor.config, torch.stack(whole)))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "CMYK", "1"])
+def test_pixels_of_other_modes(mode: str, tmp_path: Path) -> None:
+    processor = processor_of(PLAIN, tmp_path)
+    processor.save(tmp_path / "out")
+    noise = np.random.default_rng(0).integers(0, 256, (14, 20, 4), dtype=np.uint8)
+    image = Image.fromarray(noise, "RGBA").convert(mode)
+    theirs = LlavaImageProcessorPil.from_pretrained(tmp_path / "out")(images=[image], return_tensors="pt")
+    assert torch.equal(ours(processor, [image]), theirs["pixel_values"])
+
+
+@pytest.mark.parametrize("shape", [PLAIN, STRETCHED, TILED], ids=["cropped", "stretched", "tiled"])
+def test_pictures_read_as_training_reads_them_have_the_same_pixels(shape: Shape, tmp_path: Path) -> None:
+    processor = processor_of(shape, tmp_path)
+    picture(90, 70).save(tmp_path / "a.png")
+    sample = Sample("one", (Message("user", (Part("image", "a.png"),)), Message("assistant", (Part("text", "Yes."),))))
+    media, sizes = read_media(sample, tmp_path, Limits(), processor)
+    assert sizes == [MediaSize(90, 70)]
+    assert (media[0].size == (90, 70)) == (processor.tiles is not None)  # made smaller where that changes nothing
+    encoded = processor.encode(sample, media, sizes)
+    assert torch.equal(encoded.media["pixels"], processor.encode(sample, [picture(90, 70)]).media["pixels"])
+    assert processor.measure(sample, sizes)["tokens"] == len(encoded.tokens)
+
+
+# ---------------------------------------------------------------------------------------------- which feature where
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(384, 384), (1024, 899), (4000, 3000), (3000, 400), (37, 1900), (10, 9), (2304, 2304)]
+)
+def test_features_of_the_published_tiles_are_packed_as_the_references(width: int, height: int) -> None:
+    """The reference's own packing of random features, in the published geometry; large ones are interpolated."""
+    tiles = Tiles(27, 384, PINPOINTS, 9)
+    down, across = tiles.grid(height, width)
+    features = torch.randn(1 + down * across, 27 * 27, 2, generator=torch.Generator().manual_seed(0))
+    newline = torch.tensor([7.0, -7.0])
+    config = SimpleNamespace(
+        vision_config=SimpleNamespace(image_size=384, patch_size=14),
+        image_grid_pinpoints=[list(size) for size in PINPOINTS],
+    )
+    model: Any = SimpleNamespace(config=config)
+    (expected,), _ = LlavaOnevisionModel.pack_image_features(
+        model, [features], [[height, width]], image_newline=newline, vision_aspect_ratio="anyres_max_9"
+    )
+    made = tiles.single(height, width)
+    table = torch.cat([newline[None], features.flatten(0, 1)])
+    found = table[torch.from_numpy(made.index + 1)]
+    if made.weights is None:
+        assert torch.equal(found[:, 0], expected)
+    else:
+        shares = torch.from_numpy(made.weights)
+        torch.testing.assert_close((found * shares[..., None]).sum(1), expected, rtol=1e-5, atol=1e-5)
+    assert (made.weights is not None) == (down * across > 9)
+
+
+def test_features_of_frames_are_pooled_as_the_references() -> None:
+    features = torch.randn(3, 27 * 27, 2, generator=torch.Generator().manual_seed(0))
+    model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(image_size=384, patch_size=14)))
+    expected = LlavaOnevisionModel.apply_pooling(model, features).flatten(0, 1)
+    made = Tiles(27, 384, PINPOINTS, 9).clip(3)
+    assert made.weights is not None
+    assert made.index[-1].tolist() == [-1] * 4
+    assert made.weights[-1].tolist() == [1, 0, 0, 0]
+    found = features.flatten(0, 1)[torch.from_numpy(made.index[:-1])] * torch.from_numpy(made.weights[:-1])[..., None]
+    torch.testing.assert_close(found.sum(1), expected, rtol=1e-5, atol=1e-5)
+
+
+def reference_tiled(config: LlavaConfig, folder: Path) -> LlavaOnevisionProcessor:
+    made = object.__new__(LlavaOnevisionProcessor)
+    fields = json.loads((folder / "processor_config.json").read_text())
+    for name in ("num_image_tokens", "vision_feature_select_strategy", "image_token", "video_token"):
+        setattr(made, name, fields[name])
+    made.vision_aspect_ratio = fields["vision_aspect_ratio"]
+    made.image_processor = LlavaOnevisionImageProcessorPil.from_pretrained(folder)
+    return made
+
+
+@pytest.mark.parametrize("shape", [TILED, TILED_CLIP, LEFTOVER], ids=["siglip", "clip", "leftover"])
+def test_tokens_of_pictures_are_as_many_as_the_references(shape: Shape, tmp_path: Path) -> None:
+    processor = processor_of(shape, tmp_path)
+    processor.save(tmp_path)
+    reference = reference_tiled(processor.config, tmp_path)
+    images = reference.image_processor
+    for width, height in [*SIZES, (24, 25), (29, 24), (60, 7)]:
+        item = picture(width, height)
+        told = images(images=[item], return_tensors="pt")
+        words = reference.replace_image_token(told, 0)
+        encoded = processor.encode(conversation([item]), [item])
+        assert int((encoded.tokens == processor.config.image_token_id).sum()) == words.count("<image>")
+    many = [picture(9, 8), picture(30, 7)]
+    told = images(images=[many], return_tensors="pt")
+    words = "".join(reference.replace_image_token(told, n) for n in range(2))
+    encoded = processor.encode(conversation(many), many)
+    assert int((encoded.tokens == processor.config.image_token_id).sum()) == words.count("<image>")
+    shown = clip(9, 9, 3)
+    words = reference.replace_video_token({"pixel_values_videos": [torch.zeros(3, 3, 8, 8)]}, 0)
+    encoded = processor.encode(conversation([shown]), [shown])
+    assert int((encoded.tokens == processor.config.video_token_id).sum()) == words.count("<video>")
+
+
+# ---------------------------------------------------------------------------------------------- words
+
+
+def as_reference(sample: Sample) -> list[dict[str, Any]]:
+    """The same conversation in transformers' spelling."""
+    return [
+        {
+            "role": m.role,
+            "content": [{"type": p.kind, "text": p.value} if p.kind == "text" else {"type": p.kind} for p in m.parts],
+        }
+        for m in sample.messages
+    ]
+
+
+def text(value: str) -> Part:
+    return Part("text", value)
+
+
+ASKED = {
+    "text": Sample("one", (Message("user", (text("Hi"),)),)),
+    "system": Sample("one", (Message("system", (text("Be brief."),)), Message("user", (text("Hi"),)))),
+    "one": Sample("one", (Message("user", (Part("image", None), text("What is it?"))),)),
+    "later": Sample("one", (Message("user", (text("What is\n it?"), Part("image", None), text("Say."))),)),
+    "several": Sample("one", (Message("user", (Part("image", None), text("and"), Part("image", None))),)),
+}
+CLIPS = {"clip": Sample("one", (Message("user", (Part("image", None), Part("video", None), text("What?"))),))}
+TALK = Sample(
+    "one",
+    (
+        Message("user", (Part("image", None), text("What is it?"))),
+        Message("assistant", (text("A red square."),)),
+        Message("user", (text("Sure?"),)),
+    ),
+)
+
+
+def spelled(processor: LlavaProcessor, sample: Sample) -> str:
+    """The prompt, with one word for each picture or clip."""
+    media = [picture(9, 8) if part.kind == "image" else clip(9, 9, 2) for part in sample.media()]
+    tokens = processor.prompt([sample], [media])["tokens"].tolist()
+    marks = (processor.config.image_token_id, processor.config.video_token_id)
+    once = [token for n, token in enumerate(tokens) if not (n and token in marks and tokens[n - 1] == token)]
+    return processor.spell(once)
+
+
+def rendered(folder: Path, template: str | None, sample: Sample, tokenizer_adds: str = "") -> str:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    words = tokenizer.apply_chat_template(
+        as_reference(sample), chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    # Pictures next to each other are one run of the same word.
+    return tokenizer_adds + str(words).replace("<image><image>", "<image>")
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_prompts_of_1_5_are_the_published_ones(name: str, tmp_path: Path) -> None:
+    processor = processor_of(PLAIN, tmp_path)
+    processor.save(tmp_path / "out")
+    for template in (PUBLISHED_PLAIN, None):  # as published, and as we export it
+        assert spelled(processor, ASKED[name]) == rendered(tmp_path / "out", template, ASKED[name], "<s>")
+
+
+@pytest.mark.parametrize("name", [*ASKED, *CLIPS])
+@pytest.mark.parametrize("published", [PUBLISHED_SPACED, PUBLISHED_CHATML], ids=["hub", "chatml"])
+def test_prompts_of_onevision_are_the_published_ones(name: str, published: str, tmp_path: Path) -> None:
+    where = write_words(tmp_path / "words", vicuna=False)
+    (where / "chat_template.json").write_text(json.dumps({"chat_template": published}))
+    processor = LlavaProcessor.load(config_of(TILED), where)
+    processor.save(tmp_path / "out")
+    for template in (published, None):
+        assert spelled(processor, {**ASKED, **CLIPS}[name]) == rendered(
+            tmp_path / "out", template, {**ASKED, **CLIPS}[name]
+        )
+    assert LlavaProcessor.load(config_of(TILED), tmp_path / "out").template == processor.template
+
+
+def test_longer_conversations(tmp_path: Path) -> None:
+    """ChatML is as published all along. Where a published template ends no answer, or opens it otherwise than the model
+    goes on from, ours does as the model was trained."""
+    processor = processor_of(TILED, tmp_path / "a")
+    processor.save(tmp_path / "a")
+    assert spelled(processor, TALK) == rendered(tmp_path / "a", PUBLISHED_CHATML, TALK)
+    plain = processor_of(PLAIN, tmp_path / "b")
+    plain.save(tmp_path / "b")
+    theirs = rendered(tmp_path / "b", PUBLISHED_PLAIN, TALK, "<s>")
+    assert spelled(plain, TALK) == theirs.replace("A red square. ", "A red square.</s>")
+    assert spelled(plain, TALK) == rendered(tmp_path / "b", None, TALK, "<s>")
+
+
+def test_the_whole_processor_of_1_5_gives_the_same(tmp_path: Path) -> None:
+    processor = processor_of(PLAIN, tmp_path)
+    processor.save(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    fields = json.loads((tmp_path / "out" / "processor_config.json").read_text())
+    del fields["processor_class"]
+    images = LlavaImageProcessorPil.from_pretrained(tmp_path / "out")
+    reference = ReferenceProcessor(images, tokenizer, chat_template=tokenizer.chat_template, **fields)
+    for name in ("text", "one", "several"):
+        media = media_of(PLAIN)[name]
+        asked = Sample("one", conversation(media).messages[:1])
+        words = reference.apply_chat_template(as_reference(asked), add_generation_prompt=True)
+        theirs = reference(text=[words], images=media or None, return_tensors="pt")
+        batch = processor.prompt([asked], [media])
+        assert batch["tokens"].tolist() == theirs["input_ids"][0].tolist()
+        if media:
+            assert torch.equal(as_squares(processor, batch["pixels"]), theirs["pixel_values"])
+
+
+@pytest.mark.parametrize("system", [None, "Be brief.", "Answer in {{ braces }}."])
+@pytest.mark.parametrize("shape", [PLAIN, TILED], ids=["vicuna", "chatml"])
+def test_an_export_brings_its_own_system_prompt(shape: Shape, system: str | None, tmp_path: Path) -> None:
+    made = processor_of(shape, tmp_path, system=system, max_frames=7)
+    made.save(tmp_path / "out")
+    read = LlavaProcessor.load(config_of(shape), tmp_path / "out")
+    assert read.template == made.template
+    assert read.fingerprint == made.fingerprint or shape is PLAIN  # 1.5 keeps no number of frames
+    sample = ASKED["one"]
+    assert spelled(read, sample) == rendered(tmp_path / "out", None, sample, "<s>" if shape is PLAIN else "")
+
+
+def test_only_what_the_assistant_says_is_trained(tmp_path: Path) -> None:
+    for shape, ending in ((PLAIN, " A red square.</s>"), (TILED, "A red square.<|im_end|>")):
+        processor = processor_of(shape, tmp_path)
+        media = media_of(shape)["one"]
+        encoded = processor.encode(conversation(media), media)
+        assert processor.spell(encoded.tokens[encoded.labels != IGNORE].tolist()) == ending
+
+
+# ---------------------------------------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=range(len(SHAPES)))
+def test_measure_is_what_encode_gives_and_batches_fit_together(shape: Shape, tmp_path: Path) -> None:
+    processor = processor_of(shape, tmp_path)
+    items = []
+    for number, media in enumerate(media_of(shape).values()):
+        sample = conversation(media, number)
+        measured = processor.measure(sample, sizes_of(media))
+        items.append(processor.encode(sample, media))
+        assert {name: measured[name] for name in items[-1].counts} == items[-1].counts
+        assert measured["tokens"] == len(items[-1].tokens)
+    half = len(items) // 2
+    length = max(sum(len(item.tokens) for item in row) for row in (items[:half], items[half:])) + 3
+    batch = processor.collate([items[:half], items[half:]], length)
+    config = processor.config
+    marks = torch.tensor([id for id in (config.image_token_id, config.video_token_id) if id is not None])
+    assert torch.equal(batch["media_slots"], torch.isin(batch["tokens"], marks).nonzero()[:, 0])
+    patches = len(batch["pixels"])
+    assert set(batch.segments["vision"].lengths) == {config.vision.patches}
+    assert batch.segments["vision"].bounds[-1] == patches == len(batch["patch_index"])
+    kept = batch.get("media_patches")
+    features = patches if kept is None else len(kept)
+    assert features == patches // config.vision.patches * config.features
+    if config.tiles is None:
+        assert features == len(batch["media_slots"])
+    else:
+        index = batch["media_index"]
+        assert len(index) == len(batch["media_slots"])
+        assert index.min() == 0
+        assert index.max() == features
+        if "media_weights" in batch:
+            torch.testing.assert_close(batch["media_weights"].sum(1), torch.ones(len(index)))
+    assert len(pickle.loads(pickle.dumps(processor)).fingerprint) == 64  # noqa: S301 - as a worker gets it
+
+
+def test_mistakes_are_explained(tmp_path: Path) -> None:
+    words = write_words(tmp_path / "words", vicuna=False)
+    with pytest.raises(TesseraError, match="unknown key: frame"):
+        LlavaProcessor.load(config_of(TILED), words, frame=3)
+    with pytest.raises(TesseraError, match=r"<image> is 298 for the tokenizer and 297 for the model"):
+        LlavaProcessor.load(config_of(TILED, image_token_id=VOCAB - 3), words)
+    with pytest.raises(TesseraError, match="no video input"):
+        processor_of(PLAIN, tmp_path / "plain").measure(conversation([clip(8, 8, 2)]), [MediaSize(8, 8, 2)])
+    for content, told in (
+        ({"resample": 2}, "resample"),
+        ({"image_grid_pinpoints": [[12, 12]]}, "others than the model's"),
+        ({"size": {"height": 14, "width": 14}}, "the model needs 12"),
+    ):
+        (words / "preprocessor_config.json").write_text(json.dumps(content))
+        with pytest.raises(TesseraError, match=told):
+            LlavaProcessor.load(config_of(TILED), words)
+    (words / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 6}}))
+    with pytest.raises(TesseraError, match="does not give pictures of 8x8"):
+        LlavaProcessor.load(config_of(SHAPES[1]), words)
+    _, config = resolve(ModelSection(family="llava", preset="quickstart"))
+    assert isinstance(config, LlavaConfig)
+    nothing = write_words(tmp_path / "other", vicuna=True, vocab=512)
+    data = json.loads((nothing / "tokenizer.json").read_text())
+    data["added_tokens"] = [t for t in data["added_tokens"] if t["content"] != "</s>"]
+    data["post_processor"] = None
+    (nothing / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(TesseraError, match="no conversation this family knows"):
+        LlavaProcessor.load(config, nothing)

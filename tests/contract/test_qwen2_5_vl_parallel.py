@@ -1,0 +1,114 @@
+"""Layouts of Qwen2.5-VL train like one process: windows are dealt, shared and cut with the frames they lie in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from qwen2_5_vl_cases import SHAPES, config_of, make_case, media_of, pack, reference_inputs, reference_model
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import ModelSection, ParallelSection
+from tessera.models import resolve
+from tessera.models.qwen2_5_vl import SPEC
+from tessera.parallel.context.local_part import own_part
+from tessera.parallel.plan import make_plan
+from tessera.parallel.planning.context import ContextPlan, TowerPart
+from tests.dist.layouts import Case, good, measure
+
+# Pictures of the set have up to 4 x 4 tokens: windows of 2 x 2 cut them, also at the edges.
+MODEL: dict[str, Any] = {
+    "family": "qwen2_5_vl",
+    "preset": "quickstart",
+    "config": {
+        "text": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "mrope_section": [1, 1, 2]},
+        "vision": {
+            "depth": 2,
+            "hidden_size": 24,
+            "intermediate_size": 20,
+            "num_heads": 2,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+    },
+}
+SHARED = {"towers": {"vision": {"cp": 2}}}
+CASES = [
+    Case("fsdp 2", 2),
+    Case("tp 2", 2, {"tp": 2}),
+    Case("tp 2, whole tower, pictures dealt", 2, {"tp": 2, "towers": {"vision": {"tp": 1}}}),
+]
+MORE = [
+    Case("pp 2", 2, {"pp": 2}),
+    Case("pp 2, cut in the tower", 2, {"pp": 2, "layers": {"vision": [1, 1], "text": [0, 2]}}),
+    Case("ulysses 2", 2, {"cp": 2}),
+    Case("ulysses 2, patches shared", 2, {"cp": 2, **SHARED}),
+    Case("ring 2, patches shared", 2, {"cp": 2, "ulysses": 1, **SHARED}),
+]
+
+
+def measured(cases: list[Case], folder: Path) -> dict[str, dict[str, float]]:
+    model = {**MODEL, "tokenizer": str(folder / "data" / "tokenizer")}
+    return measure([replace(case, model={"model": model}) for case in cases], folder)
+
+
+def test_layouts_train_like_one_process(tmp_path: Path) -> None:
+    found = measured(CASES, tmp_path)
+    assert [name for name, row in found.items() if not good(row)] == [], found
+
+
+@pytest.mark.slow
+def test_more_layouts_train_like_one_process(tmp_path: Path) -> None:
+    found = measured(MORE, tmp_path)
+    assert [name for name, row in found.items() if not good(row)] == [], found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 9])
+def test_windows_are_dealt_with_their_frames(ranks: int) -> None:
+    """The features of all hands together are those of the whole; of nine ranks some have nothing to look at."""
+    config = config_of(SHAPES[0])
+    reference = reference_model(config)
+    model = SPEC.build(config)
+    cases = [make_case(config, media_of(2)[name], number) for number, name in enumerate(("several", "text", "mixed"))]
+    for case in cases:
+        reference_inputs(reference, config, case)
+    batch = pack(config, cases, 4)
+    whole = model.vision(batch)
+    tower = TowerPart("vision", "vision", "projector", ranks, None, ())
+    plan = ContextPlan({}, 1, 1, batch["tokens"].numel(), media=True, towers=(tower,))
+    hands = [own_part(batch, plan, 0, hand) for hand in range(ranks)]
+    places = hands[0][tower.dealt_key]
+    counts = hands[0].segments[tower.dealt_key].lengths
+    assert sum(counts) == len(whole)
+    longest = max(counts)
+    gathered = torch.zeros(ranks * longest, whole.shape[1])
+    for number, (hand, count) in enumerate(zip(hands, counts, strict=True)):
+        assert ("pixels" in hand) == ("vision.windows" in hand.segments) == (count > 0)
+        if count:
+            assert hand.segments["vision.windows"].bounds[-1] == len(hand["pixels"]) == count
+            gathered[number * longest : number * longest + count] = model.vision(hand)
+    torch.testing.assert_close(gathered[places], whole, rtol=1e-5, atol=1e-6)
+    assert torch.equal(hands[0]["media_slots"][hands[0]["media_rows"].argsort()], batch["media_slots"])
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "tp", "told"),
+    [
+        ("7b", {}, 8, "does not divide the 28 heads of text"),
+        ("72b", {"vision.intermediate_size": 3420}, 8, r"does not divide the 3420 .*vision\.blocks\.0\.mlp"),
+    ],
+)
+def test_what_does_not_split_is_told(preset: str, changes: dict[str, Any], tp: int, told: str) -> None:
+    _, config = resolve(ModelSection(family="qwen2_5_vl", preset=preset, config=changes))
+    with torch.device("meta"):
+        module = SPEC.build(config)
+    with pytest.raises(TesseraError, match=told):
+        make_plan(ParallelSection(tp=tp), SPEC.plan(config), module, tp)
+    # A tower that is not split deals its pictures instead: then it has nothing to divide.
+    if preset == "72b":
+        section = ParallelSection.model_validate({"tp": tp, "towers": {"vision": {"tp": 1}}})
+        assert make_plan(section, SPEC.plan(config), module, tp).tensor is not None

@@ -1,0 +1,261 @@
+"""The Qwen2.5-VL processor against transformers: pixels, tokens, windows and positions are identical, not close.
+
+What it shares with Qwen2-VL's (sizes, packing, training labels, clips as pairs of frames) is tested there.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import pytest
+import torch
+import transformers
+from parity import numbers
+from PIL import Image
+from test_qwen2_vl_processor import TEXTS, VOCAB, WORDS, as_reference, conversation, picture, reference_ids, text
+from transformers import Qwen2_5_VLConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.video_utils import VideoMetadata
+from transformers.vision_utils import get_vision_window_index
+
+from tessera.core.types import MediaSize, Message, Part, Sample
+from tessera.data.media.clips import spread
+from tessera.data.media.images import Limits
+from tessera.data.media.read import probe, read_media
+from tessera.data.tokenizer import train_tokenizer, write_tokenizer
+from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
+from tessera.models.qwen2_5_vl.processor import Qwen25VLProcessor
+
+SIDE = 28  # pixels along each side of a token
+# The template of the published folders, written down again.
+PUBLISHED = (
+    "{% set pictures = namespace(count=0) %}{% set clips = namespace(count=0) %}{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "{% endif %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}{{ message['content'] }}"
+    "<|im_end|>\n{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' or 'image' in part or 'image_url' in part %}"
+    "{% set pictures.count = pictures.count + 1 %}{% if add_vision_id %}Picture {{ pictures.count }}: {% endif %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif part['type'] == 'video' or 'video' in part %}"
+    "{% set clips.count = clips.count + 1 %}{% if add_vision_id %}Video {{ clips.count }}: {% endif %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_config(**vision: Any) -> Qwen25VLConfig:
+    return Qwen25VLConfig.model_validate(
+        {
+            "text": {
+                "vocab_size": VOCAB,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "mrope_section": (2, 3, 3),
+            },
+            "vision": {"depth": 1, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, **vision},
+            "vision_start_token_id": VOCAB - 4,
+            "vision_end_token_id": VOCAB - 3,
+            "image_token_id": VOCAB - 2,
+            "video_token_id": VOCAB - 1,
+        }
+    )
+
+
+CONFIG = tiny_config(window_size=3 * SIDE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = train_tokenizer(TEXTS * 20, VOCAB, WORDS)
+    write_tokenizer(where, tokenizer.to_str(), chat_template=None, end="<|im_end|>", pad="<|endoftext|>")
+    return where
+
+
+def loaded(folder: Path, config: Qwen25VLConfig = CONFIG, **options: Any) -> Qwen25VLProcessor:
+    bounds = {"min_pixels": SIDE**2, "max_pixels": 60 * SIDE**2}
+    clips = {"video_min_pixels": SIDE**2, "video_max_pixels": 24 * SIDE**2}
+    return Qwen25VLProcessor.load(config, folder, **{**bounds, **clips, **options})
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> Qwen25VLProcessor:
+    return loaded(folder)
+
+
+@pytest.fixture(scope="module")
+def exported(processor: Qwen25VLProcessor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("exported")
+    processor.save(where)
+    return where
+
+
+def clip(frames: int, width: int = 190, height: int = 130) -> np.ndarray:
+    return np.stack([np.asarray(picture(width, height, seed=number)) for number in range(frames)])
+
+
+def in_windows(grids: torch.Tensor, pixels: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Patches of the reference in the order in which its tower will put them, and the sizes of windows."""
+    index, bounds = get_vision_window_index(grids, spatial_merge_size=2, window_size=3 * SIDE, patch_size=14)
+    return pixels.reshape(-1, 4, pixels.shape[1])[index].flatten(0, 1), bounds.diff().tolist()
+
+
+@pytest.mark.parametrize("sizes", [[(56, 56)], [(300, 40)], [(190, 130)], [(9, 9)], [(61, 87), (500, 333), (28, 84)]])
+def test_pixels_are_the_references_window_by_window(
+    processor: Qwen25VLProcessor, exported: Path, sizes: list[tuple[int, int]]
+) -> None:
+    images = [picture(*size, seed=number) for number, size in enumerate(sizes)]
+    theirs = Qwen2VLImageProcessorPil.from_pretrained(exported)(images=images, return_tensors="pt")
+    ours = processor.encode(conversation(*["image"] * len(images)), images)
+    assert torch.equal(ours.media["grids"], theirs["image_grid_thw"])
+    pixels, windows = in_windows(theirs["image_grid_thw"], theirs["pixel_values"])
+    assert torch.equal(numbers(processor, ours.media["pixels"]), pixels)
+    assert ours.media["windows"].tolist() == windows
+
+
+def test_clips_lie_window_by_window_frame_by_frame(folder: Path) -> None:
+    """Against the same processor with one window that holds all: there patches lie as they are cut."""
+    frames, sample = clip(6), conversation("video")
+    ours = loaded(folder).encode(sample, [frames])
+    plain = loaded(folder, tiny_config(window_size=100 * SIDE)).encode(sample, [frames])
+    assert plain.media["windows"].tolist() == plain.media["pieces"].tolist()
+    pixels, windows = in_windows(plain.media["grids"], plain.media["pixels"])
+    assert torch.equal(ours.media["pixels"], pixels)
+    assert ours.media["windows"].tolist() == windows
+    assert ours.media["pieces"].tolist() == plain.media["pieces"].tolist()
+    assert torch.equal(ours.tokens, plain.tokens)
+
+
+def test_every_embedding_goes_to_its_own_place(processor: Qwen25VLProcessor) -> None:
+    """The place of a token in its picture follows from its positions; the tower's patches say where they lie."""
+    media = [picture(190, 130), clip(4), picture(130, 300)]
+    samples = [processor.encode(conversation("image", "video"), media[:2]), processor.encode(conversation(), [])]
+    samples.append(processor.encode(conversation("image"), media[2:]))
+    batch = processor.collate([samples], 512)
+    slots = batch["media_slots"]
+    assert (
+        sorted(slots.tolist())
+        == torch.isin(batch["tokens"], torch.tensor([VOCAB - 2, VOCAB - 1])).nonzero()[:, 0].tolist()
+    )
+    assert slots.tolist() != sorted(slots.tolist())
+    blocks = batch["patch_positions"].reshape(-1, 4, 2)
+    assert bool((blocks // 2 == blocks[:, :1] // 2).all())  # a token's patches are neighbours
+    place = batch["positions"][1:, slots].T - blocks[:, 0] // 2
+    bounds = (batch.segments["vision"].bounds // 4).tolist()
+    for start, end in pairwise(bounds):
+        assert len(place[start:end].unique()) == 1  # all tokens of a frame are off by where it begins
+    assert batch.segments["vision.windows"].bounds[-1] == batch.segments["vision"].bounds[-1] == len(batch["pixels"])
+    inner = set(batch.segments["vision.windows"].bounds.tolist())
+    assert inner.issuperset(batch.segments["vision"].bounds.tolist())
+
+
+@pytest.mark.parametrize("media", [(), ("image",), ("image", "image"), ("video",), ("image", "video", "image")])
+def test_tokens_are_the_references(processor: Qwen25VLProcessor, exported: Path, media: tuple[str, ...]) -> None:
+    sample = conversation(*media)
+    things = [clip(4) if kind == "video" else picture(61 + 50 * n, 87, seed=n) for n, kind in enumerate(media)]
+    ours = processor.encode(sample, things)
+    asked = Sample("one", sample.messages[:-1])
+    prompt = processor.prompt([sample], [things])["tokens"].tolist()
+    if set(media) <= {"image"}:
+        counts = [("image", int(grid.prod()) // 4) for grid in ours.media["grids"]] if media else []
+        assert ours.tokens.tolist() == reference_ids(exported, sample, counts)
+        assert prompt == reference_ids(exported, asked, counts, add_generation_prompt=True)
+    for said, tokens, answer in ((sample, ours.tokens.tolist(), False), (asked, prompt, True)):
+        words = jinja2.Template(PUBLISHED).render(messages=as_reference(said), add_generation_prompt=answer)
+        for kind in ("image", "video"):
+            grids = [g for g, k in zip(ours.media.get("grids", ()), media, strict=True) if k == kind]
+            head, *rest = words.split(f"<|{kind}_pad|>")
+            for grid, tail in zip(grids, rest, strict=True):
+                head += f"<|{kind}_pad|>" * (int(grid.prod()) // 4) + tail
+            words = head
+        tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+        assert tokens == tokenizer(words)["input_ids"]
+
+
+def reference_positions(
+    tokens: torch.Tensor, images: Any, videos: Any, seconds: Any, config: Qwen25VLConfig = CONFIG
+) -> torch.Tensor:
+    with torch.device("meta"):
+        model = Qwen2_5_VLModel(Qwen2_5_VLConfig(**config.to_hf()))
+    kinds = (tokens == VOCAB - 2).int() + 2 * (tokens == VOCAB - 1).int()
+    positions, _ = model.get_rope_index(
+        tokens[None], kinds[None], image_grid_thw=images, video_grid_thw=videos, second_per_grid_ts=seconds
+    )
+    return positions[:, 0]
+
+
+@pytest.mark.parametrize("media", [("image",), ("image", "image"), ("video",), ("image", "video", "image", "video")])
+@pytest.mark.parametrize(("rate", "total", "per_second"), [(30.0, 120, 2), (24.0, 431, 2), (9.7, 33, 25)])
+def test_positions_are_the_references(
+    folder: Path, media: tuple[str, ...], rate: float, total: int, per_second: int
+) -> None:
+    """Positions along time follow seconds: so many for each, whatever part of the frames was taken."""
+    if transformers.__version__ < "5.22":
+        pytest.skip("older references round the seconds down")
+    config = tiny_config(tokens_per_second=per_second)
+    processor = loaded(folder, config)
+    taken = processor.sampling.count(total, rate)
+    frames, size = clip(taken), MediaSize(190, 130, taken, total=total, rate=rate)
+    things = [frames if kind == "video" else picture(61 + 30 * n, 87, seed=n) for n, kind in enumerate(media)]
+    sizes = [size if kind == "video" else MediaSize(*thing.size) for kind, thing in zip(media, things, strict=True)]
+    ours = processor.encode(conversation(*media), things, sizes)
+    of = {kind: [g for g, k in zip(ours.media["grids"], media, strict=True) if k == kind] for kind in set(media)}
+    images, videos = (torch.stack(of[kind]) if kind in of else None for kind in ("image", "video"))
+    seconds = None
+    if videos is not None:
+        known = VideoMetadata(total_num_frames=total, fps=rate, frames_indices=spread(taken, total))
+        seconds = torch.tensor([2 / known.sampled_fps] * len(videos))  # a float32 tensor, as its processor returns it
+    assert torch.equal(ours.positions, reference_positions(ours.tokens, images, videos, seconds, config))
+
+
+def test_frames_that_nobody_timed_are_taken_as_sampled(folder: Path) -> None:
+    for fps, seconds in ((2.0, 1.0), (1.0, 2.0), (0.5, 4.0)):
+        processor = loaded(folder, fps=fps)
+        ours = processor.encode(conversation("video"), [clip(8)])
+        expected = reference_positions(ours.tokens, None, ours.media["grids"], torch.tensor([seconds]))
+        assert torch.equal(ours.positions, expected)
+
+
+@pytest.mark.parametrize(("most", "step"), [(8, 2), (4, 4), (2, 8)])
+def test_clips_from_files_know_their_time(folder: Path, tmp_path: Path, most: int, step: int) -> None:
+    """Four seconds: of eight frames, four or two, each temporal patch stands for one second, two or four."""
+    frames = [Image.fromarray(frame) for frame in clip(8)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=500, loop=0)
+    processor = loaded(folder, max_frames=most, min_frames=2)
+    said = (Message("user", (Part("video", "a.gif"), text("When?"))), Message("assistant", (text("Now."),)))
+    sample = Sample("one", said)
+    media, sizes = read_media(sample, tmp_path, Limits(), processor)
+    assert sizes == [probe(sample.media()[0], tmp_path, Limits(), processor.sampling, processor.target)]
+    assert sizes[0].fps == most / 4
+    ours = processor.encode(sample, media, sizes)
+    time = ours.positions[0][ours.tokens == VOCAB - 1]
+    assert (time.unique() - time[0]).tolist() == [step * n for n in range(most // 2)]
+    assert processor.measure(sample, sizes)["tokens"] == len(ours.tokens)
+
+
+def test_measure_is_what_encode_gives(processor: Qwen25VLProcessor) -> None:
+    sample = conversation("image", "video")
+    measured = processor.measure(sample, [MediaSize(333, 191), MediaSize(80, 150, 7)])
+    encoded = processor.encode(sample, [picture(333, 191), clip(7, 80, 150)])
+    assert {name: measured[name] for name in encoded.counts} == encoded.counts
+    assert measured["patch_pairs"] == int((encoded.media["pieces"] ** 2).sum())
+    assert measured["window_pairs"] == int((encoded.media["windows"] ** 2).sum()) < measured["patch_pairs"]
+
+
+def test_files_name_the_processor_and_bring_it_back(processor: Qwen25VLProcessor, exported: Path) -> None:
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        assert json.loads((exported / name).read_text())["processor_class"] == "Qwen2_5_VLProcessor"
+    again = Qwen25VLProcessor.load(CONFIG, exported)
+    assert again.fingerprint == processor.fingerprint
+    assert pickle.loads(pickle.dumps(again)).fingerprint == processor.fingerprint  # noqa: S301 - our own object
+    other = Qwen25VLProcessor.load(tiny_config(window_size=4 * SIDE), exported)
+    assert other.fingerprint != processor.fingerprint  # its samples cost something else

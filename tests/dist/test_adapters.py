@@ -1,0 +1,155 @@
+"""Adapters under every layout train as in one process; they are saved, resumed and exported from any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tessera.checkpoint.peft import save_adapters
+from tessera.core.run_config import load_config
+from tessera.train.build import describe
+from tessera.train.run import resume, train
+from tests.dist.layout_cases import DEEP, SEQUENCE, UNTIED, WHOLE_TOWER
+from tests.dist.layouts import Case, good, measure, recipe_of, relative
+from tests.dist.spawn import run_ranks
+from tests.toys.callbacks import StopAt
+from tests.toys.chat_set import MODEL, write_chat_set
+from tests.toys.pair_set import pair_settings, write_pair_set
+
+LAYERS, BLOCKS = "text.layers.{*}", "vision.blocks.{*}"
+TEXT: dict[str, Any] = {"rank": 4, "alpha": 16}
+# A small alpha: adapters drawn at random that outweigh their layers saturate attention, and one process is no longer
+# within the limit of itself when it sums in another order.
+BOTH: dict[str, Any] = {
+    "targets": [LAYERS, {"modules": BLOCKS, "rank": 2}, "projector.{up,down}"],
+    "rank": 3,
+    "alpha": 2,
+    "rslora": True,
+}
+# Name, ranks, layout, adapters, model.
+Layout = tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]]
+IN_TOWER = {"pp": 2, "layers": {"vision": [1, 1], "text": [0, 4]}}
+LAYOUTS: list[Layout] = [
+    ("fsdp 2, both towers, recompute", 2, {"recompute": [LAYERS, BLOCKS]}, BOTH, {}),
+    ("tp 2, sequence, recompute", 2, {**SEQUENCE, "recompute": [LAYERS]}, BOTH, {}),
+    ("tp 2, whole tower", 2, {"tp": 2, **WHOLE_TOWER}, BOTH, {}),
+    ("1f1b, cut in the tower", 2, IN_TOWER, BOTH, DEEP),
+]
+MORE: list[Layout] = [
+    ("fsdp 2", 2, {}, TEXT, {}),
+    ("tp 2", 2, {"tp": 2}, BOTH, {}),
+    ("tp 2, sequence, untied", 2, SEQUENCE, TEXT, UNTIED),
+    ("ulysses 2", 2, {"cp": 2}, BOTH, {}),
+    ("1f1b", 2, {"pp": 2}, TEXT, DEEP),
+    ("zbv", 2, {"pp": 2, "schedule": "zbv"}, TEXT, DEEP),
+    ("tp 2 x fsdp 2, sequence", 4, SEQUENCE, BOTH, {}),
+    ("pp 2 x tp 2, sequence", 4, {"pp": 2, **SEQUENCE}, BOTH, DEEP),
+    ("four bits, fsdp 2", 2, {}, {**TEXT, "quantize": "nf4"}, {}),
+    ("four bits, 1f1b", 2, {"pp": 2}, {**TEXT, "quantize": "nf4"}, DEEP),
+]
+
+
+def write_adapters(folder: Path, lora: dict[str, Any], model: dict[str, Any]) -> Path:
+    """Both factors drawn: where B is zero, as new ones begin, A has no gradient and no mistake in it would show."""
+    recipe = {
+        "model": {"family": "qwen2_vl", "preset": "quickstart", "config": MODEL, "lora": lora},
+        "train": {"steps": 1},
+    }
+    described = describe(load_config(recipe, {k: v for k, v in model.items() if k.startswith("model.")}), 1)
+    chance = torch.Generator().manual_seed(5)
+    shapes = {name: p.shape for name, p in described.module.named_parameters()}
+    tensors = {name: torch.randn(shape, generator=chance) * 0.1 for name, shape in shapes.items()}
+    assert described.spec.weights is not None
+    save_adapters(folder, tensors, described.adapters, described.spec.weights(described.config))
+    return folder
+
+
+def measure_layouts(layouts: list[Layout], folder: Path, more: dict[str, Any]) -> dict[str, dict[str, float]]:
+    written: dict[str, Path] = {}
+    cases = []
+    for name, world, parallel, lora, model in layouts:
+        key = repr((lora, model))
+        if key not in written:
+            written[key] = write_adapters(folder / f"adapters-{len(written)}", lora, model)
+        start = {**lora, "path": str(written[key])}
+        cases.append(Case(name, world, parallel, {**model, **more, "model.lora": start}))
+    return measure(cases, folder)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    return measure_layouts(LAYOUTS, tmp_path_factory.mktemp("lora"), {})
+
+
+@pytest.mark.parametrize("name", [layout[0] for layout in LAYOUTS])
+def test_adapters_train_as_in_one_process(name: str, measured: Any) -> None:
+    assert good(measured[name]), measured[name]
+
+
+@pytest.mark.slow
+def test_adapters_train_as_in_one_process_under_more_layouts(tmp_path: Path) -> None:
+    found = measure_layouts(MORE, tmp_path, {})
+    assert {name: row for name, row in found.items() if not good(row)} == {}
+
+
+# ---------------------------------------------------------------------------------------------- pairs of answers
+
+
+PAIRS: list[Layout] = [
+    ("tp 2 x fsdp 2, sequence", 4, SEQUENCE, BOTH, {"train.task_options.label_smoothing": 0.1}),
+    ("1f1b, cut in the tower", 2, IN_TOWER, BOTH, DEEP),
+]
+MORE_PAIRS: list[Layout] = [
+    ("fsdp 2", 2, {}, TEXT, {}),
+    ("tp 2, untied", 2, {"tp": 2}, TEXT, UNTIED),
+    ("zbv", 2, {"pp": 2, "schedule": "zbv"}, TEXT, DEEP),
+    ("pp 2 x tp 2", 4, {"pp": 2, "tp": 2}, BOTH, DEEP),
+]
+
+
+def measure_pairs(layouts: list[Layout], folder: Path) -> dict[str, dict[str, float]]:
+    return measure_layouts(layouts, folder, pair_settings(write_pair_set(folder / "pairs")))
+
+
+def test_preferences_train_as_in_one_process(tmp_path: Path) -> None:
+    found = measure_pairs(PAIRS[1:], tmp_path)
+    assert {name: row for name, row in found.items() if not good(row)} == {}
+
+
+@pytest.mark.slow
+def test_preferences_train_as_in_one_process_under_more_layouts(tmp_path: Path) -> None:
+    found = measure_pairs([*PAIRS[:1], *MORE_PAIRS], tmp_path)
+    assert {name: row for name, row in found.items() if not good(row)} == {}
+
+
+# ---------------------------------------------------------------------------------------------- saved and exported
+
+
+def run_and_export(rank: int, world: int, recipe: dict[str, Any], overrides: dict[str, Any], stop: int | None) -> None:
+    train(recipe, overrides, callbacks=[StopAt(stop)] if stop else [])
+
+
+def go_on(rank: int, world: int, folder: str, overrides: dict[str, Any]) -> None:
+    resume(folder, overrides)
+
+
+def test_one_layout_goes_on_where_another_stopped_and_exports_the_same(tmp_path: Path) -> None:
+    write_chat_set(tmp_path / "data")
+    settings = {"model.lora": {**BOTH, "merge": True}, "checkpoint.at_end": True, "checkpoint.export": True}
+    alone = recipe_of(tmp_path / "data", tmp_path / "alone")
+    run_and_export(0, 1, alone, settings, None)
+    other = recipe_of(tmp_path / "data", tmp_path / "other")
+    layout = {"parallel.tp": 2, "parallel.sequence_parallel": True}
+    run_ranks(run_and_export, 2, other, {**settings, **layout}, 2)
+    folder = tmp_path / "other" / "chat"
+    pipeline = {"parallel.tp": 1, "parallel.sequence_parallel": False, "parallel.pp": 2}
+    run_ranks(go_on, 2, str(folder), pipeline)
+    for file in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
+        expected, found = (load_file(run / file) for run in (tmp_path / "alone" / "chat", folder))
+        assert set(found) == set(expected)
+        for name, tensor in expected.items():
+            assert relative(found[name], tensor) < 1e-5, name

@@ -1,0 +1,140 @@
+"""The guard, the average and answers on several ranks: the same faults, the same names and the same end as on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tessera.core.errors import TesseraError
+from tessera.train.jsonl import read_jsonl
+from tessera.train.records import read_ledger
+from tessera.train.run import Run, train
+from tests.dist.layout_cases import FOUR_LAYERS
+from tests.dist.spawn import run_ranks
+from tests.toys.chat_set import chat_recipe, write_chat_set
+from tests.toys.faults import FlipBit
+
+STEPS, BAD, FLIPPED = 8, 3, 6
+WEIGHT = "text.layers.1.mlp.down.weight"
+
+
+def recipe(data: Path, out: Path, victims: list[str], policy: str) -> dict[str, Any]:
+    found = chat_recipe(data, out, steps=STEPS, ema={"decay": 0.8}, answers_every=STEPS, answers_samples=4)
+    found["train"]["answers_tokens"] = 4
+    found["model"]["config"] = FOUR_LAYERS
+    found["data"] |= {"kind": "tests.toys.faults", "workers": 0, "options": {"nan_pixels": victims}}
+    found["checkpoint"] = {"every": 2}
+    found["guard"] = {"policy": policy}
+    return found
+
+
+def told(run: Run) -> dict[str, Any]:
+    """What a run left behind, as plain data."""
+    assert run.checkpoint is not None
+    saved = {n: t for path in run.checkpoint.glob("*.safetensors") for n, t in load_file(path).items()}
+    average: dict[str, Any] = {}
+    for name, tensor in saved.items():
+        if name.startswith("ema."):
+            average.setdefault(name.split("@")[0], []).append(float(tensor.double().square().sum()))
+    return {
+        "events": list(read_jsonl(run.folder / "guard.jsonl")),
+        "losses": [row["loss"] for row in run.metrics if row["kind"] == "train" and not row.get("skipped")],
+        "held_out": [row["eval_loss"] for row in run.metrics if "eval_loss" in row][-1],
+        "answers": [row["answer"] for row in read_jsonl(run.folder / f"answers-step-{STEPS}.jsonl")],
+        "average": {name: sum(squares) for name, squares in average.items()},
+        "quarantine": [row["id"] for row in read_jsonl(run.folder / "quarantine.jsonl")],
+    }
+
+
+def faulty(rank: int, world: int, settings: dict[str, Any], parallel: dict[str, Any]) -> dict[str, Any]:
+    return told(train({**settings, "parallel": parallel}, callbacks=[FlipBit(FLIPPED, WEIGHT)]))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_set(tmp_path_factory.mktemp("chat"), samples=60)
+
+
+@pytest.fixture(scope="module")
+def victim(data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    settings = recipe(data, tmp_path_factory.mktemp("look"), [], "off")
+    run = train(settings, {"train.steps": BAD, "train.answers_every": 0, "guard.coverage": "off"})
+    ids = [name for _, names in read_ledger(run.folder)[BAD] for name in names]
+    return next(name for name in reversed(ids) if int(name.split("-")[1]) % 3)
+
+
+@pytest.fixture(scope="module")
+def alone(data: Path, victim: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By policy."""
+    out = tmp_path_factory.mktemp("one")
+    return {p: faulty(0, 1, recipe(data, out / p, [victim], p), {}) for p in ("skip", "rollback")}
+
+
+CASES = [
+    ("rollback", 2, {}),
+    ("skip", 2, {"tp": 2}),
+    ("rollback", 2, {"pp": 2}),
+    pytest.param("skip", 2, {}, marks=pytest.mark.slow),
+    pytest.param("rollback", 2, {"tp": 2}, marks=pytest.mark.slow),
+    pytest.param("skip", 2, {"pp": 2}, marks=pytest.mark.slow),
+    pytest.param("skip", 4, {"pp": 2, "accumulate": "local"}, marks=pytest.mark.slow),
+    pytest.param("rollback", 4, {"pp": 2, "schedule": "zbv"}, marks=pytest.mark.slow),
+    pytest.param("rollback", 4, {"shard": 2, "recompute": ["text.layers.{*}"]}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("policy", "world", "parallel"), CASES, ids=str)
+def test_any_layout_names_and_survives_the_same_faults(
+    policy: str, world: int, parallel: dict[str, Any], data: Path, victim: str, tmp_path: Path, alone: Any
+) -> None:
+    expected = alone[policy]
+    found = run_ranks(faulty, world, recipe(data, tmp_path, [victim], policy), parallel, timeout=240)[0]
+    assert facts(found["events"]) == facts(expected["events"])
+    bad, flipped = found["events"][0], found["events"][-1]
+    assert (bad["step"], bad["samples"]) == (BAD, [victim])
+    assert bad["module"].startswith("forward of vision.patch_embed")
+    assert [one["name"] for one in flipped["parameters"]] == [WEIGHT]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    assert found["held_out"] == pytest.approx(expected["held_out"], rel=1e-4)
+    assert found["answers"] == expected["answers"]
+    assert found["quarantine"] == expected["quarantine"] == ([] if policy == "skip" else [victim])
+    assert found["average"].keys() == expected["average"].keys()
+    for name, value in expected["average"].items():
+        assert found["average"][name] == pytest.approx(value, rel=1e-4), name
+
+
+def facts(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [
+        (e["step"], e["kind"], e["module"], e["samples"], [p["name"] for p in e["parameters"]], e.get("back_to"))
+        for e in events
+    ]
+
+
+def refused(rank: int, world: int, settings: dict[str, Any]) -> str:
+    with pytest.raises(TesseraError) as caught:
+        train({**settings, "parallel": {"cp": 2}})
+    return caught.value.what
+
+
+def test_answers_need_whole_rows(data: Path, tmp_path: Path) -> None:
+    assert "rows of a prompt" in run_ranks(refused, 2, recipe(data, tmp_path, [], "skip"))[0]
+
+
+def covered(rank: int, world: int, settings: dict[str, Any], parallel: dict[str, Any]) -> None:
+    train({**settings, "parallel": parallel}, {"train.steps": 1, "train.answers_every": 0})
+
+
+LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, pytest.param({"cp": 2}, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_every_tensor_is_covered_in_any_layout(data: Path, tmp_path: Path, parallel: dict[str, Any]) -> None:
+    run_ranks(covered, 2, recipe(data, tmp_path, [], "skip"), parallel)
+    said = (tmp_path / "chat" / "logs" / "rank-00000.log").read_text().splitlines()
+    start = next(number for number, line in enumerate(said) if "gradients of the first step" in line)
+    table = [line.split() for line in said[start + 2 : start + 5]]
+    assert [row[0] for row in table] == ["vision", "projector", "text"]
+    assert all(row[3] == row[4] and row[5] == "0" for row in table)

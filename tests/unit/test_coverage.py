@@ -1,0 +1,94 @@
+"""After the first step a run tells which trained tensors received a gradient, and stops where one received none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tessera
+from tessera.core.config import Section
+from tessera.core.errors import TesseraError
+from tessera.core.types import ModelPlan, ModelSpec
+from tests.toys.chat_set import chat_recipe, write_chat_set
+from tests.toys.denoiser import SPEC as DENOISER
+
+
+class Forgetful(nn.Module):
+    """A denoiser with a layer that nobody calls."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.forgotten = nn.Linear(2, 2)
+
+    def forward(self, batch: Any) -> Any:
+        return self.inner(batch)
+
+    def initialize(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        tensor.normal_(0.0, 0.1, generator=generator)
+
+
+def plan(config: Section) -> ModelPlan:
+    return ModelPlan(blocks=(), tensor={"inner.*": "replicate", "forgotten.*": "replicate"})
+
+
+SPEC = ModelSpec(
+    name="forgetful",
+    config=DENOISER.config,
+    build=lambda config: Forgetful(DENOISER.build(config)),
+    plan=plan,
+    task=DENOISER.task,
+    presets=DENOISER.presets,
+)
+
+
+def recipe(folder: Path) -> dict[str, Any]:
+    return {
+        "name": "denoise",
+        "out": str(folder),
+        "model": {"family": "tests.unit.test_coverage", "preset": "tiny"},
+        "data": {"kind": "tests.toys.digit_pictures", "workers": 0},
+        "train": {"steps": 2, "global_batch": 2, "device": "cpu"},
+    }
+
+
+def test_a_layer_that_nobody_calls_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TesseraError) as caught:
+        tessera.train(recipe(tmp_path))
+    assert "2 trained tensors received no gradient" in caught.value.what
+    assert "forgotten.weight" in caught.value.what
+    assert caught.value.where == "model.freeze"
+
+
+def test_frozen_it_is_not_missed_and_warnings_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tessera.train(recipe(tmp_path / "a"), {"model.freeze": ["forgotten"]})
+    assert "received no gradient" not in capsys.readouterr().err
+    tessera.train(recipe(tmp_path / "b"), {"guard.coverage": "warn"})
+    assert "forgotten.weight" in capsys.readouterr().err
+    tessera.train(recipe(tmp_path / "c"), {"guard.coverage": "off"})
+    assert "gradients of the first step" not in capsys.readouterr().err
+
+
+def test_the_table_and_an_idle_tower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text alone: the tower that sees runs on a blank picture, and its gradients are zeros."""
+    data = write_chat_set(tmp_path / "data", samples=12)
+    lines = (data / "train.jsonl").read_text().splitlines()
+    (data / "train.jsonl").write_text("".join(line + "\n" for line in lines[::3]))
+    settings = chat_recipe(data, tmp_path, steps=1, global_batch=1)
+    settings["data"]["eval"] = []
+    settings["optim"] = {"lr": 1e-3, "weight_decay": 0.1, "groups": [{"pattern": "text", "lr": 1e-4}]}
+    tessera.train(settings)
+    said = capsys.readouterr().err.splitlines()
+    start = next(number for number, line in enumerate(said) if line.startswith("gradients of the first step"))
+    table = [line.split() for line in said[start + 2 : start + 8]]
+    text = [row for row in table if row[0] == "text"]
+    assert [row[1:3] for row in text] == [["0.0001", "0.1"], ["0.0001", "0"]]
+    assert all(row[3] == row[4] and row[5] == "0" for row in text)
+    vision = [row for row in table if row[0] == "vision"]
+    assert vision
+    assert all(row[3] == row[4] == row[5] for row in vision)
+    assert any("gradient of zeros" in line and "vision" in line for line in said)

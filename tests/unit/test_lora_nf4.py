@@ -1,0 +1,115 @@
+"""Weights in four bits under adapters (QLoRA)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tessera
+from tessera.core.errors import TesseraError
+from tessera.nn.lora import QuantizedLoraLinear, adapted_layers
+from tessera.ops.nf4 import BLOCK, dequantize, nf4_linear, quantize
+from tessera.train.run import resume, train
+from tests.toys.callbacks import StopAt
+from tests.toys.chat_set import write_chat_set
+from tests.unit.test_lora import Watcher, losses, recipe, tensors_of
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_set(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (7, 5), (1, 1), (33, 31)])
+def test_no_number_is_further_off_than_the_table_allows(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    packed, scales = quantize(weight)
+    assert packed.dtype is torch.uint8
+    assert packed.numel() == -(-weight.numel() // BLOCK) * BLOCK // 2
+    found = dequantize(packed, scales, *shape, torch.float32)
+    widest = (1 - 0.6961928) / 2  # half of the widest step between two entries
+    own = scales.repeat_interleave(BLOCK)[: weight.numel()].view(shape)
+    assert bool(((found - weight).abs() <= widest * own + 1e-6).all())
+    assert torch.equal(quantize(found)[0], packed)  # what is in the table stays what it is
+
+
+def test_zeros_stay_zeros() -> None:
+    assert not dequantize(*quantize(torch.zeros(4, 40)), 4, 40, torch.float32).any()
+
+
+def test_the_product_and_its_gradient_are_those_of_the_whole_weight() -> None:
+    chance = torch.Generator().manual_seed(1)
+    x = torch.randn(5, 24, generator=chance).requires_grad_()
+    bias = torch.randn(12, generator=chance)
+    packed, scales = quantize(torch.randn(12, 24, generator=chance))
+    weight = dequantize(packed, scales, 12, 24, torch.float32)
+    plain = torch.nn.functional.linear(x, weight, bias)
+    found = nf4_linear(x, packed, scales, 12, 24, bias)
+    torch.testing.assert_close(found, plain)
+    slope = torch.randn(5, 12, generator=chance)
+    torch.testing.assert_close(*(torch.autograd.grad((out * slope).sum(), x)[0] for out in (found, plain)))
+
+
+def test_the_numbers_are_those_of_bitsandbytes() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(2))
+    theirs, state = functional.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
+    packed, scales = quantize(weight)
+    assert torch.equal(packed, theirs.flatten())
+    torch.testing.assert_close(scales, state.absmax.flatten())
+    torch.testing.assert_close(
+        dequantize(packed, scales, 48, 64, torch.float32), functional.dequantize_4bit(theirs, state)
+    )
+
+
+# ---------------------------------------------------------------------------------------------- a run
+
+
+def test_a_run_trains_stops_goes_on_and_exports(data: Path, tmp_path: Path) -> None:
+    lora = {"rank": 4, "quantize": "nf4"}
+    watch, whole = Watcher(), train(recipe(data, tmp_path / "whole", lora, steps=4), {"checkpoint.export": True})
+    train(recipe(data, tmp_path / "cut", lora, steps=4), callbacks=[StopAt(2), watch])
+    again = resume(tmp_path / "cut" / "chat")
+    assert losses(again) == losses(whole)
+    saved = tensors_of(whole)
+    assert all(torch.equal(saved[name], other) for name, other in tensors_of(again).items())
+    assert "model.text.layers.0.attn.q.packed" in saved
+    assert "model.text.layers.0.attn.q.weight" not in saved
+
+    model, processor = tessera.load(whole.folder, device="cpu", dtype="bfloat16")
+    layers = adapted_layers(model.module)
+    assert all(isinstance(layer, QuantizedLoraLinear) for layer in layers.values())
+    name = "text.layers.0.attn.q"
+    assert torch.equal(layers[name].scales, saved[f"model.{name}.scales"])  # type: ignore[arg-type]  # not in bf16
+    assert model(processor([{"role": "user", "content": "red"}])).logits.isfinite().all()
+    assert (whole.folder / "adapter" / "adapter_config.json").is_file()
+    with pytest.raises(TesseraError, match="four bits"):
+        tessera.convert(whole.folder, tmp_path / "merged")
+
+
+def test_it_begins_near_the_whole_model_and_from_the_same_folder(data: Path, tmp_path: Path) -> None:
+    """Random weights from the seed, and the same from a folder, give the same four bits."""
+    base = train(recipe(data, tmp_path / "base", None, steps=1), {"optim.lr": 0.0, "checkpoint.export": True})
+    from_seed = train(recipe(data, tmp_path / "seed", {"quantize": "nf4"}, steps=2))
+    made = recipe(data, tmp_path / "folder", {"quantize": "nf4"}, steps=2)
+    made["model"] = {
+        "path": str(base.folder / "hf"),
+        "tokenizer": made["model"]["tokenizer"],
+        "lora": {"quantize": "nf4"},
+    }
+    from_folder = train(made)
+    assert losses(from_folder) == pytest.approx(losses(from_seed), rel=1e-6)
+    assert losses(from_seed)[0] == pytest.approx(losses(base)[0], rel=0.02)
+    assert losses(from_seed)[0] != losses(base)[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"parallel.tp": 2}, "would cut them"), ({"model.lora.merge": True}, "four bits")],
+)
+def test_what_does_not_go_with_it_is_refused(settings: dict[str, Any], told: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match=told):
+        train(recipe(data, tmp_path, {"quantize": "nf4"}), settings)

@@ -1,0 +1,306 @@
+"""Adapters and PEFT: what we write it loads, what it writes we load, and both make the same model of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import tessera
+from tessera.checkpoint.adapter_forms import merged
+from tessera.checkpoint.hf import load_folder
+from tessera.checkpoint.model_state import model_tensors
+from tessera.checkpoint.origin import fill_from
+from tessera.checkpoint.peft import fill_adapters, read_adapters, save_adapters, settled
+from tessera.core.adapters import is_factor
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import LoraSection, ModelSection
+from tessera.core.weightmap import WeightMap
+from tessera.data.tokenizer import train_tokenizer
+from tessera.models import FAMILIES, resolve
+from tessera.nn.lora import adapters_of, add_adapters, find_adapters, without_adapters
+from tessera.train.export import export_folder
+from tests.contract.qwen2_vl_cases import SHAPES, config_of, make_case, pack, reference_inputs, reference_model
+from tests.toys.chat_set import SPECIAL
+
+TOLERANCE = 1e-5
+OWN = [name for name in FAMILIES.names() if "quickstart" in FAMILIES.get(name).presets]
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.detach() - theirs.detach()).abs().max() / theirs.abs().max().clamp(min=1e-12))
+
+
+def foreign(config: Any, seed: int = 0) -> transformers.PreTrainedModel:
+    hf = config.to_hf()
+    torch.manual_seed(seed)
+    kind = getattr(transformers, hf["architectures"][0])
+    model = kind._from_config(transformers.AutoConfig.for_model(**hf), dtype=torch.float32)
+    return model.eval()
+
+
+def all_layers(module: nn.Module, spec: Any, config: Any) -> list[str]:
+    """Every plain linear layer but the head, which the loss reads."""
+    plain = [name for name, part in module.named_modules() if type(part) is nn.Linear]
+    table = spec.weights(config)
+    return [
+        p for p in plain if p != "head" and "Convolution" not in type(table.to_foreign(p + ".weight")[0].op).__name__
+    ]
+
+
+def ours(spec: Any, config: Any, folder: Path, section: LoraSection | None) -> nn.Module:
+    """With the weights of a folder; adapters are there and not filled."""
+    module = spec.build(config)
+    with torch.no_grad():
+        load_folder(folder, model_tensors(module), spec.weights(config))
+    if section is not None:
+        add_adapters(module, find_adapters(section, module, spec.plan(config)))
+    return module.eval()
+
+
+def draw(module: nn.Module, seed: int = 1, size: float = 0.05) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if is_factor(name):
+                parameter.copy_(torch.randn(parameter.shape, generator=chance) * size)
+
+
+def merged_as_theirs(module: nn.Module, spec: Any, config: Any) -> dict[str, Tensor]:
+    tensors, adapters = model_tensors(module), adapters_of(module)
+    plain = {n: merged(n, t.detach(), tensors, adapters) for n, t in tensors.items() if not is_factor(n)}
+    return dict(spec.weights(config).theirs(plain))
+
+
+def weights_of(model: nn.Module, spec: Any, config: Any) -> dict[str, Tensor]:
+    """By the names of folders. What lies otherwise in memory, as experts do, has names that no folder has."""
+    table = spec.weights(config)
+    return {table.canonical(name): tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def compare_weights(module: nn.Module, spec: Any, config: Any, model: nn.Module, base: dict[str, Tensor]) -> int:
+    """Merged weights on both sides, all of them; how many are no longer what they were."""
+    mine, theirs = merged_as_theirs(module, spec, config), weights_of(model, spec, config)
+    moved = 0
+    for name in mine.keys() & theirs.keys():
+        assert relative(mine[name], theirs[name]) < TOLERANCE, name
+        moved += not torch.equal(theirs[name], base[name])
+    return moved
+
+
+# ---------------------------------------------------------------------------------------------- every family
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_modules_have_their_names_in_the_class_of_transformers(family: str) -> None:
+    spec, config = resolve(ModelSection(family=family, preset="quickstart"))
+    with torch.device("meta"):
+        module, model = spec.build(config), foreign(config)
+    assert spec.weights is not None
+    table = spec.weights(config)
+    known = {name for name, _ in model.named_modules()}
+    for path in all_layers(module, spec, config):
+        for name in table.to_foreign(f"{path}.weight")[1]:  # type: ignore[index]
+            assert table.in_memory(name).removesuffix(".weight") in known, path
+
+
+@pytest.mark.parametrize("rslora", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", OWN)
+def test_what_we_write_peft_loads(family: str, rslora: bool, tmp_path: Path) -> None:
+    spec, config = resolve(ModelSection(family=family, preset="quickstart"))
+    model = foreign(config)
+    base = weights_of(model, spec, config)
+    model.save_pretrained(tmp_path / "base")
+    layers = all_layers(ours(spec, config, tmp_path / "base", None), spec, config)
+    wide = {"modules": layers[0], "rank": 7, "alpha": 3}
+    section = LoraSection.model_validate({"targets": [*layers[1:], wide], "rank": 4, "alpha": 8, "rslora": rslora})
+    module = ours(spec, config, tmp_path / "base", section)
+    draw(module)
+    table = spec.weights(config)  # type: ignore[misc]
+    save_adapters(tmp_path / "adapter", model_tensors(module), adapters_of(module), table, base=str(tmp_path / "base"))
+    loaded = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    there = {name for name, part in loaded.named_modules() if hasattr(part, "lora_A")}
+    assert len(there) == len(
+        {key.rsplit(".lora_", 1)[0] for key in load_file(tmp_path / "adapter" / "adapter_model.safetensors")}
+    )
+    assert compare_weights(module, spec, config, loaded.merge_and_unload(), base) == len(there)
+
+    # And back to us, as it was.
+    found = read_adapters(tmp_path / "adapter", layers, table)
+    mine = adapters_of(module)
+    assert set(found) == set(mine)
+    for path, factors in found.items():
+        a, b = (module.get_parameter(f"{path}.{side}.weight") for side in ("lora_a", "lora_b"))
+        assert relative(factors.adapter.scale * factors.b @ factors.a, mine[path].scale * b @ a) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_what_peft_writes_we_load(family: str, tmp_path: Path) -> None:
+    spec, config = resolve(ModelSection(family=family, preset="quickstart"))
+    model = foreign(config)
+    base = weights_of(model, spec, config)
+    model.save_pretrained(tmp_path / "base")
+    plain = ours(spec, config, tmp_path / "base", None)
+    table = spec.weights(config)  # type: ignore[misc]
+    targets = {
+        table.in_memory(name).removesuffix(".weight")
+        for path in all_layers(plain, spec, config)
+        for name in table.to_foreign(f"{path}.weight")[1]  # type: ignore[index]
+    }
+    # Some are left out: of a layer that is several of theirs, perhaps one alone.
+    chosen = sorted(targets)[::2] + sorted(targets)[1::4]
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=chosen, rank_pattern={chosen[0]: 6}, alpha_pattern={chosen[1]: 9}
+    )
+    adapted = peft.get_peft_model(model, settings)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.05)
+    adapted.save_pretrained(tmp_path / "adapter")
+    section = settled(LoraSection(path=tmp_path / "adapter"), [n for n, _ in plain.named_parameters()], table)
+    module = ours(spec, config, tmp_path / "base", section)
+    names = [n for n, _ in plain.named_parameters()]
+    fill_adapters(tmp_path / "adapter", model_tensors(module), adapters_of(module), names, table)
+    assert compare_weights(module, spec, config, adapted.merge_and_unload(), base) == len(chosen)
+
+
+# ---------------------------------------------------------------------------------------------- logits
+
+
+TARGETS = ["text.layers.{*}", {"modules": "vision.blocks.{*}", "rank": 5}, "projector.{up,down}"]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Any, Any, Path]:
+    config = config_of(SHAPES[0], attention="eager")
+    model = reference_model(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    return config, model, tmp_path
+
+
+def logits_of_both(config: Any, model: Any, adapted: Any, module: nn.Module) -> tuple[Tensor, Tensor]:
+    cases = [make_case(config, [("image", (1, 4, 6)), ("video", (2, 4, 4))], 3), make_case(config, [], 4)]
+    with torch.no_grad():
+        theirs = torch.cat([adapted(**reference_inputs(model, config, case)).logits[0] for case in cases])
+        return module(pack(config, cases), logits=True).logits, theirs
+
+
+def test_logits_are_those_of_peft_and_of_the_merged_folder(pair: tuple[Any, Any, Path]) -> None:
+    config, model, folder = pair
+    spec = FAMILIES.get("qwen2_vl")
+    section = LoraSection.model_validate({"targets": TARGETS, "rank": 3, "alpha": 4})
+    module = ours(spec, config, folder / "base", section)
+    draw(module, size=0.2)
+    save_adapters(
+        folder / "adapter",
+        model_tensors(module),
+        adapters_of(module),
+        spec.weights(config),
+        base=str(folder / "base"),  # type: ignore[misc]
+    )
+    adapted = peft.PeftModel.from_pretrained(model, folder / "adapter")
+    mine, theirs = logits_of_both(config, adapted.base_model.model, adapted, module)
+    assert relative(mine, theirs) < TOLERANCE
+    with without_adapters(module), adapted.disable_adapter():
+        before, theirs_before = logits_of_both(config, adapted.base_model.model, adapted, module)
+    assert relative(before, theirs_before) < TOLERANCE
+    assert relative(mine, before) > 0.01
+
+    # Merged, it is a plain folder that gives the same.
+    export_folder(module, spec, config, None, folder / "merged", adapters=adapters_of(module))
+    plain = type(model).from_pretrained(folder / "merged", attn_implementation="eager", dtype=torch.float32).eval()
+    _, of_merged = logits_of_both(config, plain, plain, module)
+    assert relative(of_merged, mine) < TOLERANCE
+
+
+def test_a_folder_of_adapters_is_a_model_by_itself(tmp_path: Path) -> None:
+    spec, config = resolve(ModelSection(family="qwen3", preset="quickstart"))
+    foreign(config).save_pretrained(tmp_path / "base")
+    write_tokenizer_for(tmp_path / "base")
+    # Adapters that outweigh their layers amplify rounding: merged and unmerged agree to 1e-13 in fp64 at any size.
+    module = ours(spec, config, tmp_path / "base", LoraSection(rank=3, alpha=4))
+    draw(module, size=0.1)
+    table = spec.weights(config)  # type: ignore[misc]
+    save_adapters(tmp_path / "adapter", model_tensors(module), adapters_of(module), table, base=str(tmp_path / "base"))
+    loaded, processor = tessera.load(tmp_path / "adapter", device="cpu")
+    batch = processor([{"role": "user", "content": "red blue"}])
+    with torch.no_grad():
+        expected = module(batch, logits=True).logits
+        assert relative(loaded(batch).logits, expected) < TOLERANCE
+        tessera.convert(tmp_path / "adapter", tmp_path / "merged")
+        assert relative(tessera.load(tmp_path / "merged", device="cpu")[0](batch).logits, expected) < TOLERANCE
+        with without_adapters(module):
+            assert relative(module(batch, logits=True).logits, expected) > 0.01
+    tessera.convert(tmp_path / "adapter", tmp_path / "again", adapters=True)
+    first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "again"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(TesseraError, match="no adapters"):
+        tessera.convert(tmp_path / "base", tmp_path / "none", adapters=True)
+
+
+def write_tokenizer_for(folder: Path) -> None:
+    tokenizer = train_tokenizer(["red blue tall small old Say"], 400, [f"<|{word}|>" for word in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+def folder_with(tmp_path: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
+    tmp_path.mkdir(exist_ok=True)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **settings}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"bias": "all"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ],
+)
+def test_what_is_not_plain_lora_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, {f"{Q}.lora_A.weight": torch.zeros(2, 4)}, **change)
+    with pytest.raises(TesseraError, match=told):
+        read_adapters(folder, ["text.layers.0.attn.q"], WeightMap(()))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "told"),
+    [
+        ({f"{Q}.lora_A.weight": torch.zeros(2, 4)}, "only lora_A"),
+        ({f"{Q}.lora_A.weight": torch.zeros(2, 4), f"{Q}.lora_B.weight": torch.zeros(4, 3)}, "rank 2"),
+        ({f"{Q}.lora_magnitude_vector": torch.zeros(4)}, "no part of"),
+        (
+            {f"{Q}x.lora_A.weight": torch.zeros(2, 4), f"{Q}x.lora_B.weight": torch.zeros(4, 2)},
+            "which this model does not have",
+        ),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(tensors: dict[str, Tensor], told: str, tmp_path: Path) -> None:
+    spec, config = resolve(ModelSection(family="qwen3", preset="quickstart"))
+    with pytest.raises(TesseraError, match=told):
+        read_adapters(folder_with(tmp_path, tensors), ["text.layers.0.attn.q"], spec.weights(config))  # type: ignore[misc]
+
+
+def test_adapters_alone_are_no_model_to_start_from(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, {f"{Q}.lora_A.weight": torch.zeros(2, 4)}, base_model_name_or_path="some/where")
+    with pytest.raises(TesseraError, match="without the model"):
+        fill_from(folder, {}, None)
+    with pytest.raises(TesseraError, match="no folder here"):
+        tessera.load(folder)

@@ -1,0 +1,103 @@
+"""Compiled blocks compute what they did, and are not compiled again for every batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import ModelSection, ParallelSection
+from tessera.core.types import Batch, Segments
+from tessera.models import resolve
+from tessera.ops.loss import linear_cross_entropy
+from tessera.parallel.compile import apply_compile
+from tessera.parallel.plan import make_plan
+
+TOKENS = 96
+
+
+def tiny() -> tuple[Any, Any, nn.Module]:
+    spec, config = resolve(
+        ModelSection(family="qwen2_vl", preset="quickstart", config={"text.num_hidden_layers": 3, "vision.depth": 3})
+    )
+    torch.manual_seed(0)
+    model = spec.build(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    return spec, config, model
+
+
+def batch_of(config: Any, texts: list[int], grids: list[tuple[int, int]], seed: int) -> Batch:
+    assert sum(texts) == TOKENS
+    generator = torch.Generator().manual_seed(seed)
+    patches = sum(h * w for h, w in grids)
+    tokens = torch.randint(0, 500, (TOKENS,), generator=generator)
+    tensors = {"tokens": tokens, "labels": tokens.roll(-1), "positions": torch.arange(TOKENS).expand(3, -1)}
+    segments = {"text": Segments.of(texts)}
+    if grids:
+        tensors["pixels"] = torch.randn(patches, config.vision.patch_values, generator=generator)
+        tensors["patch_positions"] = torch.randint(0, 6, (patches, 2), generator=generator)
+        tensors["media_slots"] = torch.arange(patches // 4)
+        segments["vision"] = Segments.of([h * w for h, w in grids])
+    return Batch(tensors, segments)
+
+
+def varied(config: Any) -> list[Batch]:
+    shapes: list[tuple[list[int], list[tuple[int, int]]]] = [
+        ([40, 56], [(4, 6)]),
+        ([96], [(4, 4), (6, 6)]),
+        ([10, 20, 30, 36], []),
+        ([90, 6], [(8, 8)]),
+        ([5] * 18 + [6], [(4, 4)] * 5),
+        ([48, 48], [(2, 10), (2, 2)]),
+    ]
+    return [batch_of(config, *shape, seed) for seed, shape in enumerate(shapes)]
+
+
+def gradients(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    out = model(batch)
+    linear_cross_entropy(out.hidden, out.head.weight, batch["labels"])[0].backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_gradients_are_those_of_plain_blocks_and_nothing_is_compiled_again() -> None:
+    torch._dynamo.reset()
+    spec, config, model = tiny()
+    batches = varied(config)
+    plain = [gradients(model, batch) for batch in batches]
+    counter = CompileCounterWithBackend("aot_eager")
+    plan = make_plan(ParallelSection(compile=True), spec.plan(config), model, 1)
+    assert len(plan.compiled) == 6
+    apply_compile(model, plan.compiled, backend=counter)  # type: ignore[arg-type]
+    for _ in range(2):
+        before = counter.frame_count
+        for batch, expected in zip(batches, plain, strict=True):
+            for name, grad in gradients(model, batch).items():
+                torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == before, "the second round of the same batches compiled again"
+    seen = counter.frame_count
+    for number in range(8):  # shapes that it has not met
+        first = 11 + 7 * number
+        gradients(model, batch_of(config, [first, TOKENS - first], [(4, 2 * number + 4)], number))
+    assert counter.frame_count == seen
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"compile": ["text.layers.{*}", "text.layers.{*}.mlp"]}, "compiled already"),
+        ({"compile": True, "swap": ["text.layers.{*}.attn"]}, "is swapped"),
+        ({"compile": True, "recompute": ["text.layers.{*}"], "use_reentrant": True}, "reentrant"),
+        ({"compile": ["text.layer.{*}"]}, "text.layer"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(section: dict[str, Any], words: str) -> None:
+    spec, config, model = tiny()
+    with pytest.raises(TesseraError, match=words):
+        make_plan(ParallelSection.model_validate(section), spec.plan(config), model, 1)

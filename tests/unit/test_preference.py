@@ -1,0 +1,270 @@
+"""Pairs of answers: how they are spelled, how they lie in a batch, and what DPO makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import LoraSection, load_config
+from tessera.core.types import IGNORE, Batch
+from tessera.data.sources.forms import RowError, parse
+from tessera.data.sources.names import names_of
+from tessera.nn.lora import add_adapters, find_adapters, without_adapters
+from tessera.ops.token_loss import token_log_probs
+from tessera.parallel.engine import SimpleEngine
+from tessera.tasks.dpo import DpoTask
+from tessera.train.build import build_processor, build_rows, describe
+from tessera.train.callbacks import Callback
+from tessera.train.run import train
+from tests.toys.pair_set import pair_recipe, write_pair_set
+
+ASK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Who?"}]
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "prompt": {"system": "Be kind.", "prompt": "Who?", "chosen": "I.", "rejected": "You."},
+    "prompt of messages": {
+        "prompt": ASK,
+        "chosen": [{"role": "assistant", "content": "I."}],
+        "rejected": [{"role": "assistant", "content": "You."}],
+    },
+    "whole conversations": {
+        "chosen": [*ASK, {"role": "assistant", "content": "I."}],
+        "rejected": [*ASK, {"role": "assistant", "content": "You."}],
+    },
+    "whole conversations beside the prompt": {
+        "prompt": "Who?",
+        "chosen": [*ASK, {"role": "assistant", "content": "I."}],
+        "rejected": [*ASK, {"role": "assistant", "content": "You."}],
+    },
+    "messages": {"messages": ASK, "chosen": {"role": "assistant", "content": "I."}, "rejected": "You."},
+    "sharegpt": {
+        "system": "Be kind.",
+        "conversations": [{"from": "human", "value": "Who?"}],
+        "chosen": {"from": "gpt", "value": "I."},
+        "rejected": {"from": "gpt", "value": "You."},
+    },
+    "alpaca": {"system": "Be kind.", "instruction": "Who?", "chosen": "I.", "rejected": "You."},
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_means_the_same(name: str) -> None:
+    messages = parse(SPELLINGS[name], "preference", names_of("preference", {}))
+    said = [(message.role, message.parts[0].value) for message in messages]
+    assert said == [("system", "Be kind."), ("user", "Who?"), ("chosen", "I."), ("rejected", "You.")]
+
+
+def test_media_and_other_names() -> None:
+    row = {
+        "conversations": [{"from": "human", "value": "<image> Who?"}],
+        "image": "a.png",
+        "better": {"from": "gpt", "value": "I."},
+        "worse": {"from": "gpt", "value": "You."},
+    }
+    messages = parse(row, "preference", names_of("preference", {"chosen": "better", "rejected": "worse"}))
+    assert [part.kind for part in messages[0].parts] == ["image", "text"]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": "Who?", "chosen": "I."}, "rejected is no answer"),
+        ({"chosen": "I.", "rejected": "You."}, "nothing is asked"),
+        (
+            {
+                "chosen": [*ASK, {"role": "assistant", "content": "I."}],
+                "rejected": [ASK[1], {"role": "assistant", "content": "You."}],
+            },
+            "differ before",
+        ),
+        ({"messages": ASK, "chosen": {"role": "user", "content": "I."}, "rejected": "You."}, "assistant says"),
+    ],
+)
+def test_rows_that_are_no_pairs_are_told(row: dict[str, Any], told: str) -> None:
+    with pytest.raises(RowError, match=told):
+        parse(row, "preference", names_of("preference", {}))
+
+
+# ---------------------------------------------------------------------------------------------- operation
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_log_probabilities_and_their_gradients(chunk: int) -> None:
+    chance = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=chance).requires_grad_() for shape in ((10, 6), (17, 6)))
+    labels = torch.randint(17, (10,), generator=chance)
+    labels[3] = IGNORE
+    scales = torch.randn(10, generator=chance)
+    plain = torch.gather(F.linear(hidden, weight).log_softmax(-1), 1, labels.clamp(min=0)[:, None])[:, 0]
+    plain = plain.where(labels != IGNORE, 0.0)
+    expected = torch.autograd.grad((plain * scales).sum(), [hidden, weight])
+    found = token_log_probs(hidden, weight, labels, chunk=chunk)
+    torch.testing.assert_close(found, plain)
+    for ours, theirs in zip(torch.autograd.grad((found * scales).sum(), [hidden, weight]), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+# ---------------------------------------------------------------------------------------------- the objective
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pair_set(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="module")
+def batches(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Batch], Any]:
+    config = load_config(pair_recipe(data, tmp_path_factory.mktemp("out")))
+    described = describe(config, 1)
+    processor = build_processor(config, described)
+    rows = build_rows(config, described, "train", processor)
+    return described, [rows.batch([0]), rows.batch([1, 2])], processor
+
+
+def test_pairs_lie_side_by_side(data: Path, batches: tuple[Any, list[Batch], Any]) -> None:
+    _, found, processor = batches
+    rows = {row["id"]: row for row in map(json.loads, (data / "pairs.jsonl").read_text().splitlines())}
+    for batch in found:
+        pairs = batch["pair_ids"].shape[0]
+        assert pairs == batch.counts["pairs"] == len(batch.sample_ids) > 0
+        assert set(batch["pair"].tolist()) == {-1, *range(2 * pairs)}
+        for number, name in enumerate(batch.sample_ids):
+            said = []
+            for side in (0, 1):
+                labels = batch["labels"][batch["pair"] == 2 * number + side]
+                said.append(processor.decode(labels[labels != IGNORE].tolist()).strip())
+            assert said == [rows[name]["chosen"]["content"], rows[name]["rejected"]]  # nothing else is compared
+
+
+def model_with_adapters(described: Any) -> torch.nn.Module:
+    module = described.spec.build(described.config)
+    add_adapters(module, find_adapters(LoraSection(rank=3), module, described.spec.plan(described.config)))
+    chance = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for _, parameter in module.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=chance) * 0.1)
+    return module
+
+
+def plain_loss(module: torch.nn.Module, batch: Batch, beta: float, smoothing: float, free: bool) -> Tensor:
+    """As the paper has it, from whole logits, pair by pair."""
+
+    def log_probs() -> Tensor:
+        logits = module(batch, logits=True).logits.float().log_softmax(-1)
+        found = logits.gather(1, batch["labels"].clamp(min=0)[:, None])[:, 0].where(batch["labels"] != IGNORE, 0.0)
+        sides = range(2 * batch["pair_ids"].shape[0])
+        return torch.stack([found[batch["pair"] == side].sum() for side in sides]).view(-1, 2)
+
+    policy = log_probs()
+    with torch.no_grad(), without_adapters(module):
+        reference = torch.zeros_like(policy) if free else log_probs()
+    total = torch.zeros(())
+    for (better, worse), (better_before, worse_before) in zip(policy, reference, strict=True):
+        margin = beta * ((better - worse) - (better_before - worse_before))
+        total = total - (1 - smoothing) * torch.sigmoid(margin).log() - smoothing * torch.sigmoid(-margin).log()
+    return total
+
+
+@pytest.mark.parametrize(("beta", "smoothing", "free"), [(0.1, 0.0, False), (0.5, 0.2, False), (0.1, 0.0, True)])
+def test_loss_and_gradients_are_those_of_the_formula(
+    beta: float, smoothing: float, free: bool, batches: tuple[Any, list[Batch], Any]
+) -> None:
+    described, found, _ = batches
+    module = model_with_adapters(described)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    total = sum((plain_loss(module, batch, beta, smoothing, free) for batch in found), torch.zeros(()))
+    expected = torch.autograd.grad(total, trained)
+    out = SimpleEngine(module).step(DpoTask(beta, smoothing, free), found)
+    assert float(out.count) == sum(batch["pair_ids"].shape[0] for batch in found)
+    assert float(out.sum) == pytest.approx(float(total), rel=1e-5)
+    assert float(out.metrics["margin"]) != 0
+    for parameter, gradient in zip(trained, expected, strict=True):
+        assert parameter.grad is not None
+        assert float((parameter.grad - gradient).abs().max() / gradient.abs().max().clamp(min=1e-12)) < 1e-5
+
+
+def test_a_new_adapter_begins_at_the_reference(batches: tuple[Any, list[Batch], Any]) -> None:
+    described, (batch, _), _ = batches
+    module = model_with_adapters(described)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "lora_b" in name:
+                parameter.zero_()
+    out = SimpleEngine(module).step(DpoTask(), [batch])
+    assert float(out.sum / out.count) == pytest.approx(0.693147, rel=1e-5)
+    assert float(out.metrics["margin"]) == pytest.approx(0, abs=1e-5)
+
+
+def test_a_hole_counts_for_nothing(batches: tuple[Any, list[Batch], Any]) -> None:
+    described, (batch, _), _ = batches
+    module = model_with_adapters(described)
+    emptied = batch.with_tensors(labels=batch["labels"].where(batch["pair"] != 1, IGNORE))
+    out = SimpleEngine(module).step(DpoTask(), [emptied])
+    assert float(out.count) == batch["pair_ids"].shape[0] - 1
+
+
+# ---------------------------------------------------------------------------------------------- runs
+
+
+class KeepGradients(Callback):
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {}
+
+    def on_before_optim(self, trainer: Any) -> None:
+        if trainer.step == 1:  # the first step has moved B, so both factors have a gradient
+            self.found = {n: p.grad.clone() for n, p in trainer.module.named_parameters() if p.grad is not None}
+
+
+def test_any_split_gives_the_same_gradient_and_it_learns(data: Path, tmp_path: Path) -> None:
+    found = []
+    for micro in (1, 2, 4):
+        keep = KeepGradients()
+        settings = {
+            "train.micro_batch": micro,
+            "train.steps": 20 if micro == 4 else 2,
+            "optim.lr": 1e-2,
+            "name": f"m{micro}",
+        }
+        run = train(pair_recipe(data, tmp_path), settings, callbacks=[keep])
+        found.append(keep.found)
+    for name, gradient in found[0].items():
+        for other in found[1:]:
+            assert float((other[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-12)) < 1e-5, name
+    steps = [row for row in run.metrics if row["kind"] == "train"]
+    assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert steps[-1]["loss"] < 0.5
+    assert steps[-1]["accuracy"] > 0.8
+
+
+def test_full_tuning_is_refused_with_what_would_work(data: Path, tmp_path: Path) -> None:
+    recipe = pair_recipe(data, tmp_path, steps=1)
+    recipe["model"].pop("lora")
+    with pytest.raises(TesseraError, match="reference_free") as caught:
+        train(recipe)
+    assert "model.lora" in str(caught.value)
+    train(recipe, {"train.task_options.reference_free": True})
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"data.kind": "chat", "data.train.0.format": "preference"}, "no conversations"),
+        ({"data.too_long": "turns"}, "cannot be cut"),
+        ({"train.task_options.beta": 0}, "beta"),
+        ({"train.task_options.label_smoothing": 0.5}, "label_smoothing"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any], told: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match=told):
+        train(pair_recipe(data, tmp_path, steps=1), settings)
+
+
+def test_batches_without_pairs_are_refused() -> None:
+    with pytest.raises(TesseraError, match="no pairs"):
+        DpoTask().inputs(Batch({"tokens": torch.zeros(1)}))
