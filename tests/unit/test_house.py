@@ -101,6 +101,12 @@ def test_no_pickle_and_no_globals() -> None:
     assert [str(p) for p in found if p != between_processes] == []
 
 
+def test_test_files_have_names_of_their_own() -> None:
+    """Of two that share one, pytest imports the first and refuses the second, or a rank finds the wrong one."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if "toys" not in path.parts]
+    assert sorted(name for name in names if names.count(name) > 1 and name != "__init__.py") == []
+
+
 def test_the_trainer_stays_small_and_knows_no_axis_or_modality() -> None:
     text = (PACKAGE / "train" / "trainer.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 350
