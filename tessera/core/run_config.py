@@ -105,7 +105,7 @@ class DataSection(Section):
     shuffle: bool = True
     pack: bool = Field(True, description="several samples to a row; off: one each")
     balance: bool = Field(True, description="rows of equal work, and equal work for every rank")
-    workers: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+    workers: int | Literal["auto"] = Field(
         "auto", description="loader processes; 0 loads in the training process; auto: as many as keep the device busy"
     )
     prefetch: int = Field(2, gt=0, description="batches each worker keeps ready")
@@ -117,6 +117,13 @@ class DataSection(Section):
     draft: bool = Field(True, description="decode JPEGs at 1/2, 1/4 or 1/8 of their size where that is still enough")
     processor: dict[str, Any] = Field(default_factory=dict, description="preprocessor options, such as min_pixels")
     options: dict[str, Any] = Field(default_factory=dict, description="options of a data kind of your own")
+
+    @field_validator("workers")
+    @classmethod
+    def _not_negative(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 0:
+            raise ValueError("must be at least 0, or auto")
+        return value
 
     @field_validator("train", "eval", mode="before")
     @classmethod

@@ -89,18 +89,20 @@ def _rows_of(line: Mapping[str, Any]) -> Iterator[Row]:
 
 
 class Quarantine(Callback):
-    """`quarantine.jsonl`: samples that could not be used, with the reason; counted on screen at the end."""
+    """`quarantine.jsonl`: samples that could not be used, with the reason; counted on screen at the end.
+
+    All ranks write to the one file, so each looks what the others have found before it adds or counts.
+    """
 
     def __init__(self, from_index: Iterable[tuple[str, str]] = (), in_all: int = 0) -> None:
         """`in_all`: how many the index left out; of very many, it lists only the first."""
         self._from_index = list(from_index)  # found before training, from headers
         self._unlisted = max(0, in_all - len(self._from_index))
         self._known: set[str] = set()
+        self._read = 0  # bytes of the file
         self._file: JsonLines | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        path = trainer.config.folder / "quarantine.jsonl"
-        self._known = {row["id"] for row in read_jsonl(path)}
         if trainer.world.is_main:
             for sample, reason in self._from_index:
                 self.note(trainer, sample, reason)
@@ -111,6 +113,8 @@ class Quarantine(Callback):
                 self.note(trainer, sample, reason)
 
     def note(self, trainer: Trainer, sample: str, reason: str) -> None:
+        if sample not in self._known:
+            self._catch_up(trainer)
         if sample in self._known:
             return
         self._known.add(sample)
@@ -121,13 +125,24 @@ class Quarantine(Callback):
             log.warning("skipped sample %s: %s", sample, reason)
 
     def on_end(self, trainer: Trainer) -> None:
+        self._catch_up(trainer)
         if self._known and trainer.world.is_main:
-            total, lists = (
-                len(self._known) + self._unlisted,
-                "them" if not self._unlisted else f"{len(self._known)} of them",
-            )
+            total, listed = len(self._known) + self._unlisted, len(self._known)
+            lists = f"{listed} of them" if self._unlisted else "them"
             log.warning("skipped in all: %d; quarantine.jsonl in the run folder lists %s", total, lists)
         self._close()
+
+    def _catch_up(self, trainer: Trainer) -> None:
+        path = trainer.config.folder / "quarantine.jsonl"
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._known.add(json.loads(line)["id"])
+                self._read += len(line)
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:
         self._close()
