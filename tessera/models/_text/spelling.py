@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,9 @@ _SAME = (
 )
 
 
+Check = tuple[str, Any, tuple[Any, ...]]  # what a folder says of something, and what it may say
+
+
 def but(fixed: Mapping[str, Any], *free: str, **other: Any) -> dict[str, Any]:
     """The same, without some and with others."""
     return {**{name: value for name, value in fixed.items() if name not in free}, **other}
@@ -44,7 +47,7 @@ class Spelling:
 
     def read(self, data: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Fields of a `TextConfig`."""
-        _refuse(data, where)
+        _refuse_unsupported(data, where)
         rope = _rope(data)
         told = [name for name in _SAME if name in data and name not in self.silent]
         # That there is no such token is said by null; of a number, null says nothing.
@@ -159,17 +162,21 @@ def _write_experts(experts: ExpertsConfig | None) -> dict[str, Any]:
     return {**plain, "num_local_experts": experts.num_experts}
 
 
-def _refuse(data: Mapping[str, Any], where: str) -> None:
-    """Values that change what the model computes and that we do not compute are errors, not surprises."""
+def _refuse_unsupported(data: Mapping[str, Any], where: str) -> None:
     rope = _rope(data)
-    checks: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+    checks: list[Check] = [
         ("hidden_act", data.get("hidden_act", "silu"), ("silu",)),
         ("attention_dropout", data.get("attention_dropout") or 0.0, (0.0,)),
         ("use_sliding_window", bool(data.get("use_sliding_window")), (False,)),
         ("mlp_bias", bool(data.get("mlp_bias")), (False,)),
         ("rope type", rope.get("rope_type", rope.get("type", "default")), ("default", "mrope", "llama3")),
         ("quantization_config", data.get("quantization_config"), (None,)),
-    )
+    ]
+    refuse(checks, where)
+
+
+def refuse(checks: Sequence[Check], where: str) -> None:
+    """Values that change what the model computes and that we do not compute are errors, not surprises."""
     for name, value, allowed in checks:
         if value not in allowed:
             raise TesseraError(f"{name} = {value!r} is not supported", where=where, allowed=allowed)

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
 from tessera.models._text.config import TextConfig
-from tessera.models._text.spelling import LANGUAGE
+from tessera.models._text.spelling import LANGUAGE, refuse
 
 WHERE = "config.json (internvl)"
 
@@ -197,6 +197,4 @@ def _refuse_unsupported(data: Mapping[str, Any], text_type: str, vision: Mapping
         ("quantization_config", data.get("quantization_config"), (None,)),
         *((f"vision_config.{name}", vision.get(name) or 0.0, (0.0,)) for name in _DROPOUTS),
     ]
-    for name, value, allowed in checks:
-        if value not in allowed:
-            raise TesseraError(f"{name} = {value!r} is not supported", where=WHERE, allowed=allowed)
+    refuse(checks, WHERE)

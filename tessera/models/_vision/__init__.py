@@ -1,0 +1,1 @@
+"""What configurations of families that see have in common."""
