@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from parity import from_foreign, randomize, to_foreign
 from torch import Tensor
 from transformers import Qwen2VLConfig as ReferenceConfig
 from transformers import Qwen2VLForConditionalGeneration
@@ -87,41 +88,19 @@ def reference_model(config: Qwen2VLConfig, seed: int = 0) -> Qwen2VLForCondition
     model = Qwen2VLForConditionalGeneration._from_config(
         ReferenceConfig(**config.to_hf()), attn_implementation="eager", dtype=torch.float32
     )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name or "ln_q" in name else 0.0
-            parameter.normal_(centre, 0.2, generator=generator)
+    randomize(model, seed)
     return model.train()
 
 
-def ours_to_theirs(model: VisionLanguageModel, config: Qwen2VLConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def ours_to_theirs(config: Qwen2VLConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under our names (weights or gradients) as the hub names and shapes them."""
-    assert SPEC.weights is not None
-    table = SPEC.weights(config)
-    out: dict[str, Tensor] = {}
-    for name, _ in model.named_parameters():
-        found = table.to_foreign(name)
-        assert found is not None, name
-        rule, names = found
-        out.update(zip(names, rule.op.to_theirs(tensors[name]), strict=True))
-    return out
+    return to_foreign(SPEC, config, tensors)
 
 
 def theirs_to_ours(config: Qwen2VLConfig, foreign: dict[str, Tensor]) -> VisionLanguageModel:
     """Our model with weights from a foreign state, whichever way it spells them; nothing may be left over."""
-    assert SPEC.weights is not None
-    table = SPEC.weights(config)
-    pool = {table.canonical(name): tensor for name, tensor in foreign.items()}
-    model = SPEC.build(config)
+    model = from_foreign(SPEC, config, foreign)
     assert isinstance(model, VisionLanguageModel)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            found = table.to_foreign(name)
-            assert found is not None, name
-            rule, names = found
-            parameter.copy_(rule.op.to_ours([pool.pop(n) for n in names]))
-    assert [name for name in pool if not table.skips(name)] == []
     return model
 
 

@@ -90,7 +90,7 @@ def test_we_read_what_transformers_saves(number: int, tmp_path: Path) -> None:
 def test_transformers_reads_what_we_write(number: int, tmp_path: Path) -> None:
     config = config_of(SHAPES[number])
     ours = theirs_to_ours(config, reference_model(config, seed=4).state_dict()).eval()
-    state = ours_to_theirs(ours, config, dict(ours.state_dict()))
+    state = ours_to_theirs(config, dict(ours.state_dict()))
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     reference, report = Qwen2VLForConditionalGeneration.from_pretrained(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from parity import compare_gradients, relative
 from qwen2_vl_cases import (
     SHAPES,
     Case,
     Shape,
     config_of,
     make_case,
-    ours_to_theirs,
     pack,
     reference_inputs,
     reference_model,
@@ -21,16 +21,12 @@ from transformers import Qwen2VLForConditionalGeneration
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE
+from tessera.models.qwen2_vl import SPEC
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.nn.vlm import VisionLanguageModel
 from tessera.ops.loss import linear_cross_entropy
 
 TOLERANCE = 2e-5  # seen: below 5e-6
-
-
-def relative(ours: Tensor, reference: Tensor) -> float:
-    ours, reference = ours.detach(), reference.detach()
-    return float((ours - reference).abs().max() / reference.abs().max().clamp(min=1e-12))
 
 
 def media_of(merge: int) -> dict[str, list[tuple[str, tuple[int, int, int]]]]:
@@ -79,24 +75,12 @@ def compare(shape: Shape, seed: int, names: list[str], padding: int) -> None:
     real = batch["tokens"].numel() - padding
     assert relative(out.logits[:real], torch.cat(expected)) < TOLERANCE
     assert relative(loss, expected_loss) < TOLERANCE
-    _compare_gradients(config, reference, model)
+    theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    compare_gradients(SPEC, config, model, theirs, TOLERANCE, canonical)
 
 
-def _compare_gradients(
-    config: Qwen2VLConfig, reference: Qwen2VLForConditionalGeneration, model: VisionLanguageModel
-) -> None:
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    assert all(grad is not None for grad in grads.values())
-    ours = ours_to_theirs(model, config, {name: grad for name, grad in grads.items() if grad is not None})
-    compared = 0
-    for name, parameter in reference.named_parameters():
-        short = name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
-        if parameter.grad is None:  # transformers leaves towers without pictures alone, ours get zeros
-            assert not ours[short].any(), name
-        else:
-            assert relative(ours[short], parameter.grad) < TOLERANCE, name
-        compared += 1
-    assert compared == len(ours)
+def canonical(name: str) -> str:
+    return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
 
 
 @pytest.mark.parametrize("number", range(len(SHAPES)))
