@@ -36,7 +36,8 @@ SPECIAL = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "ima
 VOCABULARY = 151936
 LENGTH, PICTURES, SIDE = 8192, 4, 56 * 14
 LAYERS = ["text.layers.{*}", "vision.blocks.{*}"]
-STEPS, WARM_UP = 14, 5
+# The host looks at the device once in so many steps, in all cases: a look at every step would be timed with it.
+EVERY, WARM_UP, STEPS = 4, 8, 20
 
 TESSERA: dict[str, dict[str, Any]] = {
     "3b-bf16": {"preset": "3b", "dtype": "bfloat16", "parallel": {"reduce_dtype": "bfloat16", "compile": True}},
@@ -171,7 +172,12 @@ def facts(seconds: list[float], flops: float, peak: float, first: float, losses:
 
 
 def ours(
-    case: dict[str, Any], folder: Path, file: str = "even", steps: int = STEPS, extra: list[Callback] | None = None
+    case: dict[str, Any],
+    folder: Path,
+    file: str = "even",
+    steps: int = STEPS,
+    every: int = EVERY,
+    extra: list[Callback] | None = None,
 ) -> Any:
     recipe = {
         "name": "bench",
@@ -186,7 +192,7 @@ def ours(
         "parallel": case["parallel"],
         "train": {"steps": steps},
         "checkpoint": {"at_end": False},
-        "log": {"every": 1},
+        "log": {"every": every},
     }
     return tessera.train(recipe, overwrite=True, callbacks=extra or [])
 
@@ -196,9 +202,10 @@ def measure_ours(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     rows = [row for row in ours(case, folder).metrics if "step_seconds" in row]
-    seconds, waits = [row["step_seconds"] for row in rows], [row["data_wait"] for row in rows[WARM_UP:]]
-    found = facts(seconds[WARM_UP:], model_flops(case["preset"], folder), peak, seconds[0], [r["loss"] for r in rows])
-    return {**found, "data_wait": round(statistics.median(waits), 4)}
+    timed = [row for row in rows if row["step"] > WARM_UP]
+    seconds, losses = [row["step_seconds"] for row in timed], [row["loss"] for row in rows]
+    found = facts(seconds, model_flops(case["preset"], folder), peak, rows[0]["step_seconds"], losses)
+    return {**found, "data_wait": round(statistics.median(row["data_wait"] for row in timed), 4)}
 
 
 def measure_reference(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -223,19 +230,22 @@ def measure_reference(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     batches = [reference_batch(folder, row, config) for row in range(4)]
     torch.cuda.reset_peak_memory_stats()
     seconds, losses = [], []
+    began = time.perf_counter()
     for step in range(STEPS):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
         batch = {name: tensor.cuda(non_blocking=True) for name, tensor in batches[step % len(batches)].items()}
         loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-        losses.append(float(loss))
-    return facts(seconds[WARM_UP:], model_flops(case["preset"], folder), peak, seconds[0], losses)
+        losses.append(loss.detach())
+        if step == 0 or (step + 1) % EVERY == 0:
+            torch.cuda.synchronize()
+            now = time.perf_counter()
+            seconds.append((now - began) / min(EVERY, step + 1))
+            began = now
+    timed = seconds[1 + WARM_UP // EVERY :]  # the first is that of the first step alone
+    return facts(timed, model_flops(case["preset"], folder), peak, seconds[0], [float(loss) for loss in losses])
 
 
 def reference_batch(folder: Path, row: int, config: Any) -> dict[str, torch.Tensor]:
@@ -272,7 +282,7 @@ class CountGraphs(Callback):
 
 def measure_mixed(folder: Path, warm_up: int = 25, steps: int = 100) -> dict[str, Any]:
     counter = CountGraphs()
-    run = ours(TESSERA["3b-bf16"], folder, "mixed", warm_up + steps, [counter])
+    run = ours(TESSERA["3b-bf16"], folder, "mixed", warm_up + steps, every=1, extra=[counter])
     rows = [row for row in run.metrics if "step_seconds" in row][warm_up:]
     total = sum(row["step_seconds"] for row in rows)
     return {
