@@ -223,6 +223,7 @@ def plan(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="also run a step of each role without data or memory; count what it sends")
     ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures for programs")] = None,
 ) -> None:
     """Print how a recipe would be dealt out over ranks. Needs no accelerator and starts nothing."""
     from tessera.api import dry_run as run_dry
@@ -230,7 +231,12 @@ def plan(
     from tessera.core.config import parse_overrides
 
     changes = parse_overrides(overrides or [])
-    typer.echo(make(recipe, changes, world=world).describe())
+    made = make(recipe, changes, world=world)
+    typer.echo(made.describe())
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(made.figures(), indent=2) + "\n", encoding="utf-8")
+        typer.echo(f"wrote {json_file}")
     if dry_run:
         for role in run_dry(recipe, changes, world=world):
             typer.echo(role.describe())

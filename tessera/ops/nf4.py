@@ -38,7 +38,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def dequantize(packed: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    code = torch.tensor(CODE, device=packed.device)
+    code = torch.tensor(CODE).to(packed.device, non_blocking=True)  # made there, the host would wait for the device
     numbers = torch.stack([packed >> 4, packed & 15], dim=1).flatten().int()
     flat = (code[numbers].view(-1, BLOCK) * scales.unsqueeze(1)).flatten()
     return flat[: rows * columns].view(rows, columns).to(dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from tessera.parallel.axes import CONTEXT, DEAL, REPLICATE, Axes, divisors, make
 from tessera.parallel.planning.context import ContextPlan, plan_context
 from tessera.parallel.planning.cut import PipelinePlan, plan_cut
 from tessera.parallel.planning.experts import ExpertPlan, plan_experts
-from tessera.parallel.planning.holdings import Held, Piece, held, of_stage, pieces
+from tessera.parallel.planning.holdings import Held, Piece, buffer_bytes, held, of_stage, pieces
 from tessera.parallel.planning.modules import Keep, Recompute, resolve_roles
 from tessera.parallel.planning.tensor import TensorPlan, plan_tensor
 
@@ -89,6 +89,12 @@ class Plan:
         from tessera.parallel.planning.text import plan_text  # it speaks of plans, so it comes after this file
 
         return plan_text(self)
+
+    def figures(self) -> dict[str, Any]:
+        """For programs: what `tessera plan --json` writes."""
+        from tessera.parallel.planning.figures import plan_figures  # as above
+
+        return plan_figures(self)
 
     def rows_at(self, path: str) -> int:
         """That a rank computes in a module, in a typical micro-batch."""
@@ -192,7 +198,10 @@ def make_plan(
         parameters=sum(p.numel() for p in parameters.values()),
         trained=sum(p.numel() for name, p in parameters.items() if name not in set(frozen)),
         pieces=tuple(parts),
-        held=tuple(held(here, kept, computed) for here in by_position),
+        held=tuple(
+            held(here, kept, computed, buffer_bytes(module, pipeline, position))
+            for position, here in enumerate(by_position)
+        ),
         whole_gradient_bytes=whole_gradients * reduced.itemsize if accumulate == "local" and world > 1 else 0,
     )
 

@@ -65,6 +65,7 @@ class Record(Callback):
             trained = [(clean(n), p) for n, p in trainer.module.named_parameters() if p.requires_grad]
             self.tensors.update({f"gradient.{name}": whole(p.grad) for name, p in trained})
             self.bytes["parameters"] = sum(local_bytes(p) for p in trainer.module.parameters())
+            self.bytes["buffers"] = sum(local_bytes(b) for b in trainer.module.buffers())
             self.bytes["gradients"] = sum(local_bytes(p.grad) for _, p in trained)
 
     def on_step_end(self, trainer: Any, result: StepResult) -> None:

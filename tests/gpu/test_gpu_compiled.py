@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.core.run_config import ModelSection, ParallelSection
-from tessera.core.types import Batch
+from tessera.core.run_config import LoraSection, ModelSection, ParallelSection
+from tessera.core.types import Batch, ModelPlan
 from tessera.models import FAMILIES, resolve
+from tessera.nn.lora import QuantizedLoraLinear, adapted_layers, add_adapters, find_adapters, with_adapters
 from tessera.ops.loss import linear_cross_entropy
 from tessera.parallel.compile import apply_compile
 from tessera.parallel.plan import make_plan
@@ -38,22 +39,22 @@ def filled(batch: Batch, vocabulary: int, generator: torch.Generator) -> Batch:
     return batch.with_tensors(**tensors)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_compiled_gradients_are_those_of_plain_blocks(name: str) -> None:
-    """Where bf16 itself is far from fp32 (sums that all but cancel), compiled blocks may be as far, not further."""
-    torch._dynamo.reset()
+def example(name: str) -> tuple[Any, Any, Batch, torch.Generator]:
+    """A family's smallest configuration, a batch for it, and the generator that goes on to draw its weights."""
     spec, config = resolve(ModelSection(family=name, preset="quickstart"))
     assert spec.example is not None
     generator = torch.Generator().manual_seed(0)
     batch = filled(spec.example(config, 2048), config.text.vocab_size, generator).to("cuda")  # type: ignore[attr-defined]
-    model = spec.build(config)
-    for path, parameter in model.named_parameters():
-        model.initialize(path, parameter.data, generator)  # type: ignore[operator]
+    return spec, config, batch, generator
+
+
+def far_from_plain(model: nn.Module, batch: Batch, plan: ModelPlan) -> dict[str, tuple[float, float]]:
+    """Parameters whose gradients differ, by how much, and how far bf16 itself is from fp32 there: where that is far
+    (sums that all but cancel), compiled blocks may be as far, not further."""
     model = model.to("cuda")
     exact = gradients(model, batch)
     plain = gradients(model.bfloat16(), batch)
-    plan = make_plan(ParallelSection(compile=True), spec.plan(config), model, 1)
-    apply_compile(model, plan.compiled)
+    apply_compile(model, make_plan(ParallelSection(compile=True), plan, model, 1).compiled)
     compiled = gradients(model, batch)
     assert compiled.keys() == plain.keys() == exact.keys()
     far = {}
@@ -63,4 +64,32 @@ def test_compiled_gradients_are_those_of_plain_blocks(name: str) -> None:
         noise = float((expected - exact[path]).norm() / size)
         if apart > max(LIMIT, 2 * noise):
             far[path] = (apart, noise)
-    assert not far
+    return far
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_gradients_are_those_of_plain_blocks(name: str) -> None:
+    torch._dynamo.reset()
+    spec, config, batch, generator = example(name)
+    model = spec.build(config)
+    for path, parameter in model.named_parameters():
+        model.initialize(path, parameter.data, generator)
+    assert not far_from_plain(model, batch, spec.plan(config))
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["lora", "four bits"])
+def test_compiled_gradients_of_adapters_are_those_of_plain_blocks(quantized: bool) -> None:
+    torch._dynamo.reset()
+    spec, config, batch, generator = example("qwen2_5_vl")
+    model, plan = spec.build(config), spec.plan(config)
+    for path, parameter in model.named_parameters():
+        model.initialize(path, parameter.data, generator)
+    adapters = find_adapters(LoraSection(rank=8), model, plan)
+    weights = {path: model.get_submodule(path).weight.detach().clone() for path in adapters}
+    add_adapters(model, adapters, quantized=quantized)
+    for path, layer in adapted_layers(model).items():
+        for factor in (layer.lora_a, layer.lora_b):  # both drawn: beside a B of zeros A has no gradient
+            factor.weight.data.normal_(std=0.02, generator=generator)
+        if isinstance(layer, QuantizedLoraLinear):
+            layer.keep(weights[path])
+    assert not far_from_plain(model, batch, with_adapters(plan))

@@ -94,3 +94,15 @@ class Chats(Dataset[Any]):
 
     def __getitem__(self, number: int) -> Any:
         return self.items[number]
+
+
+class Spoiled(Digits):
+    """Digits of which some are no numbers."""
+
+    def __init__(self, bad: list[int], count: int = 48) -> None:
+        super().__init__(count)
+        self.pixels[bad] = float("nan")
+
+
+def spoiled_loader(batch_size: int = 4) -> DataLoader[Any]:
+    return DataLoader(Spoiled([11]), batch_size=batch_size)

@@ -32,6 +32,9 @@ KNOWN = (
 )
 
 
+Collate = Callable[[list[Any]], Any]
+
+
 @dataclass(frozen=True)
 class Drawn:
     """An item of a data set, and the row that it fills."""
@@ -44,7 +47,12 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Items:
-    """Makes micro-batches of items. `name` is what errors call the data set."""
+    """Makes micro-batches of items. `name` is what errors call the data set.
+
+    Samples in `left_out` (with the reason) are passed over: a conversation leaves a masked hole. What tensors of the
+    user's own mean nobody knows, so nothing can be masked in them: such an item is left out of its micro-batch, unless
+    that would be empty. Nothing takes the place of another.
+    """
 
     name: str
     section: DataSection
@@ -52,8 +60,32 @@ class Items:
     root: Path
     fields: tuple[str, ...] = ()
     forms: Forms = field(default_factory=lambda: Forms({}))
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
-    def batch(self, drawn: Sequence[Drawn], collate: Callable[[list[Any]], Any] | None = None) -> Batch:
+    def batch(self, drawn: Sequence[Drawn], collate: Collate | None = None) -> Batch:
+        made = self._made(drawn, collate)
+        gone = self._gone(made, drawn, collate)
+        rest = [one for number, one in enumerate(drawn) if number not in gone]
+        if not gone or not rest:
+            return made
+        problems = [(name, self.left_out[name]) for names in gone.values() for name in names]
+        made = self._made(rest, collate)
+        rows = {**{one.row: 0 for one in drawn}, **dict(made.rows)}
+        return replace(made, rows=tuple(rows.items()), problems=(*made.problems, *problems))
+
+    def _gone(self, made: Batch, drawn: Sequence[Drawn], collate: Collate | None) -> dict[int, tuple[str, ...]]:
+        """Which of these are to be left out, with their names. Where names do not tell the items apart (a whole batch
+        is an item, a collate function gives names of its own) it is all of them or none."""
+        ids = made.sample_ids
+        if not any(name in self.left_out for name in ids) or (collate is None and self._is_language(drawn[0].item)):
+            return {}
+        if len(ids) == len(drawn):
+            return {number: (name,) for number, name in enumerate(ids) if name in self.left_out}
+        if not all(name in self.left_out for name in ids):
+            return {}
+        return {number: () if number else ids for number in range(len(drawn))}
+
+    def _made(self, drawn: Sequence[Drawn], collate: Collate | None) -> Batch:
         if collate is not None:
             return self._labelled(self.whole(collate([one.item for one in drawn]), drawn[0].number), drawn)
         first = drawn[0].item
@@ -65,7 +97,7 @@ class Items:
                     fix="set train.micro_batch=1",
                 )
             return self._labelled(first, drawn)
-        if isinstance(first, (Sample, Encoded)) or self._is_chat(first):
+        if self._is_language(first):
             return self._chat(drawn)
         named = [self._named(one) for one in drawn]
         ids = [str(fields.pop("id", one.number)) for fields, one in zip(named, drawn, strict=True)]
@@ -113,6 +145,9 @@ class Items:
 
     # ------------------------------------------------------------------------------------------ conversations
 
+    def _is_language(self, item: Any) -> bool:
+        return isinstance(item, (Sample, Encoded)) or self._is_chat(item)
+
     def _is_chat(self, item: Any) -> bool:
         if not isinstance(item, Mapping) or any(isinstance(value, (Tensor, np.ndarray)) for value in item.values()):
             return False
@@ -133,17 +168,19 @@ class Items:
 
     def _encoded(self, one: Drawn, problems: list[tuple[str, str]]) -> Encoded:
         """One sample to a row. A bad one leaves a masked hole: a token that is not trained on."""
-        id = str(one.number)
+        id = _name(one)
+        if id in self.left_out:
+            problems.append((id, self.left_out[id]))
+            return _hole(id)
         try:
             with time_limit(self.section.sample_timeout_s):
                 encoded = one.item if isinstance(one.item, Encoded) else self._encode(self._sample(one))
-            id = encoded.id
             if len(encoded.tokens) > self.section.length:
                 raise RowError(id, f"{len(encoded.tokens)} tokens do not fit into data.length {self.section.length}")
             return encoded
         except (RowError, TesseraError, OSError) as error:
             if isinstance(error, RowError):
-                id, reason = error.id or id, error.reason
+                reason = error.reason
             else:
                 reason = error.what if isinstance(error, TesseraError) else str(error)
             if self.section.on_bad_sample == "fail":
@@ -153,7 +190,7 @@ class Items:
                     fix="mend the data, or set data.on_bad_sample=skip",
                 ) from None
             problems.append((id, reason))
-            return Encoded(id, torch.zeros(1, dtype=torch.int64), torch.tensor([IGNORE]), torch.arange(1))
+            return _hole(id)
 
     def _sample(self, one: Drawn) -> Sample:
         if isinstance(one.item, Sample):
@@ -161,11 +198,7 @@ class Items:
         if not self._is_chat(one.item):
             self._refuse(f"is a {type(one.item).__name__}, others are conversations", one.number)
         form = self.forms.decide(one.item) or "sharegpt"
-        id = str(one.item.get("id", one.number))
-        try:
-            return Sample(id, parse(one.item, form, self.forms.names[form]))
-        except RowError as error:
-            raise RowError(id, error.reason) from None
+        return Sample(_name(one), parse(one.item, form, self.forms.names[form]))
 
     def _encode(self, sample: Sample) -> Encoded:
         assert self.processor is not None
@@ -198,6 +231,17 @@ class Items:
         raise TesseraError(
             f"item {number} of {self.name} {what}", where="data.options", allowed=KNOWN, fix="give one of these"
         )
+
+
+def _name(one: Drawn) -> str:
+    """Of a conversation: what ledgers and quarantine lists call it."""
+    if isinstance(one.item, (Sample, Encoded)):
+        return one.item.id
+    return str(one.item.get("id", one.number)) if isinstance(one.item, Mapping) else str(one.number)
+
+
+def _hole(id: str) -> Encoded:
+    return Encoded(id, torch.zeros(1, dtype=torch.int64), torch.tensor([IGNORE]), torch.arange(1))
 
 
 def _is_number(value: Any) -> bool:

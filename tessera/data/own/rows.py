@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import logging
@@ -10,6 +11,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,14 @@ class ItemRows:
     def number(self, row: int) -> int:
         turn, place = divmod(row, self.count)
         return Shuffle.of(self.count, self.seed, _PASS, turn)(place) if self.shuffle else place
+
+    def without(self, samples: Mapping[str, str]) -> ItemRows:
+        """Data sets that only go forward and loaders have no such method: to look at a sample apart they would have to
+        be gone through again."""
+        found = copy.copy(self)
+        found.items = replace(self.items, left_out={**self.items.left_out, **samples})
+        found._data, found._collate = self._data, self._collate  # a copy for a worker has neither
+        return found
 
     def batch(self, rows: Sequence[int]) -> Batch:
         return self.guarded(rows, {}, _unnoted)

@@ -1,4 +1,5 @@
-"""What a rank will hold: the shape of its part of every parameter, and the bytes that makes. Needs no process group."""
+"""What a rank will hold: the shape of its part of every parameter, and the bytes that these and its buffers make. Needs
+no process group."""
 
 from __future__ import annotations
 
@@ -50,10 +51,11 @@ class Held:
     parameters: int
     gradients: int
     optimizer: int
+    buffers: int = 0  # whole on every rank: weights in four bits, tables
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
 def pieces(
@@ -99,17 +101,30 @@ def of_stage(parts: Sequence[Piece], pipeline: PipelinePlan | None, position: in
     """The pieces of a rank at this position of a pipeline; a copied table counts once for each stage that has it."""
     if pipeline is None:
         return list(parts)
-    modules = [path for stage in pipeline.stages_of(position) for path in pipeline.stages[stage].modules]
+    modules = _modules_at(pipeline, position)
     found = [piece for piece in parts if home(piece.name, modules) is not None]
     if len(pipeline.stages) - 1 in pipeline.stages_of(position):
         found += [piece for piece in parts if piece.name in pipeline.copies]
     return found
 
 
-def held(parts: Sequence[Piece], kept: torch.dtype, computed: torch.dtype) -> Held:
+def buffer_bytes(module: nn.Module, pipeline: PipelinePlan | None, position: int) -> int:
+    """Of a rank at this position: nobody shares or cuts buffers, and they keep the type that their author chose."""
+    here = module.named_buffers()
+    if pipeline is None:
+        return sum(buffer.nbytes for _, buffer in here)
+    modules = _modules_at(pipeline, position)
+    return sum(buffer.nbytes for name, buffer in here if home(name, modules) is not None)
+
+
+def _modules_at(pipeline: PipelinePlan, position: int) -> list[str]:
+    return [path for stage in pipeline.stages_of(position) for path in pipeline.stages[stage].modules]
+
+
+def held(parts: Sequence[Piece], kept: torch.dtype, computed: torch.dtype, buffers: int = 0) -> Held:
     """Of fully sharded training with AdamW. What is ignored is kept in the type that is computed with."""
     size = {piece.name: piece.held * (computed if piece.whole else kept).itemsize for piece in parts}
     parameters = sum(piece.held * (computed if piece.whole else kept).itemsize for piece in parts)
     trained = [piece for piece in parts if piece.trained]
     gradients = sum(size[piece.name] for piece in trained)
-    return Held(parameters, gradients, ADAMW_STATES * gradients + ADAMW_STEP_BYTES * len(trained))
+    return Held(parameters, gradients, ADAMW_STATES * gradients + ADAMW_STEP_BYTES * len(trained), buffers)

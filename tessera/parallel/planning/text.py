@@ -14,8 +14,6 @@ from tessera.parallel.traffic.lines import readable, traffic_text
 
 
 def plan_text(plan: Plan) -> str:
-    most = plan.heaviest
-    held = (most.parameters, most.gradients, most.optimizer)
     rows = [
         ("ranks", _ranks(plan)),
         ("axes", ", ".join(f"{axis}={size}" for axis, size in plan.axes.root.items())),
@@ -30,7 +28,7 @@ def plan_text(plan: Plan) -> str:
         ("prefetch", _prefetch(plan)),
         ("gradients", _gradients(plan)),
         ("types", _types(plan)),
-        ("per rank", "parameters {}, gradients {}, optimizer {}".format(*map(readable, held))),
+        ("per rank", _held(plan)),
         *_sent(plan),
     ]
     return "\n".join(f"{name:<13} {text}" for name, text in rows)
@@ -70,6 +68,15 @@ def _together(plan: Plan) -> list[tuple[str, str]]:
         if pipeline.copies:
             rows.append(("  copied", f"{', '.join(pipeline.copies)} in the last stage as well"))
     return rows
+
+
+def _held(plan: Plan) -> str:
+    """Of the rank that holds most. Buffers are worth a word where they count, as weights in four bits do."""
+    most = plan.heaviest
+    words = f"parameters {readable(most.parameters)}"
+    if most.buffers:
+        words += f", buffers {readable(most.buffers)} (whole on every rank)"
+    return f"{words}, gradients {readable(most.gradients)}, optimizer {readable(most.optimizer)}"
 
 
 def _sent(plan: Plan) -> list[tuple[str, str]]:

@@ -210,7 +210,7 @@ class Guard(Stepper):
             return False
         reason = f"bad numbers in step {event.step} ({event.kind}, {event.blame.module})"
         found = dict.fromkeys(event.blame.samples, reason)
-        if self.reader.source.without(found) is None:
+        if all(name in self.left_out for name in found) or self.reader.source.without(found) is None:
             return False
         self.left_out.update(found)
         return True
