@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2, and models written in their form (Vicuna, InternLM in its Hugging Face form)."""
+"""Llama 2, 3, 3.1, 3.2 and 3.3, and models written in their form (Vicuna, InternLM in its Hugging Face form)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ PRESETS = {
     "3-70b": preset(128256, 8192, 28672, 80, (64, 8), max_position_embeddings=8192, **_THREE),
     "3.1-8b": preset(128256, 4096, 14336, 32, (32, 8), **_LONG),
     "3.1-70b": preset(128256, 8192, 28672, 80, (64, 8), **_LONG),
+    "3.1-405b": preset(128256, 16384, 53248, 126, (128, 8), **_LONG),
     "3.2-1b": preset(128256, 2048, 8192, 16, (32, 8), tied=True, **_SMALL),
     "3.2-3b": preset(128256, 3072, 8192, 28, (24, 8), tied=True, **_SMALL),
+    # Published as a tuned model alone, which ends its answers with any of three words.
+    "3.3-70b": preset(128256, 8192, 28672, 80, (64, 8), **{**_LONG, "eos_token_id": (128001, 128008, 128009)}),
 }
 SPEC = language_family("llama", LlamaConfig, PRESETS, (LLAMA3, VICUNA))

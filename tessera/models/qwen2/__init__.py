@@ -25,6 +25,7 @@ class Qwen2Config(LanguageConfig):
     text: TextConfig
 
 
+# The numbers of the instruction-tuned models.
 PRESETS = {
     "quickstart": preset(
         512, 128, 384, 4, (4, 2), tied=True, rope_theta=1e4, initializer_range=0.06, bos_token_id=None, eos_token_id=506
@@ -33,8 +34,8 @@ PRESETS = {
     "1.5b": preset(151936, 1536, 8960, 28, (12, 2), tied=True),
     "3b": preset(151936, 2048, 11008, 36, (16, 2), tied=True),
     "7b": preset(152064, 3584, 18944, 28, (28, 4)),
-    "14b": preset(152064, 5120, 13824, 48, (40, 8), rms_norm_eps=1e-5),
-    "32b": preset(152064, 5120, 27648, 64, (40, 8), rms_norm_eps=1e-5),
-    "72b": preset(152064, 8192, 29568, 80, (64, 8), rms_norm_eps=1e-5),
+    "14b": preset(152064, 5120, 13824, 48, (40, 8)),
+    "32b": preset(152064, 5120, 27648, 64, (40, 8)),
+    "72b": preset(152064, 8192, 29568, 80, (64, 8)),
 }
 SPEC = language_family("qwen2", Qwen2Config, PRESETS, (CHATML,))

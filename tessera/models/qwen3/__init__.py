@@ -30,8 +30,8 @@ class Qwen3Config(LanguageConfig):
     text: TextConfig
 
 
-def _experts(count: int, chosen: int, width: int) -> dict[str, Any]:
-    return {"num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
+def _experts(count: int, chosen: int, width: int, **more: Any) -> dict[str, Any]:
+    return {"num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": width, **more}
 
 
 _SMALL: dict[str, Any] = {
@@ -41,16 +41,31 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 506,
 }
+_LONG: dict[str, Any] = {"max_position_embeddings": 262144}  # the models of July 2025: the same shapes, longer texts
 PRESETS = {
     "quickstart": preset(512, 128, 384, 4, (4, 2), tied=True, **_SMALL),
     "quickstart-moe": preset(512, 128, 384, 4, (4, 2), tied=True, experts=_experts(8, 2, 96), **_SMALL),
     "0.6b": preset(151936, 1024, 3072, 28, (16, 8), tied=True),
     "1.7b": preset(151936, 2048, 6144, 28, (16, 8), tied=True),
     "4b": preset(151936, 2560, 9728, 36, (32, 8), tied=True),
+    "4b-2507": preset(151936, 2560, 9728, 36, (32, 8), tied=True, rope_theta=5e6, **_LONG),
     "8b": preset(151936, 4096, 12288, 36, (32, 8)),
     "14b": preset(151936, 5120, 17408, 40, (40, 8)),
     "32b": preset(151936, 5120, 25600, 64, (64, 8)),
     "30b-a3b": preset(151936, 2048, 6144, 48, (32, 4), experts=_experts(128, 8, 768)),
+    "30b-a3b-2507": preset(151936, 2048, 6144, 48, (32, 4), experts=_experts(128, 8, 768), rope_theta=1e7, **_LONG),
     "235b-a22b": preset(151936, 4096, 12288, 94, (64, 4), experts=_experts(128, 8, 1536)),
+    "235b-a22b-2507": preset(151936, 4096, 12288, 94, (64, 4), experts=_experts(128, 8, 1536), rope_theta=5e6, **_LONG),
+    "coder-480b-a35b": preset(
+        151936,
+        6144,
+        8192,
+        62,
+        (96, 8),
+        experts=_experts(160, 8, 2560, router_aux_loss_coef=0.0),
+        rope_theta=1e7,
+        bos_token_id=None,
+        **_LONG,
+    ),
 }
 SPEC = language_family("qwen3", Qwen3Config, PRESETS, (CHATML,))
