@@ -14,6 +14,7 @@ from functools import cached_property
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import PLAIN, Message, Part, PartKind
+from tessera.data.tool_words import JINJA_BLANK, JINJA_CALLS, JINJA_LISTING, JINJA_MACRO, lists_only_tools, with_listing
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ _QWEN_MEDIA: Mapping[PartKind, MediaWords] = {
     "video": MediaWords("<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
 }
 _ANY = ""  # the turn of a role that has none of its own
-_UNLESS_SYSTEM = "{% if loop.first and message.role != 'system' %}"
+_UNLESS_SYSTEM = "{% if loop.first and message.role != 'system'"
+_NO_TOOLS = " and not tools"
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class ChatTemplate:
         """`last_only`: train on the last of the turns that are trained on. `answer`: end with the header of the
         assistant's next turn, for a model to go on from. `show`: how a media part in the turn of a role is written;
         default: its word between what encloses it."""
+        messages = self._with_own_prompt(messages)
         pieces = self._words(self.begin, "system")
         if self.system is not None and (not messages or messages[0].role not in ("system", PLAIN)):
             said = self._text(self.system, "system", trained=False) if self.system else []
@@ -124,6 +127,14 @@ class ChatTemplate:
             last = len(messages) - 1 in trained_turns
             pieces.append(Piece(self.next_turns[0], "assistant", last, special=True))
         return pieces
+
+    def _with_own_prompt(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Where a system message does nothing but list tools, our own prompt comes before them."""
+        said = messages[0].parts if self.system and messages and messages[0].role == "system" else ()
+        if not self.system or not said or said[0].kind != "text" or not lists_only_tools(said[0].value):
+            return messages
+        both = Part("text", with_listing(self.system, said[0].value))
+        return [Message("system", (both, *said[1:])), *messages[1:]]
 
     def show(self, part: Part, role: str) -> list[Piece]:
         words = self.words_of(part)
@@ -182,7 +193,8 @@ class ChatTemplate:
         before = turn.before.replace("{role}", "system") + turn.text_before
         after = (turn.text_after + turn.after).rstrip("\n")
         if not before:  # nothing tells it from other words but where our own templates say it
-            own = re.search(re.escape(_UNLESS_SYSTEM) + "(.*?)" + re.escape(after + "{% endif %}"), jinja, re.DOTALL)
+            start = re.escape(_UNLESS_SYSTEM) + f"(?:{_NO_TOOLS})? %\\}}"
+            own = re.search(start + "(.*?)" + re.escape(after + "{% endif %}"), jinja, re.DOTALL)
             return None if own is None else own[1].removeprefix("{% raw %}").removesuffix("{% endraw %}")
         # Templates write line ends as they are, or as strings do. What holds Jinja of its own is another branch.
         # Where nothing ends a turn, the next tag does.
@@ -195,22 +207,29 @@ class ChatTemplate:
 
     def jinja(self) -> str:
         """The same, for tools that read a chat template from the tokenizer's folder."""
-        said = ""
+        first = self._turn("system")
+        header, said = first.before.replace("{role}", "system"), ""
+        own = _raw(self.system) if self.system else ""
         if self.system is not None:
-            first = self._turn("system")
-            words = first.text_before + _raw(self.system) + first.text_after if self.system else ""
-            opening = first.before.replace("{role}", "system") + words + first.after
-            said = _UNLESS_SYSTEM + opening + "{% endif %}"
+            words = first.text_before + own + first.text_after if own else ""
+            said = _UNLESS_SYSTEM + _NO_TOOLS + " %}" + header + words + first.after + "{% endif %}"
+        words = first.text_before + own + (JINJA_BLANK if own else "") + JINJA_LISTING + first.text_after
+        said += _UNLESS_SYSTEM + " and tools %}" + header + words + first.after + "{% endif %}"
         return (
-            self.begin
+            JINJA_MACRO
+            + self.begin
             + "{% for message in messages %}"
             + said
+            + "{% set listed = tools and loop.first and message.role == 'system' %}"
             + self._by_role(_jinja_before)
             + "{% if message.content is string %}"
-            + self._jinja_text("message.content")
-            + "{% else %}{% for part in message.content %}"
+            + self._jinja_text("message.content", "listed")
+            + "{% elif message.content %}{% for part in message.content %}"
             + self._jinja_media()
             + "{% endfor %}{% endif %}"
+            + "{% if message.tool_calls %}"
+            + self._jinja_enclosed(JINJA_CALLS)
+            + "{% endif %}"
             + self._by_role(_jinja_after)
             + "{% endfor %}"
             + "{% if add_generation_prompt %}"
@@ -229,12 +248,17 @@ class ChatTemplate:
         )
         return tests + ("{% else %}" + other if other else "") + "{% endif %}"
 
-    def _jinja_text(self, value: str) -> str:
+    def _jinja_text(self, value: str, listed: str) -> str:
+        """`listed`: when tools are listed behind it."""
+        tools = "{% if " + value + " %}" + JINJA_BLANK + "{% endif %}" + JINJA_LISTING
+        return self._jinja_enclosed("{{ " + value + " }}{% if " + listed + " %}" + tools + "{% endif %}")
+
+    def _jinja_enclosed(self, text: str) -> str:
         before = self._by_role(lambda turn: _kept(turn.text_before))
-        return before + "{{ " + value + " }}" + self._by_role(lambda turn: turn.text_after)
+        return before + text + self._by_role(lambda turn: turn.text_after)
 
     def _jinja_media(self) -> str:
-        text = self._jinja_text("part.text")
+        text = self._jinja_text("part.text", "listed and loop.last")
         if not self.media:
             return text
         out = ""

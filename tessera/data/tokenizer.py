@@ -193,6 +193,25 @@ def read_chat_template(folder: Path) -> str | None:
     return None
 
 
+def class_for(tokenizer_json: str) -> str:
+    """The class of transformers that reads this tokenizer to the same ids. Its `Qwen2Tokenizer` takes words and merges
+    from the file and cuts text in its own way, whatever the file says; the general class does as the file says."""
+    said = json.loads(tokenizer_json)
+    cuts = said.get("pre_tokenizer") or {}
+    steps = cuts.get("pretokenizers", [cuts])
+    alike = (
+        said["model"].get("type") == "BPE"
+        and not said["model"].get("ignore_merges")
+        and not said["model"].get("byte_fallback")
+        and (said.get("normalizer") or {}).get("type") == "NFC"
+        and [step.get("type") for step in steps] == ["Split", "ByteLevel"]
+        and steps[0]["pattern"] == {"Regex": _SPLIT}
+        and not steps[1]["add_prefix_space"]
+        and (said.get("post_processor") or {"type": "ByteLevel"})["type"] == "ByteLevel"
+    )
+    return "Qwen2Tokenizer" if alike else "PreTrainedTokenizerFast"
+
+
 def write_tokenizer(
     folder: Path,
     tokenizer_json: str,

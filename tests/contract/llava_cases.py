@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
-import transformers
-from parity import numbers
+from chats import clip, picture
+from parity import numbers, queries_for_keys
 from PIL import Image
+from seeing import Case, Pair, Seeing
 from tokenizers import processors
 from torch import Tensor
 
-from tessera.core.types import Encoded, MediaSize, Message, Part, Sample
+from tessera.core.types import Batch, Encoded, Message, ModelSpec, Part, Sample
 from tessera.data.tokenizer import train_tokenizer, write_tokenizer
+from tessera.models.llava import SPEC
 from tessera.models.llava.config import LlavaConfig
 from tessera.models.llava.processor import LlavaProcessor
 
@@ -115,24 +118,6 @@ def processor_of(shape: Shape, folder: Path, **options: Any) -> LlavaProcessor:
     return LlavaProcessor.load(config_of(shape), where, **options)
 
 
-def reference_model(config: LlavaConfig) -> transformers.PreTrainedModel:
-    hf = config.to_hf()
-    kind = getattr(transformers, hf["architectures"][0])
-    made: transformers.PreTrainedModel = kind._from_config(
-        transformers.AutoConfig.for_model(**hf), attn_implementation="eager", dtype=torch.float32
-    )
-    return made
-
-
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(noise)
-
-
-def clip(width: int, height: int, frames: int, seed: int = 0) -> np.ndarray:
-    return np.stack([np.asarray(picture(width, height, seed + n)) for n in range(frames)])
-
-
 def conversation(media: list[Any], number: int = 0) -> Sample:
     kinds = ["image" if isinstance(item, Image.Image) else "video" for item in media]
     shown = [Part(kind, None) for kind in kinds]  # type: ignore[arg-type]
@@ -157,8 +142,8 @@ def media_of(shape: Shape) -> dict[str, list[Any]]:
         "several": [picture(size, 9), picture(13, 30, 1), picture(6, 6, 2)],
     }
     if shape.tiled:
-        found["video"] = [clip(20, 14, 3)]
-        found["mixed"] = [clip(9, 14, 2), picture(2 * size, 3 * size, 5)]
+        found["video"] = [clip(3, 20, 14)]
+        found["mixed"] = [clip(2, 9, 14), picture(2 * size, 3 * size, 5)]
     return found
 
 
@@ -201,11 +186,59 @@ def as_squares(processor: LlavaProcessor, pixels: Tensor) -> Tensor:
     return out
 
 
-def sizes_of(media: list[Any]) -> list[MediaSize]:
-    found = []
-    for item in media:
-        if isinstance(item, Image.Image):
-            found.append(MediaSize(*item.size))
-        else:
-            found.append(MediaSize(item.shape[2], item.shape[1], item.shape[0]))
-    return found
+@dataclass
+class Talk:
+    """A conversation, what it shows, and how it was encoded."""
+
+    processor: LlavaProcessor
+    encoded: Encoded
+    shown: list[Any]
+
+
+class Llava(Seeing):
+    """Samples are conversations that our processor encodes; transformers gets the same pixels."""
+
+    spec: ClassVar[ModelSpec] = SPEC
+    shapes: ClassVar[tuple[Shape, ...]] = SHAPES
+    folders: ClassVar[Sequence[int]] = range(6)
+    alone: ClassVar[Sequence[int]] = (0, 3)
+
+    def config(self, number: int, **changes: Any) -> LlavaConfig:
+        return config_of(SHAPES[number], **changes)
+
+    def media(self, number: int) -> dict[str, list[Any]]:
+        return media_of(SHAPES[number])
+
+    def case(self, pair: Pair, shown: list[Any], seed: int) -> Case:
+        shape = next(shape for shape in SHAPES if config_of(shape, attention=pair.config.attention) == pair.config)
+        with tempfile.TemporaryDirectory() as folder:
+            processor = processor_of(shape, Path(folder))
+        encoded = processor.encode(conversation(shown, seed), shown)
+        return Case(encoded.tokens, encoded.labels, encoded.positions, Talk(processor, encoded, shown))
+
+    def inputs(self, pair: Pair, case: Case) -> dict[str, Any]:
+        return reference_inputs(case.media.processor, case.media.encoded, case.media.shown)
+
+    def pack(self, config: LlavaConfig, cases: Sequence[Case], padding: int = 0) -> Batch:
+        items = [replace(c.media.encoded, tokens=c.tokens, labels=c.labels, positions=c.positions) for c in cases]
+        length = sum(len(item.tokens) for item in items) + padding
+        batch: Batch = cases[0].media.processor.collate([items], length)
+        return batch
+
+    def gradients(self, pair: Pair) -> dict[str, Tensor | None]:
+        """What has no part in the answers has none there, and is not trained here."""
+        grads = super().gradients(pair)
+        left = {name: grads.pop(name) for name in list(grads) if unread(pair.config, name)}
+        assert all(grad is None for grad in left.values())
+        return grads
+
+    def beside(self, name: str) -> str:
+        return queries_for_keys(name)
+
+
+def unread(config: LlavaConfig, name: str) -> bool:
+    """Whether a weight of transformers' model has no part in what it answers."""
+    parts = name.split(".")
+    if "post_layernorm" in parts:
+        return True
+    return "encoder" in parts and int(parts[parts.index("layers") + 1]) >= config.blocks_read

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
-from tessera.core.types import ModelSpec
+from tessera.core.types import IGNORE, Batch, ModelSpec
+from tessera.ops.loss import linear_cross_entropy
 
 
 def relative(ours: Tensor, reference: Tensor) -> float:
@@ -50,6 +52,42 @@ def to_foreign(spec: ModelSpec, config: Any, tensors: Mapping[str, Tensor]) -> d
     return spec.weights(config).theirs(tensors)
 
 
+def reference_model(config: Any, seed: int, scale: float = 0.2) -> Any:
+    """Transformers' model of our configuration, with random weights."""
+    hf = config.to_hf()
+    made = getattr(transformers, hf["architectures"][0])._from_config(
+        transformers.AutoConfig.for_model(**hf), attn_implementation="eager", dtype=torch.float32
+    )
+    randomize(made, seed, scale)
+    return made.train()
+
+
+def saved(model: nn.Module) -> dict[str, Tensor]:
+    """Weights of transformers' model as it would write them: experts one by one."""
+    return {name: tensor for name, tensor in spread(dict(model.state_dict())).items() if "inv_freq" not in name}
+
+
+def spread(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for n, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                stem = name.removesuffix("gate_up_proj")
+                out |= {f"{stem}{n}.gate_proj.weight": gate, f"{stem}{n}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            stem = name.removesuffix("down_proj")
+            out |= {f"{stem}{n}.down_proj.weight": down for n, down in enumerate(tensor)}
+        else:
+            out[name] = tensor
+    return out
+
+
+def same_weights(one: nn.Module, other: nn.Module) -> None:
+    for (name, mine), (_, yours) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(mine, yours), name
+
+
 def randomize(model: nn.Module, seed: int, scale: float = 0.2) -> None:
     """Weights large enough that every part of a model matters."""
     generator = torch.Generator().manual_seed(seed)
@@ -59,31 +97,53 @@ def randomize(model: nn.Module, seed: int, scale: float = 0.2) -> None:
             parameter.normal_(centre, scale, generator=generator)
 
 
+def compare_outputs(
+    model: nn.Module, batch: Batch, logits: Sequence[Tensor], labels: Sequence[Tensor], tolerance: float
+) -> None:
+    """Our logits and loss of a packed batch beside theirs, sample by sample; gradients are left in our model, and in
+    theirs. `labels`: of each token of each sample. What the batch has beyond the samples is padding."""
+    total, count = torch.zeros(()), 0
+    for out, wanted in zip(logits, labels, strict=True):
+        shifted = torch.cat([wanted[1:], torch.tensor([IGNORE])])
+        total = total + torch.nn.functional.cross_entropy(out, shifted, ignore_index=IGNORE, reduction="sum")
+        count += int((shifted != IGNORE).sum())
+    total.backward()
+    ours = model(batch, logits=True)
+    loss, counted = linear_cross_entropy(ours.hidden, ours.head.weight, batch["labels"], chunk=16)
+    loss.backward()
+    expected = torch.cat(list(logits))
+    assert counted == count
+    assert relative(ours.logits[: len(expected)], expected) < tolerance
+    assert relative(loss, total) < tolerance
+
+
 def compare_gradients(
     spec: ModelSpec,
     config: Any,
     model: nn.Module,
     reference: Mapping[str, Tensor | None],
     tolerance: float,
-    canonical: Callable[[str], str] = lambda name: name,
     beside: Callable[[str], str] = lambda name: name,
 ) -> None:
-    """`reference`: their gradients by the names of folders. Towers that saw nothing have none there, zeros here.
-    `beside`: whose size the error is measured by, of gradients that cancel: the bias of keys moves nothing where
-    positions do not turn them."""
+    """`reference`: their gradients by names in memory. Towers that saw nothing have none there, zeros here.
+    `beside`: whose size the error is measured by, of gradients that cancel."""
     own = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert all(grad is not None for grad in own.values()), [name for name, grad in own.items() if grad is None]
     ours = to_foreign(spec, config, {name: grad for name, grad in own.items() if grad is not None})
-    names = [canonical(name) for name in reference]
-    assert sorted(names) == sorted(ours)
-    sizes = {
-        n: float(g.abs().max().clamp(min=1e-12))
-        for n, g in zip(names, reference.values(), strict=True)
-        if g is not None
-    }
-    for name, grad in zip(names, reference.values(), strict=True):
+    assert spec.weights is not None
+    canonical = spec.weights(config).canonical
+    theirs = {canonical(name): grad for name, grad in reference.items()}
+    assert len(theirs) == len(reference)
+    assert sorted(theirs) == sorted(ours)
+    sizes = {name: float(g.abs().max().clamp(min=1e-12)) for name, g in theirs.items() if g is not None}
+    for name, grad in theirs.items():
         if grad is None:
             assert not ours[name].any(), name
         else:
-            size = sizes[beside(name)] / sizes[name]
-            assert relative(ours[name], grad) < tolerance * size, name
+            assert relative(ours[name], grad) < tolerance * sizes[beside(name)] / sizes[name], name
+
+
+def queries_for_keys(name: str) -> str:
+    """Without turning positions the bias of a tower's keys moves nothing: its gradient is rounding, beside that of
+    queries."""
+    return name.replace("k_proj.bias", "q_proj.bias") if name.startswith("vision_tower.") else name

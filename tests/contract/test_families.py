@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
 from tessera.core.config import Section
 from tessera.core.errors import TesseraError
@@ -144,6 +147,15 @@ def test_weights_round_trip(name: str) -> None:
     for path, parameter in model.named_parameters():
         rule, foreign = table.to_foreign(path) or pytest.fail(path)
         assert torch.equal(rule.op.to_ours([theirs[name].clone() for name in foreign]), parameter)
+
+
+@pytest.mark.parametrize(("name", "preset"), PRESETS)
+def test_configurations_survive_the_way_through_transformers(name: str, preset: str, tmp_path: Path) -> None:
+    config: Any = resolve(ModelSection(family=name, preset=preset))[1]
+    assert type(config).from_hf(config.to_hf()) == config
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    assert resolve(ModelSection(path=tmp_path / "again"))[1] == config
 
 
 def materialized(name: str, **changes: Any) -> tuple[ModelSpec, Any, nn.Module]:

@@ -1,4 +1,4 @@
-"""Hugging Face folders of GLM-4.1V: read, written, their configurations, and answers from an exported one."""
+"""Configurations of GLM-4.1V's folders; `test_seeing_folders.py` has the weights."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from glm4v_cases import SHAPES, config_of, make_case, ours_of, pack, reference_inputs, reference_model
-from parity import from_foreign, randomize
-from safetensors.torch import load_file
+from hub_layouts import billions, changed, preset_of
 from transformers import AutoConfig, Glm4vForConditionalGeneration
 
-from tessera.checkpoint.hf import load_folder, save_folder
-from tessera.checkpoint.model_state import model_tensors
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.models import resolve
-from tessera.models.glm4v import SPEC
 from tessera.models.glm4v.config import Glm4vConfig
 
 # The layout of the published folder of GLM-4.1V-9B-Thinking, with its vision's fields as far as they matter.
@@ -80,66 +75,10 @@ def at_the_top(data: dict[str, Any]) -> dict[str, Any]:
     return {**data["text_config"], **rest}
 
 
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_we_read_what_transformers_saves(number: int, tmp_path: Path) -> None:
-    config = config_of(SHAPES[number])
-    reference = reference_model(config)
-    reference.save_pretrained(tmp_path)
-    spec, read = resolve(ModelSection(path=tmp_path))
-    assert spec is SPEC
-    assert read == config
-    ours = from_foreign(SPEC, config, load_file(tmp_path / "model.safetensors"))
-    for (name, one), (_, other) in zip(
-        ours.named_parameters(), ours_of(config, reference).named_parameters(), strict=True
-    ):
-        assert torch.equal(one, other), name
-    loaded = SPEC.build(config)
-    assert SPEC.weights is not None
-    load_folder(tmp_path, model_tensors(loaded), SPEC.weights(config))
-    for (name, one), (_, other) in zip(ours.named_parameters(), loaded.named_parameters(), strict=True):
-        assert torch.equal(one, other), name
-
-
-def test_a_base_model_without_its_head_has_other_names() -> None:
-    config = config_of(SHAPES[1])
-    reference = reference_model(config)
-    from_foreign(SPEC, config, reference.model.state_dict())  # raises where a name fits nothing
-
-
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_transformers_reads_what_we_write(number: int, tmp_path: Path) -> None:
-    config = config_of(SHAPES[number])
-    ours = SPEC.build(config).eval()
-    randomize(ours, 4)
-    assert SPEC.weights is not None
-    save_folder(tmp_path / "out", model_tensors(ours), SPEC.weights(config), config.to_hf())
-    reference, report = Glm4vForConditionalGeneration.from_pretrained(
-        tmp_path / "out", output_loading_info=True, attn_implementation="eager", dtype=torch.float32
-    )
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    merge = config.vision.spatial_merge_size
-    case = make_case(config, [("image", (1, 2 * merge, merge))], 3)
-    with torch.no_grad():
-        expected = reference.eval()(**reference_inputs(reference, case)).logits[0]
-        torch.testing.assert_close(ours(pack(config, [case]), logits=True).logits, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_the_hub_layout_is_the_preset() -> None:
-    _, preset = resolve(ModelSection(family="glm4v", preset="9b"))
+    preset = preset_of("glm4v", "9b")
     assert Glm4vConfig.from_hf(HUB) == preset
     assert Glm4vConfig.from_hf(at_the_top(HUB)) == preset
-
-
-@pytest.mark.parametrize("preset", sorted(SPEC.presets))
-def test_configurations_survive_the_way_through_transformers(preset: str, tmp_path: Path) -> None:
-    _, config = resolve(ModelSection(family="glm4v", preset=preset))
-    assert isinstance(config, Glm4vConfig)
-    assert Glm4vConfig.from_hf(config.to_hf()) == config
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
-    theirs = AutoConfig.from_pretrained(tmp_path)
-    theirs.save_pretrained(tmp_path / "again")
-    assert resolve(ModelSection(path=tmp_path / "again"))[1] == config
 
 
 def test_the_hub_layout_survives_the_way_through_transformers(tmp_path: Path) -> None:
@@ -149,32 +88,29 @@ def test_the_hub_layout_survives_the_way_through_transformers(tmp_path: Path) ->
 
 
 def test_the_preset_has_as_many_weights_as_the_published_model() -> None:
-    _, config = resolve(ModelSection(family="glm4v", preset="9b"))
     with torch.device("meta"):
-        ours = SPEC.build(config)
-        theirs = Glm4vForConditionalGeneration._from_config(AutoConfig.for_model(**config.to_hf()))  # type: ignore[attr-defined]
-    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+        theirs = Glm4vForConditionalGeneration._from_config(AutoConfig.for_model(**preset_of("glm4v", "9b").to_hf()))
+    assert billions("glm4v", "9b").total() == pytest.approx(sum(p.numel() for p in theirs.parameters()) / 1e9, abs=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("part", "key", "value"),
+    ("key", "value"),
     [
-        ("text_config", "hidden_act", "gelu"),
-        ("text_config", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
-        ("text_config", "attention_dropout", 0.1),
-        ("text_config", "head_dim", 64),
-        ("text_config", "partial_rotary_factor", 0.25),  # does not fit the sections
-        ("text_config", "num_key_value_heads", 5),
-        ("vision_config", "out_hidden_size", 99),
-        ("vision_config", "hidden_act", "gelu"),
-        ("vision_config", "attention_dropout", 0.1),
-        ("vision_config", "num_heads", 7),
-        ("", "quantization_config", {"bits": 4}),
-        ("", "model_type", "glm4v_moe"),
-        ("", "image_token_id", 10**6),
+        ("text_config.hidden_act", "gelu"),
+        ("text_config.rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("text_config.attention_dropout", 0.1),
+        ("text_config.head_dim", 64),
+        ("text_config.partial_rotary_factor", 0.25),  # does not fit the sections
+        ("text_config.num_key_value_heads", 5),
+        ("vision_config.out_hidden_size", 99),
+        ("vision_config.hidden_act", "gelu"),
+        ("vision_config.attention_dropout", 0.1),
+        ("vision_config.num_heads", 7),
+        ("quantization_config", {"bits": 4}),
+        ("model_type", "glm4v_moe"),
+        ("image_token_id", 10**6),
     ],
 )
-def test_what_we_do_not_compute_is_an_error(part: str, key: str, value: Any) -> None:
-    changed = {**HUB, part: {**HUB[part], key: value}} if part else {**HUB, key: value}
+def test_what_we_do_not_compute_is_an_error(key: str, value: Any) -> None:
     with pytest.raises(TesseraError):
-        Glm4vConfig.from_hf(changed)
+        Glm4vConfig.from_hf(changed(HUB, key, value))

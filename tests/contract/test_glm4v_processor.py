@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chats import by_kind, clip, in_pairs, picture, text, write_words
+from chats import conversation as any_conversation
 from parity import numbers
 from PIL import Image
 from transformers import AutoTokenizer
@@ -26,9 +29,8 @@ from transformers.models.glm4v.processing_glm4v import Glm4vProcessor as Referen
 from transformers.video_utils import VideoMetadata
 
 from tessera.core.errors import TesseraError
-from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
+from tessera.core.types import IGNORE, MediaSize, Message, Sample
 from tessera.data.media.clips import spread
-from tessera.data.tokenizer import train_tokenizer, write_tokenizer
 from tessera.models._chat.templates import GLM4V
 from tessera.models.glm4v.config import Glm4vConfig
 from tessera.models.glm4v.positions import between_entries
@@ -103,12 +105,8 @@ def tiny_config(**changes: Any) -> Glm4vConfig:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = train_tokenizer(TEXTS * 20, VOCAB, WORDS)
-    kind = Glm4vProcessor.tokenizer_kind
-    end = "<|endoftext|>"
-    write_tokenizer(where, tokenizer.to_str(), chat_template=PUBLISHED, end=end, pad=end, kind=kind)
-    return where
+    where, kind = tmp_path_factory.mktemp("tokenizer"), Glm4vProcessor.tokenizer_kind
+    return write_words(where, VOCAB, WORDS, TEXTS, end="<|endoftext|>", chat_template=PUBLISHED, kind=kind)
 
 
 @pytest.fixture(scope="module")
@@ -126,30 +124,7 @@ def exported(processor: Glm4vProcessor, tmp_path_factory: pytest.TempPathFactory
     return where
 
 
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(noise)
-
-
-def clip_of(frames: int, width: int = 70, height: int = 90) -> np.ndarray:
-    return np.stack([np.asarray(picture(width, height, seed)) for seed in range(frames)])
-
-
-def text(value: str) -> Part:
-    return Part("text", value)
-
-
-def conversation(*media: str) -> Sample:
-    asked = [part for kind in media for part in (text(f"Look at this {kind}:\n"), Part(kind, None))]  # type: ignore[arg-type]
-    return Sample(
-        "one",
-        (
-            Message("user", (*asked, text("\n\n  What is in the picture? <b>été</b>"))),
-            Message("assistant", (text("<think>\nLet me look.</think>\nA red square.\n"),)),
-            Message("user", (text("Sure?"),)),
-            Message("assistant", (text("中文 12345"),)),
-        ),
-    )
+conversation = partial(any_conversation, answer="<think>\nLet me look.</think>\nA red square.\n")
 
 
 def as_reference(sample: Sample) -> list[dict[str, Any]]:
@@ -220,24 +195,21 @@ def test_clips_have_the_size_of_the_references(processor: Glm4vProcessor, frames
 
 def test_a_clip_is_pairs_of_frames(processor: Glm4vProcessor, exported: Path) -> None:
     """Five frames: the last temporal patch holds the fifth twice."""
-    clip = clip_of(5)
-    ours = processor.encode(conversation("video"), [clip])
+    ours = processor.encode(conversation("video"), [clip(5)])
     t, h, w = ours.media["grids"][0].tolist()
     assert t == 3
     reference = Glm4vImageProcessorPil.from_pretrained(exported)
     # One frame alone, asked for in the size that the clip has.
     exact = {"shortest_edge": 2 * h * w * 196, "longest_edge": 2 * h * w * 196}
-    resized = [Image.fromarray(f).resize((w * 14, h * 14), Image.Resampling.BICUBIC) for f in [*clip, clip[-1]]]
+    resized = [Image.fromarray(f).resize((w * 14, h * 14), Image.Resampling.BICUBIC) for f in clip(5)]
     stills = [reference(images=[f], size=exact, return_tensors="pt")["pixel_values"] for f in resized]
-    single = [still.reshape(h * w, 3, 2, 14 * 14)[:, :, :1] for still in stills]
-    pairs = [torch.cat(single[i : i + 2], dim=2).reshape(h * w, -1) for i in (0, 2, 4)]
-    assert torch.equal(numbers(processor, ours.media["pixels"]), torch.cat(pairs))
+    assert torch.equal(numbers(processor, ours.media["pixels"]), in_pairs(stills))
     assert int((ours.tokens == IDS["<|image|>"]).sum()) == 3 * h * w // 4
     assert not bool((ours.tokens == IDS["<|video|>"]).any())
 
 
 def test_patches_read_the_table_where_they_lie(processor: Glm4vProcessor) -> None:
-    ours = processor.encode(conversation("image", "video"), [picture(61, 87), clip_of(4)])
+    ours = processor.encode(conversation("image", "video"), [picture(61, 87), clip(4)])
     parts = []
     for t, h, w in ours.media["grids"].tolist():
         count = sum(len(one[0]) for one in parts)
@@ -272,7 +244,7 @@ def test_seconds_are_written_behind_frames(
 ) -> None:
     size = MediaSize(56, 56, frames, total=total, rate=rate)
     sample = conversation("image", "video")
-    ours = processor.encode(sample, [picture(61, 87), clip_of(frames, 56, 56)], [MediaSize(61, 87), size])
+    ours = processor.encode(sample, [picture(61, 87), clip(frames, 56, 56)], [MediaSize(61, 87), size])
     metadata = VideoMetadata(total_num_frames=total, fps=rate, frames_indices=spread(frames, total))
     image, video = ours.media["grids"]
     expected = reference_ids(request.getfixturevalue(where), sample, [image], [(metadata, video)])
@@ -282,7 +254,7 @@ def test_seconds_are_written_behind_frames(
 
 def test_frames_that_come_decoded_are_timed_as_there(processor: Glm4vProcessor, folder: Path) -> None:
     sample = conversation("video")
-    ours = processor.encode(sample, [clip_of(60, 30, 30)])
+    ours = processor.encode(sample, [clip(60, 30, 30)])
     metadata = VideoMetadata(total_num_frames=60, fps=None, frames_indices=list(range(60)))
     expected = reference_ids(folder, sample, [], [(metadata, ours.media["grids"][0])])
     assert ours.tokens.tolist() == [*expected, IDS["<|user|>"]]
@@ -310,11 +282,9 @@ def test_a_folder_with_a_system_prompt_of_its_own(folder: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("media", [("image",), ("image", "image"), ("video",), ("image", "video", "image")])
 def test_positions_are_the_references(processor: Glm4vProcessor, media: tuple[str, ...]) -> None:
-    things = [clip_of(6) if kind == "video" else picture(61 + 30 * i, 87, i) for i, kind in enumerate(media)]
+    things = [clip(6) if kind == "video" else picture(61 + 30 * i, 87, i) for i, kind in enumerate(media)]
     ours = processor.encode(conversation(*media), things)
-    of = {kind: [g for g, k in zip(ours.media["grids"], media, strict=True) if k == kind] for kind in set(media)}
-    images, videos = (torch.stack(of[kind]) if kind in of else None for kind in ("image", "video"))
-    assert torch.equal(ours.positions, reference_positions(ours.tokens, images, videos))
+    assert torch.equal(ours.positions, reference_positions(ours.tokens, *by_kind(ours.media["grids"], media)))
 
 
 def test_what_is_trained(processor: Glm4vProcessor) -> None:

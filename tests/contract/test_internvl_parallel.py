@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from chats import write_words
+from family_layouts import (
+    BEHIND_TOWER,
+    DEALT,
+    EXPERTS,
+    FSDP,
+    IN_TOWER,
+    PIPELINE,
+    RING_SHARED,
+    SEQUENCE,
+    TENSOR,
+    TEXTS,
+    ULYSSES,
+    ULYSSES_SHARED,
+    of_model,
+    train_like_one_process,
+)
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection, ParallelSection
-from tessera.data.tokenizer import train_tokenizer
 from tessera.models import resolve
 from tessera.models.internvl import SPEC
 from tessera.parallel.plan import make_plan
-from tests.dist.layouts import Case, good, measure
+from tests.dist.layouts import Case
 
 WORDS = (
     "<|endoftext|>",
@@ -38,57 +53,36 @@ TINY: dict[str, Any] = {
     },
 }
 SIX_B = {**TINY, "vision": {**TINY["vision"], "use_qk_norm": True, "norm_type": "rms_norm", "attention_bias": False}}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "router_aux_loss_coef": 0.01}
-QWEN3 = {"attention_bias": False, "qk_norm": True, "head_dim": 8, "experts": EXPERTS}
+FOUR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "router_aux_loss_coef": 0.01}
+QWEN3 = {"attention_bias": False, "qk_norm": True, "head_dim": 8, "experts": FOUR}
 SPARSE = {**TINY, "text": {**TINY["text"], **QWEN3}}
 ODD = {**TINY, "text": {**TINY["text"], "vocab_size": 515}, "tie_word_embeddings": False}
-DEALT = {"tp": 2, "towers": {"vision": {"tp": 1}}}
-SHARED = {"cp": 2, "towers": {"vision": {"cp": 2}}}
-CASES = [
-    (Case("fsdp 2", 2), TINY),
-    (Case("tp 2", 2, {"tp": 2}), TINY),
-]
+CASES = [(FSDP, TINY, ""), (TENSOR, TINY, "")]
+PLAIN = (DEALT, SEQUENCE, PIPELINE, IN_TOWER, BEHIND_TOWER, ULYSSES, ULYSSES_SHARED, RING_SHARED)
 MORE = [
-    (Case("tp 2, queries normalised over all heads", 2, {"tp": 2}), SIX_B),
-    (Case("tp 2, words that do not split", 2, {"tp": 2}), ODD),
-    (Case("tp 2, sequence parallel, words that do not split", 2, {"tp": 2, "sequence_parallel": True}), ODD),
-    (Case("tp 2, whole tower, tiles dealt", 2, DEALT), TINY),
-    (Case("tp 2, sequence parallel", 2, {"tp": 2, "sequence_parallel": True}), TINY),
-    (Case("pp 2", 2, {"pp": 2}), TINY),
-    (Case("pp 2, cut in the tower", 2, {"pp": 2, "layers": {"vision": [1, 1], "text": [0, 2]}}), TINY),
-    (Case("pp 2, cut behind the tower", 2, {"pp": 2, "layers": {"vision": [2, 0], "text": [0, 2]}}), TINY),
-    (Case("ulysses 2", 2, {"cp": 2}), TINY),
-    (Case("ulysses 2, patches shared", 2, SHARED), TINY),
-    (Case("ulysses 2, patches shared, queries normalised", 2, SHARED), SIX_B),
-    (Case("ring 2, patches shared", 2, {**SHARED, "ulysses": 1}), TINY),
-    (Case("experts, ep 2", 2, {"ep": 2}), SPARSE),
+    (TENSOR, SIX_B, "queries normalised over all heads"),
+    (TENSOR, ODD, "words that do not split"),
+    (SEQUENCE, ODD, "words that do not split"),
+    *((case, TINY, "") for case in PLAIN),
+    (ULYSSES_SHARED, SIX_B, "queries normalised"),
+    (EXPERTS, SPARSE, ""),
 ]
 
 
-def measured(cases: list[tuple[Case, dict[str, Any]]], folder: Path) -> dict[str, dict[str, float]]:
-    words = folder / "words"
-    words.mkdir()
-    train_tokenizer(["red blue tall small old Say"], 512, WORDS).save(str(words / "tokenizer.json"))
+def with_model(cases: list[tuple[Case, dict[str, Any], str]], folder: Path) -> list[Case]:
+    words = write_words(folder / "words", 512, WORDS, TEXTS)
     fixed = {"family": "internvl", "preset": "quickstart", "tokenizer": str(words)}
-    processor = {"max_tiles": 3}
-    return measure(
-        [
-            replace(case, model={"model": {**fixed, "config": config}, "data.processor": processor})
-            for case, config in cases
-        ],
-        folder,
-    )
+    tiles = {"data.processor": {"max_tiles": 3}}
+    return [of_model(case, {**fixed, "config": config}, note, **tiles) for case, config, note in cases]
 
 
 def test_layouts_train_like_one_process(tmp_path: Path) -> None:
-    found = measured(CASES, tmp_path)
-    assert [name for name, row in found.items() if not good(row)] == [], found
+    train_like_one_process(with_model(CASES, tmp_path), tmp_path)
 
 
 @pytest.mark.slow
 def test_more_layouts_train_like_one_process(tmp_path: Path) -> None:
-    found = measured(MORE, tmp_path)
-    assert [name for name, row in found.items() if not good(row)] == [], found
+    train_like_one_process(with_model(MORE, tmp_path), tmp_path)
 
 
 def test_what_does_not_split_is_told() -> None:

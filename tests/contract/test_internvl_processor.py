@@ -16,18 +16,18 @@ import jinja2
 import numpy as np
 import pytest
 import torch
+from answers import export, same_answer
+from chats import as_reference, asked_about, clip, conversation, picture, text, write_words
 from parity import numbers
-from test_qwen2_vl_processor import as_reference, conversation, picture, text
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from PIL import Image
+from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor as ReferenceProcessor
 
 import tessera
-from tessera.checkpoint.hf import save_folder
-from tessera.checkpoint.model_state import model_tensors
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Encoded, MediaSize, Message, Sample
-from tessera.data.tokenizer import train_tokenizer, write_tokenizer
+from tessera.data.tokenizer import train_tokenizer
 from tessera.models.internvl import SPEC
 from tessera.models.internvl.config import InternVLConfig
 from tessera.models.internvl.processor import InternVLProcessor
@@ -81,10 +81,7 @@ CONFIG = InternVLConfig.model_validate(settings())
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = train_tokenizer(TEXTS * 20, VOCAB, WORDS)
-    write_tokenizer(where, tokenizer.to_str(), chat_template=None, end="<|im_end|>", pad="<|endoftext|>")
-    return where
+    return write_words(tmp_path_factory.mktemp("tokenizer"), VOCAB, WORDS, TEXTS)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +145,7 @@ def test_arrangements_are_the_references(bounds: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("mode", ["L", "P", "CMYK", "1"])
 def test_pixels_of_other_modes(processor: InternVLProcessor, exported: Path, mode: str) -> None:
-    image = picture(61, 87, mode)
+    image = picture(61, 87, mode=mode)
     theirs = AutoImageProcessor.from_pretrained(exported)(images=[image], return_tensors="pt")
     ours = processor.encode(conversation("image"), [image])
     assert torch.equal(seen(processor, ours), block_rows(theirs["pixel_values"]))
@@ -170,8 +167,7 @@ def spelled(words: str, shown: list[tuple[str, int]]) -> str:
 
 @pytest.mark.parametrize("media", [(), ("image",), ("image", "image"), ("video",), ("image", "video", "image")])
 def test_tokens_are_the_references(processor: InternVLProcessor, exported: Path, media: tuple[str, ...]) -> None:
-    clip = np.stack([np.asarray(picture(70, 90, seed=i)) for i in range(3)])
-    things = [clip if kind == "video" else picture(61 + 40 * i, 87, seed=i) for i, kind in enumerate(media)]
+    things = [clip(3) if kind == "video" else picture(61 + 40 * i, 87, seed=i) for i, kind in enumerate(media)]
     sample = conversation(*media)
     ours = processor.encode(sample, things)
     shown = [(kind, int(grid[0])) for kind, grid in zip(media, ours.media.get("grids", ()), strict=True)]
@@ -190,8 +186,8 @@ def test_tokens_are_the_references(processor: InternVLProcessor, exported: Path,
 
 
 def test_a_clip_is_a_tile_for_each_frame(processor: InternVLProcessor, exported: Path) -> None:
-    frames = [picture(70, 90, seed=i) for i in range(5)]
-    ours = processor.encode(conversation("video"), [np.stack([np.asarray(f) for f in frames])])
+    frames = [Image.fromarray(frame) for frame in clip(5)]
+    ours = processor.encode(conversation("video"), [clip(5)])
     reference = AutoImageProcessor.from_pretrained(exported)
     stills = reference(images=frames, crop_to_patches=False, return_tensors="pt")["pixel_values"]
     assert torch.equal(seen(processor, ours), block_rows(stills))
@@ -230,10 +226,9 @@ def test_system_prompts_and_the_internlm_words(folder: Path, tmp_path: Path) -> 
 
 
 def test_measure_is_what_encode_gives(processor: InternVLProcessor) -> None:
-    clip = np.zeros((7, 50, 80, 3), dtype=np.uint8)
     sample = conversation("image", "video")
     measured = processor.measure(sample, [MediaSize(333, 91), MediaSize(80, 50, 7)])
-    encoded = processor.encode(sample, [picture(333, 91), clip])
+    encoded = processor.encode(sample, [picture(333, 91), clip(7, 80, 50)])
     assert {name: measured[name] for name in encoded.counts} == encoded.counts
     assert measured["tokens"] == len(encoded.tokens)
     assert measured["patches"] == len(encoded.media["pixels"]) == len(encoded.media["patch_index"])
@@ -286,40 +281,26 @@ def test_mistakes_are_explained(folder: Path, tmp_path: Path) -> None:
 
 
 def test_an_exported_folder_gives_identical_greedy_tokens(processor: InternVLProcessor, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    module = SPEC.build(CONFIG)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0, 0.3)
-    assert SPEC.weights is not None
-    save_folder(tmp_path, model_tensors(module), SPEC.weights(CONFIG), CONFIG.to_hf(), extras=processor.save)
-    model, own = tessera.load(tmp_path, device="cpu")
-    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    tokenizer, images = AutoTokenizer.from_pretrained(tmp_path), AutoImageProcessor.from_pretrained(tmp_path)
+    folder = export(SPEC, CONFIG, processor, tmp_path)
+    tokenizer, images = AutoTokenizer.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder)
     assert tokenizer.context_image_token == "<IMG_CONTEXT>"
     assert (tokenizer.start_image_token, tokenizer.video_token) == ("<img>", "<video>")
-    said = 0
     for number, sizes in enumerate([[], [(64, 32)], [(61, 87), (300, 40)]]):
         pictures = [picture(*size, seed=number) for size in sizes]
-        parts = [{"type": "image", "image": one} for one in pictures]
-        messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is in the picture?"}]}]
+        messages = asked_about(*pictures, question="What is in the picture?")
         seen = images(images=pictures, return_tensors="pt") if pictures else {}
         words = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         words = spelled(words, [("image", int(count)) for count in seen.get("num_patches", ())])
-        inputs = tokenizer(words, return_tensors="pt")
-        pixels = {"pixel_values": seen["pixel_values"]} if pictures else {}
-        asked = own(messages)
-        assert asked["tokens"].tolist() == inputs["input_ids"][0].tolist()
-        with torch.no_grad():
-            out = theirs.generate(**inputs, **pixels, max_new_tokens=12, do_sample=False)
-        answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        assert model.generate(asked, max_new_tokens=12) == answer
-        said += len(answer)
-    assert said > 0
-    assert compare(tmp_path, asked_about(tmp_path / "data"), max_new_tokens=8).complete
+        inputs = dict(tokenizer(words, return_tensors="pt"))
+        if pictures:
+            inputs["pixel_values"] = seen["pixel_values"]
+        _, own = tessera.load(folder, device="cpu")
+        assert own(messages)["tokens"].tolist() == inputs["input_ids"][0].tolist()
+        same_answer(folder, messages, lambda reference, batch, inputs=inputs: inputs)
+    assert compare(folder, questions(tmp_path / "data"), max_new_tokens=8).complete
 
 
-def asked_about(folder: Path) -> Path:
+def questions(folder: Path) -> Path:
     """Questions in a file, about none, one and two pictures."""
     folder.mkdir()
     rows = []

@@ -12,21 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from chats import as_reference, clip, picture, text
 from llava_cases import (
     SHAPES,
     VOCAB,
     Shape,
     as_squares,
-    clip,
     config_of,
     conversation,
     media_of,
-    picture,
     processor_of,
-    sizes_of,
     write_words,
 )
 from PIL import Image
@@ -44,6 +41,7 @@ from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
 from tessera.data.media.images import Limits
 from tessera.data.media.read import read_media
 from tessera.models import resolve
+from tessera.models._chat.processor import size_of
 from tessera.models.llava.config import PINPOINTS, LlavaConfig
 from tessera.models.llava.processor import LlavaProcessor
 from tessera.models.llava.tiles import Tiles
@@ -128,7 +126,7 @@ def test_frames_are_pictures_of_the_references(tmp_path: Path) -> None:
     processor = processor_of(TILED, tmp_path)
     processor.save(tmp_path / "out")
     reference = LlavaOnevisionImageProcessorPil.from_pretrained(tmp_path / "out")
-    shown = clip(21, 34, 5)
+    shown = clip(5, 21, 34)
     whole = [reference(images=[Image.fromarray(frame)], return_tensors="pt")["pixel_values"][0, 0] for frame in shown]
     assert torch.equal(ours(processor, [shown]), seen(processor.config, torch.stack(whole)))
 
@@ -137,8 +135,7 @@ def test_frames_are_pictures_of_the_references(tmp_path: Path) -> None:
 def test_pixels_of_other_modes(mode: str, tmp_path: Path) -> None:
     processor = processor_of(PLAIN, tmp_path)
     processor.save(tmp_path / "out")
-    noise = np.random.default_rng(0).integers(0, 256, (14, 20, 4), dtype=np.uint8)
-    image = Image.fromarray(noise, "RGBA").convert(mode)
+    image = picture(20, 14, mode=mode)
     theirs = LlavaImageProcessorPil.from_pretrained(tmp_path / "out")(images=[image], return_tensors="pt")
     assert torch.equal(ours(processor, [image]), theirs["pixel_values"])
 
@@ -226,28 +223,13 @@ def test_tokens_of_pictures_are_as_many_as_the_references(shape: Shape, tmp_path
     words = "".join(reference.replace_image_token(told, n) for n in range(2))
     encoded = processor.encode(conversation(many), many)
     assert int((encoded.tokens == processor.config.image_token_id).sum()) == words.count("<image>")
-    shown = clip(9, 9, 3)
+    shown = clip(3, 9, 9)
     words = reference.replace_video_token({"pixel_values_videos": [torch.zeros(3, 3, 8, 8)]}, 0)
     encoded = processor.encode(conversation([shown]), [shown])
     assert int((encoded.tokens == processor.config.video_token_id).sum()) == words.count("<video>")
 
 
 # ---------------------------------------------------------------------------------------------- words
-
-
-def as_reference(sample: Sample) -> list[dict[str, Any]]:
-    """The same conversation in transformers' spelling."""
-    return [
-        {
-            "role": m.role,
-            "content": [{"type": p.kind, "text": p.value} if p.kind == "text" else {"type": p.kind} for p in m.parts],
-        }
-        for m in sample.messages
-    ]
-
-
-def text(value: str) -> Part:
-    return Part("text", value)
 
 
 ASKED = {
@@ -270,7 +252,7 @@ TALK = Sample(
 
 def spelled(processor: LlavaProcessor, sample: Sample) -> str:
     """The prompt, with one word for each picture or clip."""
-    media = [picture(9, 8) if part.kind == "image" else clip(9, 9, 2) for part in sample.media()]
+    media = [picture(9, 8) if part.kind == "image" else clip(2, 9, 9) for part in sample.media()]
     tokens = processor.prompt([sample], [media])["tokens"].tolist()
     marks = (processor.config.image_token_id, processor.config.video_token_id)
     once = [token for n, token in enumerate(tokens) if not (n and token in marks and tokens[n - 1] == token)]
@@ -369,7 +351,7 @@ def test_measure_is_what_encode_gives_and_batches_fit_together(shape: Shape, tmp
     items = []
     for number, media in enumerate(media_of(shape).values()):
         sample = conversation(media, number)
-        measured = processor.measure(sample, sizes_of(media))
+        measured = processor.measure(sample, [size_of(item) for item in media])
         items.append(processor.encode(sample, media))
         assert {name: measured[name] for name in items[-1].counts} == items[-1].counts
         assert measured["tokens"] == len(items[-1].tokens)
@@ -404,7 +386,7 @@ def test_mistakes_are_explained(tmp_path: Path) -> None:
     with pytest.raises(TesseraError, match=r"<image> is 298 for the tokenizer and 297 for the model"):
         LlavaProcessor.load(config_of(TILED, image_token_id=VOCAB - 3), words)
     with pytest.raises(TesseraError, match="no video input"):
-        processor_of(PLAIN, tmp_path / "plain").measure(conversation([clip(8, 8, 2)]), [MediaSize(8, 8, 2)])
+        processor_of(PLAIN, tmp_path / "plain").measure(conversation([clip(2, 8, 8)]), [MediaSize(8, 8, 2)])
     for content, told in (
         ({"resample": 2}, "resample"),
         ({"image_grid_pinpoints": [[12, 12]]}, "others than the model's"),

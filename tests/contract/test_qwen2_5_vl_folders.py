@@ -1,4 +1,4 @@
-"""Hugging Face folders: what transformers saves we read, what we write transformers reads; configurations both ways."""
+"""Configurations of Qwen2.5-VL's folders; `test_seeing_folders.py` has the weights."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from parity import from_foreign, to_foreign
-from qwen2_5_vl_cases import SHAPES, config_of, make_case, media_of, pack, reference_inputs, reference_model
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+from hub_layouts import billions, changed, preset_of
+from transformers import AutoConfig
 
 from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
-from tessera.models import resolve
-from tessera.models.qwen2_5_vl import SPEC
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 
 # The layout of the published 3B folder: the text's fields at the top.
@@ -68,41 +62,8 @@ HUB = {
 }
 
 
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_we_read_what_transformers_saves(number: int, tmp_path: Path) -> None:
-    config = config_of(SHAPES[number])
-    reference = reference_model(config)
-    reference.save_pretrained(tmp_path)
-    spec, read = resolve(ModelSection(path=tmp_path))
-    assert spec is SPEC
-    assert read == config
-    ours = from_foreign(SPEC, config, load_file(tmp_path / "model.safetensors"))
-    again = from_foreign(SPEC, config, reference.state_dict())  # the other spelling: names in memory
-    for (name, one), (_, other) in zip(ours.named_parameters(), again.named_parameters(), strict=True):
-        assert torch.equal(one, other), name
-
-
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_transformers_reads_what_we_write(number: int, tmp_path: Path) -> None:
-    config = config_of(SHAPES[number])
-    ours = from_foreign(SPEC, config, reference_model(config, seed=4).state_dict()).eval()
-    state = to_foreign(SPEC, config, dict(ours.state_dict()))
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
-    reference, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        tmp_path, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
-    )
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    case = make_case(config, media_of(config.vision.spatial_merge_size)["mixed"], 3)
-    with torch.no_grad():
-        expected = reference.eval()(**reference_inputs(reference, config, case)).logits[0]
-        torch.testing.assert_close(ours(pack(config, [case]), logits=True).logits, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_the_hub_layout_is_the_preset() -> None:
-    _, preset = resolve(ModelSection(family="qwen2_5_vl", preset="3b"))
-    assert Qwen25VLConfig.from_hf(HUB) == preset
+    assert Qwen25VLConfig.from_hf(HUB) == preset_of("qwen2_5_vl", "3b")
 
 
 def test_what_a_folder_leaves_out_is_what_transformers_takes_for_granted(tmp_path: Path) -> None:
@@ -114,23 +75,9 @@ def test_what_a_folder_leaves_out_is_what_transformers_takes_for_granted(tmp_pat
         assert ours == Qwen25VLConfig.from_hf(theirs.to_dict())
 
 
-@pytest.mark.parametrize("preset", sorted(SPEC.presets))
-def test_configurations_survive_the_way_through_transformers(preset: str, tmp_path: Path) -> None:
-    _, config = resolve(ModelSection(family="qwen2_5_vl", preset=preset))
-    assert isinstance(config, Qwen25VLConfig)
-    assert Qwen25VLConfig.from_hf(config.to_hf()) == config
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
-    theirs = AutoConfig.from_pretrained(tmp_path)
-    theirs.save_pretrained(tmp_path / "again")
-    assert resolve(ModelSection(path=tmp_path / "again"))[1] == config
-
-
-@pytest.mark.parametrize(("preset", "billions"), [("3b", 3.75), ("7b", 8.29), ("32b", 33.45), ("72b", 73.41)])
-def test_presets_have_the_parameters_of_the_published_models(preset: str, billions: float) -> None:
-    _, config = resolve(ModelSection(family="qwen2_5_vl", preset=preset))
-    with torch.device("meta"):
-        model = SPEC.build(config)
-    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
+@pytest.mark.parametrize(("preset", "count"), [("3b", 3.75), ("7b", 8.29), ("32b", 33.45), ("72b", 73.41)])
+def test_presets_have_the_parameters_of_the_published_models(preset: str, count: float) -> None:
+    assert billions("qwen2_5_vl", preset).total() == pytest.approx(count, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +89,13 @@ def test_presets_have_the_parameters_of_the_published_models(preset: str, billio
         ("model_type", "qwen2_vl"),
         ("head_dim", 64),
         ("num_key_value_heads", 5),
-        ("vision_config", {**HUB["vision_config"], "out_hidden_size": 99}),  # type: ignore[dict-item]
-        ("vision_config", {**HUB["vision_config"], "hidden_act": "relu"}),  # type: ignore[dict-item]
-        ("vision_config", {**HUB["vision_config"], "window_size": 27}),  # type: ignore[dict-item]
-        ("vision_config", {**HUB["vision_config"], "num_heads": 3}),  # type: ignore[dict-item]
+        ("vision_config.out_hidden_size", 99),
+        ("vision_config.hidden_act", "relu"),
+        ("vision_config.window_size", 27),
+        ("vision_config.num_heads", 3),
         ("image_token_id", 10**6),
     ],
 )
 def test_what_we_do_not_compute_is_an_error(key: str, value: Any) -> None:
     with pytest.raises(TesseraError):
-        Qwen25VLConfig.from_hf({**HUB, key: value})
+        Qwen25VLConfig.from_hf(changed(HUB, key, value))

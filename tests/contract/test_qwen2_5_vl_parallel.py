@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from qwen2_5_vl_cases import SHAPES, config_of, make_case, media_of, pack, reference_inputs, reference_model
+from family_layouts import (
+    DEALT,
+    FSDP,
+    IN_TOWER,
+    PIPELINE,
+    RING_SHARED,
+    TENSOR,
+    ULYSSES,
+    ULYSSES_SHARED,
+    of_model,
+    train_like_one_process,
+)
+from qwen2_5_vl_cases import Qwen25VL
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection, ParallelSection
@@ -17,7 +28,7 @@ from tessera.models.qwen2_5_vl import SPEC
 from tessera.parallel.context.local_part import own_part
 from tessera.parallel.plan import make_plan
 from tessera.parallel.planning.context import ContextPlan, TowerPart
-from tests.dist.layouts import Case, good, measure
+from tests.dist.layouts import Case
 
 # Pictures of the set have up to 4 x 4 tokens: windows of 2 x 2 cut them, also at the edges.
 MODEL: dict[str, Any] = {
@@ -36,47 +47,30 @@ MODEL: dict[str, Any] = {
         },
     },
 }
-SHARED = {"towers": {"vision": {"cp": 2}}}
-CASES = [
-    Case("fsdp 2", 2),
-    Case("tp 2", 2, {"tp": 2}),
-    Case("tp 2, whole tower, pictures dealt", 2, {"tp": 2, "towers": {"vision": {"tp": 1}}}),
-]
-MORE = [
-    Case("pp 2", 2, {"pp": 2}),
-    Case("pp 2, cut in the tower", 2, {"pp": 2, "layers": {"vision": [1, 1], "text": [0, 2]}}),
-    Case("ulysses 2", 2, {"cp": 2}),
-    Case("ulysses 2, patches shared", 2, {"cp": 2, **SHARED}),
-    Case("ring 2, patches shared", 2, {"cp": 2, "ulysses": 1, **SHARED}),
-]
+CASES = [FSDP, TENSOR, DEALT]
+MORE = [PIPELINE, IN_TOWER, ULYSSES, ULYSSES_SHARED, RING_SHARED]
 
 
-def measured(cases: list[Case], folder: Path) -> dict[str, dict[str, float]]:
-    model = {**MODEL, "tokenizer": str(folder / "data" / "tokenizer")}
-    return measure([replace(case, model={"model": model}) for case in cases], folder)
+def with_model(cases: list[Case], folder: Path) -> list[Case]:
+    return [of_model(case, {**MODEL, "tokenizer": str(folder / "data" / "tokenizer")}) for case in cases]
 
 
 def test_layouts_train_like_one_process(tmp_path: Path) -> None:
-    found = measured(CASES, tmp_path)
-    assert [name for name, row in found.items() if not good(row)] == [], found
+    train_like_one_process(with_model(CASES, tmp_path), tmp_path)
 
 
 @pytest.mark.slow
 def test_more_layouts_train_like_one_process(tmp_path: Path) -> None:
-    found = measured(MORE, tmp_path)
-    assert [name for name, row in found.items() if not good(row)] == [], found
+    train_like_one_process(with_model(MORE, tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 9])
 def test_windows_are_dealt_with_their_frames(ranks: int) -> None:
     """The features of all hands together are those of the whole; of nine ranks some have nothing to look at."""
-    config = config_of(SHAPES[0])
-    reference = reference_model(config)
-    model = SPEC.build(config)
-    cases = [make_case(config, media_of(2)[name], number) for number, name in enumerate(("several", "text", "mixed"))]
-    for case in cases:
-        reference_inputs(reference, config, case)
-    batch = pack(config, cases, 4)
+    family = Qwen25VL()
+    pair = family.pair(0, 0)
+    model = pair.model
+    batch = family.pack(pair.config, family.cases(pair, 0, ["several", "text", "mixed"], 0), 4)
     whole = model.vision(batch)
     tower = TowerPart("vision", "vision", "projector", ranks, None, ())
     plan = ContextPlan({}, 1, 1, batch["tokens"].numel(), media=True, towers=(tower,))

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 import pytest
 import torch
 import transformers
+from chats import VOCAB, WORDS, as_reference, by_kind, clip, conversation, picture, reference_ids, text, write_words
 from parity import numbers
 from PIL import Image
-from test_qwen2_vl_processor import TEXTS, VOCAB, WORDS, as_reference, conversation, picture, reference_ids, text
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -29,7 +28,6 @@ from tessera.core.types import MediaSize, Message, Part, Sample
 from tessera.data.media.clips import spread
 from tessera.data.media.images import Limits
 from tessera.data.media.read import probe, read_media
-from tessera.data.tokenizer import train_tokenizer, write_tokenizer
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_5_vl.processor import Qwen25VLProcessor
 
@@ -75,10 +73,7 @@ CONFIG = tiny_config(window_size=3 * SIDE)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = train_tokenizer(TEXTS * 20, VOCAB, WORDS)
-    write_tokenizer(where, tokenizer.to_str(), chat_template=None, end="<|im_end|>", pad="<|endoftext|>")
-    return where
+    return write_words(tmp_path_factory.mktemp("tokenizer"), VOCAB, WORDS)
 
 
 def loaded(folder: Path, config: Qwen25VLConfig = CONFIG, **options: Any) -> Qwen25VLProcessor:
@@ -97,10 +92,6 @@ def exported(processor: Qwen25VLProcessor, tmp_path_factory: pytest.TempPathFact
     where = tmp_path_factory.mktemp("exported")
     processor.save(where)
     return where
-
-
-def clip(frames: int, width: int = 190, height: int = 130) -> np.ndarray:
-    return np.stack([np.asarray(picture(width, height, seed=number)) for number in range(frames)])
 
 
 def in_windows(grids: torch.Tensor, pixels: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
@@ -124,7 +115,7 @@ def test_pixels_are_the_references_window_by_window(
 
 def test_clips_lie_window_by_window_frame_by_frame(folder: Path) -> None:
     """Against the same processor with one window that holds all: there patches lie as they are cut."""
-    frames, sample = clip(6), conversation("video")
+    frames, sample = clip(6, 190, 130), conversation("video")
     ours = loaded(folder).encode(sample, [frames])
     plain = loaded(folder, tiny_config(window_size=100 * SIDE)).encode(sample, [frames])
     assert plain.media["windows"].tolist() == plain.media["pieces"].tolist()
@@ -137,7 +128,7 @@ def test_clips_lie_window_by_window_frame_by_frame(folder: Path) -> None:
 
 def test_every_embedding_goes_to_its_own_place(processor: Qwen25VLProcessor) -> None:
     """The place of a token in its picture follows from its positions; the tower's patches say where they lie."""
-    media = [picture(190, 130), clip(4), picture(130, 300)]
+    media = [picture(190, 130), clip(4, 190, 130), picture(130, 300)]
     samples = [processor.encode(conversation("image", "video"), media[:2]), processor.encode(conversation(), [])]
     samples.append(processor.encode(conversation("image"), media[2:]))
     batch = processor.collate([samples], 512)
@@ -161,7 +152,9 @@ def test_every_embedding_goes_to_its_own_place(processor: Qwen25VLProcessor) -> 
 @pytest.mark.parametrize("media", [(), ("image",), ("image", "image"), ("video",), ("image", "video", "image")])
 def test_tokens_are_the_references(processor: Qwen25VLProcessor, exported: Path, media: tuple[str, ...]) -> None:
     sample = conversation(*media)
-    things = [clip(4) if kind == "video" else picture(61 + 50 * n, 87, seed=n) for n, kind in enumerate(media)]
+    things = [
+        clip(4, 190, 130) if kind == "video" else picture(61 + 50 * n, 87, seed=n) for n, kind in enumerate(media)
+    ]
     ours = processor.encode(sample, things)
     asked = Sample("one", sample.messages[:-1])
     prompt = processor.prompt([sample], [things])["tokens"].tolist()
@@ -204,12 +197,11 @@ def test_positions_are_the_references(
     config = tiny_config(tokens_per_second=per_second)
     processor = loaded(folder, config)
     taken = processor.sampling.count(total, rate)
-    frames, size = clip(taken), MediaSize(190, 130, taken, total=total, rate=rate)
+    frames, size = clip(taken, 190, 130), MediaSize(190, 130, taken, total=total, rate=rate)
     things = [frames if kind == "video" else picture(61 + 30 * n, 87, seed=n) for n, kind in enumerate(media)]
     sizes = [size if kind == "video" else MediaSize(*thing.size) for kind, thing in zip(media, things, strict=True)]
     ours = processor.encode(conversation(*media), things, sizes)
-    of = {kind: [g for g, k in zip(ours.media["grids"], media, strict=True) if k == kind] for kind in set(media)}
-    images, videos = (torch.stack(of[kind]) if kind in of else None for kind in ("image", "video"))
+    images, videos = by_kind(ours.media["grids"], media)
     seconds = None
     if videos is not None:
         known = VideoMetadata(total_num_frames=total, fps=rate, frames_indices=spread(taken, total))
@@ -220,7 +212,7 @@ def test_positions_are_the_references(
 def test_frames_that_nobody_timed_are_taken_as_sampled(folder: Path) -> None:
     for fps, seconds in ((2.0, 1.0), (1.0, 2.0), (0.5, 4.0)):
         processor = loaded(folder, fps=fps)
-        ours = processor.encode(conversation("video"), [clip(8)])
+        ours = processor.encode(conversation("video"), [clip(8, 190, 130)])
         expected = reference_positions(ours.tokens, None, ours.media["grids"], torch.tensor([seconds]))
         assert torch.equal(ours.positions, expected)
 
@@ -228,7 +220,7 @@ def test_frames_that_nobody_timed_are_taken_as_sampled(folder: Path) -> None:
 @pytest.mark.parametrize(("most", "step"), [(8, 2), (4, 4), (2, 8)])
 def test_clips_from_files_know_their_time(folder: Path, tmp_path: Path, most: int, step: int) -> None:
     """Four seconds: of eight frames, four or two, each temporal patch stands for one second, two or four."""
-    frames = [Image.fromarray(frame) for frame in clip(8)]
+    frames = [Image.fromarray(frame) for frame in clip(8, 190, 130)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=500, loop=0)
     processor = loaded(folder, max_frames=most, min_frames=2)
     said = (Message("user", (Part("video", "a.gif"), text("When?"))), Message("assistant", (text("Now."),)))

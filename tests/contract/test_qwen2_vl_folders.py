@@ -1,4 +1,4 @@
-"""Hugging Face folders: what transformers saves we read, what we write transformers reads; configurations both ways."""
+"""Configurations of Qwen2-VL's folders; `test_seeing_folders.py` has the weights."""
 
 from __future__ import annotations
 
@@ -7,19 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from qwen2_vl_cases import (
-    SHAPES,
-    config_of,
-    make_case,
-    ours_to_theirs,
-    pack,
-    reference_inputs,
-    reference_model,
-    theirs_to_ours,
-)
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, Qwen2VLForConditionalGeneration
+from hub_layouts import changed, preset_of
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
@@ -72,54 +60,8 @@ HUB = {
 }
 
 
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_we_read_what_transformers_saves(number: int, tmp_path: Path) -> None:
-    config = config_of(SHAPES[number])
-    reference = reference_model(config)
-    reference.save_pretrained(tmp_path)
-    spec, read = resolve(ModelSection(path=tmp_path))
-    assert spec is SPEC
-    assert read == config
-    ours = theirs_to_ours(config, load_file(tmp_path / "model.safetensors"))
-    again = theirs_to_ours(config, reference.state_dict())  # the other spelling: names in memory
-    for (name, one), (_, other) in zip(ours.named_parameters(), again.named_parameters(), strict=True):
-        assert torch.equal(one, other), name
-
-
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_transformers_reads_what_we_write(number: int, tmp_path: Path) -> None:
-    config = config_of(SHAPES[number])
-    ours = theirs_to_ours(config, reference_model(config, seed=4).state_dict()).eval()
-    state = ours_to_theirs(config, dict(ours.state_dict()))
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
-    reference, report = Qwen2VLForConditionalGeneration.from_pretrained(
-        tmp_path, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
-    )
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    case = make_case(
-        config, [("image", (1, 2 * config.vision.spatial_merge_size, config.vision.spatial_merge_size))], 3
-    )
-    with torch.no_grad():
-        expected = reference.eval()(**reference_inputs(reference, config, case)).logits[0]
-        torch.testing.assert_close(ours(pack(config, [case]), logits=True).logits, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_the_hub_layout_is_the_preset() -> None:
-    _, preset = resolve(ModelSection(family="qwen2_vl", preset="2b"))
-    assert Qwen2VLConfig.from_hf(HUB) == preset
-
-
-@pytest.mark.parametrize("preset", sorted(SPEC.presets))
-def test_configurations_survive_the_way_through_transformers(preset: str, tmp_path: Path) -> None:
-    _, config = resolve(ModelSection(family="qwen2_vl", preset=preset))
-    assert isinstance(config, Qwen2VLConfig)
-    assert Qwen2VLConfig.from_hf(config.to_hf()) == config
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
-    theirs = AutoConfig.from_pretrained(tmp_path)
-    theirs.save_pretrained(tmp_path / "again")
-    assert resolve(ModelSection(path=tmp_path / "again"))[1] == config
+    assert Qwen2VLConfig.from_hf(HUB) == preset_of("qwen2_vl", "2b")
 
 
 @pytest.mark.parametrize(
@@ -133,14 +75,14 @@ def test_configurations_survive_the_way_through_transformers(preset: str, tmp_pa
         ("model_type", "qwen3"),
         ("head_dim", 64),
         ("num_key_value_heads", 5),
-        ("vision_config", {"hidden_size": 99}),
-        ("vision_config", {"hidden_act": "relu"}),
+        ("vision_config.hidden_size", 99),
+        ("vision_config.hidden_act", "relu"),
         ("image_token_id", 10**6),
     ],
 )
 def test_what_we_do_not_compute_is_an_error(key: str, value: Any) -> None:
     with pytest.raises(TesseraError):
-        Qwen2VLConfig.from_hf({**HUB, key: value})
+        Qwen2VLConfig.from_hf(changed(HUB, key, value))
 
 
 def test_changes_on_top_of_a_folder_or_preset(tmp_path: Path) -> None:

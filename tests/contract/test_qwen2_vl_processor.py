@@ -16,9 +16,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from chats import (
+    VOCAB,
+    WORDS,
+    by_kind,
+    clip,
+    conversation,
+    in_pairs,
+    picture,
+    reference_ids,
+    text,
+    write_words,
+)
 from parity import numbers
 from PIL import Image
-from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig as ReferenceConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
@@ -31,25 +42,8 @@ from tessera.data.loader.loader import Loader
 from tessera.data.media.images import Limits
 from tessera.data.media.read import read_media
 from tessera.data.patches import Patches
-from tessera.data.tokenizer import train_tokenizer, write_tokenizer
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.models.qwen2_vl.processor import Qwen2VLProcessor
-
-WORDS = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-]
-VOCAB = 400
-TEXTS = [
-    "system user assistant\n\n You are a helpful assistant.",
-    "What is in the picture? A red square.",
-    "été 中文 12345",
-]
 
 
 def tiny_config() -> Qwen2VLConfig:
@@ -75,10 +69,7 @@ def tiny_config() -> Qwen2VLConfig:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = train_tokenizer(TEXTS * 20, VOCAB, WORDS)
-    write_tokenizer(where, tokenizer.to_str(), chat_template=None, end="<|im_end|>", pad="<|endoftext|>")
-    return where
+    return write_words(tmp_path_factory.mktemp("tokenizer"), VOCAB, WORDS)
 
 
 @pytest.fixture(scope="module")
@@ -98,50 +89,6 @@ def exported(processor: Qwen2VLProcessor, tmp_path_factory: pytest.TempPathFacto
     where = tmp_path_factory.mktemp("exported")
     processor.save(where)
     return where
-
-
-def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
-    rng = np.random.default_rng(seed)
-    noise = rng.integers(0, 256, (height, width, 4), dtype=np.uint8)
-    return Image.fromarray(noise, "RGBA").convert(mode)
-
-
-def text(value: str) -> Part:
-    return Part("text", value)
-
-
-def conversation(*media: str) -> Sample:
-    asked = [part for kind in media for part in (text(f"Look at this {kind}:\n"), Part(kind, None))]  # type: ignore[arg-type]
-    return Sample(
-        "one",
-        (
-            Message("user", (*asked, text("\n\n  What is in the picture? <b>été</b>"))),
-            Message("assistant", (text("\nA red square.\n"),)),
-            Message("user", (text("Sure?"),)),
-            Message("assistant", (text("中文 12345"),)),
-        ),
-    )
-
-
-def as_reference(sample: Sample) -> list[dict[str, Any]]:
-    """The same conversation in transformers' spelling."""
-    return [
-        {
-            "role": m.role,
-            "content": [{"type": p.kind, "text": p.value} if p.kind == "text" else {"type": p.kind} for p in m.parts],
-        }
-        for m in sample.messages
-    ]
-
-
-def reference_ids(exported: Path, sample: Sample, media_tokens: list[tuple[str, int]], **kwargs: Any) -> list[int]:
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-    words = tokenizer.apply_chat_template(as_reference(sample), tokenize=False, **kwargs)
-    for kind, count in media_tokens:
-        words = words.replace(f"<|{kind}_pad|>", "<|placeholder|>" * count, 1)
-    for kind, _ in media_tokens[:1]:
-        words = words.replace("<|placeholder|>", f"<|{kind}_pad|>")
-    return list(tokenizer(words)["input_ids"])
 
 
 def reference_positions(tokens: torch.Tensor, images: Any, videos: Any) -> torch.Tensor:
@@ -172,7 +119,7 @@ def test_pixels_and_grids_are_the_references(
 def test_pixels_of_other_modes(processor: Qwen2VLProcessor, exported: Path, mode: str) -> None:
     if mode in ("RGBA", "LA") and transformers.__version__ < "5.22":
         pytest.skip("older references treat transparency in another way")
-    image = picture(64, 48, mode)
+    image = picture(64, 48, mode=mode)
     theirs = Qwen2VLImageProcessorPil.from_pretrained(exported)(images=[image], return_tensors="pt")
     ours = processor.encode(conversation("image"), [image])
     assert torch.equal(numbers(processor, ours.media["pixels"]), theirs["pixel_values"])
@@ -206,11 +153,10 @@ def test_pixels_of_files_are_the_references(
 
 def test_frames_kept_small_are_the_same_frames(processor: Qwen2VLProcessor) -> None:
     """Sizes whose target is a fixed point of nothing: the grid follows the header, not what frames were brought to."""
-    clip = np.stack([np.asarray(picture(300, 40, seed=i)) for i in range(5)])
-    sample, size = conversation("video"), MediaSize(300, 40, 5)
+    frames, sample, size = clip(5, 300, 40), conversation("video"), MediaSize(300, 40, 5)
     target = processor.target("video", size)
-    small = np.stack([np.asarray(Image.fromarray(frame).resize(target, Image.Resampling.BICUBIC)) for frame in clip])
-    whole = processor.encode(sample, [clip])
+    small = np.stack([np.asarray(Image.fromarray(frame).resize(target, Image.Resampling.BICUBIC)) for frame in frames])
+    whole = processor.encode(sample, [frames])
     again = processor.encode(sample, [small], [size])
     assert torch.equal(whole.media["pixels"], again.media["pixels"])
     assert torch.equal(whole.tokens, again.tokens)
@@ -281,27 +227,20 @@ def test_a_folder_with_another_system_prompt(folder: Path, tmp_path: Path, syste
 
 @pytest.mark.parametrize("media", [("image",), ("image", "image"), ("video",), ("image", "video", "image")])
 def test_positions_are_the_references(processor: Qwen2VLProcessor, media: tuple[str, ...]) -> None:
-    clip = np.stack([np.asarray(picture(70, 90, seed=i)) for i in range(6)])
-    things = [clip if kind == "video" else picture(61 + 30 * i, 87, seed=i) for i, kind in enumerate(media)]
+    things = [clip(6) if kind == "video" else picture(61 + 30 * i, 87, seed=i) for i, kind in enumerate(media)]
     ours = processor.encode(conversation(*media), things)
-    grids = dict(zip(range(len(media)), ours.media["grids"], strict=True))
-    of = {kind: [grids[i] for i, k in enumerate(media) if k == kind] for kind in ("image", "video")}
-    images, videos = (torch.stack(of[kind]) if of[kind] else None for kind in ("image", "video"))
-    assert torch.equal(ours.positions, reference_positions(ours.tokens, images, videos))
+    assert torch.equal(ours.positions, reference_positions(ours.tokens, *by_kind(ours.media["grids"], media)))
 
 
 def test_a_clip_is_pairs_of_frames(processor: Qwen2VLProcessor, exported: Path) -> None:
     """Five frames: the last temporal patch holds the fifth twice."""
-    frames = [picture(70, 90, seed=i) for i in range(5)]
-    ours = processor.encode(conversation("video"), [np.stack([np.asarray(f) for f in frames])])
+    ours = processor.encode(conversation("video"), [clip(5)])
     size = {"shortest_edge": processor.video.min_pixels, "longest_edge": processor.video.max_pixels}
     reference = Qwen2VLImageProcessorPil.from_pretrained(exported)
-    stills = [reference(images=[f], size=size, return_tensors="pt") for f in [*frames, frames[-1]]]
+    stills = [reference(images=[Image.fromarray(f)], size=size, return_tensors="pt") for f in clip(5)]
     _, h, w = stills[0]["image_grid_thw"][0].tolist()
     assert ours.media["grids"].tolist() == [[3, h, w]]
-    single = [s["pixel_values"].reshape(h * w, 3, 2, 14 * 14)[:, :, :1] for s in stills]
-    pairs = [torch.cat(single[i : i + 2], dim=2).reshape(h * w, -1) for i in (0, 2, 4)]
-    assert torch.equal(numbers(processor, ours.media["pixels"]), torch.cat(pairs))
+    assert torch.equal(numbers(processor, ours.media["pixels"]), in_pairs([one["pixel_values"] for one in stills]))
     assert int((ours.tokens == VOCAB - 1).sum()) == 3 * h * w // 4
 
 
@@ -330,10 +269,9 @@ def test_only_what_the_assistant_says_is_trained(processor: Qwen2VLProcessor, fo
 
 
 def test_measure_is_what_encode_gives(processor: Qwen2VLProcessor) -> None:
-    clip = np.zeros((7, 50, 80, 3), dtype=np.uint8)
     sample = conversation("image", "video")
     measured = processor.measure(sample, [MediaSize(333, 91), MediaSize(80, 50, 7)])
-    encoded = processor.encode(sample, [picture(333, 91), clip])
+    encoded = processor.encode(sample, [picture(333, 91), clip(7, 80, 50)])
     assert {name: measured[name] for name in encoded.counts} == encoded.counts
     assert measured["tokens"] == len(encoded.tokens)
     assert measured["patches"] == len(encoded.media["pixels"])

@@ -20,8 +20,22 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from chats import (
+    TEXTS,
+    VOCAB,
+    WORDS,
+    as_reference,
+    by_kind,
+    clip,
+    conversation,
+    in_pairs,
+    picture,
+    talk,
+    text,
+    write_words,
+)
 from parity import numbers
-from test_qwen2_vl_processor import TEXTS, VOCAB, WORDS, as_reference, conversation, picture, text
+from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor as ReferenceProcessor
@@ -34,7 +48,6 @@ from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
 from tessera.data.media.clips import spread
 from tessera.data.media.images import Limits
 from tessera.data.media.read import probe, read_media
-from tessera.data.tokenizer import train_tokenizer, write_tokenizer
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.qwen3_vl.processor import Qwen3VLProcessor
 
@@ -98,10 +111,8 @@ PUBLISHED = """\
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = train_tokenizer([*TEXTS, "<0.3 seconds><12.5 seconds>"] * 20, VOCAB, WORDS)
-    write_tokenizer(where, tokenizer.to_str(), chat_template=None, end="<|im_end|>", pad="<|endoftext|>")
-    return where
+    texts = [*TEXTS, "<0.3 seconds><12.5 seconds>"]
+    return write_words(tmp_path_factory.mktemp("tokenizer"), VOCAB, WORDS, texts)
 
 
 def loaded(folder: Path, **options: Any) -> Qwen3VLProcessor:
@@ -139,10 +150,6 @@ def reference(exported: Path) -> ReferenceProcessor:
     )
 
 
-def clip(frames: int, width: int = 70, height: int = 90) -> np.ndarray:
-    return np.stack([np.asarray(picture(width, height, seed=number)) for number in range(frames)])
-
-
 @pytest.mark.parametrize("sizes", [[(64, 64)], [(300, 40)], [(9, 9)], [(1000, 20)], [(61, 87), (500, 333), (32, 96)]])
 def test_pixels_and_their_places_are_the_references(
     processor: Qwen3VLProcessor, exported: Path, sizes: list[tuple[int, int]]
@@ -177,16 +184,14 @@ def test_frames_of_a_clip_are_resized_by_the_references_formula(
 
 def test_a_clip_is_pairs_of_frames(processor: Qwen3VLProcessor, exported: Path) -> None:
     """Five frames: the last temporal patch holds the fifth twice."""
-    frames = [picture(70, 90, seed=number) for number in range(5)]
     ours = processor.encode(conversation("video"), [clip(5)])
     _, h, w = ours.media["grids"][0].tolist()
     assert ours.media["grids"].tolist() == [[3, h, w]]
     reference = Qwen2VLImageProcessorPil.from_pretrained(exported)
     size = {"shortest_edge": h * w * 256, "longest_edge": h * w * 256}
-    stills = [reference(images=[f.resize((w * 16, h * 16), 3)], size=size, return_tensors="pt") for f in frames]
-    single = [s["pixel_values"].reshape(h * w, 3, 2, 256)[:, :, :1] for s in [*stills, stills[-1]]]
-    pairs = [torch.cat(single[n : n + 2], dim=2).reshape(h * w, -1) for n in (0, 2, 4)]
-    assert torch.equal(numbers(processor, ours.media["pixels"]), torch.cat(pairs))
+    resized = [Image.fromarray(f).resize((w * 16, h * 16), Image.Resampling.BICUBIC) for f in clip(5)]
+    stills = [reference(images=[f], size=size, return_tensors="pt")["pixel_values"] for f in resized]
+    assert torch.equal(numbers(processor, ours.media["pixels"]), in_pairs(stills))
     batch = processor.collate([[ours]], len(ours.tokens))
     assert batch.segments["vision"].lengths == (h * w,) * 3
 
@@ -235,8 +240,7 @@ def test_tokens_and_positions_are_the_references(
     with torch.device("meta"):
         model = Qwen3VLModel(transformers.Qwen3VLConfig(**CONFIG.to_hf()))
     kinds = (ours.tokens == VOCAB - 2).int() + 2 * (ours.tokens == VOCAB - 1).int()
-    of = {kind: [grid for grid, one in zip(grids, media, strict=True) if one == kind] for kind in ("image", "video")}
-    images, videos = (torch.tensor(of[kind]) if of[kind] else None for kind in ("image", "video"))
+    images, videos = by_kind(grids, media)
     expected, _ = model.get_rope_index(ours.tokens[None], kinds[None], image_grid_thw=images, video_grid_thw=videos)
     assert torch.equal(ours.positions, expected[:, 0])
 
@@ -251,10 +255,6 @@ def test_pictures_through_the_references_own_processor(
     ours = processor.prompt([sample], [images])
     assert torch.equal(ours["tokens"], theirs["input_ids"][0])
     assert torch.equal(numbers(processor, ours["pixels"]), theirs["pixel_values"])
-
-
-def talk(*turns: tuple[str, str]) -> Sample:
-    return Sample("one", tuple(Message(role, (text(said),)) for role, said in turns))
 
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'

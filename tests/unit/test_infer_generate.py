@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,6 @@ from tessera.infer.generate import generate
 from tessera.infer.sampling import Sampling, pick
 from tessera.infer.stream import TextStream
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 cases = pytest.importorskip("qwen2_vl_cases", reason="needs transformers, the reference")
 
 GREEDY = Sampling()
@@ -25,19 +22,19 @@ GREEDY = Sampling()
 
 @pytest.mark.parametrize("number", range(3))
 def test_greedy_equals_transformers(number: int) -> None:
-    config = cases.config_of(cases.SHAPES[number])
-    reference = cases.reference_model(config, seed=number).eval()
-    model = cases.theirs_to_ours(config, reference.state_dict()).eval()
+    family = cases.Qwen2VL()
+    pair = family.pair(number, number)
+    config, reference, model = pair.config, pair.reference.eval(), pair.model.eval()
     merge = config.vision.spatial_merge_size
     media: list[list[tuple[str, tuple[int, int, int]]]] = [
         [],
         [("image", (1, 2 * merge, 3 * merge))],
         [("image", (1, merge, 2 * merge)), ("image", (1, 3 * merge, merge))],
     ]
-    made = [cases.make_case(config, wanted, seed=10 + i) for i, wanted in enumerate(media)]
+    made = [family.case(pair, wanted, seed=10 + i) for i, wanted in enumerate(media)]
     expected = []
     for case in made:
-        inputs = cases.reference_inputs(reference, config, case)
+        inputs = family.inputs(pair, case)
         inputs.pop("position_ids")
         out = reference.generate(
             **inputs,
@@ -49,9 +46,9 @@ def test_greedy_equals_transformers(number: int) -> None:
         )
         new = out[0, case.tokens.numel() :].tolist()
         expected.append(new[: new.index(1)] if 1 in new else new)
-    alone = [generate_greedy(model, cases.pack(config, [case])) for case in made]
+    alone = [generate_greedy(model, family.pack(config, [case])) for case in made]
     assert [rows[0] for rows in alone] == expected
-    assert generate_greedy(model, cases.pack(config, made)) == expected
+    assert generate_greedy(model, family.pack(config, made)) == expected
     assert len({tuple(row) for row in expected}) > 1, "the prompts matter"
 
 

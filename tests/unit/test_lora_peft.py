@@ -10,7 +10,10 @@ import peft
 import pytest
 import torch
 import transformers
+from parity import reference_model
+from qwen2_vl_cases import Qwen2VL
 from safetensors.torch import load_file, save_file
+from seeing import Pair
 from torch import Tensor, nn
 
 import tessera
@@ -27,7 +30,6 @@ from tessera.data.tokenizer import train_tokenizer
 from tessera.models import FAMILIES, resolve
 from tessera.nn.lora import adapters_of, add_adapters, find_adapters, without_adapters
 from tessera.train.export import export_folder
-from tests.contract.qwen2_vl_cases import SHAPES, config_of, make_case, pack, reference_inputs, reference_model
 from tests.toys.chat_set import SPECIAL
 
 TOLERANCE = 1e-5
@@ -180,17 +182,18 @@ TARGETS = ["text.layers.{*}", {"modules": "vision.blocks.{*}", "rank": 5}, "proj
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Any, Any, Path]:
-    config = config_of(SHAPES[0], attention="eager")
-    model = reference_model(config).eval()
+    config = Qwen2VL().config(0, attention="eager")
+    model = reference_model(config, 0).eval()
     model.save_pretrained(tmp_path / "base")
     return config, model, tmp_path
 
 
 def logits_of_both(config: Any, model: Any, adapted: Any, module: nn.Module) -> tuple[Tensor, Tensor]:
-    cases = [make_case(config, [("image", (1, 4, 6)), ("video", (2, 4, 4))], 3), make_case(config, [], 4)]
+    family, both = Qwen2VL(), Pair(config, model, module)
+    cases = [family.case(both, [("image", (1, 4, 6)), ("video", (2, 4, 4))], 3), family.case(both, [], 4)]
     with torch.no_grad():
-        theirs = torch.cat([adapted(**reference_inputs(model, config, case)).logits[0] for case in cases])
-        return module(pack(config, cases), logits=True).logits, theirs
+        theirs = torch.cat([adapted(**family.inputs(both, case)).logits[0] for case in cases])
+        return module(family.pack(config, cases), logits=True).logits, theirs
 
 
 def test_logits_are_those_of_peft_and_of_the_merged_folder(pair: tuple[Any, Any, Path]) -> None:

@@ -33,7 +33,7 @@ from tessera.data.tables import AnyTables, MemoryTables, keep_tables, open_table
 
 log = logging.getLogger("tessera")
 
-FORMAT = 2  # of the kept files, and of what an index means: raise it when either changes
+FORMAT = 3  # of the kept files, and of what an index means: raise it when either changes
 Policy = Literal["skip", "fail"]
 _NOT_MEASURED = ("draft",)  # limits that change how media is decoded, and not what headers tell
 

@@ -25,7 +25,7 @@ from tessera.core.types import IGNORE, Batch, Encoded, MediaSize, Part, PartKind
 from tessera.data.chat import ChatTemplate, Piece
 from tessera.data.media.clips import VideoSampling
 from tessera.data.patches import Patches
-from tessera.data.tokenizer import PieceEncoder, write_tokenizer
+from tessera.data.tokenizer import PieceEncoder, class_for, write_tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class ConversationProcessor(ABC):
 
     meaning: ClassVar[str]
     axes: ClassVar[int] = 3  # of positions: time, height and width, or one
-    tokenizer_kind: ClassVar[str] = "Qwen2Tokenizer"  # transformers' class that reads an exported tokenizer.json
+    tokenizer_kind: ClassVar[str | None] = None  # transformers' class that exports name; None: that fits the tokenizer
 
     encoder: PieceEncoder
     template: ChatTemplate
@@ -258,8 +258,9 @@ class ConversationProcessor(ABC):
             chat_template=self.template.jinja(),
             end=end,
             pad=pad,
-            kind=self.tokenizer_kind,
+            kind=self.tokenizer_kind or class_for(self.encoder.json),
             named=known,
+            begin=self.template.begin if self.encoder.find(self.template.begin) is not None else None,
         )
         self.save_preprocessor(folder)
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from tessera.data.chat import ChatTemplate, MediaWords, Turn
 
-CHATML = ChatTemplate(special=("<|im_start|>", "<|im_end|>"), media={}, system=None)
+# As Qwen2.5 and its followers write conversations: what functions answered comes as a user's turn, several answers in
+# one.
+QWEN_TURNS = {
+    "tool": Turn(
+        "<|im_start|>user\n<tool_response>\n",
+        "\n</tool_response><|im_end|>\n",
+        between="\n</tool_response>\n<tool_response>\n",
+    ),
+    "": Turn("<|im_start|>{role}\n", "<|im_end|>\n"),
+}
+CHATML = ChatTemplate(special=("<|im_start|>", "<|im_end|>"), turns=QWEN_TURNS, media={}, system=None)
 LLAMA3 = ChatTemplate(
     special=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     turns={"": Turn("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>")},

@@ -30,6 +30,7 @@ class TextOptions(Section):
 class TextProcessor(ConversationProcessor):
     meaning: ClassVar[str] = "text 1"
     axes: ClassVar[int] = 1
+    tokenizer_kind: ClassVar[str | None] = "PreTrainedTokenizerFast"  # families have tokenizers of any kind
 
     @classmethod
     def load(cls, folder: Path, vocabulary: int, templates: Sequence[ChatTemplate], **options: Any) -> TextProcessor:

@@ -7,8 +7,6 @@ stands the second at which it was shown.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,18 +17,25 @@ from pydantic import Field
 
 from tessera.core.config import build
 from tessera.core.errors import TesseraError
-from tessera.core.types import MediaSize, Part, PartKind
+from tessera.core.types import Part
 from tessera.data.chat import Piece
-from tessera.data.media.clips import VideoSampling, spread
-from tessera.data.patches import Patches, block_positions
-from tessera.models._chat.grids import GridOptions, GridProcessor, grid_positions
-from tessera.models._chat.preprocessor_files import BOTH_FILE, IMAGE_FILE, Bounds, Geometry, GridFiles, read_sampling
+from tessera.data.media.clips import VideoSampling
+from tessera.data.patches import Patches
+from tessera.models._chat.grids import GridOptions
+from tessera.models._chat.preprocessor_files import (
+    BOTH_FILE,
+    IMAGE_FILE,
+    Bounds,
+    Geometry,
+    GridFiles,
+    read_json,
+    read_sampling,
+)
 from tessera.models._chat.processor import View
 from tessera.models._chat.templates import GLM4V
+from tessera.models._chat.timed_clips import TimedClipsProcessor
 from tessera.models.glm4v.config import Glm4vConfig
 from tessera.models.glm4v.positions import between_entries
-
-UNKNOWN_RATE = 24.0  # frames per second of a clip that does not say: what the reference takes it for
 
 
 class Glm4vOptions(GridOptions):
@@ -70,12 +75,11 @@ class Glm4vFiles(GridFiles):
 
 
 @dataclass(frozen=True, eq=False)
-class Glm4vProcessor(GridProcessor):
+class Glm4vProcessor(TimedClipsProcessor):
     meaning: ClassVar[str] = "glm4v 1"
-    tokenizer_kind: ClassVar[str] = "PreTrainedTokenizerFast"
+    tokenizer_kind: ClassVar[str | None] = "PreTrainedTokenizerFast"
     files: ClassVar[GridFiles] = Glm4vFiles()
 
-    table_side: int = 24
     ends: tuple[int, ...] = ()  # further tokens with which the model ends its answers
 
     @classmethod
@@ -103,12 +107,11 @@ class Glm4vProcessor(GridProcessor):
         *words, end = super().stop_tokens
         return (*dict.fromkeys([*words, *(token for token in self.ends if token != end)]), end)
 
-    def view(self, kind: PartKind, size: MediaSize) -> View:
-        """Each step of a clip along time is a run of its own, and a caption tells its second."""
-        patches = self.patches(kind)
-        t, h, w = patches.grid(size.height, size.width, size.frames)
-        captions = tuple(map(str, _seconds(size, t, patches.temporal))) if kind == "video" else ()
-        return View(tokens=(h * w // patches.merge**2,) * t, pieces=(h * w,) * t, grid=(t, h, w), captions=captions)
+    def caption(self, first: float, last: float) -> str:
+        return str(int(first))
+
+    def between(self, places: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        return between_entries(places, height, width, self.table_side)
 
     def show(self, part: Part, role: str, view: View) -> list[Piece]:
         if part.kind != "video":
@@ -119,36 +122,11 @@ class Glm4vProcessor(GridProcessor):
             pieces += [*self.template.show(still, role), Piece(caption, role)]
         return [*pieces, Piece(words.after, role, special=True)]
 
-    def pixels(self, kind: PartKind, media: Any, view: View) -> dict[str, np.ndarray]:
-        t, h, w = view.grid
-        index, weights = between_entries(block_positions(h, w, self.image.merge), h, w, self.table_side)
-        return {
-            **super().pixels(kind, media, view),
-            "patch_index": np.tile(index, (t, 1)),
-            "patch_weights": np.tile(weights, (t, 1)),
-        }
-
-    def positions(self, length: int, spans: Sequence[tuple[int, int]], views: Sequence[View]) -> np.ndarray:
-        steps = [(1, *view.grid[1:]) for view in views for _ in view.tokens]
-        return grid_positions(length, spans, steps, self.image.merge)
-
-
-def _seconds(size: MediaSize, steps: int, temporal: int) -> list[int]:
-    """At which whole second the first frame of each step was shown."""
-    chosen = spread(size.frames, size.total or size.frames)
-    return [int(chosen[min(step * temporal, size.frames - 1)] / (size.rate or UNKNOWN_RATE)) for step in range(steps)]
-
 
 def _refuse_others(folder: Path, processor: str) -> None:
     """Later models have the same architecture and `model_type`, and write their conversations in another way."""
     for name in (IMAGE_FILE, BOTH_FILE):
-        if not (folder / name).is_file():
-            continue
-        try:
-            data = json.loads((folder / name).read_text(encoding="utf-8"))
-        except ValueError:
-            continue  # whoever reads it says so
-        said = data.get("processor_class") if isinstance(data, dict) else None
+        said = read_json(folder / name).get("processor_class")
         if said not in (None, processor):
             raise TesseraError(
                 f"this folder's conversations are written by a {said}",

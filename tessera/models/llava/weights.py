@@ -1,7 +1,8 @@
 """Our parameter names and those of Hugging Face folders.
 
 The rules use the hub's spelling (`vision_tower.vision_model.*`, `language_model.model.*`), which transformers reads.
-The renames accept what it writes now (without `vision_model`), and the spellings of its modules in memory.
+The renames accept what it writes now (without `vision_model`), the spellings of its modules in memory, and a base model
+saved without its head.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _PROJECTOR = (
 )
 # The first that fits is taken, so the longer come first.
 _RENAMES = (
+    (_TEXT, _TEXT),
+    ("language_model.lm_head.", "language_model.lm_head."),
+    ("language_model.", _TEXT),
     (_TOWER, _TOWER),
     ("vision_tower.", _TOWER),
     ("model.vision_tower.vision_model.", _TOWER),

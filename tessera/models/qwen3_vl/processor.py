@@ -15,29 +15,17 @@ import numpy as np
 from pydantic import Field
 
 from tessera.core.config import build
-from tessera.core.types import MediaSize, Part, PartKind
-from tessera.data.chat import ChatTemplate, Piece, Turn
-from tessera.data.media.clips import spread
-from tessera.data.patches import block_positions
-from tessera.models._chat.grids import GridOptions, GridProcessor
+from tessera.core.types import Part
+from tessera.data.chat import ChatTemplate, Piece
+from tessera.models._chat.grids import GridOptions
 from tessera.models._chat.preprocessor_files import GridFiles
 from tessera.models._chat.processor import View
+from tessera.models._chat.templates import QWEN_TURNS
+from tessera.models._chat.timed_clips import TimedClipsProcessor
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.qwen3_vl.positions import between_entries
 
-UNKNOWN_RATE = 24.0  # frames per second of a clip that does not say: what the reference takes it for
-TEMPLATE = ChatTemplate(
-    turns={
-        # What functions answered comes as a user's turn, several answers in one.
-        "tool": Turn(
-            "<|im_start|>user\n<tool_response>\n",
-            "\n</tool_response><|im_end|>\n",
-            between="\n</tool_response>\n<tool_response>\n",
-        ),
-        "": Turn("<|im_start|>{role}\n", "<|im_end|>\n"),
-    },
-    system=None,
-)
+TEMPLATE = ChatTemplate(turns=QWEN_TURNS, system=None)
 
 
 class Qwen3VLOptions(GridOptions):
@@ -47,7 +35,7 @@ class Qwen3VLOptions(GridOptions):
 
 
 @dataclass(frozen=True, eq=False)
-class Qwen3VLProcessor(GridProcessor):
+class Qwen3VLProcessor(TimedClipsProcessor):
     meaning: ClassVar[str] = "qwen3_vl 1"
     files: ClassVar[GridFiles] = GridFiles(
         processor="Qwen3VLProcessor",
@@ -58,8 +46,6 @@ class Qwen3VLProcessor(GridProcessor):
         std=(0.5, 0.5, 0.5),
         whole_clips=True,
     )
-
-    table_side: int = 48
 
     @classmethod
     def load(cls, config: Qwen3VLConfig, folder: Path, **options: Any) -> Qwen3VLProcessor:
@@ -78,35 +64,13 @@ class Qwen3VLProcessor(GridProcessor):
         )
         return replace(made, table_side=config.vision.table_side)
 
-    def view(self, kind: PartKind, size: MediaSize) -> View:
-        patches = self.patches(kind)
-        t, h, w = patches.grid(size.height, size.width, size.frames)
-        captions = tuple(f"<{second:.1f} seconds>" for second in _seconds(size, t, patches.temporal))
-        return View(
-            tokens=(h * w // patches.merge**2,) * t,
-            pieces=(h * w,) * t,
-            grid=(t, h, w),
-            captions=captions if kind == "video" else (),
-        )
+    def caption(self, first: float, last: float) -> str:
+        return f"<{(first + last) / 2:.1f} seconds>"
+
+    def between(self, places: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        return between_entries(places, height, width, self.table_side)
 
     def show(self, part: Part, role: str, view: View) -> list[Piece]:
         if part.kind != "video":
             return self.template.show(part, role)
         return [piece for told in view.captions for piece in (Piece(told, role), *self.template.show(part, role))]
-
-    def pixels(self, kind: PartKind, media: Any, view: View) -> dict[str, np.ndarray]:
-        t, h, w = view.grid
-        index, weights = between_entries(block_positions(h, w, self.image.merge), h, w, self.table_side)
-        return {
-            **super().pixels(kind, media, view),
-            "patch_index": np.tile(index, (t, 1)),
-            "patch_weights": np.tile(weights, (t, 1)),
-        }
-
-
-def _seconds(size: MediaSize, steps: int, temporal: int) -> list[float]:
-    """When each step of a clip was shown: in the middle between its first frame and its last."""
-    chosen = spread(size.frames, size.total or size.frames)
-    rate, last = size.rate or UNKNOWN_RATE, size.frames - 1
-    ends = [(chosen[min(n * temporal, last)], chosen[min((n + 1) * temporal - 1, last)]) for n in range(steps)]
-    return [(first / rate + end / rate) / 2 for first, end in ends]

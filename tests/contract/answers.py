@@ -1,0 +1,46 @@
+"""Folders that we export, and what models answer from them here and in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from parity import randomize
+
+import tessera
+from tessera.checkpoint.hf import save_folder
+from tessera.checkpoint.model_state import model_tensors
+from tessera.core.types import Batch, ModelSpec
+from tessera.infer.generate import generate
+from tessera.infer.sampling import Sampling
+
+
+def export(spec: ModelSpec, config: Any, processor: Any, folder: Path, seed: int = 0) -> Path:
+    """A folder of random weights, large enough that answers vary."""
+    module = spec.build(config)
+    randomize(module, seed, 0.3)
+    assert spec.weights is not None
+    save_folder(folder, model_tensors(module), spec.weights(config), config.to_hf(), extras=processor.save)
+    return folder
+
+
+def same_answer(
+    folder: Path, asked: list[dict[str, Any]], inputs: Callable[[Any, Batch], dict[str, Any]], new: int = 12
+) -> None:
+    """`inputs`: of transformers' model, given it and our prompt."""
+    model, loaded = tessera.load(folder, device="cpu")
+    batch, processor = loaded(asked), loaded.processor
+    stops = processor.stop_tokens
+    ours = generate(model.module, batch, max_new_tokens=new, stop_tokens=stops, sampling=Sampling())[0]
+    reference = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    given = {"input_ids": batch["tokens"][None], "attention_mask": torch.ones_like(batch["tokens"])[None]}
+    out = reference.generate(
+        **{**given, **inputs(reference, batch)}, max_new_tokens=new, do_sample=False, eos_token_id=list(stops)
+    )
+    theirs = [token for token in out[0, batch["tokens"].numel() :].tolist() if token not in stops]
+    assert ours == theirs
+    assert len(set(ours)) > 2  # it says something
+    assert model.generate(batch, max_new_tokens=new) == processor.decode(theirs)

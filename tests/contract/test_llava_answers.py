@@ -1,0 +1,42 @@
+"""Exported folders, of a 1.5 model and a OneVision one, answer here and in transformers with the same words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from answers import export, same_answer
+from chats import asked_about
+from llava_cases import SHAPES, config_of, conversation, media_of, processor_of, reference_inputs
+
+from tessera.core.types import Batch, Message, Sample
+from tessera.models.llava import SPEC
+
+SHOWN = ("text", "one", "several", "video", "mixed")
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    made = {}
+    for number in (0, 3):
+        root = tmp_path_factory.mktemp(f"export-{number}")
+        processor = processor_of(SHAPES[number], root)
+        made[number] = (processor, export(SPEC, config_of(SHAPES[number]), processor, root / "hf", number))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(n, name) for n in (0, 3) for name in SHOWN if name in media_of(SHAPES[n])]
+)
+def test_greedy_answers_are_those_of_transformers(number: int, name: str, exports: dict[int, tuple[Any, Path]]) -> None:
+    (processor, folder), media = exports[number], media_of(SHAPES[number])[name]
+
+    def inputs(reference: Any, batch: Batch) -> dict[str, Any]:
+        """Its pixels are ours, which tests of the processor compare."""
+        said = (*conversation(media).messages[:1], Message("assistant", ()))
+        item = processor.encode(Sample("one", said), media)
+        item.tokens = batch["tokens"]
+        return reference_inputs(processor, item, media)
+
+    same_answer(folder, asked_about(*media, question="What is in picture 0?"), inputs, new=10)
