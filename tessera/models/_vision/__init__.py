@@ -1,1 +1,1 @@
-"""What configurations of families that see have in common."""
+"""What families that see have in common: their configurations, and how they are dealt out."""

@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 from tessera.core.types import Carry, ModelPlan, Stage, TensorStyle
-from tessera.models._text.plan import (
-    ATTENTION,
-    BLOCKS,
-    layer_weights,
-    text_experts,
-    text_heads,
-    text_stages,
-    text_styles,
-)
+from tessera.models._text.plan import layer_weights, text_stages, text_styles
+from tessera.models._vision.plan import seeing_plan
 from tessera.models.internvl.config import InternVLConfig
 
 EVEN = 8  # ranks that commonly compute layers together
 
 
 def plan(config: InternVLConfig) -> ModelPlan:
-    text, vision, tied = config.text, config.vision, config.tie_word_embeddings
-    return ModelPlan(
-        blocks=("vision.blocks.{*}", BLOCKS),
-        tensor={**_vision_styles(config), **_text_styles(config)},
-        stages=_stages(config),
-        idle_groups=("vision", "projector"),
-        experts=text_experts(text),
-        with_root=("text.embed", "head"),  # the loss multiplies by the head, and a tied head reads the embedding
-        attention=("vision.blocks.{*}.attn.core", ATTENTION),
-        heads={"vision.blocks.{*}.attn.qkv": vision.num_attention_heads, **text_heads(text)},
-        towers={"vision": "vision"},
-        tied={"head": "text.embed"} if tied else {},
+    return seeing_plan(
+        config.text,
+        {**_vision_styles(config), **_whole_tables(config)},
+        _stages(config),
+        tied=config.tie_word_embeddings,
+        vision_heads=config.vision.num_attention_heads,
     )
 
 
-def _text_styles(config: InternVLConfig) -> dict[str, TensorStyle]:
-    styles = text_styles(config.text, config.tie_word_embeddings)
+def _whole_tables(config: InternVLConfig) -> dict[str, TensorStyle]:
+    """Published tables have 151674 or 92553 words, which ranks cannot share evenly: each keeps all of them."""
     if config.text.vocab_size % EVEN == 0:
-        return styles
-    # Published tables have 151674 or 92553 words, which ranks cannot share evenly: each keeps all of them.
-    return {name: "replicate" if style == "vocab" else style for name, style in styles.items()}
+        return {}
+    styles = text_styles(config.text, config.tie_word_embeddings)
+    return {name: "replicate" for name, style in styles.items() if style == "vocab"}
 
 
 def _vision_styles(config: InternVLConfig) -> dict[str, TensorStyle]:

@@ -8,33 +8,21 @@ others are gathered one by one, and cost nothing.
 from __future__ import annotations
 
 from tessera.core.types import ModelPlan, Stage, TensorStyle
-from tessera.models._text.plan import (
-    ATTENTION,
-    BLOCKS,
-    layer_weights,
-    text_experts,
-    text_heads,
-    text_stages,
-    text_styles,
-)
+from tessera.models._text.plan import layer_weights, text_stages
+from tessera.models._vision.plan import seeing_plan
 from tessera.models.llava.config import LlavaConfig
 
 _PATCHES_OF_TILES = 2  # for each visual token: a picture is seen twice, whole and in tiles, frames are pooled
 
 
 def plan(config: LlavaConfig) -> ModelPlan:
-    text, tied, read = config.text, config.tie_word_embeddings, _read(config)
-    return ModelPlan(
-        blocks=(read, BLOCKS),
-        tensor={**_styles(config), **text_styles(text, tied)},
-        stages=_stages(config),
-        idle_groups=("vision", "projector"),
-        experts=text_experts(text),
-        attention=(f"{read}.attn.core", ATTENTION),
-        heads={"vision.blocks.{*}.attn.qkv": config.vision.num_attention_heads, **text_heads(text)},
-        towers={"vision": "vision"},
-        with_root=("text.embed", "head"),
-        tied={"head": "text.embed"} if tied else {},
+    return seeing_plan(
+        config.text,
+        _styles(config),
+        _stages(config),
+        tied=config.tie_word_embeddings,
+        vision_heads=config.vision.num_attention_heads,
+        vision_blocks=_read(config),
     )
 
 

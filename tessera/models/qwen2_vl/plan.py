@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tessera.core.types import Carry, ModelPlan, Stage, TensorStyle
-from tessera.models._text.plan import ATTENTION, BLOCKS, layer_weights, text_heads, text_stages, text_styles
+from tessera.models._text.plan import layer_weights, text_stages
+from tessera.models._vision.plan import seeing_plan
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 
 _VISION: dict[str, TensorStyle] = {
@@ -23,17 +24,12 @@ _VISION: dict[str, TensorStyle] = {
 
 
 def plan(config: Qwen2VLConfig) -> ModelPlan:
-    text, vision, tied = config.text, config.vision, config.tie_word_embeddings
-    return ModelPlan(
-        blocks=("vision.blocks.{*}", BLOCKS),
-        tensor={**_VISION, **text_styles(text, tied)},
-        stages=_stages(config),
-        idle_groups=("vision", "projector"),
-        with_root=("text.embed", "head"),  # the loss multiplies by the head, and a tied head reads the embedding
-        attention=("vision.blocks.{*}.attn.core", ATTENTION),
-        heads={"vision.blocks.{*}.attn.qkv": vision.num_heads, **text_heads(text)},
-        towers={"vision": "vision"},
-        tied={"head": "text.embed"} if tied else {},
+    return seeing_plan(
+        config.text,
+        _VISION,
+        _stages(config),
+        tied=config.tie_word_embeddings,
+        vision_heads=config.vision.num_heads,
     )
 
 
