@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tessera.cli.output import check_output, write_output
 from tessera.core.errors import TesseraError
 
 data_app = typer.Typer(help="Examine and convert data sets.", no_args_is_help=True)
@@ -31,6 +32,8 @@ def doctor(
     from tessera.tools.data_doctor.examine import examine
     from tessera.tools.data_doctor.for_model import for_model, for_recipe, sets_of
 
+    check_output(html, "--html")
+    check_output(json_file, "--json")
     if recipe is not None and model is not None:
         raise TesseraError("--recipe and --model both name a model", where="tessera data doctor", fix="give one")
     brought = for_recipe(recipe) if recipe is not None else None if model is None else for_model(model)
@@ -47,11 +50,9 @@ def doctor(
     )
     for line in diagnosis.lines(colour=sys.stdout.isatty()):
         typer.echo(line)
-    for file, text in ((html, diagnosis.html), (json_file, diagnosis.json)):
+    for file, text, option in ((html, diagnosis.html, "--html"), (json_file, diagnosis.json, "--json")):
         if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text(), encoding="utf-8")
-            typer.echo(f"wrote {file}")
+            write_output(file, text(), option)
     if diagnosis.exit_code:
         raise typer.Exit(diagnosis.exit_code)
 

@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from tessera.cli.data import data_app
+from tessera.cli.output import check_output, write_output
 from tessera.core.errors import TesseraError
 
 app = typer.Typer(
@@ -202,8 +203,7 @@ def launch(
     if output is None:
         typer.echo(text, nl=False)
     else:
-        output.write_text(text, encoding="utf-8")
-        typer.echo(f"wrote {output}")
+        write_output(output, text, "--output")
 
 
 def _finish(run: object) -> None:
@@ -230,13 +230,12 @@ def plan(
     from tessera.api import plan as make
     from tessera.core.config import parse_overrides
 
+    check_output(json_file, "--json")
     changes = parse_overrides(overrides or [])
     made = make(recipe, changes, world=world)
     typer.echo(made.describe())
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(made.figures(), indent=2) + "\n", encoding="utf-8")
-        typer.echo(f"wrote {json_file}")
+        write_output(json_file, json.dumps(made.figures(), indent=2) + "\n", "--json")
     if dry_run:
         for role in run_dry(recipe, changes, world=world):
             typer.echo(role.describe())

@@ -18,6 +18,7 @@ from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.model_state import model_tensors, tied_names
 from tessera.checkpoint.origin import fill_from
 from tessera.core.adapters import Adapters, is_factor
+from tessera.core.arguments import check_arguments
 from tessera.core.config import dump_yaml
 from tessera.core.dist import World, barrier, main_rank_first
 from tessera.core.errors import TesseraError
@@ -110,7 +111,9 @@ def _workload(config: RunConfig, spec: ModelSpec, model_config: Any) -> Workload
 def build_trainer(config: RunConfig, described: Described, world: World, extra: Sequence[Callback] = ()) -> Trainer:
     """`described` is used up: its module becomes this rank's part of the model."""
     spec, plan = described.spec, described.plan
-    task = TASKS.get(config.train.task or spec.task)(**config.train.task_options)
+    make_task, options = TASKS.get(config.train.task or spec.task), config.train.task_options
+    check_arguments(make_task, options, f"task {config.train.task or spec.task}", "train.task_options")
+    task = make_task(**options)
     check: Callable[[nn.Module], None] | None = getattr(task, "check", None)
     if check is not None:
         check(described.module)

@@ -52,6 +52,25 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return lambda *words: tessera(capsys, monkeypatch, *words)
 
 
+def test_a_misspelt_option_of_a_task(run: Any, recipe: Path) -> None:
+    code, said = run("train", recipe, "train.task=dpo", "train.task_options.bta=1")
+    assert code == 2
+    assert "did you mean: beta" in said
+
+
+def test_where_nothing_can_be_written(run: Any, recipe: Path, data: Path) -> None:
+    inside = recipe / "figures.json"  # of what is no folder
+    for words in (
+        ("plan", recipe, "--json", inside),
+        ("plan", recipe, "--json", recipe.parent),
+        ("data", "doctor", data / "train.jsonl", "--html", inside),
+        ("data", "doctor", data / "train.jsonl", "--json", "/proc/nowhere/found.json"),
+    ):
+        code, said = run(*words)
+        assert code == 2, said
+        assert "where:   --" in said
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -64,6 +83,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         ("train.device=gpu", "unknown device"),
         ("data.kind=chats", "did you mean: chat"),
         ("train.task=langage", "did you mean: language"),
+        ("train.task_options.colour=red", "'colour'"),
         ("data.train_on=[asistant]", "asistant"),
         ("data.processor.min_pixel=3", "min_pixels"),
         ("data.length=8", "no usable sample"),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tessera.core.arguments import check_arguments
 from tessera.core.errors import TesseraError, first_line, nearest
 
 
@@ -33,12 +34,7 @@ class Made:
                     fix="leave them out, or name a class or a function",
                 )
             return found
-        try:
-            inspect.signature(found).bind(**self.arguments)
-        except TypeError as error:
-            raise TesseraError(f"{self.path} cannot be called: {error}", where=f"{self.where}.arguments") from None
-        except ValueError:  # a class of C that does not tell its signature
-            pass
+        check_arguments(found, self.arguments, self.path, f"{self.where}.arguments")
         return found(**self.arguments)
 
     def find(self) -> Any:

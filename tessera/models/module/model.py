@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 from torch import nn
 
-from tessera.core.errors import TesseraError, nearest
+from tessera.core.arguments import check_arguments
+from tessera.core.errors import TesseraError
 from tessera.core.meta import without_weights
 from tessera.core.types import ModelPlan
 from tessera.models._foreign import Arguments, accept_batches, import_class, takes_batch
@@ -44,20 +42,5 @@ def _class_of(config: ModuleConfig) -> type[nn.Module]:
             fix="set model.config.class to an import path, such as my_package.my_module:MyClass",
         )
     kind = import_class(config.class_path, nn.Module, f"{WHERE}.class")
-    _check_arguments(kind, config.arguments)
+    check_arguments(kind, config.arguments, kind.__name__, f"{WHERE}.arguments")
     return kind
-
-
-def _check_arguments(kind: type[nn.Module], arguments: dict[str, Any]) -> None:
-    signature = inspect.signature(kind)
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        known = list(signature.parameters)
-        unknown = next((name for name in arguments if name not in known), None)
-        raise TesseraError(
-            f"{kind.__name__} cannot be constructed: {error}",
-            where=f"{WHERE}.arguments",
-            allowed=[str(parameter) for parameter in signature.parameters.values()],
-            nearest=nearest(unknown, known) if unknown else None,
-        ) from None
