@@ -6,8 +6,9 @@ transformers' modules. The renames accept a base model saved without its head.
 
 from __future__ import annotations
 
-from tessera.core.weightmap import GroupByHead, HalvesOfPairs, LinearOfConvolution, Part, Reshape, Rule, WeightMap
+from tessera.core.weightmap import HalvesOfPairs, LinearOfConvolution, Part, Rule, WeightMap
 from tessera.models._text.weights import head_rules, text_buffers, text_rules
+from tessera.models._vision.weights import grid_tower_rules
 from tessera.models.glm4v.config import Glm4vConfig
 
 _VISION = (
@@ -32,21 +33,13 @@ _BUFFERS = ("model.visual.rotary_pos_emb.inv_freq", "model.visual.embeddings.pos
 
 def weights(config: Glm4vConfig) -> WeightMap:
     vision, text = config.vision, config.text
-    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    as_patches = Reshape((vision.hidden_size, vision.patch_values), (vision.hidden_size, *patch))
     as_blocks = LinearOfConvolution(vision.spatial_merge_size)
     turned = HalvesOfPairs(text.head_size, text.rotary_dim)
     gate_up = _LAYER + "mlp.gate_up_proj.weight"
     # The first rule that fits a name is taken.
     rules = [
-        Rule("vision.patch_embed.weight", "model.visual.patch_embed.proj.weight", as_patches),
-        Rule(
-            "vision.blocks.{i}.attn.qkv.{kind}",
-            "model.visual.blocks.{i}.attn.qkv.{kind}",
-            GroupByHead(vision.num_heads),
-        ),
         Rule("projector.downsample.weight", "model.visual.downsample.weight", as_blocks),
-        *(Rule(ours, "model.visual." + theirs) for ours, theirs in _VISION),
+        *grid_tower_rules(vision, vision.hidden_size, vision.num_heads, "model.visual.", _VISION),
         Rule("text.layers.{i}.attn.q.{kind}", _LAYER + "self_attn.q_proj.{kind}", turned),
         Rule("text.layers.{i}.attn.k.{kind}", _LAYER + "self_attn.k_proj.{kind}", turned),
         Rule("text.layers.{i}.attn_out_norm.weight", _LAYER + "post_self_attn_layernorm.weight"),

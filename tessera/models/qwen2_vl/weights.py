@@ -6,19 +6,20 @@ The renames accept the spellings of its modules in memory, and of a base model s
 
 from __future__ import annotations
 
-from tessera.core.weightmap import GroupByHead, Reshape, Rule, WeightMap
+from tessera.core.weightmap import WeightMap
 from tessera.models._text.weights import head_rules, text_buffers, text_rules
+from tessera.models._vision.weights import grid_tower_rules
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 
 _PAIRS = (
-    ("vision.blocks.{i}.attn_norm.{kind}", "visual.blocks.{i}.norm1.{kind}"),
-    ("vision.blocks.{i}.attn.proj.{kind}", "visual.blocks.{i}.attn.proj.{kind}"),
-    ("vision.blocks.{i}.mlp_norm.{kind}", "visual.blocks.{i}.norm2.{kind}"),
-    ("vision.blocks.{i}.mlp.up.{kind}", "visual.blocks.{i}.mlp.fc1.{kind}"),
-    ("vision.blocks.{i}.mlp.down.{kind}", "visual.blocks.{i}.mlp.fc2.{kind}"),
-    ("projector.norm.{kind}", "visual.merger.ln_q.{kind}"),
-    ("projector.up.{kind}", "visual.merger.mlp.0.{kind}"),
-    ("projector.down.{kind}", "visual.merger.mlp.2.{kind}"),
+    ("vision.blocks.{i}.attn_norm.{kind}", "blocks.{i}.norm1.{kind}"),
+    ("vision.blocks.{i}.attn.proj.{kind}", "blocks.{i}.attn.proj.{kind}"),
+    ("vision.blocks.{i}.mlp_norm.{kind}", "blocks.{i}.norm2.{kind}"),
+    ("vision.blocks.{i}.mlp.up.{kind}", "blocks.{i}.mlp.fc1.{kind}"),
+    ("vision.blocks.{i}.mlp.down.{kind}", "blocks.{i}.mlp.fc2.{kind}"),
+    ("projector.norm.{kind}", "merger.ln_q.{kind}"),
+    ("projector.up.{kind}", "merger.mlp.0.{kind}"),
+    ("projector.down.{kind}", "merger.mlp.2.{kind}"),
 )
 _RENAMES = (
     ("model.visual.", "visual."),
@@ -29,12 +30,8 @@ _RENAMES = (
 
 def weights(config: Qwen2VLConfig) -> WeightMap:
     vision = config.vision
-    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    as_convolution = Reshape((vision.embed_dim, vision.patch_values), (vision.embed_dim, *patch))
     rules = [
-        Rule("vision.patch_embed.weight", "visual.patch_embed.proj.weight", as_convolution),
-        Rule("vision.blocks.{i}.attn.qkv.{kind}", "visual.blocks.{i}.attn.qkv.{kind}", GroupByHead(vision.num_heads)),
-        *(Rule(ours, theirs) for ours, theirs in _PAIRS),
+        *grid_tower_rules(vision, vision.embed_dim, vision.num_heads, "visual.", _PAIRS),
         *text_rules(config.text),
     ]
     head, twice = head_rules(config.tie_word_embeddings)

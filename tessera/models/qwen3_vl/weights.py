@@ -5,8 +5,9 @@ The renames accept a base model saved without its head.
 
 from __future__ import annotations
 
-from tessera.core.weightmap import GroupByHead, Reshape, Rule, WeightMap
+from tessera.core.weightmap import WeightMap
 from tessera.models._text.weights import head_rules, text_buffers, text_rules
+from tessera.models._vision.weights import grid_tower_rules
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 
 _TEXT = "model.language_model."
@@ -33,13 +34,8 @@ _RENAMES = (
 
 def weights(config: Qwen3VLConfig) -> WeightMap:
     vision, seen = config.vision, "model.visual."
-    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    as_convolution = Reshape((vision.hidden_size, vision.patch_values), (vision.hidden_size, *patch))
-    by_head = GroupByHead(vision.num_heads)
     rules = [
-        Rule("vision.patch_embed.weight", seen + "patch_embed.proj.weight", as_convolution),
-        Rule("vision.blocks.{i}.attn.qkv.{kind}", seen + "blocks.{i}.attn.qkv.{kind}", by_head),
-        *(Rule(ours, seen + theirs) for ours, theirs in _PAIRS),
+        *grid_tower_rules(vision, vision.hidden_size, vision.num_heads, seen, _PAIRS),
         *text_rules(config.text, _TEXT, stacked=True),
     ]
     head, twice = head_rules(config.tie_word_embeddings)
