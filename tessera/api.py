@@ -13,7 +13,7 @@ from tessera.parallel.plan import Plan
 from tessera.tools.compare import compare
 from tessera.tools.convert import convert
 from tessera.tools.dry_run import dry_run
-from tessera.train.build import describe
+from tessera.train.describe import describe
 from tessera.train.report import write_report as report
 from tessera.train.run import Run, resume, train
 

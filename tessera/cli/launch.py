@@ -23,7 +23,7 @@ from tessera.core.dist import RankFailure, free_port, port_is_free
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.join import reach, spans
 from tessera.core.run_config import RunConfig
-from tessera.train.build import describe
+from tessera.train.describe import describe
 from tessera.train.watch import FAILURE_FILE
 
 

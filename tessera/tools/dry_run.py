@@ -43,7 +43,7 @@ from tessera.parallel.traffic.counting import CountCollectives
 from tessera.parallel.traffic.forecast import forecast
 from tessera.parallel.traffic.lines import Traffic, traffic_text
 from tessera.tasks import TASKS
-from tessera.train.build import Described, describe
+from tessera.train.describe import Described, describe
 
 
 @dataclass(frozen=True)

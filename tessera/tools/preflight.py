@@ -12,7 +12,7 @@ import torch
 from tessera.core import device as devices
 from tessera.core import dist
 from tessera.core.run_config import load_config
-from tessera.train.build import describe
+from tessera.train.describe import describe
 from tessera.train.run import fingerprint, join
 
 

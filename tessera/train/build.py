@@ -6,41 +6,36 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.checkpoint.model_state import model_tensors, tied_names
-from tessera.checkpoint.origin import fill_from
-from tessera.core.adapters import Adapters, is_factor
 from tessera.core.arguments import check_arguments
 from tessera.core.config import dump_yaml
 from tessera.core.dist import World, barrier, main_rank_first
 from tessera.core.errors import TesseraError
-from tessera.core.run_config import LoraSection, RunConfig
-from tessera.core.types import Batch, ModelSpec, Processor, RowSource
+from tessera.core.run_config import RunConfig
+from tessera.core.types import Batch, Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.processes.launch import begin_early
-from tessera.models import resolve
 from tessera.optim.clip import finish_gradients
 from tessera.optim.groups import build_optimizer
-from tessera.parallel.apply import initialize, parallelize, start_tensors
+from tessera.parallel.apply import parallelize
 from tessera.parallel.axes import DATA, PP
 from tessera.parallel.engines import build_engine, counted_elsewhere
 from tessera.parallel.local_rows import LocalRows
 from tessera.parallel.mesh import Mesh, build_mesh
-from tessera.parallel.plan import Plan, Workload, make_plan
+from tessera.parallel.plan import Plan
 from tessera.tasks import TASKS
-from tessera.tasks.lora import adapt, first_adapters, is_quantized, quantize_layers
 from tessera.train.callbacks import Callback
+from tessera.train.describe import Described, with_model_resolved
 from tessera.train.ema import Ema
 from tessera.train.export import Export
+from tessera.train.first_weights import first_weights
 from tessera.train.guard.guard import Guard
 from tessera.train.meter import Meter, TensorBoard
 from tessera.train.profile.window import Profile
@@ -52,60 +47,6 @@ from tessera.train.trainer import Trainer
 from tessera.train.watch import Watch
 
 log = logging.getLogger("tessera")
-
-
-@dataclass(frozen=True)
-class Described:
-    """A model as the recipe describes it, on the meta device: enough for a plan, no byte of weights."""
-
-    spec: ModelSpec
-    config: Any
-    module: nn.Module
-    plan: Plan
-    lora: LoraSection | None = None  # with every target named
-    adapters: Adapters = field(default_factory=dict)
-
-
-def describe(config: RunConfig, world_size: int) -> Described:
-    """Steps 2, 3 and 5 of a run; needs no process group and no accelerator."""
-    spec, model_config = resolve(config.model)
-    with torch.device("meta"):
-        module = spec.build(model_config)
-    model_plan, lora = spec.plan(model_config), config.model.lora
-    adapters: Adapters = {}
-    if lora is not None:
-        _check_layout(config)
-        table = None if spec.weights is None else spec.weights(model_config)
-        lora, adapters, model_plan = adapt(lora, module, model_plan, table)
-    plan = make_plan(
-        config.parallel,
-        model_plan,
-        module,
-        world_size,
-        storage_dtype=config.model.dtype,
-        freeze=config.model.freeze,
-        workload=_workload(config, spec, model_config),
-    )
-    return Described(spec, model_config, module, plan, lora, adapters)
-
-
-def _check_layout(config: RunConfig) -> None:
-    lora = config.model.lora
-    if lora is not None and lora.quantize is not None and config.parallel.tp > 1:
-        raise TesseraError(
-            f"weights in four bits are whole on every rank, and parallel.tp={config.parallel.tp} would cut them",
-            where="model.lora.quantize",
-            fix="parallel.tp=1: with four bits a layer is small, and data ranks or a pipeline share the work",
-        )
-
-
-def _workload(config: RunConfig, spec: ModelSpec, model_config: Any) -> Workload:
-    tokens, patches = config.data.length * config.train.micro_batch, 0
-    if spec.example is not None:
-        with torch.device("meta"):
-            typical = spec.example(model_config, tokens).get("pixels")
-        patches = 0 if typical is None else typical.shape[0]
-    return Workload(tokens, patches, config.train.global_batch, config.train.micro_batch)
 
 
 def build_trainer(config: RunConfig, described: Described, world: World, extra: Sequence[Callback] = ()) -> Trainer:
@@ -147,7 +88,7 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
         world=world,
         module=module,
         engine=engine,
-        first_weights=_first_weights(module, config, described, world.device),
+        first_weights=first_weights(module, config, described, world.device),
         task=task,
         optimizer=optimizer,
         finish_gradients=_finish(module, plan, mesh, config.optim.clip_norm),
@@ -183,14 +124,6 @@ def _finish(module: nn.Module, plan: Plan, mesh: Mesh, clip_norm: float | None) 
     return finish
 
 
-def with_model_resolved(config: RunConfig, described: Described) -> RunConfig:
-    """The recipe as a run keeps it: with every field of the model, so that presets and folders may change or go."""
-    full: dict[str, Any] = {"family": config.model.family or described.spec.name, "preset": None}
-    full["config"] = described.config.model_dump(mode="json")
-    full["lora"] = described.lora
-    return config.model_copy(update={"model": config.model.model_copy(update=full)})
-
-
 def write_run_folder(config: RunConfig) -> None:
     config.folder.mkdir(parents=True, exist_ok=True)
     fresh = config.folder / "config.yaml.new"
@@ -218,47 +151,6 @@ def build_rows(
     work = None if described.spec.work is None else functools.partial(described.spec.work, described.config)
     request = RowRequest(config.data, split, processor, config.train.seed, config.folder / "index", work)
     return KINDS.get(config.data.kind)(request)
-
-
-def _whole_names(described: Described) -> list[str]:
-    """Of the model as files know it: without adapters, and with weights that are kept in four bits."""
-    tensors = model_tensors(described.module)
-    names = [name for name in tensors if not is_factor(name) and not is_quantized(name, described.adapters)]
-    return list(dict.fromkeys([*names, *(f"{path}.weight" for path in described.adapters)]))
-
-
-def _first_weights(
-    module: nn.Module, config: RunConfig, described: Described, device: torch.device
-) -> Callable[[], None]:
-    """Step 7 of a run that begins: from what the recipe names, otherwise from the seed."""
-    weights, fresh = described.spec.weights, described.spec.fresh
-    # Of the whole model: a stage of a pipeline is filled from the same files, and leaves the rest of them to others.
-    adapters, lora, seed = described.adapters, described.lora, config.train.seed
-    quantized = lora is not None and lora.quantize is not None
-    tied = tied_names(described.module)
-    names = _whole_names(described) if lora is not None else list(model_tensors(described.module))
-
-    def from_path(tensors: Mapping[str, Tensor]) -> None:
-        assert config.model.path is not None
-        fill_from(config.model.path, tensors, None if weights is None else weights(described.config), tied, names)
-
-    def from_seed(tensors: Mapping[str, Tensor]) -> None:
-        start_tensors(module, tensors, seed, device)
-
-    def fill() -> None:
-        if config.model.path is None:
-            make = None if fresh is None else functools.partial(fresh, described.config)
-            initialize(module, seed, device, make)
-        else:
-            here = model_tensors(module).items()
-            from_path({n: t for n, t in here if not is_factor(n) and not (quantized and is_quantized(n, adapters))})
-        if quantized:
-            quantize_layers(module, adapters, device, from_seed if config.model.path is None else from_path)
-        if lora is not None:
-            table = None if weights is None else weights(described.config)
-            first_adapters(module, adapters, model_tensors(module), seed, device, lora.path, names, table)
-
-    return fill
 
 
 def _loader_from(

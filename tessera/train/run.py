@@ -14,8 +14,9 @@ from tessera.core import dist, log
 from tessera.core.config import dump_yaml, read_mapping
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.run_config import RunConfig, load_config
-from tessera.train.build import build_trainer, describe, run_exists
+from tessera.train.build import build_trainer, run_exists
 from tessera.train.callbacks import Callback
+from tessera.train.describe import describe
 from tessera.train.jsonl import read_jsonl
 
 

@@ -16,7 +16,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection, load_config
 from tessera.models import resolve
 from tessera.models.qwen3_vl import SPEC
-from tessera.train.build import describe
+from tessera.train.describe import describe
 from tests.dist.layouts import KINDS, Case, measure, recipe_of
 from tests.dist.spawn import run_ranks
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from tessera.core.names import clean
 from tessera.core.run_config import load_config
-from tessera.train.build import describe
 from tessera.train.callbacks import Callback, StepResult
+from tessera.train.describe import describe
 from tessera.train.run import train
 from tests.dist.spawn import run_ranks
 from tests.toys.chat_set import chat_recipe, write_chat_set

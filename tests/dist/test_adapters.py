@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tessera.checkpoint.peft import save_adapters
 from tessera.core.run_config import load_config
-from tessera.train.build import describe
+from tessera.train.describe import describe
 from tessera.train.run import resume, train
 from tests.dist.layout_cases import DEEP, SEQUENCE, UNTIED, WHOLE_TOWER
 from tests.dist.layouts import Case, good, measure, recipe_of, relative

@@ -20,8 +20,9 @@ from tessera.parallel.apply import initialize, parallelize
 from tessera.parallel.mesh import build_mesh
 from tessera.parallel.pipeline.chain import PipelinedModel
 from tessera.parallel.pipeline.stages import Stages
-from tessera.train.build import build_processor, describe
+from tessera.train.build import build_processor
 from tessera.train.callbacks import Callback, StepResult
+from tessera.train.describe import describe
 from tessera.train.run import resume, train
 from tessera.train.watch import Watch
 from tests.dist.layout_cases import DEEP, FOUR_LAYERS, IN_TOWER, PIPELINE

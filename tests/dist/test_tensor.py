@@ -18,7 +18,7 @@ from tessera.parallel.engines import build_engine
 from tessera.parallel.mesh import Mesh, build_mesh
 from tessera.parallel.traffic.counting import CountCollectives
 from tessera.tasks.language import LanguageTask
-from tessera.train.build import Described, describe
+from tessera.train.describe import Described, describe
 from tests.dist.layout_cases import SEQUENCE, TENSOR, UNTIED
 from tests.dist.layouts import Record, good, measure, quietly, recipe_of
 from tests.dist.spawn import run_ranks

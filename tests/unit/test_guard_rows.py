@@ -13,7 +13,8 @@ from tessera.core.run_config import load_config
 from tessera.core.types import Batch, SparingRows
 from tessera.parallel.engine import SimpleEngine
 from tessera.tasks.dpo import DpoTask
-from tessera.train.build import build_processor, build_rows, describe
+from tessera.train.build import build_processor, build_rows
+from tessera.train.describe import describe
 from tessera.train.jsonl import read_jsonl
 from tessera.train.records import read_ledger
 from tests.toys.pair_set import pair_recipe, write_pair_set

@@ -16,8 +16,8 @@ from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import load_config
 from tessera.nn.lora import LoraLinear, adapters_of, without_adapters
-from tessera.train.build import describe
 from tessera.train.callbacks import Callback
+from tessera.train.describe import describe
 from tessera.train.run import Run, resume, train
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import MODEL, chat_recipe, write_chat_set

@@ -20,7 +20,7 @@ from tessera.ops.nf4 import packed_sizes
 from tessera.parallel.apply import parallelize
 from tessera.parallel.axes import PP
 from tessera.parallel.mesh import build_mesh
-from tessera.train.build import describe
+from tessera.train.describe import describe
 
 CPU = torch.device("cpu")
 FOUR_BITS = {"family": "qwen2_vl", "preset": "quickstart", "lora": {"rank": 4, "quantize": "nf4"}}

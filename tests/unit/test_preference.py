@@ -20,8 +20,9 @@ from tessera.nn.lora import add_adapters, find_adapters, without_adapters
 from tessera.ops.token_loss import token_log_probs
 from tessera.parallel.engine import SimpleEngine
 from tessera.tasks.dpo import DpoTask
-from tessera.train.build import build_processor, build_rows, describe
+from tessera.train.build import build_processor, build_rows
 from tessera.train.callbacks import Callback
+from tessera.train.describe import describe
 from tessera.train.run import train
 from tests.toys.pair_set import pair_recipe, write_pair_set
 

@@ -12,7 +12,8 @@ from tessera.core.config import build, read_mapping
 from tessera.core.run_config import DataSection, ParallelSection, RunConfig, SourceSection, load_config
 from tessera.core.types import Processor
 from tessera.data.kinds import Work
-from tessera.train.build import build_processor, describe
+from tessera.train.build import build_processor
+from tessera.train.describe import describe
 
 RUN_CONFIG = "config.yaml"
 
