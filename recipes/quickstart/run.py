@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from pathlib import Path
 
@@ -39,7 +41,8 @@ def main() -> None:
     print(f"   {tessera.report(run.folder)}")
     print(f"checkpoint:          {run.checkpoint}")
     print(f"Hugging Face folder: {run.folder / 'hf'}")
-    print(f'ask it: tessera generate {run.folder} --image {DATA}/pictures/0007-0.png "What digit is this?"')
+    command = os.path.relpath(Path(sys.executable).with_name("tessera"))  # on nobody's path yet
+    print(f'ask it: {command} generate {run.folder} --image {DATA}/pictures/0007-0.png "What digit is this?"')
     if score.accuracy("1 picture") < 0.97 or not agreement.complete:
         raise SystemExit(
             "the result falls short of what this quick start promises: 0.97 on single digits, full agreement"
