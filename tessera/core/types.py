@@ -96,13 +96,22 @@ class Segments:
     bounds: Tensor  # [S + 1] int32
     longest: int
     lengths: tuple[int, ...] = ()  # of the pieces; empty where the maker did not know them on the host
+    # If not 0: these are so many rows of one length, each with one piece and then padding, whose results nobody reads.
+    # Causal attention over whole rows is then as good, and has the same shape in every step.
+    rows: int = 0
+    # [2] int64, on the host: `longest` and `rows` for an operation that is to be compiled once for all batches; a
+    # compiler takes plain numbers for constants.
+    extent: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "extent", torch.tensor([self.longest, self.rows], device="cpu"))
 
     @staticmethod
-    def of(lengths: Sequence[int]) -> Segments:
+    def of(lengths: Sequence[int], rows: int = 0) -> Segments:
         bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         if lengths:
             bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-        return Segments(bounds, max(lengths, default=0), tuple(int(length) for length in lengths))
+        return Segments(bounds, max(lengths, default=0), tuple(int(length) for length in lengths), rows)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Segments:
         return replace(self, bounds=self.bounds.to(device, non_blocking=non_blocking))

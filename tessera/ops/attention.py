@@ -6,16 +6,14 @@ of its own, so no implementation knows about padding.
 
 from __future__ import annotations
 
-import inspect
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from tessera.core.types import Segments
+from tessera.ops.fused_attention import fused_attention
 from tessera.ops.registry import AUTO, Implementation, Operation
 
 Window = tuple[int, int]  # how many earlier and later tokens are seen, besides the token itself; -1: no bound
@@ -192,42 +190,21 @@ def _cached_sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, s
     return out.squeeze(2)
 
 
-# ---------------------------------------------------------------------------------------------- varlen
+# ---------------------------------------------------------------------------------------------- fused: on accelerators
 
 
-def _packed_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: Window, scale: float) -> Tensor:
-    bounds, longest = segments.bounds, segments.longest
-    options: dict[str, Any] = {"scale": scale}
-    if "window_size" in _VARLEN_PARAMETERS:
-        options["window_size"] = window
-    else:
-        options["is_causal"] = window == (-1, 0)
-    if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in _VARLEN_PARAMETERS:
-            options["enable_gqa"] = True
-        else:
-            groups = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    # The kernel takes head sizes in eights. Zeros at the end change no product, and are cut off again.
-    size = q.shape[-1]
-    q, k, v = (F.pad(x, (0, -size % 8)) if size % 8 else x for x in (q, k, v))
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
-    assert isinstance(out, Tensor), "a tuple comes back only when more than the output is asked for"
-    return out[..., :size] if size % 8 else out
+def _packed_fused(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: Window, scale: float) -> Tensor:
+    return fused_attention(q, k, v, segments, window == (-1, 0), scale)
 
-
-# Read once: the keywords of this young function still move between releases of torch.
-_VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
-_VARLEN_VARIANTS = ("full", "causal", "window") if "window_size" in _VARLEN_PARAMETERS else ("full", "causal")
 
 PACKED_ATTENTION = Operation(
     "packed_attention",
     (
         Implementation(
-            "varlen",
-            _packed_varlen,
-            _VARLEN_VARIANTS,
-            needs=("varlen_attention", "flash_dtype"),
+            "fused",
+            _packed_fused,
+            ("full", "causal"),
+            needs=("flash_attention",),
             dtypes=(torch.bfloat16, torch.float16),
         ),
         Implementation("sdpa", _packed_sdpa, ("full", "causal", "window")),

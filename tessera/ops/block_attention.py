@@ -200,7 +200,7 @@ def _padded(x: Tensor) -> Tensor:
 
 
 _VARIANTS = ("rectangle", "full", "causal")
-_FLASH_NEEDS = ("varlen_attention", "flash_dtype")
+_FLASH_NEEDS = ("flash_attention",)
 _FLASH_TYPES = (torch.bfloat16, torch.float16)
 
 BLOCK_ATTENTION = Operation(

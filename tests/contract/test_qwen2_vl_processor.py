@@ -217,6 +217,16 @@ def test_text_alone_and_its_own_system_prompt(processor: Qwen2VLProcessor, expor
         assert "pixels" not in processor.collate([[ours]], 128)
 
 
+def test_rows_of_one_long_item_each_are_said_to_be_so(processor: Qwen2VLProcessor) -> None:
+    """Kernels for whole rows are faster, as long as little of a row is padding. Prompts come in all lengths."""
+    item = processor.encode(conversation("image"), [picture(61, 87)])
+    full, roomy = len(item.tokens) + 5, 2 * len(item.tokens)
+    rows = {"full": ([[item], [item]], full), "roomy": ([[item], [item]], roomy), "packed": ([[item, item]], roomy)}
+    said = {name: processor.collate(*given).segments["text"].rows for name, given in rows.items()}
+    assert said == {"full": 2, "roomy": 0, "packed": 0}
+    assert processor.prompt([conversation("image")], [[picture(61, 87)]]).segments["text"].rows == 0
+
+
 @pytest.mark.parametrize("system", [None, "Answer in {{ braces }}."])
 def test_a_folder_with_another_system_prompt(folder: Path, tmp_path: Path, system: str | None) -> None:
     plain = Qwen2VLProcessor.load(tiny_config(), folder, system=system)

@@ -7,11 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
+from tessera.core.device import supports
 from tessera.core.errors import TesseraError
 from tessera.core.types import Segments
 from tessera.ops import attention
 from tessera.ops.attention import cached_attention, packed_attention
+from tessera.ops.fused_attention import fused_attention
 
 # Equal pieces; similar ones (padded); one long among many short (looped); an empty one at the end and in the middle.
 LENGTHS = ([6, 6, 6], [7, 5, 6, 1], [20, 1, 2, 1, 3, 1, 1], [5, 0, 4, 0])
@@ -69,6 +72,37 @@ def test_every_path_of_sdpa_equals_eager(path: str, causal: bool, window: tuple[
             torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_fused_equals_eager(lengths: list[int], causal: bool) -> None:
+    """Here without its kernels: what surrounds them. Those are held against eager on accelerators, below."""
+    segments, bounds = Segments.of(lengths), (-1, 0 if causal else -1)
+
+    def run(function: Callable[..., Tensor]) -> list[Tensor]:
+        return with_gradients(lambda q, k, v: function(q, k, v, segments, bounds, 0.3), inputs(sum(lengths)))
+
+    for ours, reference in zip(run(attention._packed_fused), run(attention._packed_eager), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_fused_is_compiled_once_for_batches_of_every_kind() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def around(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        return fused_attention(2 * q, k, v, segments, True, 0.3) + 1
+
+    compiled = torch.compile(around, backend=counter, fullgraph=True)
+    kinds = (Segments.of([12, 12]), Segments.of([4, 20]), Segments.of([22, 2], rows=1), Segments.of([9, 15], rows=0))
+    for segments in kinds:
+        ours = with_gradients(lambda q, k, v, segments=segments: compiled(q, k, v, segments), inputs(24))
+        reference = with_gradients(lambda q, k, v, segments=segments: around(q, k, v, segments), inputs(24))
+        for one, other in zip(ours, reference, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
 def test_pieces_do_not_see_each_other() -> None:
     segments = Segments.of([4, 3])
     q, k, v = (x.detach() for x in inputs(7))
@@ -102,8 +136,8 @@ def test_cached_attention_equals_attention_over_the_filled_part(implementation: 
 
 def test_an_implementation_that_cannot_serve_is_an_error_that_names_those_that_can() -> None:
     q, k, v = inputs(4)
-    with pytest.raises(TesseraError, match="varlen") as caught:
-        packed_attention(q, k, v, Segments.of([4]), causal=True, implementation="varlen")
+    with pytest.raises(TesseraError, match="fused") as caught:
+        packed_attention(q, k, v, Segments.of([4]), causal=True, implementation="fused")
     assert caught.value.allowed == ["auto", "sdpa", "eager"]
     with pytest.raises(TesseraError, match="unknown") as caught:
         packed_attention(q, k, v, Segments.of([4]), causal=True, implementation="sdpaa")
@@ -119,12 +153,14 @@ def test_nothing_in_is_nothing_out() -> None:
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("lengths", LENGTHS[:3], ids=str)
 @pytest.mark.parametrize(("causal", "window"), WINDOWS[:3], ids=str)
-@pytest.mark.parametrize("implementation", ["varlen", "sdpa"])
+@pytest.mark.parametrize("implementation", ["fused", "sdpa"])
 def test_accelerated_equals_eager(
     lengths: list[int], causal: bool, window: tuple[int, int] | None, implementation: str
 ) -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
+    if implementation == "fused" and window is not None:
+        pytest.skip("it has no windows")
     segments = Segments.of(lengths)
     wide = inputs(sum(lengths), dim=64)
     narrow = tuple(x.detach().to(device, torch.bfloat16).requires_grad_() for x in wide)
@@ -146,3 +182,42 @@ def test_accelerated_equals_eager(
     for ours, reference in zip(run(narrow, implementation), run(narrow, "eager"), strict=True):
         error = (ours.float() - reference.float()).abs().max() / reference.float().abs().max()
         assert error < 2e-2
+
+
+# Rows with one piece each; windows; pictures of one size; pieces of all lengths, and with heads that are no eights.
+KINDS: dict[str, tuple[Segments, list[int], bool, int]] = {
+    "rows": (Segments.of([500, 12, 512], rows=2), [500, 512], True, 128),
+    "windows": (Segments.of([64] * 16), [], False, 80),
+    "causal windows": (Segments.of([64] * 16), [], True, 64),
+    "pictures": (Segments.of([512, 512]), [], False, 80),
+    "pieces": (Segments.of([300, 200, 1, 523]), [], True, 128),
+    "odd heads": (Segments.of([512, 512]), [], True, 36),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_of_fused_equals_eager(kind: str, compiled: bool) -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    if not supports(device, "flash_attention"):
+        pytest.skip("has no kernels for it")
+    segments, padding, causal, size = KINDS[kind]
+    narrow = tuple(x.detach().to(device, torch.bfloat16).requires_grad_() for x in inputs(1024, dim=size))
+    read = torch.ones(1024, dtype=torch.bool, device=device)
+    if padding:
+        read[padding[0] : padding[1]] = False
+
+    def run(qkv: tuple[Tensor, ...], name: str, wide: bool) -> list[Tensor]:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = ((x.float() if wide else x) for x in (q, k, v))
+            out = packed_attention(q, k, v, segments.to(device), causal=causal, implementation=name)
+            return out.float()[read].cpu()
+
+        return with_gradients(torch.compile(attend) if compiled and not wide else attend, qkv)
+
+    for ours, reference in zip(run(narrow, "fused", False), run(narrow, "eager", True), strict=True):
+        error = (ours.float() - reference.float()).norm() / reference.float().norm()
+        assert error < 1e-2

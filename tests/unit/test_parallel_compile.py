@@ -37,7 +37,7 @@ def batch_of(config: Any, texts: list[int], grids: list[tuple[int, int]], seed: 
     patches = sum(h * w for h, w in grids)
     tokens = torch.randint(0, 500, (TOKENS,), generator=generator)
     tensors = {"tokens": tokens, "labels": tokens.roll(-1), "positions": torch.arange(TOKENS).expand(3, -1)}
-    segments = {"text": Segments.of(texts)}
+    segments = {"text": Segments.of(texts, rows=int(len(texts) == 1))}
     if grids:
         tensors["pixels"] = torch.randn(patches, config.vision.patch_values, generator=generator)
         tensors["patch_positions"] = torch.randint(0, 6, (patches, 2), generator=generator)

@@ -32,7 +32,7 @@ class LanguageConfig(Section):
 
     text: TextConfig
     tie_word_embeddings: bool = False
-    attention: str = Field("auto", description="implementation of attention: auto, eager, sdpa or varlen")
+    attention: str = Field("auto", description="implementation of attention: auto, eager, sdpa or fused")
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:

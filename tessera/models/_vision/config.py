@@ -62,7 +62,7 @@ class VisionLanguageConfig(Section):
 
     text: TextConfig
     tie_word_embeddings: bool = False
-    attention: str = Field("auto", description="implementation of attention: auto, eager, sdpa or varlen")
+    attention: str = Field("auto", description="implementation of attention: auto, eager, sdpa or fused")
 
     @model_validator(mode="after")
     def _tokens_exist(self) -> VisionLanguageConfig:

@@ -76,7 +76,7 @@ class InternVLConfig(Section):
         description="kept for exports: by this transformers stretches positions beyond max_position_embeddings, where "
         "we refuse samples; up to there nothing is stretched",
     )
-    attention: str = Field("auto", description="implementation of attention: auto, eager, sdpa or varlen")
+    attention: str = Field("auto", description="implementation of attention: auto, eager, sdpa or fused")
 
     @model_validator(mode="after")
     def _tokens_exist(self) -> InternVLConfig:

@@ -131,7 +131,7 @@ class LlavaConfig(Section):
     )
     projector_hidden_act: Literal["quick_gelu", "gelu", "gelu_pytorch_tanh", "silu"] = "gelu"
     multimodal_projector_bias: bool = True
-    attention: str = Field("auto", description="implementation of attention: auto, eager, sdpa or varlen")
+    attention: str = Field("auto", description="implementation of attention: auto, eager, sdpa or fused")
 
     @property
     def blocks_read(self) -> int:

@@ -15,7 +15,7 @@ from tessera.parallel.planning.modules import Keep, Recompute
 from tessera.parallel.wrapping import wrap_submodule
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"})
-_ATTENTION_WORDS = ("attention", "varlen_attn")  # every backend's fused kernel has one of them in its name
+_ATTENTION_WORD = "attention"  # every fused kernel has it in its name
 
 
 def apply_recompute(module: nn.Module, parts: Sequence[Recompute], use_reentrant: bool = False) -> None:
@@ -33,7 +33,7 @@ def _wrapped(module: nn.Module, keep: Keep, use_reentrant: bool) -> nn.Module:
 
 def _policy(keep: Keep, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = op.name().split("::")[-1].split(".")[0]
-    kept = any(word in name for word in _ATTENTION_WORDS) or (keep == "matmul" and name in _PRODUCTS)
+    kept = _ATTENTION_WORD in name or (keep == "matmul" and name in _PRODUCTS)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
