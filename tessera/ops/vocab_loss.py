@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.core.types import IGNORE
+from tessera.ops.products import add_product
 from tessera.ops.vocab import VocabPart
 
 
@@ -53,7 +54,7 @@ class _ChunkedVocabLoss(torch.autograd.Function):
             if hidden_grad is not None:
                 torch.mul(slope @ rows, trained, out=hidden_grad[here])
             if rows_grad is not None:
-                rows_grad += slope.t() @ (hidden[here] * trained)
+                add_product(rows_grad, slope.t(), hidden[here] * trained)
         if hidden_grad is not None:
             dist.all_reduce(hidden_grad, group=part.group)
         ctx.save_for_backward(hidden_grad, rows_grad)
@@ -83,5 +84,8 @@ def scaled_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | No
     hidden_grad, weight_grad = ctx.saved_tensors
     return (
         None if hidden_grad is None else (hidden_grad.float() * grad).to(hidden_grad.dtype),
-        None if weight_grad is None else (weight_grad * grad).to(ctx.weight_dtype),
+        # Into its last type at once: this one is as large as the table.
+        None
+        if weight_grad is None
+        else torch.mul(weight_grad, grad, out=torch.empty_like(weight_grad, dtype=ctx.weight_dtype)),
     )

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Off: on torch 2.11 it made gradients of weights that are broadcast over many tokens wrong by orders of magnitude.
-_OPTIONS: dict[str, str | int | bool] = {"triton.mix_order_reduction": False}
+from tessera.core.compiling import OPTIONS
 
 # A kind of block is needed in several forms: with gradients and without, after something that has one and after nothing
 # that does, with adapters and without, with adapters of other ranks; each before and after sizes became variables.
@@ -26,7 +25,7 @@ def apply_compile(module: nn.Module, paths: Sequence[str], backend: str = "induc
     """In place: neither names nor classes of modules change."""
     more = _limit_of_forms() if paths else {}
     for path in paths:
-        options = dict(_OPTIONS) if backend == "inductor" else None
+        options = dict(OPTIONS) if backend == "inductor" else None
         module.get_submodule(path).compile(backend=backend, options=options, **more)
 
 

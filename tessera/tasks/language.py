@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from tessera.core.types import Batch, LanguageOutput, LossOut
 from tessera.ops.loss import linear_cross_entropy
+from tessera.ops.registry import AUTO
 
 
 class LanguageTask:
+    """`loss` names an implementation of the loss; `auto` leaves it to the run."""
+
+    def __init__(self, loss: str = AUTO) -> None:
+        self.implementation = loss
+
+    def compile(self) -> None:
+        """The run compiles what it can."""
+        if self.implementation == AUTO:
+            self.implementation = "compiled"
+
     def inputs(self, batch: Batch) -> Batch:
         return batch
 
     def loss(self, outputs: LanguageOutput, batch: Batch) -> LossOut:
         weight = outputs.head.weight
         # `parallel.output_dtype` may have widened the hidden states; the product is taken in the head's type.
-        total, count = linear_cross_entropy(outputs.hidden.to(weight.dtype), weight, batch["labels"])
+        hidden = outputs.hidden.to(weight.dtype)
+        total, count = linear_cross_entropy(hidden, weight, batch["labels"], implementation=self.implementation)
         return LossOut(total, count)
 
 

@@ -58,6 +58,8 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
     check: Callable[[nn.Module], None] | None = getattr(task, "check", None)
     if check is not None:
         check(described.module)
+    if plan.compiled and hasattr(task, "compile"):
+        task.compile()
     config = with_model_resolved(config, described)
     if config.data.workers not in (0, "auto"):
         begin_early()

@@ -18,11 +18,13 @@ def example(rows: int = 23, vocab: int = 17) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, labels
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 23, 100])
-def test_chunked_equals_eager(chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "chunk"), [("chunked", 1), ("chunked", 5), ("chunked", 23), ("chunked", 100), ("compiled", 5)]
+)
+def test_chunks_equal_eager(way: str, chunk: int) -> None:
     hidden, weight, labels = example()
     results = []
-    for implementation in ("eager", "chunked"):
+    for implementation in ("eager", way):
         total, count = linear_cross_entropy(hidden, weight, labels, chunk=chunk, implementation=implementation)
         assert count.item() == 15
         assert total.dtype == torch.float32
@@ -31,7 +33,7 @@ def test_chunked_equals_eager(chunk: int) -> None:
         torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "chunked"])
+@pytest.mark.parametrize("implementation", ["eager", "chunked", "compiled"])
 def test_a_row_with_nothing_to_train_gives_zero_and_zero_gradients(implementation: str) -> None:
     hidden, weight, labels = example()
     total, count = linear_cross_entropy(hidden, weight, torch.full_like(labels, IGNORE), implementation=implementation)
