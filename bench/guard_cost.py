@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from train_step import SPECIAL, VOCABULARY, write_data
+from conversations import model_section, write_even, write_tokenizer
 
 import tessera
 from tessera.train.callbacks import Callback
@@ -40,24 +40,11 @@ class Clock(Callback):
 
 
 def measure(preset: str, length: int, steps: int, dtype: str, policy: str, folder: Path) -> float:
-    ids = {word: VOCABULARY - 7 + at for at, word in enumerate(SPECIAL)}
     recipe = {
         "name": "guard",
         "out": str(folder / "runs"),
-        "model": {
-            "family": "qwen2_vl",
-            "preset": preset,
-            "tokenizer": str(folder / "tokenizer"),
-            "dtype": dtype,
-            "config": {
-                "vision_start_token_id": ids["vision_start"],
-                "vision_end_token_id": ids["vision_end"],
-                "image_token_id": ids["image_pad"],
-                "video_token_id": ids["video_pad"],
-                "text": {"vocab_size": VOCABULARY},
-            },
-        },
-        "data": {"train": [{"path": str(folder / "train.jsonl")}], "length": length, "workers": 4},
+        "model": model_section("qwen2_vl", preset, folder / "tokenizer", dtype),
+        "data": {"train": str(folder / "even.jsonl"), "length": length, "workers": 4},
         "parallel": {"param_dtype": "bfloat16"},
         "train": {"steps": steps},
         "checkpoint": {"at_end": False},
@@ -71,7 +58,8 @@ def measure(preset: str, length: int, steps: int, dtype: str, policy: str, folde
 
 def main(preset: str = "2b", length: str = "2048", steps: str = "36", times: str = "2") -> None:
     with tempfile.TemporaryDirectory() as folder:
-        write_data(Path(folder), int(length), 1)
+        write_tokenizer(Path(folder))
+        write_even(Path(folder), int(length), 1)
         for dtype in ("bfloat16", "float32"):
             for policy in ("off", "skip") * int(times):
                 took = measure(preset, int(length), int(steps), dtype, policy, Path(folder))

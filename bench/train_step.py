@@ -9,65 +9,25 @@ Prints one JSON line per case. Weights are random: speed does not depend on them
 from __future__ import annotations
 
 import json
-import multiprocessing
-import random
 import statistics
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from conversations import apart, model_section, write_even, write_tokenizer
 
 import tessera
-from tessera.data.tokenizer import train_tokenizer
-
-SPECIAL = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
-VOCABULARY = 151936
-SIDE = 56 * 14
-
-
-def write_data(folder: Path, length: int, pictures: int, rows: int = 8) -> None:
-    chance = random.Random(0)
-    (folder / "tokenizer").mkdir(parents=True)
-    tokenizer = train_tokenizer(["a"], VOCABULARY, [f"<|{word}|>" for word in SPECIAL])
-    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    lines = []
-    for row in range(rows):
-        shown = []
-        for number in range(pictures):
-            name = f"{row}-{number}.png"
-            pixels = np.random.default_rng(row * 97 + number).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / name, compress_level=1)
-            shown.append({"type": "image", "image": name})
-        text = "".join(chance.choice("abcdefgh") for _ in range(length - pictures * (28 * 28 + 2) - 64))
-        talk = [{"role": "user", "content": shown}, {"role": "assistant", "content": text}]
-        lines.append(json.dumps({"id": str(row), "messages": talk}))
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def measure(preset: str, length: int, case: dict[str, Any], folder: Path, steps: int = 10) -> dict[str, Any]:
-    ids = {f"{word}_token_id": VOCABULARY - 7 + at for at, word in enumerate(SPECIAL)}
     recipe = {
         "name": "bench",
         "out": str(folder / "runs"),
-        "model": {
-            "family": "qwen2_vl",
-            "preset": preset,
-            "tokenizer": str(folder / "tokenizer"),
-            "config": {
-                "vision_start_token_id": ids["vision_start_token_id"],
-                "vision_end_token_id": ids["vision_end_token_id"],
-                "image_token_id": ids["image_pad_token_id"],
-                "video_token_id": ids["video_pad_token_id"],
-                "text": {"vocab_size": VOCABULARY},
-            },
-            "dtype": case["dtype"],
-        },
-        "data": {"train": [{"path": str(folder / "train.jsonl")}], "length": length, "workers": 4},
+        "model": model_section("qwen2_vl", preset, folder / "tokenizer", case["dtype"]),
+        "data": {"train": str(folder / "even.jsonl"), "length": length, "workers": 4},
         "parallel": case["parallel"],
         "train": {"steps": steps},
         "checkpoint": {"at_end": False},
@@ -115,15 +75,11 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 def main(cases: str = "precision", preset: str = "2b", length: int = 8192, pictures: int = 4) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        write_data(folder, length, pictures)
+        write_tokenizer(folder)
+        write_even(folder, length, pictures)
         for name, case in CASES[cases].items():
             facts = {"case": name, "preset": preset, "tokens": length, "pictures": pictures, "torch": torch.__version__}
-            # A process of its own for each case: nothing that one leaves in memory can be seen by the next.
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                try:
-                    facts |= pool.submit(measure, preset, length, case, folder).result()
-                except Exception as error:
-                    facts["error"] = f"{type(error).__name__}: {error}"[:300]
+            facts |= apart(measure, preset, length, case, folder)
             print(json.dumps(facts), flush=True)
 
 
