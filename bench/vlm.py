@@ -81,6 +81,7 @@ def model_flops(preset: str, folder: Path) -> float:
     patches, near = PICTURES * 56 * 56, PICTURES * 49 * 64**2
     measures = {
         "tokens": np.array(LENGTH),
+        "trained": np.array(LENGTH - PICTURES * (28 * 28 + 2) - 64),  # the letters of the answer
         "token_pairs": np.array(LENGTH**2 / 2),
         "patches": np.array(patches),
         "patch_pairs": np.array(PICTURES * (56 * 56) ** 2),

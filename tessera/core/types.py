@@ -120,12 +120,18 @@ class Segments:
         return replace(self, bounds=self.bounds.pin_memory())
 
 
+def trained_positions(labels: Tensor) -> Tensor:
+    return (labels != IGNORE).nonzero().squeeze(1)
+
+
 @dataclass
 class Batch:
     """One micro-batch: named tensors, bounds of packed pieces, and what the trainer may read (ids, counts, seeds).
 
-    Language batches carry `tokens`, `labels` (already shifted), `positions` and segments "text"; with media, tensors of
-    their family. Generation batches carry latents or clips with their conditions. The trainer never looks inside.
+    Language batches carry `tokens`, `labels` (already shifted), `positions` and segments "text"; those that are trained
+    on also `trained`, the positions that have a label: their number is a shape, which the host has to know. With media,
+    tensors of their family. Generation batches carry latents or clips with their conditions. The trainer never looks
+    inside.
     """
 
     tensors: dict[str, Tensor]

@@ -14,6 +14,7 @@ from tessera.core.compiling import OPTIONS
 from tessera.core.types import IGNORE
 from tessera.ops.products import add_product
 from tessera.ops.registry import AUTO, Implementation, Operation
+from tessera.ops.rows import in_chunks
 from tessera.ops.vocab import vocab_logits, vocab_part
 from tessera.ops.vocab_loss import chunked_vocab_loss, scaled_gradients
 
@@ -109,8 +110,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden) if for_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
+        for rows in in_chunks(hidden.shape[0], chunk):
             trained = (labels[rows] != IGNORE).unsqueeze(1)
             targets = labels[rows].clamp(min=0).unsqueeze(1)
             logits = F.linear(hidden[rows], weight)

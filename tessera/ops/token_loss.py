@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tessera.core.types import IGNORE
 from tessera.ops.loss import DEFAULT_CHUNK
+from tessera.ops.rows import in_chunks
 from tessera.ops.vocab import VocabPart, vocab_part
 from tessera.ops.vocab_loss import join_vocab
 
@@ -45,8 +46,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for_hidden = differentiate and ctx.needs_input_grad[0]
         found = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         slope_of_hidden = torch.empty_like(hidden) if for_hidden else None
-        for start in range(0, hidden.shape[0], chunk):
-            here = slice(start, start + chunk)
+        for here in in_chunks(hidden.shape[0], chunk):
             trained = (labels[here] != IGNORE).unsqueeze(1)
             log_probs, slope = _chunk(hidden[here], rows, labels[here], part, for_hidden)
             found[here] = log_probs.where(trained, 0.0).squeeze(1)
@@ -66,8 +66,7 @@ class _TokenLogProbs(torch.autograd.Function):
         of_rows = None
         if ctx.needs_input_grad[1]:
             of_rows = torch.zeros_like(rows, dtype=torch.float32)
-            for start in range(0, hidden.shape[0], ctx.chunk):
-                here = slice(start, start + ctx.chunk)
+            for here in in_chunks(hidden.shape[0], ctx.chunk):
                 _, slope = _chunk(hidden[here], rows, labels[here], ctx.part, True)
                 assert slope is not None
                 scale = grad[here] * (labels[here] != IGNORE).unsqueeze(1)

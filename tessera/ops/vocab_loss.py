@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tessera.core.types import IGNORE
 from tessera.ops.products import add_product
+from tessera.ops.rows import in_chunks
 from tessera.ops.vocab import VocabPart
 
 
@@ -37,8 +38,7 @@ class _ChunkedVocabLoss(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden) if for_hidden else None
         rows_grad = torch.zeros_like(rows, dtype=torch.float32) if for_rows else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in range(0, hidden.shape[0], chunk):
-            here = slice(start, start + chunk)
+        for here in in_chunks(hidden.shape[0], chunk):
             trained = (labels[here] != IGNORE).unsqueeze(1)
             place, own = (x.unsqueeze(1) for x in part.find(labels[here]))
             logits = F.linear(hidden[here], rows).float()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Batch, LanguageOutput, LossOut
 from tessera.nn.lora import adapters_of, without_adapters
+from tessera.ops.rows import take_rows
 from tessera.ops.token_loss import token_log_probs
 
 REFERENCE = "reference_log_probs"
@@ -78,7 +79,7 @@ class DpoTask:
         found = answer_log_probs(outputs, batch).view(-1, 2)
         before = torch.zeros_like(found) if self.reference is None else batch[REFERENCE].view(-1, 2)
         # A hole where a sample could not be read has no labels: such a pair counts for nothing.
-        counts = (_summed((batch["labels"] != IGNORE).float(), batch).view(-1, 2) > 0).all(1)
+        counts = (_summed((batch["labels"] != IGNORE).float(), batch["pair"], batch).view(-1, 2) > 0).all(1)
         rewards = self.beta * (found - before)
         margin = rewards[:, 0] - rewards[:, 1]
         losses = -(1 - self.smoothing) * F.logsigmoid(margin) - self.smoothing * F.logsigmoid(-margin)
@@ -95,14 +96,17 @@ class DpoTask:
 
 def answer_log_probs(outputs: LanguageOutput, batch: Batch) -> Tensor:
     """Of the answers of every pair, better and worse in turn: [2 x pairs], in fp32."""
-    weight = outputs.head.weight
-    return _summed(token_log_probs(outputs.hidden.to(weight.dtype), weight, batch["labels"]), batch)
+    weight, hidden, labels, pair = outputs.head.weight, outputs.hidden, batch["labels"], batch["pair"]
+    if "trained" in batch:  # what they answer is the longer part, and nobody asks for its logits
+        hidden = take_rows(hidden, batch["trained"])
+        labels, pair = (x.index_select(0, batch["trained"]) for x in (labels, pair))
+    return _summed(token_log_probs(hidden.to(weight.dtype), weight, labels), pair, batch)
 
 
-def _summed(values: Tensor, batch: Batch) -> Tensor:
+def _summed(values: Tensor, pair: Tensor, batch: Batch) -> Tensor:
     """Over the tokens of each answer; what belongs to none goes to a place of its own and is left there."""
     places = 2 * batch["pair_ids"].shape[0]
-    where = batch["pair"].where(batch["pair"] >= 0, places)
+    where = pair.where(pair >= 0, places)
     return values.new_zeros(places + 1).index_add(0, where, values)[:places]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tessera.core.types import Batch, LanguageOutput, LossOut
 from tessera.ops.loss import linear_cross_entropy
 from tessera.ops.registry import AUTO
+from tessera.ops.rows import take_rows
 
 
 class LanguageTask:
@@ -22,10 +23,12 @@ class LanguageTask:
         return batch
 
     def loss(self, outputs: LanguageOutput, batch: Batch) -> LossOut:
-        weight = outputs.head.weight
+        weight, hidden, labels = outputs.head.weight, outputs.hidden, batch["labels"]
+        # Logits are dear, and of pictures and questions nobody asks for them.
+        if "trained" in batch:
+            hidden, labels = take_rows(hidden, batch["trained"]), labels.index_select(0, batch["trained"])
         # `parallel.output_dtype` may have widened the hidden states; the product is taken in the head's type.
-        hidden = outputs.hidden.to(weight.dtype)
-        total, count = linear_cross_entropy(hidden, weight, batch["labels"], implementation=self.implementation)
+        total, count = linear_cross_entropy(hidden.to(weight.dtype), weight, labels, implementation=self.implementation)
         return LossOut(total, count)
 
 

@@ -21,7 +21,17 @@ from PIL import Image
 from torch import Tensor
 
 from tessera.core.errors import TesseraError
-from tessera.core.types import IGNORE, Batch, Encoded, MediaSize, Part, PartKind, Sample, Segments
+from tessera.core.types import (
+    IGNORE,
+    Batch,
+    Encoded,
+    MediaSize,
+    Part,
+    PartKind,
+    Sample,
+    Segments,
+    trained_positions,
+)
 from tessera.data.chat import ChatTemplate, Piece
 from tessera.data.media.clips import VideoSampling
 from tessera.data.patches import Patches
@@ -176,7 +186,8 @@ class ConversationProcessor(ABC):
         for row in rows:
             assert sum(len(item.tokens) for item in row) <= length, "the packer keeps rows within the length"
         alone = all(len(row) == 1 and len(row[0].tokens) >= _FILLED * length for row in rows)
-        return self._pack(rows, [length] * len(rows), whole=alone)
+        batch = self._pack(rows, [length] * len(rows), whole=alone)
+        return batch.with_tensors(trained=trained_positions(batch["labels"]))
 
     def prompt(
         self,

@@ -21,7 +21,7 @@ from tessera.models._text.config import TextConfig
 from tessera.models._text.plan import ATTENTION, BLOCKS, text_experts, text_heads, text_stages, text_styles
 from tessera.models._text.spelling import Spelling
 from tessera.models._text.weights import text_weights
-from tessera.models._text.work import measures_of, pairs_of, text_work
+from tessera.models._text.work import measures_of, text_work
 from tessera.nn.language import LanguageModel
 
 Spellings = Mapping[str, tuple[Spelling, str]]  # model_type -> spelling, class of transformers
@@ -130,7 +130,7 @@ def _weights(config: LanguageConfig) -> WeightMap:
 
 
 def _work(config: LanguageConfig, measures: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {"text": text_work(config.text, measures["tokens"].astype(np.float64), pairs_of(measures))}
+    return {"text": text_work(config.text, measures)}
 
 
 def _flops(config: LanguageConfig, batch: Batch) -> float:

@@ -15,15 +15,20 @@ from tessera.models._text.config import TextConfig
 from tessera.models._text.plan import layer_weights
 
 
-def text_work(text: TextConfig, tokens: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """`pairs`: of tokens that attend to each other, the square of each segment's length."""
+def text_work(text: TextConfig, measures: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The head reads those positions alone that are trained, where their number is told."""
+    tokens = measures["tokens"].astype(np.float64)
     routers = 0
     if text.experts is not None:
         sparse = sum(text.experts_in(layer) is not None for layer in range(text.num_hidden_layers))
         routers = sparse * text.hidden_size * text.experts.num_experts
-    weights = text.num_hidden_layers * layer_weights(text) + routers + text.hidden_size * text.vocab_size
+    weights = text.num_hidden_layers * layer_weights(text) + routers
     width = text.num_attention_heads * text.head_size
-    forward: np.ndarray = 2 * tokens * weights + 4 * text.num_hidden_layers * width * pairs
+    forward: np.ndarray = (
+        2 * tokens * weights
+        + 2 * measures.get("trained", tokens) * text.hidden_size * text.vocab_size
+        + 4 * text.num_hidden_layers * width * _pairs(measures)
+    )
     return 3.0 * forward
 
 
@@ -33,6 +38,7 @@ def measures_of(batch: Batch) -> dict[str, np.ndarray]:
     windows = batch.segments.get("vision.windows")
     return {
         "tokens": np.array(batch["tokens"].shape[0]),
+        "trained": np.array(batch["trained" if "trained" in batch else "tokens"].shape[0]),
         "token_pairs": np.array(sum(length**2 for length in batch.segments["text"].lengths)),
         "patches": np.array(0 if pixels is None else pixels.shape[0]),
         "patch_pairs": np.array(0 if vision is None else sum(length**2 for length in vision.lengths)),
@@ -40,6 +46,6 @@ def measures_of(batch: Batch) -> dict[str, np.ndarray]:
     }
 
 
-def pairs_of(measures: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Of samples, which are one segment each, unless it is told."""
+def _pairs(measures: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Of tokens that attend to each other. Samples are one segment each, unless it is told."""
     return measures.get("token_pairs", measures["tokens"].astype(np.float64) ** 2)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from tessera.core.types import Batch
-from tessera.models._text.work import measures_of, pairs_of, text_work
+from tessera.models._text.work import measures_of, text_work
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_5_vl.plan import block_weights, projector_weights
 
@@ -23,7 +23,7 @@ def flops(config: Qwen25VLConfig, batch: Batch) -> float:
 def work(config: Qwen25VLConfig, measures: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Of samples, from their measures."""
     return {
-        "text": text_work(config.text, measures["tokens"].astype(np.float64), pairs_of(measures)),
+        "text": text_work(config.text, measures),
         "vision": _vision(config, *(measures[name].astype(np.float64) for name in _MEASURES)),
     }
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from tessera.core.types import Batch
-from tessera.models._text.work import measures_of, pairs_of, text_work
+from tessera.models._text.work import measures_of, text_work
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 
 
@@ -23,7 +23,7 @@ def work(config: Qwen2VLConfig, measures: Mapping[str, np.ndarray]) -> dict[str,
     """Of samples, from their measures."""
     patches = measures["patches"].astype(np.float64)
     return {
-        "text": text_work(config.text, measures["tokens"].astype(np.float64), pairs_of(measures)),
+        "text": text_work(config.text, measures),
         "vision": _vision(config, patches, measures["patch_pairs"].astype(np.float64)),
     }
 

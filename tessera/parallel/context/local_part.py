@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tessera.core.types import Batch, Segments
+from tessera.core.types import Batch, Segments, trained_positions
 from tessera.parallel.context.deal import Range, cut, deal, indices, local_places, places_when_gathered
 from tessera.parallel.planning.context import ContextPlan, TowerPart, too_short
 
@@ -32,6 +32,8 @@ def own_part(batch: Batch, plan: ContextPlan, position: int, hand: int) -> Batch
         for name in PER_TOKEN:
             if name in tensors:
                 tensors[name] = cut(tensors[name], ranges, -1)
+        if "trained" in tensors:
+            tensors["trained"] = trained_positions(tensors["labels"])
         tensors["token_index"] = indices(ranges)  # which of all tokens these are: a row may go on elsewhere
     if plan.media:
         slots = tensors.get("media_slots", torch.empty(0, dtype=torch.int64))
