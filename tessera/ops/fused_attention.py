@@ -1,8 +1,8 @@
 """Packed attention on accelerators, one operation to a compiler. Which kernel carries it out is decided when it runs,
 by numbers that the host knows: a batch of another kind compiles nothing again.
 
-cuDNN is the fastest on Hopper chips and builds a plan for every new shape, which takes a tenth of a second: it gets
-what is likely to come again, rows of the training length with one piece each and long pieces of one length (pictures of
+cuDNN is the fastest on Hopper chips and builds a plan on the host for every new shape: it gets what is likely to come
+again, rows of the training length with one piece each and long pieces of one length (pictures of
 one size). Short pieces of one length (windows of a picture) go to flash attention as a batch, all others as pieces.
 """
 
