@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.backends import cudnn
 from torch.profiler import ProfilerActivity
 
 from tessera.core.errors import TesseraError, nearest
@@ -103,7 +104,7 @@ def supports(device: torch.device, what: str) -> bool:
     if what == "flash_attention":
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if what == "cudnn_attention":  # at 1.9 times the speed of flash attention on these chips, slower on others
-        return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and _has_cudnn()
+        return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and cudnn.is_available()
     if what == "wide_sums":  # products of half precision that are added to numbers of single precision
         return device.type == "cuda"
     if what == "tensor_cores":
@@ -115,10 +116,6 @@ def supports(device: torch.device, what: str) -> bool:
     if what == "grouped_mm":
         return device.type in ("cuda", "cpu")
     raise AssertionError(f"unknown capability {what!r}")
-
-
-def _has_cudnn() -> bool:
-    return bool(torch.backends.cudnn.is_available())
 
 
 def name(device: torch.device) -> str:

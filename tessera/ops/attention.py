@@ -7,6 +7,7 @@ of its own, so no implementation knows about padding.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from tessera.core.types import Segments
 from tessera.ops.fused_attention import fused_attention
 from tessera.ops.registry import AUTO, Implementation, Operation
 
+AttentionWay = Literal["auto", "fused", "sdpa", "eager"]  # what a recipe may ask for
 Window = tuple[int, int]  # how many earlier and later tokens are seen, besides the token itself; -1: no bound
 
 # Padding pieces to the longest is one call and beats a loop until too much of the work is padding.

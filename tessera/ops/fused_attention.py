@@ -2,8 +2,8 @@
 by numbers that the host knows: a batch of another kind compiles nothing again.
 
 cuDNN is the fastest on Hopper chips and builds a plan on the host for every new shape: it gets what is likely to come
-again, rows of the training length with one piece each and long pieces of one length (pictures of
-one size). Short pieces of one length (windows of a picture) go to flash attention as a batch, all others as pieces.
+again, rows of the training length with one piece each and long pieces of one length (pictures of one size). Short
+pieces of one length (windows of a picture) go to flash attention as a batch, all others as pieces.
 """
 
 from __future__ import annotations
@@ -119,26 +119,13 @@ def _split(x: Tensor, count: int) -> Tensor:
 
 
 @_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, extent: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *others: Tensor | bool | float) -> tuple[Tensor, Tensor]:
     sums = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty(q.shape[0] * q.shape[1], dtype=sums)
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bounds: Tensor,
-    extent: Tensor,
-    causal: bool,
-    scale: float,
-) -> Gradients:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | bool | float) -> Gradients:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

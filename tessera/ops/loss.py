@@ -19,7 +19,6 @@ from tessera.ops.vocab import vocab_logits, vocab_part
 from tessera.ops.vocab_loss import chunked_vocab_loss, scaled_gradients
 
 DEFAULT_CHUNK = 2048  # positions; larger ones are hardly faster and hold more logits
-_COMPILED = 2  # times as many, where logits are never held in fp32
 
 
 def linear_cross_entropy(
@@ -46,23 +45,24 @@ def _eager(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor
     return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
 
 
-def _chunked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    return _by_chunks(hidden, weight, labels, chunk, _loss_and_slope)
-
-
-def _compiled(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    return _by_chunks(hidden, weight, labels, _COMPILED * chunk, _compiled_loss_and_slope())
-
-
 LossAndSlope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def _by_chunks(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, middle: LossAndSlope) -> Tensor:
+def _chunked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     # Under no_grad a Function still sees requires_grad on its inputs; say here whether gradients are worth computing.
     differentiate = torch.is_grad_enabled()
     if (part := vocab_part(weight)) is not None:
         return chunked_vocab_loss(hidden, part, labels, chunk, differentiate)
-    total: Tensor = _ChunkedLoss.apply(hidden, weight, labels, chunk, middle, differentiate)  # type: ignore[no-untyped-call]
+    total: Tensor = _ChunkedLoss.apply(hidden, weight, labels, chunk, _loss_and_slope, differentiate)  # type: ignore[no-untyped-call]
+    return total
+
+
+def _compiled(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    if vocab_part(weight) is not None or not torch.is_grad_enabled():
+        return _chunked(hidden, weight, labels, chunk)  # there is no slope, or ranks have to talk in between
+    # Logits are never held in fp32, so twice as many take no more memory.
+    middle = _compiled_loss_and_slope()
+    total: Tensor = _ChunkedLoss.apply(hidden, weight, labels, 2 * chunk, middle, True)  # type: ignore[no-untyped-call]
     return total
 
 

@@ -9,15 +9,12 @@ from tessera.ops.rows import take_rows
 
 
 class LanguageTask:
-    """`loss` names an implementation of the loss; `auto` leaves it to the run."""
-
-    def __init__(self, loss: str = AUTO) -> None:
-        self.implementation = loss
+    def __init__(self) -> None:
+        self._implementation = AUTO
 
     def compile(self) -> None:
-        """The run compiles what it can."""
-        if self.implementation == AUTO:
-            self.implementation = "compiled"
+        """Of a run that compiles what it can."""
+        self._implementation = "compiled"
 
     def inputs(self, batch: Batch) -> Batch:
         return batch
@@ -28,7 +25,9 @@ class LanguageTask:
         if "trained" in batch:
             hidden, labels = take_rows(hidden, batch["trained"]), labels.index_select(0, batch["trained"])
         # `parallel.output_dtype` may have widened the hidden states; the product is taken in the head's type.
-        total, count = linear_cross_entropy(hidden.to(weight.dtype), weight, labels, implementation=self.implementation)
+        total, count = linear_cross_entropy(
+            hidden.to(weight.dtype), weight, labels, implementation=self._implementation
+        )
         return LossOut(total, count)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tessera.core.types import Segments
 from tessera.ops import attention
 from tessera.ops.attention import cached_attention, packed_attention
 from tessera.ops.fused_attention import fused_attention
+from tessera.ops.registry import AUTO
 
 # Equal pieces; similar ones (padded); one long among many short (looped); an empty one at the end and in the middle.
 LENGTHS = ([6, 6, 6], [7, 5, 6, 1], [20, 1, 2, 1, 3, 1, 1], [5, 0, 4, 0])
@@ -142,6 +144,11 @@ def test_an_implementation_that_cannot_serve_is_an_error_that_names_those_that_c
     with pytest.raises(TesseraError, match="unknown") as caught:
         packed_attention(q, k, v, Segments.of([4]), causal=True, implementation="sdpaa")
     assert caught.value.nearest == "sdpa"
+
+
+def test_a_recipe_may_ask_for_every_implementation_and_no_other() -> None:
+    names = [implementation.name for implementation in attention.PACKED_ATTENTION.implementations]
+    assert list(get_args(attention.AttentionWay)) == [AUTO, *names]
 
 
 def test_nothing_in_is_nothing_out() -> None:

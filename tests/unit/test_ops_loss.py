@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.core.types import IGNORE
 from tessera.ops.loss import linear_cross_entropy
@@ -31,6 +34,27 @@ def test_chunks_equal_eager(way: str, chunk: int) -> None:
         results.append([total.detach(), *torch.autograd.grad(total * 0.7, (hidden, weight))])
     for ours, reference in zip(*results, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The most rows of logits that were held in fp32 at once."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype == torch.float32 and out.shape[1:] == (17,):
+            self.rows = max(self.rows, out.shape[0])
+        return out
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "compiled"])
+def test_a_loss_without_gradients_holds_no_more_than_a_chunk(implementation: str) -> None:
+    """Twice as many positions at a time are for the compiled form alone, which has no logits in fp32."""
+    hidden, weight, labels = (x.detach() for x in example())
+    with torch.no_grad(), Largest() as largest:
+        linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), labels, chunk=6, implementation=implementation)
+    assert largest.rows == 6
 
 
 @pytest.mark.parametrize("implementation", ["eager", "chunked", "compiled"])

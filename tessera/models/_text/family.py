@@ -23,6 +23,7 @@ from tessera.models._text.spelling import Spelling
 from tessera.models._text.weights import text_weights
 from tessera.models._text.work import measures_of, text_work
 from tessera.nn.language import LanguageModel
+from tessera.ops.attention import AttentionWay
 
 Spellings = Mapping[str, tuple[Spelling, str]]  # model_type -> spelling, class of transformers
 
@@ -32,7 +33,7 @@ class LanguageConfig(Section):
 
     text: TextConfig
     tie_word_embeddings: bool = False
-    attention: str = Field("auto", description="implementation of attention: auto, eager, sdpa or fused")
+    attention: AttentionWay = Field("auto", description="implementation of attention")
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from tessera.core.config import Section
 from tessera.models._text.config import TextConfig
+from tessera.ops.attention import AttentionWay
 
 
 class GridVisionConfig(Section):
@@ -62,7 +63,7 @@ class VisionLanguageConfig(Section):
 
     text: TextConfig
     tie_word_embeddings: bool = False
-    attention: str = Field("auto", description="implementation of attention: auto, eager, sdpa or fused")
+    attention: AttentionWay = Field("auto", description="implementation of attention")
 
     @model_validator(mode="after")
     def _tokens_exist(self) -> VisionLanguageConfig:

@@ -11,6 +11,7 @@ from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
 from tessera.models._text.config import TextConfig
 from tessera.models._text.spelling import LANGUAGE, refuse
+from tessera.ops.attention import AttentionWay
 
 WHERE = "config.json (internvl)"
 
@@ -76,7 +77,7 @@ class InternVLConfig(Section):
         description="kept for exports: by this transformers stretches positions beyond max_position_embeddings, where "
         "we refuse samples; up to there nothing is stretched",
     )
-    attention: str = Field("auto", description="implementation of attention: auto, eager, sdpa or fused")
+    attention: AttentionWay = Field("auto", description="implementation of attention")
 
     @model_validator(mode="after")
     def _tokens_exist(self) -> InternVLConfig:

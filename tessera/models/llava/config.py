@@ -12,6 +12,7 @@ from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
 from tessera.models._text.config import TextConfig
 from tessera.models._text.spelling import LANGUAGE
+from tessera.ops.attention import AttentionWay
 
 PLAIN_TYPE, TILED_TYPE = "llava", "llava_onevision"
 _SIDES = (384, 768, 1152, 1536, 1920, 2304)
@@ -131,7 +132,7 @@ class LlavaConfig(Section):
     )
     projector_hidden_act: Literal["quick_gelu", "gelu", "gelu_pytorch_tanh", "silu"] = "gelu"
     multimodal_projector_bias: bool = True
-    attention: str = Field("auto", description="implementation of attention: auto, eager, sdpa or fused")
+    attention: AttentionWay = Field("auto", description="implementation of attention")
 
     @property
     def blocks_read(self) -> int:
