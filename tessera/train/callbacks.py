@@ -3,12 +3,14 @@ checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
+from tessera.core import device as devices
 from tessera.core.types import Batch
 
 if TYPE_CHECKING:
@@ -17,15 +19,24 @@ if TYPE_CHECKING:
     from tessera.train.trainer import Trainer
 
 
+Look = Callable[[], dict[str, float]]
+
+
+def begin_look(numbers: Mapping[str, Tensor]) -> Look:
+    """Sends numbers to the host. Calling the result waits for them and not for what the device is told to do later:
+    begun before an update is queued, a look at the loss does not leave the device idle behind that update."""
+    wide = devices.sum_dtype(next(iter(numbers.values())).device)
+    look = devices.look_at(torch.stack([number.detach().to(wide) for number in numbers.values()]))
+    return lambda: dict(zip(numbers, look(), strict=True))
+
+
 @dataclass(frozen=True)
 class StepResult:
-    """One finished optimizer step. Tensors stay on the device until someone has a reason to look."""
+    """One finished optimizer step."""
 
     step: int  # steps done, this one included
-    loss: Tensor
-    grad_norm: Tensor
+    numbers: Look  # `loss`, `grad_norm` and metrics of the task
     lr: float
-    metrics: dict[str, Tensor]
     microbatches: Sequence[Batch]  # of this rank, without their tensors
     applied: bool = True  # off: the guard dropped the update
 
@@ -41,7 +52,8 @@ class Callback:
 
     def on_step_begin(self, trainer: Trainer) -> None: ...
 
-    def on_before_optim(self, trainer: Trainer) -> None: ...
+    def on_before_optim(self, trainer: Trainer) -> None:
+        """Gradients are of the loss summed over what is trained on; the update divides and clips them."""
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None: ...
 

@@ -28,7 +28,7 @@ log = logging.getLogger("tessera")
 
 
 class Meter(Callback):
-    """Collects each step's numbers as device tensors and looks at them once per `every` steps: one transfer, no stalls.
+    """Collects what each step sends to the host and looks at it once per `every` steps.
 
     Every rank takes part (counts are summed over ranks); the main rank writes.
     """
@@ -114,7 +114,7 @@ class Meter(Callback):
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        values = _to_host(pending)  # the one wait for the device in the whole interval
+        values = _to_host(pending)  # waits for the last step's backward, not for its update
         elapsed = max(_training_time(trainer) - self._since, 1e-9)
         waited = _waiting_time(trainer) - self._waited
         names = sorted(self._counts)
@@ -192,13 +192,9 @@ def _waiting_time(trainer: Trainer) -> float:
 
 
 def _to_host(results: list[StepResult]) -> list[dict[str, Any]]:
-    names = sorted(results[0].metrics)
-    table = torch.stack([torch.stack([r.loss, r.grad_norm, *(r.metrics[n] for n in names)]) for r in results]).tolist()
     return [
-        {"kind": "train", "step": r.step, "loss": row[0], "grad_norm": row[1], "lr": r.lr}
-        | dict(zip(names, row[2:], strict=True))
-        | ({} if r.applied else {"skipped": True})
-        for r, row in zip(results, table, strict=True)
+        {"kind": "train", "step": r.step, **r.numbers(), "lr": r.lr} | ({} if r.applied else {"skipped": True})
+        for r in results
     ]
 
 

@@ -23,7 +23,7 @@ from tessera.core.types import Batch, Task
 from tessera.data.loader.loader import Loader
 from tessera.optim.schedule import factor, set_learning_rate
 from tessera.parallel.engine import Engine
-from tessera.train.callbacks import Callback, Stepper, StepResult
+from tessera.train.callbacks import Callback, Stepper, StepResult, begin_look
 
 
 class Trainer:
@@ -39,7 +39,9 @@ class Trainer:
         first_weights: Callable[[], None],  # fills the module for a run that begins
         task: Task,
         optimizer: torch.optim.Optimizer,
-        finish_gradients: Callable[[torch.Tensor], torch.Tensor],  # divides by a count and clips; gives the norm
+        finish_gradients: Callable[
+            [torch.Tensor], torch.Tensor
+        ],  # by a count, and clipped, in the next update; gives the norm
         loader: Callable[[int], Loader],  # from the row to start with
         checkpoints: CheckpointManager,
         callbacks: Sequence[Callback] = (),
@@ -110,15 +112,16 @@ class Trainer:
             share = factor(self.config.optim.schedule, self.step, settings.steps)
             lr = set_learning_rate(self.optimizer, share)
             count = out.count.clamp(min=1)
-            fate = self.stepper.update(self, out.sum / count, grad_norm, microbatches)
+            loss, metrics = out.sum / count, {name: value / count for name, value in out.metrics.items()}
+            numbers = begin_look({"loss": loss, "grad_norm": grad_norm, **metrics})
+            fate = self.stepper.update(self, loss, grad_norm, microbatches)
             self.optimizer.zero_grad(set_to_none=True)
             if fate == "rewound":
                 continue
             self.step += 1
             self.doing = "reporting"
-            metrics = {name: value / count for name, value in out.metrics.items()}
             told = [replace(batch, tensors={}, segments={}) for batch in microbatches]  # results outlive their step
-            result = StepResult(self.step, out.sum / count, grad_norm, lr, metrics, told, fate == "applied")
+            result = StepResult(self.step, numbers, lr, told, fate == "applied")
             self._tell("on_step_end", result)
             last = self.step == settings.steps
             if self._eval_batches is not None and _due(self.step, settings.eval_every) and not last:

@@ -69,8 +69,9 @@ class Record(Callback):
             self.bytes["gradients"] = sum(local_bytes(p.grad) for _, p in trained)
 
     def on_step_end(self, trainer: Any, result: StepResult) -> None:
-        self.tensors[f"loss.{result.step}"] = result.loss.detach().double()
-        self.tensors[f"norm.{result.step}"] = result.grad_norm.detach().double()
+        numbers = result.numbers()
+        self.tensors[f"loss.{result.step}"] = torch.tensor(numbers["loss"], dtype=torch.float64)
+        self.tensors[f"norm.{result.step}"] = torch.tensor(numbers["grad_norm"], dtype=torch.float64)
         if result.step == STEPS:
             state = [value for values in trainer.optimizer.state.values() for value in values.values()]
             self.bytes["optimizer"] = sum(local_bytes(value) for value in state)

@@ -57,7 +57,7 @@ class Seen(Callback):
 
     def on_step_end(self, trainer: Any, result: StepResult) -> None:
         self.pictures.append([batch.counts["images"] for batch in result.microbatches])
-        self.losses.append(float(result.loss))
+        self.losses.append(result.numbers()["loss"])
         self.watched = next((c.module for c in trainer.callbacks if isinstance(c, Watch)), "")
 
     def on_eval(self, trainer: Any, metrics: dict[str, float]) -> None:
