@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
 import os
 import resource
 from collections.abc import Callable, Iterable
@@ -12,7 +15,9 @@ import torch
 from torch.backends import cudnn
 from torch.profiler import ProfilerActivity
 
-from tessera.core.errors import TesseraError, nearest
+from tessera.core.errors import TesseraError, first_line, nearest
+
+log = logging.getLogger("tessera")
 
 _BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
 COLLECTIVE_BACKENDS = tuple(_BACKENDS.values())  # the words by which errors of collectives are known
@@ -109,6 +114,8 @@ def supports(device: torch.device, what: str) -> bool:
         return device.type == "cuda"
     if what == "tensor_cores":
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if what == "triton":
+        return supports(device, "tensor_cores") and _builds_kernels(device)
     if what == "pinned_memory":
         return device.type != "cpu"
     if what == "fused_optimizer":
@@ -116,6 +123,25 @@ def supports(device: torch.device, what: str) -> bool:
     if what == "grouped_mm":
         return device.type in ("cuda", "cpu")
     raise AssertionError(f"unknown capability {what!r}")
+
+
+@functools.cache
+def _builds_kernels(device: torch.device) -> bool:
+    """Whether Triton is there and finds what it needs, a C compiler and Python's headers: many images lack them."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        from tessera.core.triton_probe import probe
+
+        probe(device)
+    except Exception as error:  # whatever Triton or the compiler has to say
+        log.warning(
+            "kernels of Tessera's own cannot be built here, so torch's are used, which are slower: %s; "
+            "a C compiler and the headers of Python mend that (apt install gcc python3-dev)",
+            first_line(error),
+        )
+        return False
+    return True
 
 
 def name(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""Gradient norm, clipping and the division by the global count: one pass over the gradients, no host sync."""
+"""The norm of gradients, and the one factor that divides them by the global count and clips them. No host sync."""
 
 from __future__ import annotations
 
@@ -14,33 +14,27 @@ from tessera.core import device as devices
 from tessera.core.tensors import local_part
 
 
-def finish_gradients(
+def norm_and_factor(
     parameters: Iterable[Tensor],
     count: Tensor,
     max_norm: float | None,
     *,
     others: dist.ProcessGroup | None = None,
     counted_elsewhere: Collection[Tensor] = (),
-) -> Tensor:
-    """Divides gradients of a summed loss by `count`, clips them to `max_norm`, and returns the norm before clipping.
+) -> tuple[Tensor, Tensor]:
+    """Of gradients of a summed loss: their norm divided by `count`, and by what to multiply them so that they are
+    divided by it and clipped to `max_norm`.
 
-    Gradients may lie elsewhere than `count` (in host memory, when they are offloaded): the norm is where `count` is.
+    Gradients may lie elsewhere than `count` (in host memory, when they are offloaded): the results are where it is.
     `others`: ranks that hold other parameters of the same model. Of what several of them hold, one counts it.
     """
-    trained = [p for p in parameters if p.grad is not None]
-    grads = [p.grad for p in trained if p.grad is not None]
     elsewhere = {id(p) for p in counted_elsewhere}
-    norm = total_norm([p.grad for p in trained if id(p) not in elsewhere and p.grad is not None], count.device, others)
-    norm = norm / count.clamp(min=1)
-    scale = 1.0 / count.clamp(min=1)
+    grads = [p.grad for p in parameters if p.grad is not None and id(p) not in elsewhere]
+    norm = total_norm(grads, count.device, others) / count.clamp(min=1)
+    factor = 1.0 / count.clamp(min=1)
     if max_norm is not None:
-        scale = scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for local in map(local_part, grads):
-        by_place.setdefault((local.device, local.dtype), []).append(local)
-    for (device, dtype), tensors in by_place.items():
-        torch._foreach_mul_(tensors, scale.to(device=device, dtype=dtype))
-    return norm
+        factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return norm, factor
 
 
 def total_norm(

@@ -13,6 +13,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.names import clean
 from tessera.core.pattern import select_trees
 from tessera.core.run_config import OptimSection
+from tessera.optim.adamw import AdamW
 
 
 def parameter_groups(module: nn.Module, section: OptimSection, names: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -53,16 +54,26 @@ def parameter_groups(module: nn.Module, section: OptimSection, names: Collection
 
 
 def build_optimizer(
-    module: nn.Module, section: OptimSection, device: torch.device, names: Collection[str] = ()
-) -> torch.optim.Optimizer:
+    module: nn.Module,
+    section: OptimSection,
+    device: torch.device,
+    names: Collection[str] = (),
+    offloaded: bool = False,
+) -> AdamW:
+    """`offloaded`: parameters lie in host memory, and are updated there."""
     groups = parameter_groups(module, section, names)
     if not groups and not names:
         raise TesseraError("no parameter is trained", where="model.freeze")
     if not groups:  # a stage that is frozen as a whole: an optimizer over nothing
         groups = [{"params": [], "names": [], "lr": section.lr, "base_lr": section.lr}]
-    fused = devices.supports(device, "fused_optimizer")
     names = [group.pop("names") for group in groups]
-    optimizer = torch.optim.AdamW(groups, betas=section.betas, eps=section.eps, fused=fused)
+    optimizer = AdamW(
+        groups,
+        section.betas,
+        section.eps,
+        fused=devices.supports(device, "fused_optimizer"),
+        together=devices.supports(device, "triton") and not offloaded,
+    )
     for group, group_names in zip(optimizer.param_groups, names, strict=True):
         group["names"] = group_names
     return optimizer

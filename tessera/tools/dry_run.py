@@ -28,7 +28,7 @@ from tessera.core.dist import fake_world
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig, load_config
 from tessera.core.types import Batch
-from tessera.optim.clip import finish_gradients
+from tessera.optim.clip import norm_and_factor
 from tessera.parallel.apply import arrange
 from tessera.parallel.axes import PP
 from tessera.parallel.engines import build_engine
@@ -139,7 +139,7 @@ def run_role(config: RunConfig, world: int, position: int) -> Role:
             _route_evenly(module)
             with CountCollectives(mesh) as counted:
                 out = engine.step(task, [_without_memory(batch, shapes_only) for batch in batches])
-                finish_gradients(module.parameters(), out.count, config.optim.clip_norm, others=mesh.group(PP))
+                norm_and_factor(module.parameters(), out.count, config.optim.clip_norm, others=mesh.group(PP))
     ranks = world // plan.axes.size(PP)
     return Role((position,), ranks, tuple(counted.traffic), time.perf_counter() - began)
 

@@ -22,7 +22,8 @@ from tessera.core.types import Batch, Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.processes.launch import begin_early
-from tessera.optim.clip import finish_gradients
+from tessera.optim.adamw import AdamW
+from tessera.optim.clip import norm_and_factor
 from tessera.optim.groups import build_optimizer
 from tessera.parallel.apply import parallelize
 from tessera.parallel.axes import DATA, PP
@@ -79,7 +80,7 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
 
     module = parallelize(described.module, plan, mesh, world.device)
     trained = [piece.name for piece in plan.pieces if piece.trained]
-    optimizer = build_optimizer(module, config.optim, world.device, trained)
+    optimizer = build_optimizer(module, config.optim, world.device, trained, offloaded=plan.offload)
     if world.is_main:
         log.info("%s", plan.describe())
     engine = build_engine(module, plan, mesh, world.device)
@@ -93,7 +94,7 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
         first_weights=first_weights(module, config, described, world.device),
         task=task,
         optimizer=optimizer,
-        finish_gradients=_finish(module, plan, mesh, config.optim.clip_norm),
+        finish_gradients=_finish(module, plan, mesh, config.optim.clip_norm, optimizer),
         loader=_loader_from(config, world, mesh, source, guard),
         checkpoints=CheckpointManager(config.folder / "checkpoints", config.checkpoint.keep),
         callbacks=[
@@ -117,11 +118,16 @@ def _local(rows: RowSource, described: Described, mesh: Mesh) -> RowSource:
     return LocalRows(rows, mesh.axes, mesh.root.get_rank(), reports=mesh.reports, context=context, flops=flops)
 
 
-def _finish(module: nn.Module, plan: Plan, mesh: Mesh, clip_norm: float | None) -> Callable[[Tensor], Tensor]:
+def _finish(
+    module: nn.Module, plan: Plan, mesh: Mesh, clip_norm: float | None, optimizer: AdamW
+) -> Callable[[Tensor], Tensor]:
     others, elsewhere = mesh.group(PP), counted_elsewhere(module, plan, mesh)
 
     def finish(count: Tensor) -> Tensor:
-        return finish_gradients(module.parameters(), count, clip_norm, others=others, counted_elsewhere=elsewhere)
+        norm, optimizer.scale = norm_and_factor(
+            module.parameters(), count, clip_norm, others=others, counted_elsewhere=elsewhere
+        )
+        return norm
 
     return finish
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -102,6 +104,23 @@ def test_two_of_ours_in_one_foreign_tensor() -> None:
             assert torch.equal(rule.op.to_ours([stored[f] for f in foreign]), tensor)
     with pytest.raises(TesseraError, match="no rule of the weight map speaks of x"):
         table.theirs({"x": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(("there", "error"), [(False, None), (True, None), (True, "Failed to find C compiler")])
+def test_kernels_of_our_own_are_for_where_they_can_be_built(
+    there: bool, error: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def probe(device: torch.device) -> None:
+        if error is not None:
+            raise RuntimeError(error)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there else None)
+    monkeypatch.setitem(sys.modules, "tessera.core.triton_probe", types.SimpleNamespace(probe=probe))
+    devices._builds_kernels.cache_clear()
+    with caplog.at_level("WARNING", logger="tessera"):
+        assert devices._builds_kernels(torch.device("cpu")) == (there and error is None)
+    devices._builds_kernels.cache_clear()
+    assert ("apt install gcc" in caplog.text and str(error) in caplog.text) == (error is not None)
 
 
 def test_devices() -> None:

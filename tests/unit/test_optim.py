@@ -9,7 +9,8 @@ from torch import nn
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import OptimSection, ScheduleSection
-from tessera.optim.clip import finish_gradients, total_norm
+from tessera.optim.adamw import AdamW
+from tessera.optim.clip import norm_and_factor, total_norm
 from tessera.optim.groups import build_optimizer, parameter_groups
 from tessera.optim.schedule import factor, set_learning_rate
 
@@ -71,20 +72,48 @@ def test_learning_rates_keep_their_ratio() -> None:
     assert sorted({g["lr"] for g in optimizer.param_groups}) == pytest.approx([5e-4, 5e-3])
 
 
-def test_gradients_are_divided_by_the_count_and_clipped_in_one_pass() -> None:
+def test_gradients_are_divided_by_the_count_and_clipped_by_one_factor() -> None:
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad = torch.tensor([3.0, 0.0, 0.0])
     parameters[1].grad = torch.tensor([[0.0, 4.0], [0.0, 0.0]])
     assert float(total_norm([p.grad for p in parameters[:2]])) == pytest.approx(5.0)
-    norm = finish_gradients(parameters, torch.tensor(10.0), max_norm=0.25)
+    norm, factor = norm_and_factor(parameters, torch.tensor(10.0), max_norm=0.25)
     assert float(norm) == pytest.approx(0.5)
-    assert parameters[0].grad[0] == pytest.approx(0.15, rel=1e-4)
-    assert parameters[1].grad[0, 1] == pytest.approx(0.2, rel=1e-4)
-    assert parameters[2].grad is None
+    assert float(factor) == pytest.approx(0.05, rel=1e-4)
+    assert float(norm_and_factor(parameters, torch.tensor(10.0), max_norm=None)[1]) == pytest.approx(0.1)
 
 
 def test_nothing_trained_on_gives_no_infinity() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
-    assert float(finish_gradients([parameter], torch.tensor(0.0), None)) == 0.0
-    assert torch.equal(parameter.grad, torch.zeros(2))
+    norm, factor = norm_and_factor([parameter], torch.tensor(0.0), None)
+    assert (float(norm), float(factor)) == (0.0, 1.0)
+
+
+def test_an_update_multiplies_gradients_of_each_type_by_the_factor_once() -> None:
+    """The same as torch's own after the multiplication; the next update knows nothing of the factor."""
+    first = [torch.randn(3), torch.randn(2, 2).bfloat16(), torch.randn(1)]
+    ours, theirs = ([nn.Parameter(x.clone()) for x in first] for _ in range(2))
+    mine, known = AdamW([{"params": ours}], (0.9, 0.95), 1e-8), torch.optim.AdamW(theirs, betas=(0.9, 0.95), fused=True)
+    for share in (0.25, None):
+        for one, other in zip(ours[:2], theirs[:2], strict=True):  # the last has no gradient
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad * (share or 1.0)
+        if share is not None:
+            mine.scale = torch.tensor(share, dtype=torch.float64)
+        mine.step()
+        known.step()
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+        assert all(torch.equal(value, known.state[other][name]) for name, value in mine.state[one].items())
+
+
+def test_a_dropped_step_takes_its_factor_along() -> None:
+    """Moments made afterwards, from zeros, would be nan otherwise."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = AdamW([{"params": [parameter]}], (0.9, 0.95), 1e-8)
+    parameter.grad, optimizer.scale = torch.ones(2), torch.tensor(float("nan"))
+    optimizer.zero_grad()
+    parameter.grad = torch.zeros(2)
+    optimizer.step()
+    assert optimizer.state[parameter]["exp_avg"].tolist() == [0.0, 0.0]
