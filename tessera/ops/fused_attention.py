@@ -3,11 +3,12 @@ by numbers that the host knows: a batch of another kind compiles nothing again.
 
 cuDNN is the fastest on Hopper chips and builds a plan on the host for every new shape: it gets what is likely to come
 again, rows of the training length with one piece each and long pieces of one length (pictures of one size). Short
-pieces of one length (windows of a picture) go to flash attention as a batch, all others as pieces.
+pieces (windows of a picture) have a kernel of ours, all others go to flash attention.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -18,9 +19,10 @@ from tessera.core.types import Segments
 from tessera.ops.block_attention import block_attention, block_attention_backward
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-Way = Literal["cudnn", "batch", "pieces"]
+Way = Literal["cudnn", "short", "pieces"]
 
 _LONG = 512  # tokens, from which cuDNN is the faster one
+_SHORT = 64  # tokens of a window: what fits into the registers of a block of threads
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float) -> Tensor:
@@ -35,18 +37,16 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """The result, and logs of sums of exponentials in the order that the chosen kernel likes."""
     longest, rows = extent.tolist()
-    way, count = _way(q, bounds, longest, rows, causal)
+    way, count = _way(q, k, bounds, longest, rows, causal)
     if way == "cudnn":
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *(_split(x, count).transpose(1, 2) for x in (q, k, v)), None, True, 0.0, causal, scale=scale
         )
         out = out.transpose(1, 2)
-    elif way == "batch":
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(_split(x, count) for x in (q, k, v)),
-            *(None, None, longest, longest, 0.0, causal, False),
-            scale=scale,
-        )
+    elif way == "short":
+        from tessera.ops.short_attention import short_attention
+
+        out, lse = short_attention(q, k, v, bounds, _SHORT, causal, scale)
     else:
         out, lse = block_attention(q, k, v, pieces=Segments(bounds, longest), causal=causal, scale=scale)
     return out.reshape(q.shape).contiguous(), lse.flatten()
@@ -66,7 +66,7 @@ def _backward(
     scale: float,
 ) -> Gradients:
     longest, rows = extent.tolist()
-    way, count = _way(q, bounds, longest, rows, causal)
+    way, count = _way(q, k, bounds, longest, rows, causal)
     heads, length = q.shape[1], q.shape[0] // count
     found: Gradients
     if way == "cudnn":
@@ -77,15 +77,10 @@ def _backward(
             scale=scale,
         )
         dq, dk, dv = (x.transpose(1, 2) for x in found)
-    elif way == "batch":
-        found = torch.ops.aten._flash_attention_backward(
-            *(_split(x, count) for x in (grad, q, k, v, out)),
-            *(lse.view(count, heads, longest), None, None, longest, longest, 0.0, causal),
-            torch.zeros(2, dtype=torch.uint64, device=q.device),
-            torch.empty(0, device=q.device),
-            scale=scale,
-        )
-        dq, dk, dv = found
+    elif way == "short":
+        from tessera.ops.short_attention import short_attention_backward
+
+        dq, dk, dv = short_attention_backward(grad, q, k, v, out, lse.view(heads, -1), bounds, _SHORT, causal, scale)
     else:
         pieces, sums = Segments(bounds, longest), lse.view(heads, -1)
         dq, dk, dv = block_attention_backward(grad, q, k, v, out, sums, pieces=pieces, causal=causal, scale=scale)
@@ -96,18 +91,25 @@ def _backward(
     )
 
 
-def _way(q: Tensor, bounds: Tensor, longest: int, rows: int, causal: bool) -> tuple[Way, int]:
-    """Which kernel, and how many pieces or rows of one length it is given."""
+def _way(q: Tensor, k: Tensor, bounds: Tensor, longest: int, rows: int, causal: bool) -> tuple[Way, int]:
+    """Which kernel, and how many pieces or rows it is given."""
     pieces, size = bounds.numel() - 1, q.shape[-1]
-    planned = size % 8 == 0 and size <= 128 and devices.supports(q.device, "cudnn_attention")
+    planned = size % 8 == 0 and size <= 128 and _supports(q.device, "cudnn_attention")
     if rows and causal and planned:
         return "cudnn", rows
-    if pieces > 1 and pieces * longest == q.shape[0] and size % 8 == 0:
-        if planned and longest >= _LONG:
-            return "cudnn", pieces
-        if devices.supports(q.device, "flash_attention"):
-            return "batch", pieces
+    if planned and longest >= _LONG and pieces > 1 and pieces * longest == q.shape[0]:
+        return "cudnn", pieces
+    # Grouped heads, which windows of pictures do not have, are left to flash attention.
+    if 0 < longest <= _SHORT and size <= 128 and q.shape == k.shape and _supports(q.device, "triton"):
+        return "short", pieces
     return "pieces", pieces
+
+
+@functools.cache
+def _supports(device: torch.device, what: str) -> bool:
+    """The driver takes its time to answer and is asked at every call. Compilers, which warn of functions that remember,
+    do not trace what is in here."""
+    return devices.supports(device, what)
 
 
 def _split(x: Tensor, count: int) -> Tensor:

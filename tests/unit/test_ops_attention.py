@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from tessera.core.device import supports
 from tessera.core.errors import TesseraError
 from tessera.core.types import Segments
 from tessera.ops import attention
+from tessera.ops import fused_attention as fused
 from tessera.ops.attention import cached_attention, packed_attention
 from tessera.ops.fused_attention import fused_attention
 from tessera.ops.registry import AUTO
@@ -191,15 +192,40 @@ def test_accelerated_equals_eager(
         assert error < 2e-2
 
 
-# Rows with one piece each; windows; pictures of one size; pieces of all lengths, and with heads that are no eights.
-KINDS: dict[str, tuple[Segments, list[int], bool, int]] = {
-    "rows": (Segments.of([500, 12, 512], rows=2), [500, 512], True, 128),
-    "windows": (Segments.of([64] * 16), [], False, 80),
-    "causal windows": (Segments.of([64] * 16), [], True, 64),
-    "pictures": (Segments.of([512, 512]), [], False, 80),
-    "pieces": (Segments.of([300, 200, 1, 523]), [], True, 128),
-    "odd heads": (Segments.of([512, 512]), [], True, 36),
+class Kind(NamedTuple):
+    """What a batch may have, and the kernel that is for it where all are there."""
+
+    way: str
+    segments: Segments
+    causal: bool
+    size: int
+    kv_heads: int = 4  # of 4: not shared
+    padding: slice = slice(0, 0)
+
+
+KINDS = {
+    "rows": Kind("cudnn", Segments.of([500, 12, 512], rows=2), True, 128, 2, slice(500, 512)),
+    "pictures": Kind("cudnn", Segments.of([512, 512]), False, 80),
+    "windows": Kind("short", Segments.of([64] * 16), False, 80),
+    "windows of all sizes": Kind("short", Segments.of([64, 3, 0, 49, 16] * 7 + [64, 36]), False, 80),
+    "causal windows": Kind("short", Segments.of([64] * 16), True, 64),
+    "short pieces, odd heads": Kind("short", Segments.of([32] * 31 + [30, 2]), True, 36),
+    "short pieces, shared heads": Kind("pieces", Segments.of([64] * 16), True, 64, 2),
+    "pieces": Kind("pieces", Segments.of([300, 200, 1, 523]), True, 128, 2),
+    "odd heads": Kind("pieces", Segments.of([512, 512]), True, 36, 2),
+    "one piece": Kind("pieces", Segments.of([1024]), False, 80),
 }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_batch_has_its_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    way, segments, causal, size, kv_heads, _ = KINDS[kind]
+    q, k, _ = inputs(1024, kv_heads=kv_heads, dim=size)
+    monkeypatch.setattr(fused, "_supports", lambda device, what: True)
+    longest, rows = segments.extent.tolist()
+    assert fused._way(q, k, segments.bounds, longest, rows, causal)[0] == way
+    monkeypatch.setattr(fused, "_supports", lambda device, what: False)
+    assert fused._way(q, k, segments.bounds, longest, rows, causal)[0] == "pieces"
 
 
 @pytest.mark.gpu
@@ -211,11 +237,11 @@ def test_every_way_of_fused_equals_eager(kind: str, compiled: bool) -> None:
     assert device is not None
     if not supports(device, "flash_attention"):
         pytest.skip("has no kernels for it")
-    segments, padding, causal, size = KINDS[kind]
-    narrow = tuple(x.detach().to(device, torch.bfloat16).requires_grad_() for x in inputs(1024, dim=size))
+    _, segments, causal, size, kv_heads, padding = KINDS[kind]
+    made = inputs(1024, kv_heads=kv_heads, dim=size)
+    narrow = tuple(x.detach().to(device, torch.bfloat16).requires_grad_() for x in made)
     read = torch.ones(1024, dtype=torch.bool, device=device)
-    if padding:
-        read[padding[0] : padding[1]] = False
+    read[padding] = False
 
     def run(qkv: tuple[Tensor, ...], name: str, wide: bool) -> list[Tensor]:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,0 +1,166 @@
+"""Attention inside of short pieces, as windows of pictures are. Each piece of each head is a small problem of its own
+that one block of threads solves in its registers, forward and backward. Kernels for long rows work on tiles of twice
+the size of such a window, and sum up gradients in memory."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def short_attention(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`q`, `k`, `v` [T, H, D] -> result [T, H, D] and log-sum-exp [H, T]. No autograd. Pieces have at most `longest`
+    tokens, a power of two from 16 on."""
+    tokens, heads, size = q.shape
+    q, k, v = (_dense_inside(x) for x in (q, k, v))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+    _forward[(bounds.numel() - 1, heads)](
+        *(q, k, v, out, lse, bounds),
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(tokens, heads, size, scale),
+        CAUSAL=causal,
+        LENGTH=longest,
+        WIDTH=_width(size),
+        num_warps=4,
+    )
+    return out, lse
+
+
+def short_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Tensor,
+    longest: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads, size = q.shape
+    grad, q, k, v, out = (_dense_inside(x) for x in (grad, q, k, v, out))
+    dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
+    _backward[(bounds.numel() - 1, heads)](
+        *(grad, q, k, v, out.contiguous(), lse, bounds, dq, dk, dv),
+        *(grad.stride(0), grad.stride(1), q.stride(0), q.stride(1)),
+        *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(tokens, heads, size, scale),
+        CAUSAL=causal,
+        LENGTH=longest,
+        WIDTH=_width(size),
+        num_warps=4,
+    )
+    return dq, dk, dv
+
+
+def _dense_inside(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _width(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+# ---------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _forward(
+    q_at,
+    k_at,
+    v_at,
+    out_at,
+    lse_at,
+    bounds_at,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    tokens,
+    heads,
+    size,
+    scale,
+    CAUSAL: tl.constexpr,
+    LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    piece, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(bounds_at + piece), tl.load(bounds_at + piece + 1)
+    row, column = tl.arange(0, LENGTH), tl.arange(0, WIDTH)
+    token = (start + row).to(tl.int64)
+    real = token < end
+    there = real[:, None] & (column < size)[None, :]
+    q = tl.load(q_at + token[:, None] * q_token + head * q_head + column[None, :], there, 0.0)
+    k = tl.load(k_at + token[:, None] * k_token + head * k_head + column[None, :], there, 0.0)
+    v = tl.load(v_at + token[:, None] * v_token + head * v_head + column[None, :], there, 0.0)
+    seen = real[None, :] & (row[:, None] >= (row[None, :] if CAUSAL else 0))
+    scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    highest = tl.max(scores, 1)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)  # of rows behind the piece, which see nothing
+    weights = tl.exp(scores - highest[:, None])
+    total = tl.sum(weights, 1)
+    total = tl.where(total == 0.0, 1.0, total)
+    out = tl.dot((weights / total[:, None]).to(v.dtype), v)
+    tl.store(out_at + (token[:, None] * heads + head) * size + column[None, :], out.to(v.dtype), there)
+    tl.store(lse_at + head * tokens + token, highest + tl.log(total), real)
+
+
+@triton.jit
+def _backward(
+    grad_at,
+    q_at,
+    k_at,
+    v_at,
+    out_at,
+    lse_at,
+    bounds_at,
+    dq_at,
+    dk_at,
+    dv_at,
+    grad_token,
+    grad_head,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    tokens,
+    heads,
+    size,
+    scale,
+    CAUSAL: tl.constexpr,
+    LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    piece, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(bounds_at + piece), tl.load(bounds_at + piece + 1)
+    row, column = tl.arange(0, LENGTH), tl.arange(0, WIDTH)
+    token = (start + row).to(tl.int64)
+    real = token < end
+    there = real[:, None] & (column < size)[None, :]
+    own = (token[:, None] * heads + head) * size + column[None, :]
+    q = tl.load(q_at + token[:, None] * q_token + head * q_head + column[None, :], there, 0.0)
+    k = tl.load(k_at + token[:, None] * k_token + head * k_head + column[None, :], there, 0.0)
+    lse = tl.load(lse_at + head * tokens + token, real, 0.0)
+    seen = real[None, :] & (row[:, None] >= (row[None, :] if CAUSAL else 0))
+    scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    # Rows behind the piece have weights, too, but their gradients are zeros.
+    weights = tl.exp(scores - lse[:, None])
+    grad = tl.load(grad_at + token[:, None] * grad_token + head * grad_head + column[None, :], there, 0.0)
+    dv = tl.dot(tl.trans(weights.to(grad.dtype)), grad)
+    tl.store(dv_at + own, dv.to(grad.dtype), there)
+    out = tl.load(out_at + own, there, 0.0)
+    mean = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    v = tl.load(v_at + token[:, None] * v_token + head * v_head + column[None, :], there, 0.0)
+    inner = (weights * (tl.dot(grad, tl.trans(v)) - mean[:, None]) * scale).to(q.dtype)
+    tl.store(dq_at + own, tl.dot(inner, k).to(q.dtype), there)
+    tl.store(dk_at + own, tl.dot(tl.trans(inner), q).to(q.dtype), there)
