@@ -71,6 +71,17 @@ def _width(size: int) -> int:
 
 
 @triton.jit
+def _read(at, token, stride, column, there):
+    return tl.load(at + token[:, None] * stride + column[None, :], there, 0.0)
+
+
+@triton.jit
+def _scores(q, k, row, real, scale, CAUSAL: tl.constexpr):
+    seen = real[None, :] & (row[:, None] >= (row[None, :] if CAUSAL else 0))
+    return tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+
+
+@triton.jit
 def _forward(
     q_at,
     k_at,
@@ -98,11 +109,10 @@ def _forward(
     token = (start + row).to(tl.int64)
     real = token < end
     there = real[:, None] & (column < size)[None, :]
-    q = tl.load(q_at + token[:, None] * q_token + head * q_head + column[None, :], there, 0.0)
-    k = tl.load(k_at + token[:, None] * k_token + head * k_head + column[None, :], there, 0.0)
-    v = tl.load(v_at + token[:, None] * v_token + head * v_head + column[None, :], there, 0.0)
-    seen = real[None, :] & (row[:, None] >= (row[None, :] if CAUSAL else 0))
-    scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    q = _read(q_at + head * q_head, token, q_token, column, there)
+    k = _read(k_at + head * k_head, token, k_token, column, there)
+    v = _read(v_at + head * v_head, token, v_token, column, there)
+    scores = _scores(q, k, row, real, scale, CAUSAL)
     highest = tl.max(scores, 1)
     highest = tl.where(highest == float("-inf"), 0.0, highest)  # of rows behind the piece, which see nothing
     weights = tl.exp(scores - highest[:, None])
@@ -148,19 +158,18 @@ def _backward(
     real = token < end
     there = real[:, None] & (column < size)[None, :]
     own = (token[:, None] * heads + head) * size + column[None, :]
-    q = tl.load(q_at + token[:, None] * q_token + head * q_head + column[None, :], there, 0.0)
-    k = tl.load(k_at + token[:, None] * k_token + head * k_head + column[None, :], there, 0.0)
+    q = _read(q_at + head * q_head, token, q_token, column, there)
+    k = _read(k_at + head * k_head, token, k_token, column, there)
     lse = tl.load(lse_at + head * tokens + token, real, 0.0)
-    seen = real[None, :] & (row[:, None] >= (row[None, :] if CAUSAL else 0))
-    scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    scores = _scores(q, k, row, real, scale, CAUSAL)
     # Rows behind the piece have weights, too, but their gradients are zeros.
     weights = tl.exp(scores - lse[:, None])
-    grad = tl.load(grad_at + token[:, None] * grad_token + head * grad_head + column[None, :], there, 0.0)
+    grad = _read(grad_at + head * grad_head, token, grad_token, column, there)
     dv = tl.dot(tl.trans(weights.to(grad.dtype)), grad)
     tl.store(dv_at + own, dv.to(grad.dtype), there)
     out = tl.load(out_at + own, there, 0.0)
     mean = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-    v = tl.load(v_at + token[:, None] * v_token + head * v_head + column[None, :], there, 0.0)
+    v = _read(v_at + head * v_head, token, v_token, column, there)
     inner = (weights * (tl.dot(grad, tl.trans(v)) - mean[:, None]) * scale).to(q.dtype)
     tl.store(dq_at + own, tl.dot(inner, k).to(q.dtype), there)
     tl.store(dk_at + own, tl.dot(tl.trans(inner), q).to(q.dtype), there)
