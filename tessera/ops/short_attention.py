@@ -19,7 +19,7 @@ def short_attention(
     q, k, v = (_dense_inside(x) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-    _forward[(bounds.numel() - 1, heads)](
+    short_attention_kernel[(bounds.numel() - 1, heads)](
         *(q, k, v, out, lse, bounds),
         *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         *(tokens, heads, size, scale),
@@ -46,7 +46,7 @@ def short_attention_backward(
     tokens, heads, size = q.shape
     grad, q, k, v, out = (_dense_inside(x) for x in (grad, q, k, v, out))
     dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
-    _backward[(bounds.numel() - 1, heads)](
+    short_attention_backward_kernel[(bounds.numel() - 1, heads)](
         *(grad, q, k, v, out.contiguous(), lse, bounds, dq, dk, dv),
         *(grad.stride(0), grad.stride(1), q.stride(0), q.stride(1)),
         *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
@@ -69,6 +69,8 @@ def _width(size: int) -> int:
 
 # ---------------------------------------------------------------------------------------------- kernels
 
+# Their names stand in traces, and tell profiles what kind of work they are.
+
 
 @triton.jit
 def _read(at, token, stride, column, there):
@@ -82,7 +84,7 @@ def _scores(q, k, row, real, scale, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _forward(
+def short_attention_kernel(
     q_at,
     k_at,
     v_at,
@@ -124,7 +126,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def short_attention_backward_kernel(
     grad_at,
     q_at,
     k_at,

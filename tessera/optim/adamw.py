@@ -20,7 +20,7 @@ from tessera.core import device as devices
 from tessera.core.tensors import local_part
 
 _WIDE = 16  # bytes that one instruction moves at most
-_KINDS = (torch.float32, torch.bfloat16, torch.float16)  # what may be computed in fp32
+_UP_TO_FP32 = (torch.float32, torch.bfloat16, torch.float16)  # what may be computed in fp32
 
 
 class AdamW(torch.optim.AdamW):
@@ -73,7 +73,7 @@ class AdamW(torch.optim.AdamW):
     def _step_all_at_once(self, kind: _Flat, owned: Sequence[_Own], scale: Tensor | None, bad: Tensor | None) -> None:
         import triton.language as tl  # not on every machine
 
-        from tessera.optim.adamw_kernel import BLOCK, WARPS, update_kernel
+        from tessera.optim.adamw_kernel import BLOCK, WARPS, adamw_update
 
         (beta1, beta2), eps = self.defaults["betas"], self.defaults["eps"]
         device = owned[0].param.device
@@ -88,7 +88,7 @@ class AdamW(torch.optim.AdamW):
         table = [getattr(one, name).data_ptr() for name in ("param", "grad", "mean", "square") for one in owned]
         sizes, owners, numbers = self._dealt([one.param.numel() for one in owned], BLOCK, device)
         param, grad, state = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in kind.dtypes)
-        update_kernel[(owners.numel(),)](
+        adamw_update[(owners.numel(),)](
             *(_send(table, torch.int64, device), sizes, owners, numbers),
             *(rates / (1 - beta1**count), (1 - beta2**count).sqrt(), shrinks, scale, bad),
             *(len(owned), beta1, beta2, eps),
@@ -160,7 +160,7 @@ class _Own:
     def kind(self) -> _Flat | None:
         """None: not in the order of its numbers, or of more bits."""
         four = (self.param, self.grad, self.mean, self.square)
-        if not all(x.is_contiguous() and x.dtype in _KINDS for x in four):
+        if not all(x.is_contiguous() and x.dtype in _UP_TO_FP32 for x in four):
             return None
         dtypes = (self.param.dtype, self.grad.dtype, self.mean.dtype)
         return _Flat(dtypes, math.gcd(_WIDE, *(x.data_ptr() for x in four)))

@@ -9,7 +9,7 @@ BLOCK, WARPS = 1024, 4  # numbers of a block, and who works on it: 13.8 ms for 3
 
 
 @triton.jit
-def update_kernel(
+def adamw_update(
     table_at,
     sizes_at,
     owners_at,

@@ -39,9 +39,7 @@ class Trainer:
         first_weights: Callable[[], None],  # fills the module for a run that begins
         task: Task,
         optimizer: torch.optim.Optimizer,
-        finish_gradients: Callable[
-            [torch.Tensor], torch.Tensor
-        ],  # by a count, and clipped, in the next update; gives the norm
+        finish_gradients: Callable[[torch.Tensor], torch.Tensor],  # given a count, has them scaled; gives the norm
         loader: Callable[[int], Loader],  # from the row to start with
         checkpoints: CheckpointManager,
         callbacks: Sequence[Callback] = (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 import re
@@ -339,3 +340,14 @@ def test_kinds_of_kernels(name: str, kind: str) -> None:
 
 def test_rows_add_up() -> None:
     assert accounts.add_up([Row(1, 2, 3, 4), Row(1, 1, 1, 1)]) == Row(2, 3, 4, 5)
+
+
+def test_kernels_of_our_own_have_a_kind() -> None:
+    """By the names that a trace shows: of functions that are launched, which do not begin with an underscore."""
+    found: dict[str, str] = {}
+    for path in Path(tessera.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list):
+                found |= {} if node.name.startswith("_") else {node.name: classes.kind_of(node.name)}
+    assert classes.OTHER not in found.values()
+    assert {kind for name, kind in found.items() if "attention" in name} == {classes.ATTENTION}
