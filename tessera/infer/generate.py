@@ -61,7 +61,8 @@ def generate(
 
 
 def _next_positions(batch: Batch) -> Tensor:
-    """[3, rows] or [rows]: one after the largest of each prompt, which with pictures is not its length."""
+    """[3, rows] or [rows]: one past the largest position of each prompt, which with images is not its length. An answer
+    that is trained on stands there too (see `grid_positions`)."""
     positions, bounds = batch["positions"], batch.segments["text"].bounds.tolist()
     starts = [positions[..., a:b].max() + 1 for a, b in pairwise(bounds)]
     following = torch.stack(starts)

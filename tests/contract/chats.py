@@ -107,3 +107,15 @@ def in_pairs(stills: Sequence[torch.Tensor]) -> torch.Tensor:
     frames = [*stills, stills[-1]] if len(stills) % 2 else list(stills)
     single = [still.reshape(len(still), 3, 2, -1)[:, :, :1] for still in frames]
     return torch.cat([torch.cat(single[n : n + 2], dim=2).flatten(1) for n in range(0, len(single), 2)])
+
+
+def as_published(positions: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    """[3, tokens] of transformers 5.3 to 5.22 as Qwen2-VL and Qwen2.5-VL were published: every run of text, of an image
+    or of a video begins one past the largest position before it, where newer transformers counts only the sides of a
+    video. `kinds`: of each token, 0 for text."""
+    moved, following = positions.clone(), 0
+    ends = [*(kinds.diff().nonzero()[:, 0] + 1).tolist(), len(kinds)]
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        moved[:, start:end] += following - positions[0, start]  # a run begins at one number on all axes
+        following = int(moved[:, start:end].max()) + 1
+    return moved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 from answers import export, same_answer
-from chats import asked_about, clip, in_pairs, picture, write_words
+from chats import as_published, asked_about, clip, in_pairs, picture, write_words
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from tessera.core.types import Batch
+import tessera
+from tessera.core.types import Batch, Message, Part, Sample
 from tessera.data.chat import ChatTemplate
+from tessera.infer.generate import generate
+from tessera.infer.sampling import Sampling
 from tessera.models.qwen2_5_vl import SPEC
 
 VOCAB = 300
@@ -71,7 +75,8 @@ SHOWN: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_greedy_answers_are_those_of_transformers(name: str, exported: Path) -> None:
-    """Its own image processor sees pictures, and the frames of clips one by one."""
+    """Its own image processor sees pictures, and the frames of clips one by one. Behind a video it is told where text
+    stands (see `as_published`)."""
     images, size = AutoImageProcessor.from_pretrained(exported), {"shortest_edge": 64, "longest_edge": 1024}
     pictures = [one for one in SHOWN[name] if isinstance(one, Image.Image)]
     clips = [one for one in SHOWN[name] if isinstance(one, np.ndarray)]
@@ -90,6 +95,35 @@ def test_greedy_answers_are_those_of_transformers(name: str, exported: Path) -> 
         if clips:
             seen |= {"pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.tensor(grids)}
             seen["second_per_grid_ts"] = torch.tensor([1.0] * len(clips))  # two frames a second, two to a patch
+            known = {key: value for key, value in seen.items() if not key.startswith("pixel")}
+            positions, _ = reference.model.get_rope_index(tokens[None], **known)
+            seen["position_ids"] = as_published(positions[:, 0], kinds)[:, None]
         return seen
 
     same_answer(exported, asked_about(*SHOWN[name]), inputs)
+
+
+def test_an_answer_is_generated_where_it_is_trained(exported: Path) -> None:
+    """A video that lasts longer than it is wide: what greedy decoding says is what the model, reading the whole
+    conversation as training does, finds most likely at every place."""
+    model, loaded = tessera.load(exported, device="cpu")
+    video = clip(40, 40, 28)
+    prompt = loaded(asked_about(video))
+    start, seen = len(prompt["tokens"]), prompt["tokens"] == IDS["<|video_pad|>"]
+    sides = prompt["positions"][1:, seen]
+    words = start - int(seen.nonzero()[-1]) - 1
+    assert prompt["positions"][0, seen].max() > sides.max() + words  # beyond what the words behind it reach
+    stops = loaded.processor.stop_tokens
+    said = generate(model.module, prompt, max_new_tokens=12, stop_tokens=stops, sampling=Sampling())[0]
+    assert len(set(said)) > 2  # it says something
+
+    question = Message("user", (Part("video", None), Part("text", "what is in this picture")))
+    trained = Sample("one", (question, Message("assistant", (Part("text", "a cat " * 20),))))
+    encoded = loaded.processor.encode(trained, [video])
+    assert torch.equal(encoded.tokens[:start], prompt["tokens"])
+    tokens = encoded.tokens.clone()
+    tokens[start : start + len(said)] = torch.tensor(said)  # where a word stands does not depend on the word
+    batch = loaded.processor.collate([[replace(encoded, tokens=tokens)]], len(tokens))
+    with torch.no_grad():
+        logits = model.module(batch, logits=True).logits.reshape(len(tokens), -1)
+    assert logits[start - 1 :].argmax(-1)[: len(said)].tolist() == said

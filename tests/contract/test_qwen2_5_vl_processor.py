@@ -15,7 +15,19 @@ import jinja2
 import pytest
 import torch
 import transformers
-from chats import VOCAB, WORDS, as_reference, by_kind, clip, conversation, picture, reference_ids, text, write_words
+from chats import (
+    VOCAB,
+    WORDS,
+    as_published,
+    as_reference,
+    by_kind,
+    clip,
+    conversation,
+    picture,
+    reference_ids,
+    text,
+    write_words,
+)
 from parity import numbers
 from PIL import Image
 from transformers import Qwen2_5_VLConfig
@@ -183,7 +195,7 @@ def reference_positions(
     positions, _ = model.get_rope_index(
         tokens[None], kinds[None], image_grid_thw=images, video_grid_thw=videos, second_per_grid_ts=seconds
     )
-    return positions[:, 0]
+    return as_published(positions[:, 0], kinds)
 
 
 @pytest.mark.parametrize("media", [("image",), ("image", "image"), ("video",), ("image", "video", "image", "video")])

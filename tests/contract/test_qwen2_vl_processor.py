@@ -19,6 +19,7 @@ import transformers
 from chats import (
     VOCAB,
     WORDS,
+    as_published,
     by_kind,
     clip,
     conversation,
@@ -96,7 +97,7 @@ def reference_positions(tokens: torch.Tensor, images: Any, videos: Any) -> torch
         model = Qwen2VLModel(ReferenceConfig(**tiny_config().to_hf()))
     kinds = (tokens == VOCAB - 2).int() + 2 * (tokens == VOCAB - 1).int()
     positions, _ = model.get_rope_index(tokens[None], kinds[None], image_grid_thw=images, video_grid_thw=videos)
-    return positions[:, 0]
+    return as_published(positions[:, 0], kinds)
 
 
 SIZES = [(56, 56), (61, 87), (300, 40), (500, 333), (9, 9), (28, 28), (1000, 20)]
@@ -240,6 +241,19 @@ def test_positions_are_the_references(processor: Qwen2VLProcessor, media: tuple[
     things = [clip(6) if kind == "video" else picture(61 + 30 * i, 87, seed=i) for i, kind in enumerate(media)]
     ours = processor.encode(conversation(*media), things)
     assert torch.equal(ours.positions, reference_positions(ours.tokens, *by_kind(ours.media["grids"], media)))
+
+
+def test_text_behind_a_video_goes_on_past_its_last_moment(processor: Qwen2VLProcessor) -> None:
+    """Ten steps along time of 2 x 3 tokens: the largest position is that of time, so text begins at ten, not at three.
+    The numbers are written out: this is the rule that the published weights know, whatever a library does."""
+    ours = processor.encode(conversation("video", "image"), [clip(20), picture(61, 87)])
+    assert ours.media["grids"].tolist()[0] == [10, 6, 4]
+    video = (ours.tokens == VOCAB - 1).nonzero()[:, 0]
+    first, last = int(video[0]), int(video[-1])
+    assert ours.positions[:, last].tolist() == [first + 9, first + 2, first + 1]
+    assert ours.positions[:, last + 1].tolist() == [first + 10] * 3
+    image = (ours.tokens == VOCAB - 2).nonzero()[:, 0]
+    assert ours.positions[:, int(image[-1]) + 1].tolist() == [int(ours.positions[:, image].max()) + 1] * 3
 
 
 def test_a_clip_is_pairs_of_frames(processor: Qwen2VLProcessor, exported: Path) -> None:

@@ -122,9 +122,15 @@ def grid_positions(
     merge: int,
     intervals: Sequence[float] | None = None,
 ) -> np.ndarray:
-    """[3, length]: text counts on in all three; a media counts in time, height and width from where it begins, and what
-    follows it goes on after its longer side. `intervals`: of each media, how far one step along time goes; default: 1,
-    and in any case rounded down from the fp32 that the reference computes."""
+    """[3, length]: text counts on in all three axes; an image or video counts in time, height and width from where it
+    begins, and what follows it goes on one past the largest position so far, on whichever axis it lies.
+
+    That is the rule by which Qwen2-VL and Qwen2.5-VL were published (their authors' code in transformers up to 5.2,
+    their fine-tuning code, and vLLM); `generate` counts on in the same way. transformers 5.3 to 5.22 goes on after the
+    longer *side* of a video instead: text behind a video that lasts longer than it is wide stands elsewhere there.
+
+    `intervals`: of each image or video, how far one step along time goes; default: 1, and in any case rounded down from
+    the fp32 that the reference computes."""
     positions = np.empty((3, length), dtype=np.int64)
     at = place = 0
     steps = [1.0] * len(grids) if intervals is None else intervals
@@ -134,6 +140,6 @@ def grid_positions(
         grid = np.indices((t, h // merge, w // merge), dtype=np.int64).reshape(3, -1)
         grid[0] = grid[0].astype(np.float32) * np.float32(step)
         positions[:, start : start + count] = grid + place
-        at, place = start + count, place + max(h, w) // merge
+        at, place = start + count, place + int(grid.max()) + 1
     positions[:, at:] = np.arange(place, place + length - at)
     return positions
