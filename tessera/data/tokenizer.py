@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from tessera.core.errors import TesseraError
+from tessera.core.files import read_json_mapping, read_text
 from tessera.data.chat import Piece
 
 # How the Qwen family cuts text before merging; a folder written here must be read the same way by its tokenizer class.
@@ -181,13 +182,13 @@ def _byte_level(model: BPE) -> Tokenizer:
 def read_chat_template(folder: Path) -> str | None:
     """The Jinja template that a folder carries, in whichever of its usual places."""
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return read_text(folder / "chat_template.jinja")
     for name in ("chat_template.json", "tokenizer_config.json"):
         if (folder / name).is_file():
-            try:
-                found = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
-            except (ValueError, AttributeError) as error:
-                raise TesseraError(f"not readable as JSON: {error}", where=str(folder / name)) from None
+            found = read_json_mapping(folder / name).get("chat_template")
+            if isinstance(found, list):  # older folders name several of them, one as the usual one
+                named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+                found = named.get("default")
             if isinstance(found, str):
                 return found
     return None
@@ -238,7 +239,6 @@ def write_tokenizer(
         "clean_up_tokenization_spaces": False,
         "eos_token": end,
         "errors": "replace",
-        "model_max_length": 32768,
         "pad_token": pad,
         "split_special_tokens": False,
         "unk_token": None,

@@ -24,6 +24,7 @@ from tessera.core.types import Batch, ModelSpec, Processor, Sample
 from tessera.data.media.images import Limits
 from tessera.data.media.read import read_media
 from tessera.data.processor import ChatProcessor
+from tessera.data.side_files import side_folder
 from tessera.infer.generate import generate
 from tessera.infer.messages import conversations, sample_of
 from tessera.infer.over_ranks import over_ranks
@@ -49,12 +50,14 @@ class LoadedModel(nn.Module):
         run: Callable[..., Any] | None = None,
         adapters: Adapters | None = None,
         base: Path | None = None,
+        files: Path | None = None,
     ) -> None:
         """`run`: what is called in the place of a module that lies on several ranks. `base`: the folder of the model
-        that adapters belong to, as far as it is known."""
+        that adapters belong to, as far as it is known. `files`: where tokenizer, template and so on lie."""
         super().__init__()
         self.adapters = adapters or {}
         self.base = base
+        self.files = files
         self.module = module
         self._run: Any = module if run is None else run
         self.spec = spec
@@ -183,14 +186,14 @@ def load(
     else:
         fill_from(folder, tensors, weights, tied, names)
     processor = None if spec.processor is None or files is None else spec.processor(config, files, **options)
-    loaded = LoadedModel(module, spec, config, processor, run, adapters, section.path)
+    loaded = LoadedModel(module, spec, config, processor, run, adapters, section.path, files)
     return loaded, LoadedProcessor(processor, spec, limits)
 
 
 def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
     """A run keeps its processor's files; a checkpoint moved away from its run still knows where they came from."""
     kept = run / "processor"
-    return kept if kept.is_dir() else settings.model.tokenizer or settings.model.path
+    return kept if kept.is_dir() else settings.model.tokenizer or side_folder(settings.model.path)
 
 
 def _allocated(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

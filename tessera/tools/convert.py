@@ -29,6 +29,7 @@ def convert(
             model.config,
             processor.processor,
             Path(target),
+            files=model.files,
             adapters=model.adapters,
             overwrite=overwrite,
         )

@@ -22,6 +22,7 @@ from tessera.core.types import Batch, Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.processes.launch import begin_early
+from tessera.data.side_files import side_folder, write_side_files
 from tessera.optim.adamw import AdamW
 from tessera.optim.clip import norm_and_factor
 from tessera.optim.groups import build_optimizer
@@ -70,8 +71,8 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
     processor = build_processor(config, described)
     own_copy = config.folder / "processor"
     # A resumed run reads its own copy: writing it again would pull it from under the ranks that are still reading.
-    if processor is not None and world.is_main and config.model.tokenizer != own_copy:
-        processor.save(own_copy)
+    if world.is_main and config.model.tokenizer != own_copy:
+        keep_side_files(config, described, processor, own_copy)
     mesh = build_mesh(plan.axes, world.device)
     has_eval = bool(config.data.eval or config.data.options.get("eval"))
     with main_rank_first(world):  # it builds the index, which may take long; the others find it
@@ -142,7 +143,7 @@ def write_run_folder(config: RunConfig) -> None:
 def build_processor(config: RunConfig, described: Described) -> Processor | None:
     if described.spec.processor is None:
         return None
-    folder = config.model.tokenizer or config.model.path
+    folder = _processor_source(config)
     if folder is None and described.spec.needs_processor_files:
         raise TesseraError(
             "this family needs a tokenizer",
@@ -151,6 +152,19 @@ def build_processor(config: RunConfig, described: Described) -> Processor | None
         )
     options = {"train_on": tuple(config.data.train_on), **config.data.processor}
     return described.spec.processor(described.config, folder, **options)
+
+
+def keep_side_files(config: RunConfig, described: Described, processor: Processor | None, folder: Path) -> None:
+    """The run's own copy of what lies beside the weights: it is resumed and exported from that, on any machine."""
+    weights, make = side_folder(config.model.path), described.spec.processor
+    if processor is None and weights is None:
+        return
+    read = None if make is None else functools.partial(make, described.config)
+    write_side_files(folder, processor, read=read, own=_processor_source(config), weights=weights)
+
+
+def _processor_source(config: RunConfig) -> Path | None:
+    return config.model.tokenizer or side_folder(config.model.path) or config.model.path
 
 
 def build_rows(

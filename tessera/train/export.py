@@ -3,6 +3,7 @@ Adapters as a folder that PEFT loads."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,7 @@ from tessera.checkpoint.peft import save_adapters
 from tessera.core.adapters import Adapters, factor_names, is_factor
 from tessera.core.errors import TesseraError
 from tessera.core.types import ModelSpec, Processor
+from tessera.data.side_files import write_side_files
 from tessera.train.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -30,11 +32,13 @@ def export_folder(
     processor: Processor | None,
     folder: Path,
     *,
+    files: Path | None = None,
     adapters: Adapters | None = None,
     overwrite: bool = False,
 ) -> None:
     """Every rank calls it (sharded weights are gathered tensor by tensor); the main one writes. `adapters`, those of
-    the whole model, are merged into its weights."""
+    the whole model, are merged into its weights. `files`: the folder whose tokenizer, template, preprocessors,
+    generation settings and licence are handed on."""
     if spec.weights is None:
         raise TesseraError(f"family {spec.name} has no Hugging Face form to export to")
     tensors = model_tensors(module)
@@ -44,13 +48,14 @@ def export_folder(
             "the weights of adapted layers are kept in four bits, which is not what a model is merged into",
             fix="write the adapters alone (tessera convert --adapters), and merge them into the model they belong to",
         )
+    read = None if spec.processor is None else functools.partial(spec.processor, model_config)
     save_folder(
         folder,
         {name: tensor for name, tensor in tensors.items() if not is_factor(name)},
         spec.weights(model_config),
         model_config.to_hf(),
         overwrite=overwrite,
-        extras=None if processor is None else processor.save,
+        extras=functools.partial(write_side_files, processor=processor, read=read, own=files, weights=files),
         prepare=(lambda name, weight: merged(name, weight, tensors, known)) if known else None,
     )
 
@@ -95,4 +100,11 @@ class Export(Callback):
             )
             if not section.lora.merge:
                 return
-        export_folder(trainer.module, *self._parts, folder / f"hf{suffix}", adapters=self._adapters, overwrite=True)
+        export_folder(
+            trainer.module,
+            *self._parts,
+            folder / f"hf{suffix}",
+            files=folder / "processor",
+            adapters=self._adapters,
+            overwrite=True,
+        )

@@ -16,9 +16,10 @@ from tessera.core.types import MediaSize, PartKind
 from tessera.data.chat import ChatTemplate
 from tessera.data.media.images import to_rgb
 from tessera.data.patches import Patches, block_positions
+from tessera.data.side_files import IMAGE_FILE, VIDEO_FILE
 from tessera.data.tokenizer import PieceEncoder, load_tokenizer, read_chat_template
 from tessera.models._chat.options import ClipOptions
-from tessera.models._chat.preprocessor_files import IMAGE_FILE, VIDEO_FILE, Geometry, GridFiles
+from tessera.models._chat.preprocessor_files import Geometry, GridFiles
 from tessera.models._chat.processor import ConversationProcessor, View, check_words
 
 

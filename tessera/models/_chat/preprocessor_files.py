@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from tessera.core import files
 from tessera.core.errors import TesseraError
 from tessera.data.media.clips import VideoSampling
 from tessera.data.patches import CLIP_MEAN, CLIP_STD, Patches
+from tessera.data.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 
-IMAGE_FILE = "preprocessor_config.json"
-VIDEO_FILE = "video_preprocessor_config.json"
-BOTH_FILE = "processor_config.json"  # newer folders keep both in one
 Bounds = tuple[int | None, int | None]
 BICUBIC = 3  # Pillow's number for it
 
@@ -89,10 +88,7 @@ def read_sampling(folder: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TesseraError(f"not readable as JSON: {error}", where=str(path)) from None
+    data = files.read_json(path)
     return data if isinstance(data, dict) else {}
 
 

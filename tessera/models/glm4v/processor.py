@@ -21,10 +21,9 @@ from tessera.core.types import Part
 from tessera.data.chat import Piece
 from tessera.data.media.clips import VideoSampling
 from tessera.data.patches import Patches
+from tessera.data.side_files import BOTH_FILE, IMAGE_FILE
 from tessera.models._chat.grids import GridOptions
 from tessera.models._chat.preprocessor_files import (
-    BOTH_FILE,
-    IMAGE_FILE,
     Bounds,
     Geometry,
     GridFiles,

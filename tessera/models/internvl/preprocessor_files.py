@@ -11,7 +11,8 @@ from typing import Any
 
 from tessera.core.errors import TesseraError
 from tessera.data.media.clips import VideoSampling
-from tessera.models._chat.preprocessor_files import BICUBIC, BOTH_FILE, IMAGE_FILE, VIDEO_FILE, read_json
+from tessera.data.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
+from tessera.models._chat.preprocessor_files import BICUBIC, read_json
 from tessera.models.internvl.config import VisionConfig
 from tessera.models.internvl.tiles import Tiles
 

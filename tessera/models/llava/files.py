@@ -9,7 +9,8 @@ from typing import Any
 from tessera.core.errors import TesseraError
 from tessera.data.media.clips import VideoSampling
 from tessera.data.patches import CLIP_MEAN, CLIP_STD, Patches
-from tessera.models._chat.preprocessor_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE, read_json
+from tessera.data.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
+from tessera.models._chat.preprocessor_files import read_json
 from tessera.models.llava.config import LlavaConfig
 from tessera.models.llava.pictures import Squares
 

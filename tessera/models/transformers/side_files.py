@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import Batch, Encoded, MediaSize, Sample
+from tessera.data.side_files import copy_side_files, side_folder
 from tessera.models.transformers.config import TransformersConfig
-
-SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-# Written anew for every export, or about weights that have changed.
-NOT_COPIED = ("config.json", "tessera_export.json")
-MAX_BYTES = 256 << 20
 
 
 class SideFiles:
@@ -33,18 +28,12 @@ class SideFiles:
                 where="data.processor",
                 fix="options of a data kind of your own belong into data.options",
             )
-        folder = folder or config.folder
-        if folder is not None and (folder / "config.yaml").is_file():  # a run, which keeps them apart; or a checkpoint
-            folder = folder / "processor"
-        return cls(folder)
+        return cls(side_folder(folder or config.folder))
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        if self.folder is None or not self.folder.is_dir() or self.folder.resolve() == folder.resolve():
-            return
-        for path in sorted(self.folder.iterdir()):
-            if path.is_file() and is_side_file(path):
-                shutil.copyfile(path, folder / path.name)
+        if self.folder is not None:
+            copy_side_files(self.folder, folder)
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
         self._no_batches()
@@ -76,13 +65,3 @@ class SideFiles:
             where="data.kind",
             fix="name a data kind of your own, whose batches hold the keyword arguments of the class",
         )
-
-
-def is_side_file(path: Path) -> bool:
-    weights_index = path.name.endswith(".index.json")
-    return (
-        path.suffix in SUFFIXES
-        and path.name not in NOT_COPIED
-        and not weights_index
-        and path.stat().st_size <= MAX_BYTES
-    )
