@@ -3,6 +3,12 @@
 A piece is text or one special word, and knows whether the model is trained to write it: what a trained role says and
 the word that ends its turn are, headers and everyone else are not. The same template as Jinja goes into exported
 folders, so that other tools write conversations the same way.
+
+Control words are the words of the vocabulary that a template itself writes around what is said: headers, ends of turns,
+`<tool_response>` where the tokenizer has it, the words that enclose and stand for media, the end of a plain text. They
+come from the template alone. The same letters in what anyone says (system prompts and results of tools included) are
+text, whatever the tokenizer calls special. Words that a model says within its turn, such as `<think>` and
+`<tool_call>`, are no control words: they are written as the tokenizer has them, and end and begin no turn.
 """
 
 from __future__ import annotations
@@ -56,6 +62,7 @@ _QWEN_MEDIA: Mapping[PartKind, MediaWords] = {
     "video": MediaWords("<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
 }
 _ANY = ""  # the turn of a role that has none of its own
+_MARKUP = re.compile(r"[<\[{].*[>\]}]")  # a word that no one says by chance; tokenizers also add blanks and line ends
 _UNLESS_SYSTEM = "{% if loop.first and message.role != 'system'"
 _NO_TOOLS = " and not tools"
 
@@ -78,6 +85,20 @@ class ChatTemplate:
 
     def special_words(self) -> list[str]:
         return [*self.special, *dict.fromkeys(media.word for media in self.media.values())]
+
+    def control_words(self) -> list[str]:
+        """All that this template may write as single words of the vocabulary."""
+        return [word for word in (*self.special_words(), self.end_of_text, *self.next_turns) if word]
+
+    def with_words_of(self, added: Collection[str]) -> ChatTemplate:
+        """The same, for a tokenizer with these added words: those that this template writes around what is said are
+        special, so that no one can say them."""
+        turns = [text for turn in self.turns.values() for text in (turn.before, turn.after, turn.between)]
+        turns += [text for turn in self.turns.values() for text in (turn.text_before, turn.text_after)]
+        media = [text for words in self.media.values() for text in (words.before, words.after)]
+        known, written = set(self.control_words()), "\n".join([self.begin, *turns, *media])
+        more = [word for word in added if word in written and word not in known and _MARKUP.fullmatch(word)]
+        return replace(self, special=(*self.special, *sorted(more))) if more else self
 
     @cached_property
     def _cut(self) -> re.Pattern[str]:
@@ -106,21 +127,23 @@ class ChatTemplate:
         if self.system is not None and (not messages or messages[0].role not in ("system", PLAIN)):
             said = self._text(self.system, "system", trained=False) if self.system else []
             pieces += [*self._header("system"), *said, *self._end("system", trained=False)]
-        trained_turns = [number for number, message in enumerate(messages) if message.role in train_on]
-        if last_only:
-            trained_turns = trained_turns[-1:]
+        turns = [number for number, message in enumerate(messages) if message.role in train_on]
+        trained_turns = set(turns[-1:] if last_only else turns)
+        before: Message | None = None
         for number, message in enumerate(messages):
             trained = number in trained_turns or message.role == PLAIN
             content = self._content(message, trained, show or self.show)
             if message.role == PLAIN:
                 pieces += [*content, Piece(self.end_of_text, PLAIN, True, special=True)]
+                before = message
                 continue
-            header = self._header(message.role) if not self._goes_on(messages[:number], message.role) else []
+            header = [] if self._goes_on(before, message.role) else self._header(message.role)
             if self.next_turns and header and number - 1 in trained_turns:
                 header[0] = replace(header[0], trained=header[0].special)
-            again = number + 1 < len(messages) and self._goes_on([message], messages[number + 1].role)
+            again = number + 1 < len(messages) and self._goes_on(message, messages[number + 1].role)
             end = self._words(self._turn(message.role).between, message.role) if again else None
             pieces += [*header, *content, *(self._end(message.role, trained) if end is None else end)]
+            before = message
         if answer:
             return pieces + self._header("assistant")
         if self.next_turns and messages and messages[-1].role == "assistant":
@@ -169,12 +192,13 @@ class ChatTemplate:
     def _turn(self, role: str) -> Turn:
         return self.turns[role] if role in self.turns else self.turns[_ANY]
 
-    def _goes_on(self, before: Sequence[Message], role: str) -> bool:
+    def _goes_on(self, before: Message | None, role: str) -> bool:
         """Whether a turn goes on where the one before it ended."""
-        return bool(before) and before[-1].role == role and bool(self._turn(role).between)
+        return before is not None and before.role == role and bool(self._turn(role).between)
 
     def _header(self, role: str) -> list[Piece]:
-        return self._words(self._turn(role).before.replace("{role}", role), role)
+        pieces = self._words(self._turn(role).before, role)  # cut before a role is filled in: its name is text
+        return [p if p.special else replace(p, text=p.text.replace("{role}", role)) for p in pieces]
 
     def _end(self, role: str, trained: bool) -> list[Piece]:
         pieces = self._words(self._turn(role).after, role)

@@ -1,8 +1,15 @@
-"""Named arrays in one file: written whole or not at all, read through a memory map that all processes share."""
+"""Named arrays in one file: written whole or not at all, read through a memory map that all processes share.
+
+Every file says the SHA-256 of all that is in it. It is compared when the file is opened, once by each rank: a cache
+with a flipped bit would change a run without a word, so it is made again, and that is said. Hashing 10^7 samples takes
+less than a second. Worker processes map the file that was checked and do not check it once more.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +21,9 @@ from safetensors import SafetensorError, safe_open
 
 from tessera.core.errors import TesseraError
 
+log = logging.getLogger("tessera")
+
+_HASH = "sha256"  # the entry among a file's facts that holds the hash of everything else in it
 _TYPES = {
     "I64": np.int64,
     "I32": np.int32,
@@ -70,19 +80,42 @@ def write_tables(file: Path, arrays: Mapping[str, np.ndarray], about: Mapping[st
     """Several processes may write the same file at once: each reader sees a whole one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f"{file.name}.{os.getpid()}.part")
-    safetensors.numpy.save_file(
-        {name: np.ascontiguousarray(array) for name, array in arrays.items()}, beside, metadata=dict(about)
-    )
+    dense = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    beside.write_bytes(b"")
+    rights = beside.stat().st_mode  # the library makes files that nobody else may read, unlike all others of a run
+    safetensors.numpy.save_file(dense, beside, metadata={**about, _HASH: _content_hash(dense, about)})
+    beside.chmod(rights)
     os.replace(beside, file)
 
 
 def open_tables(file: Path, key: str) -> Tables | None:
-    """None when there is no such file, or it is not what its name says: it is then made again."""
+    """None when there is no such file, or it is not what its name says: it is then made again, and that is logged."""
+    if not file.exists():
+        return None
+    problem = "it holds something else"
     try:
         found = Tables(file)
-    except (ValueError, OSError):
-        return None
-    return found if found.about.get("key") == key else None
+        if found.about.get("key") == key:
+            if _HASH not in found.about:
+                problem = "an earlier version wrote it without a hash"
+            elif found.about[_HASH] == _content_hash(found, found.about):
+                return found
+            else:
+                problem = "its content does not match its hash"
+    except (ValueError, OSError, KeyError, TypeError, OverflowError) as error:
+        problem = str(error)
+    log.warning("%s cannot be trusted and is made again: %s", file, problem)
+    return None
+
+
+def _content_hash(arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> str:
+    """Of names, types, shapes and values, and of the facts beside them. Two files with the same hash mean the same."""
+    facts = {name: fact for name, fact in about.items() if name != _HASH}
+    shapes = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
+    digest = hashlib.sha256(json.dumps([facts, shapes], sort_keys=True).encode())
+    for name in sorted(arrays):
+        digest.update(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 class MemoryTables(dict[str, np.ndarray]):

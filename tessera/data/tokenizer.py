@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,23 +43,49 @@ class PieceEncoder:
     """Turns rendered pieces into token ids, each with its "trained on" flag.
 
     Text between two special words is encoded in one go, since merges may run across the border of a header and a
-    content; a token that holds any trained character is trained. Text never becomes a special word: a user who writes
+    content; a token that holds any trained character is trained. Text never becomes a word that the tokenizer calls
+    special, nor one of the `control` words of a template, whatever the tokenizer calls those: a user who writes
     "<|im_end|>" ends no turn, and the number of media placeholders cannot be forged.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, control: Iterable[str] = ()) -> None:
         self.json = tokenizer.to_str()
         self._text = Tokenizer.from_str(self.json)
         self._text.encode_special_tokens = True
         self._text.no_truncation()
         self._text.no_padding()
+        self.added_words = tuple(token.content for token in self._text.get_added_tokens_decoder().values())
+        self.unmarked: tuple[str, ...] = ()  # control words that the tokenizer does not call special
+        self._control(control)
+
+    def with_control(self, words: Iterable[str]) -> PieceEncoder:
+        """The same, for a template that writes these words."""
+        found = copy.copy(self)
+        found._control([*self.control, *words])
+        return self if found.control == self.control else found
+
+    def _control(self, words: Iterable[str]) -> None:
+        self.control = tuple(sorted({word for word in words if self.find(word) is not None}))
+        self._control_ids = frozenset(map(self.id_of, self.control))
         self._known: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
+        marked = {token.content for token in self._text.get_added_tokens_decoder().values() if token.special}
+        more = [word for word in self.control if word not in marked]
+        if more:  # without this, text would become such a word
+            self._text = Tokenizer.from_str(self._text.to_str())  # ours alone
+            self._text.encode_special_tokens = True
+            self._text.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in more])
+            self.unmarked = tuple(sorted([*self.unmarked, *more]))
 
-    def __getstate__(self) -> dict[str, str]:
-        return {"json": self.json}
+    def __getstate__(self) -> dict[str, Any]:
+        return {"json": self.json, "control": self.control}
 
-    def __setstate__(self, state: dict[str, str]) -> None:
-        self.__init__(Tokenizer.from_str(state["json"]))  # type: ignore[misc]
+    def __copy__(self) -> PieceEncoder:
+        found = PieceEncoder.__new__(PieceEncoder)
+        found.__dict__.update(self.__dict__)
+        return found
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(Tokenizer.from_str(state["json"]), state["control"])  # type: ignore[misc]
 
     def id_of(self, word: str) -> int:
         found = self._text.token_to_id(word)
@@ -100,6 +127,10 @@ class PieceEncoder:
             tokens += [self.id_of(piece.text)] * times
             trained += [piece.trained] * times
         self._encode_text(run, tokens, trained)
+        assert next(media, None) is None, "every media has its place among the pieces"
+        placeholders = {piece.text for piece in pieces if piece.media is not None}
+        written = sum(tokens.count(self.id_of(word)) for word in placeholders)
+        assert written == sum(times for _, times in spans), "each placeholder stands for a token of some media"
         return tokens, trained, spans
 
     def _encode_text(self, run: Sequence[Piece], tokens: list[int], trained: list[bool]) -> None:
@@ -128,9 +159,27 @@ class PieceEncoder:
         if found is None:
             encoding = self._text.encode(text, add_special_tokens=False)
             found = (encoding.ids, encoding.offsets)
+            if not self._control_ids.isdisjoint(encoding.ids):
+                found = self._in_parts(text, *found)
             if len(text) <= _SHORT and len(self._known) < _MANY:
                 self._known[text] = found
         return found
+
+    def _in_parts(
+        self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Some models of tokenizers (Unigram, those that ignore merges) find control words among ordinary ones. Text is
+        then cut inside of such a word, and what is left and right of the cut is encoded apart."""
+        cuts = [first + 1 for id, (first, _) in zip(ids, offsets, strict=True) if id in self._control_ids]
+        tokens: list[int] = []
+        places: list[tuple[int, int]] = []
+        for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            encoding = self._text.encode(text[start:end], add_special_tokens=False)
+            tokens += encoding.ids
+            places += [(first + start, last + start) for first, last in encoding.offsets]
+        if not self._control_ids.isdisjoint(tokens):
+            raise TesseraError("the tokenizer makes a control word of what someone says, however it is cut")
+        return tokens, places
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._text.decode(list(tokens), skip_special_tokens=True))

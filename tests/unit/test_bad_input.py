@@ -86,6 +86,7 @@ def test_where_nothing_can_be_written(run: Any, recipe: Path, data: Path) -> Non
         ("train.task_options.colour=red", "'colour'"),
         ("data.train_on=[asistant]", "asistant"),
         ("data.processor.min_pixel=3", "min_pixels"),
+        ("data.processor.train_on=[user]", "data.train_on"),
         ("data.length=8", "no usable sample"),
         ("parallel.recompute=[text.layer]", "did you mean: text.layers"),
     ],

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from data_cases import LetterProcessor, TroubleProcessor, pictures, row, seen, texts, write_jsonl
 from PIL import Image, ImageFile
 
@@ -29,7 +30,9 @@ from tessera.data.index.fit import Cut, CutToLength
 from tessera.data.index.measure import MAX_BAD
 from tessera.data.index.split import SplitIndex, find_repeats
 from tessera.data.media.images import Limits
+from tessera.data.order.table import Rules, Samples, row_table
 from tessera.data.sources.forms import RowError
+from tessera.data.tables import Tables
 
 
 def build(path: Path | Sequence[Path], *, processor: LetterProcessor | None = None, **options: Any) -> SplitIndex:
@@ -327,6 +330,51 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, kind: str, damage: bytes |
     assert file.stat().st_size == len(whole)
     file.unlink()
     assert_same(build(path, cache_folder=cache, length=30), fresh)
+
+
+def cached(path: Path, cache: Path) -> tuple[SplitIndex, list[list[int]]]:
+    """An index and the rows packed from it: every kind of file that a run keeps about its data."""
+    index = build(path, cache_folder=cache, length=30)
+    rules = Rules(30, seed=1, pack=True, shuffle=True, balance=False)
+    table = row_table(Samples(index.column("tokens"), np.asarray(index.starts)), rules, cache)
+    return index, [table[row].tolist() for row in range(len(table))]
+
+
+def test_a_flipped_bit_anywhere_in_a_cache_changes_nothing_but_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "cache"
+    path = write_jsonl(tmp_path / "many.jsonl", [row("q", "a" * (1 + i % 40), id=f"s{i % 50}") for i in range(60)])
+    fresh, rows = cached(path, cache)
+    kept = sorted(cache.iterdir())
+    assert {file.name.partition("-")[0] for file in kept} >= {"index", "fit", "ids", "rows"}
+    for file in kept:
+        whole = file.read_bytes()
+        header = 8 + int.from_bytes(whole[:8], "little")
+        places = [0, 9, header // 2, header - 40, *np.linspace(header, len(whole) - 1, 8).astype(int).tolist()]
+        for number, at in enumerate(places):
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << number % 8
+            file.unlink()  # not written over: it is mapped
+            file.write_bytes(damaged)
+            caplog.clear()
+            found, found_rows = cached(path, cache)
+            assert_same(found, fresh)
+            assert found_rows == rows
+            assert any(file.name in message for message in caplog.messages), (file.name, at)
+            assert file.stat().st_size == len(whole)
+
+
+def test_a_cache_without_a_hash_is_made_again_and_anyone_may_read_it(tmp_path: Path) -> None:
+    cache, path = tmp_path / "cache", many(tmp_path, 20)
+    fresh = build(path, cache_folder=cache)
+    (file,) = files(cache, "index")
+    about = {name: fact for name, fact in Tables(file).about.items() if name != "sha256"}
+    arrays = {name: np.array(array) for name, array in Tables(file).items()}
+    file.unlink()
+    safetensors.numpy.save_file({**arrays, "column.tokens": arrays["column.tokens"] + 1}, file, metadata=about)
+    assert_same(build(path, cache_folder=cache), fresh)
+    assert file.stat().st_mode == path.stat().st_mode
 
 
 def test_what_travels_to_a_worker_is_small_and_the_same(tmp_path: Path) -> None:

@@ -232,6 +232,23 @@ def test_a_loader_that_knows_its_state_is_put_there(tmp_path: Path, monkeypatch:
     assert int(other.batch([257])["number"]) == 57  # another loader's record is not used
 
 
+def test_a_damaged_record_of_a_loader_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(own_rows, "SNAPSHOT_EVERY", 10)
+    options = {"loader": f"{TOYS}:Remembering", "arguments": {"batches": 120}}
+    source = rows(cache=tmp_path, **options)
+    for number in range(35):
+        source.batch([number])
+    for number, text in ((30, '{"pass": 0, "state": '), (20, None)):
+        (file,) = tmp_path.glob(f"loader-train-*/batch-{number}.json")
+        file.write_text(file.read_text().replace("20", "21") if text is None else text)
+    resumed = rows(cache=tmp_path, **options)
+    assert int(resumed.batch([33])["number"]) == 33
+    assert resumed.data.made == 24  # from the record of batch 10 on
+    assert sum("cannot be trusted" in message for message in caplog.messages) == 2
+
+
 # ---------------------------------------------------------------------------------------------- training
 
 

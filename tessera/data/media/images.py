@@ -45,7 +45,7 @@ class Limits:
 
     max_image_pixels: int = 64_000_000  # of an image, or of one frame of a clip
     max_video_pixels: int = 1_000_000_000  # of all frames taken from a clip: they are in memory together
-    draft: bool = True  # JPEGs much larger than what is used are decoded at 1/2, 1/4 or 1/8
+    draft: bool = False  # JPEGs much larger than what is used are decoded at 1/2, 1/4 or 1/8: quick, and not exact
 
 
 def probe_image(source: Opened, limits: Limits) -> MediaSize:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import json
 import logging
@@ -232,14 +233,15 @@ class LoaderRows(Forward):
     # ------------------------------------------------------------------------------------------ where it stood
 
     def _begin(self, number: int) -> None:
-        stood = max((at for at in self._snapshots() if at <= number), default=None)
-        if stood is None or not hasattr(self.data, "load_state_dict"):
+        known = sorted((at for at in self._snapshots() if at <= number), reverse=True)
+        able = hasattr(self.data, "load_state_dict")
+        stood, record = next(((at, record) for at in known if able and (record := self._record(at))), (0, None))
+        if record is None:
             length = _length(self.data) if _starts_anywhere(self.data) else None
             self._pass = 0 if length is None else number // length
             self._next = 0 if length is None else self._pass * length
             self._iterator = self._new_pass()
             return
-        record = json.loads(self._file(stood).read_text(encoding="utf-8"))
         self.data.load_state_dict(record["state"])
         self._pass, self._next = record["pass"], stood
         self._iterator = iter(self.data)
@@ -250,7 +252,8 @@ class LoaderRows(Forward):
         if self.folder is None or not hasattr(self.data, "state_dict"):
             return
         try:
-            text = json.dumps({"pass": self._pass, "state": self.data.state_dict()})
+            record = {"pass": self._pass, "state": self.data.state_dict()}
+            text = json.dumps({**record, "sha256": _hash_of(record)})
         except TypeError:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -259,6 +262,18 @@ class LoaderRows(Forward):
         os.replace(fresh, self._file(self._next))
         for old in sorted(self._snapshots())[:-SNAPSHOTS_KEPT]:
             self._file(old).unlink(missing_ok=True)
+
+    def _record(self, number: int) -> dict[str, Any] | None:
+        """None, and a word about it, when a record is not as it was written: an older one serves as well."""
+        file = self._file(number)
+        try:
+            record = json.loads(file.read_text(encoding="utf-8"))
+            if record.pop("sha256") == _hash_of(record):
+                return record  # type: ignore[no-any-return]
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            pass
+        log.warning("%s cannot be trusted and is not used", file)
+        return None
 
     def _file(self, number: int) -> Path:
         assert self.folder is not None
@@ -275,6 +290,10 @@ class LoaderRows(Forward):
         files = self.folder.glob(f"batch-*{self._whose}.json")
         stems = (file.stem.removeprefix("batch-").removesuffix(self._whose) for file in files)
         return [int(stem) for stem in stems if stem.isdigit()]
+
+
+def _hash_of(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record).encode()).hexdigest()
 
 
 def _unnoted(number: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera.data.tables import Tables, open_tables, write_tables
+from tessera.data.tables import AnyTables, MemoryTables, Tables, keep_tables, open_tables
 
 FORMAT = 1  # of what the numbers mean: raise it when that changes
 
@@ -42,9 +42,7 @@ def kept(
         return Table(make())
     key = hashlib.sha256(json.dumps([FORMAT, name, facts], sort_keys=True).encode()).hexdigest()
     file = cache_folder.absolute() / f"{name}-{key[:32]}.safetensors"
-    found = open_tables(file, key)
+    found: AnyTables | None = open_tables(file, key)
     if found is None or "table" not in found or not sound(found["table"]):
-        write_tables(file, {"table": make()}, {"key": key})
-        found = open_tables(file, key)
-        assert found is not None, f"{file} was just written"
-    return Table(found)
+        found = keep_tables(file, MemoryTables({"table": make()}, {"key": key}))
+    return Table(found if isinstance(found, Tables) else found["table"])

@@ -74,6 +74,12 @@ class ConversationProcessor(ABC):
     train_on: tuple[str, ...]
     last_only: bool
 
+    def __post_init__(self) -> None:
+        """Tokenizer and template agree on the words that only the template may write, whichever family this is."""
+        template = self.template.with_words_of(self.encoder.added_words)
+        object.__setattr__(self, "template", template)
+        object.__setattr__(self, "encoder", self.encoder.with_control(template.control_words()))
+
     # ------------------------------------------------------------------------------------------ what a family says
 
     @abstractmethod
@@ -123,7 +129,7 @@ class ConversationProcessor(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        kept = [asdict(self.template), asdict(self.sampling), self.facts()]
+        kept = [asdict(self.template), asdict(self.sampling), self.facts(), *self.encoder.unmarked]
         facts = json.dumps([self.meaning, self.encoder.json, kept, self.train_on, self.last_only], sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()
 
@@ -199,10 +205,9 @@ class ConversationProcessor(ABC):
         items = []
         told: Sequence[Sequence[MediaSize] | None] = [None] * len(samples) if sizes is None else sizes
         for sample, objects, known in zip(samples, media, told, strict=True):
-            said = sample.messages
-            while said and said[-1].role == "assistant":
-                said = said[:-1]
-            asked = Sample(sample.id, said)
+            asked_for = next((n for n, m in enumerate(reversed(sample.messages)) if m.role != "assistant"), None)
+            count = 0 if asked_for is None else len(sample.messages) - asked_for
+            asked = Sample(sample.id, sample.messages[:count])
             shown = objects[: len(asked.media())]
             measured = [size_of(item) for item in shown] if known is None else known[: len(shown)]
             views = self._views(asked, measured)
