@@ -179,6 +179,10 @@ class LanguageOutput(NamedTuple):
     hidden: Tensor  # [T, D]
     head: Any  # nn.Module with .weight [V, D]; a module, so that tree walkers over outputs pass it by
     logits: Tensor | None = None
+    # Of a model that is trained to use its experts evenly: the loss that asks for it, a sum over rows weighted by their
+    # trained labels, and how much of it joins the loss of the labels.
+    router_aux: Tensor | None = None
+    router_aux_weight: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -100,13 +100,14 @@ class DecoderLayer(nn.Module):
         segments: Segments | None,
         cache: LayerCache | None = None,
         rows: Rows | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """With it, where the model is trained to use its experts evenly: how this layer used them."""
         attended = self.attn(self.attn_norm(x), angles, segments, cache)
         x = x + (attended if self.attn_out_norm is None else self.attn_out_norm(attended))
         normed = self.mlp_norm(x)
-        made = self.mlp(normed, rows) if self.routed else self.mlp(normed)
+        made, used = self.mlp(normed, rows) if self.routed else (self.mlp(normed), None)
         out: Tensor = x + (made if self.mlp_out_norm is None else self.mlp_out_norm(made))
-        return out
+        return out if used is None else (out, used)
 
 
 class TextDecoder(nn.Module):
@@ -124,7 +125,8 @@ class TextDecoder(nn.Module):
         self.shape = shape
         self.embed: nn.Embedding = TokenEmbedding(shape.vocab, shape.hidden)
         layers = [DecoderLayer(shape, mlp(index)) for index in range(shape.layers)]
-        self.routed = any(layer.routed for layer in layers)
+        routers = [layer.mlp.router.shape for layer in layers if isinstance(layer.mlp, MoE)]
+        self.experts = routers[0] if routers else None  # of layers that have experts
         self.layers = nn.ModuleList(layers)
         self.norm: RMSNorm | None = RMSNorm(shape.hidden, shape.norm_eps)
 
@@ -135,13 +137,19 @@ class TextDecoder(nn.Module):
         segments: Segments | None,
         step: CacheStep | None = None,
         rows: Rows | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """With it, where the model is trained to use its experts evenly: how all layers together used them."""
         angles = self.shape.rope.angles(positions)
         # Not a view where nothing is split off: a stage may hand it on as it is, and schedules cut it off in place.
         x, *deeper = (x,) if x.shape[-1] == self.shape.hidden else torch.split(x, self.shape.hidden, dim=-1)
+        used: Tensor | None = None
         for index, layer in enumerate(self.layers):
             if layer is not None:
-                x = layer(x, angles, segments, None if step is None else step.layer(index), rows)
+                out = layer(x, angles, segments, None if step is None else step.layer(index), rows)
+                x, here = out if isinstance(out, tuple) else (out, None)
+                if here is not None:
+                    used = here if used is None else used + here
                 if index < len(deeper):
                     x = x + deeper[index]
-        return x if self.norm is None else self.norm(x)
+        hidden = x if self.norm is None else self.norm(x)
+        return hidden if used is None else (hidden, used)

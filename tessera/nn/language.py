@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from tessera.core.types import Batch, LanguageOutput, Segments
 from tessera.nn.cache import CacheStep, KVCache
 from tessera.nn.decoder import TextDecoder
-from tessera.nn.moe import Rows, TokenRows
+from tessera.nn.moe import Rows, TokenRows, balance_loss
 
 
 class Answering(nn.Module):
     """What models that end in words have in common, whatever else they see."""
 
+    text: TextDecoder | None
     head: nn.Module | None
     token_rows: TokenRows | None  # of a text tower with experts: what keeps their loads even asks for rows
     initializer_range: float
@@ -24,10 +25,32 @@ class Answering(nn.Module):
         """Where nobody gave labels nothing is trained, and nothing is to be balanced."""
         return None if self.token_rows is None or "labels" not in batch else self.token_rows(batch)
 
+    def _read(
+        self,
+        x: Tensor,
+        batch: Batch,
+        step: CacheStep | None,
+        segments: Segments | None,
+        logits: bool | Literal["last"],
+    ) -> LanguageOutput | Tensor:
+        """What the text tower makes of embeddings, as the caller wants it; as it is, where the head lies in another
+        stage."""
+        assert self.text is not None
+        rows = self._rows(batch)
+        made = self.text(x, batch["positions"], segments, step, rows)
+        hidden, used = made if isinstance(made, tuple) else (made, None)
+        out = self._answer(hidden, step, segments, logits)
+        if used is None:
+            return out
+        assert isinstance(out, LanguageOutput), "a pipeline's stages cannot pool what their experts did"
+        assert rows is not None
+        assert self.text.experts is not None
+        experts = self.text.experts
+        return out._replace(router_aux=balance_loss(used, experts.top_k, rows), router_aux_weight=experts.balance)
+
     def _answer(
         self, hidden: Tensor, step: CacheStep | None, segments: Segments | None, logits: bool | Literal["last"]
     ) -> LanguageOutput | Tensor:
-        """What the text tower made, as the caller wants it; as it is, where the head lies in another stage."""
         if step is not None:
             step.commit()
         if self.head is None:
@@ -71,7 +94,7 @@ class LanguageModel(Answering):
         super().__init__()
         self.text = text
         self.head: nn.Module | None = head
-        self.token_rows = TokenRows() if text.routed else None
+        self.token_rows = TokenRows() if text.experts is not None else None
         self.initializer_range = initializer_range
 
     def forward(
@@ -86,6 +109,6 @@ class LanguageModel(Answering):
         decoding = cache is not None and not cache.empty
         step = self._cache_step(batch, cache)
         segments = None if decoding else batch.segments["text"]
+        assert self.text is not None
         x = self.text.embed(batch["tokens"]) if carry is None else carry
-        hidden: Tensor = self.text(x, batch["positions"], segments, step, self._rows(batch))
-        return self._answer(hidden, step, segments, logits)
+        return self._read(x, batch, step, segments, logits)

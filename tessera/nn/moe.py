@@ -30,7 +30,7 @@ class MoEShape:
     scores: Scores = "softmax"
     normalize: bool = True  # the weights of a token's experts add up to one
     scale: float = 1.0  # of these weights
-    balance: float = 0.0  # weight of the balance loss beside the trained tokens' own
+    balance: float = 0.0  # weight of the balance loss beside that of the trained tokens
     bias_rate: float = 0.0  # by how much a step moves the bias of an expert that got too many tokens, or too few
     implementation: str = AUTO  # of the experts' products
 
@@ -90,10 +90,8 @@ class TokenRows(nn.Module):
 class Balance(nn.Module):
     """Keeps loads even, by a loss or by a bias on the choice of experts (or both).
 
-    The loss of a row is experts x sum over e of (choices of e per token) x (mean score of e), as Switch and Qwen have
-    it; k when all is even. Rows weigh as much as they have trained labels: after the one division by the global count
-    it is a mean over trained tokens. Choices have no slope, so the loss is linear in the scores, and each rank that has
-    tokens of a row adds its own part.
+    The loss belongs to the whole model and not to one layer (see `balance_loss`): here a layer says how it used its
+    experts. The bias is its own business.
     """
 
     bias: Tensor | None
@@ -103,35 +101,34 @@ class Balance(nn.Module):
         super().__init__()
         self.coefficient = shape.balance
         self.rate = shape.bias_rate
-        self.row_total = RowTotal()
+        self.row_total = RowTotal()  # over all ranks that have tokens of a row
+        self.part_total = RowTotal()  # over those of them that compute one loss together
         # On the host whatever the device of the moment is: these begin as zeros, and not as what the seed says.
         steered = shape.bias_rate > 0
         zeros = torch.zeros(shape.experts, device="cpu")
         self.register_buffer("bias", zeros if steered else None)
         self.register_buffer("loads", zeros.clone() if steered else None, persistent=False)
 
-    def forward(self, out: Tensor, shares: Tensor, ids: Tensor, rows: Rows) -> Tensor:
-        """`out` unchanged, with the balance of `shares` [T, E] hung to its gradient."""
-        if not out.requires_grad or (self.coefficient == 0 and self.loads is None):
-            return out
-        counts, loss = self._choices(shares, ids, rows), shares.new_zeros(())
-        if self.coefficient > 0:
-            loss = self.loss(shares, counts, ids.shape[1], rows)
-        hung: Tensor = _Hang.apply(out, loss, counts.sum(0), self.loads)  # type: ignore[no-untyped-call]
-        return hung
-
-    def loss(self, shares: Tensor, counts: Tensor, top_k: int, rows: Rows) -> Tensor:
-        """The balance loss of the tokens that are here, times the labels of their rows."""
-        with torch.no_grad():
-            counts = self.row_total(counts)
-            tokens = (counts.sum(1, keepdim=True) / top_k).clamp(min=1)
-            slope = self.coefficient * counts.shape[1] * rows.trained.unsqueeze(1) * counts / tokens.square()
-            slope = slope.index_select(0, rows.row) * rows.counts.unsqueeze(1)
-        return (shares * slope).sum()
+    def forward(self, out: Tensor, shares: Tensor, ids: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """`out` unchanged, and how the experts were used, [2, R, E]: how often each was chosen in each row, and the sum
+        of its shares. The first is of whole rows and has no slope; of the second, each rank's own tokens have one."""
+        counts = None
+        if self.coefficient > 0 or (self.loads is not None and out.requires_grad):
+            counts = self._choices(shares, ids, rows)
+        if counts is None:
+            return out, None
+        if self.loads is not None and out.requires_grad:
+            out = _CountLoads.apply(out, counts.sum(0), self.loads)  # type: ignore[no-untyped-call]
+        if self.coefficient == 0:
+            return out, None
+        own = torch.zeros_like(counts).index_add(0, rows.row, shares.float() * rows.counts.unsqueeze(1))
+        # Ranks that share the tokens of one loss all report the whole of it, and each has the slope of its own part.
+        summed = own + (self.part_total(own.detach()) - own.detach())
+        return out, torch.stack([self.row_total(counts), summed])
 
     @torch.no_grad()
     def _choices(self, shares: Tensor, ids: Tensor, rows: Rows) -> Tensor:
-        """How often each expert was chosen in each row, [R, E]."""
+        """How often each expert was chosen in each row, [R, E], by the tokens that are here."""
         shape = (rows.trained.shape[0], shares.shape[1])
         counted = rows.counts.float().unsqueeze(1).expand_as(ids)
         where = rows.row.unsqueeze(1) * shape[1] + ids
@@ -139,22 +136,34 @@ class Balance(nn.Module):
         return found.view(-1).index_add(0, where.flatten(), counted.flatten()).view(shape)
 
 
-class _Hang(torch.autograd.Function):
-    """Losses are sums, so one more can join anywhere: it gets the slope 1 when the backward pass comes by.
+def balance_loss(used: Tensor, top_k: int, rows: Rows) -> Tensor:
+    """From `used` [2, R, E], added up over the layers that have experts (see `Balance`): the balance loss of every row,
+    weighted by the row's trained labels, as one sum.
 
-    Loads are counted here too: recompute runs a forward pass twice, a backward pass never.
+    The loss of a row is experts x sum over e of (choices of e per token) x (mean share of e), both means over all
+    layers and tokens of the row, as transformers pools them; k when all is even. After the one division by the global
+    count it is a mean over trained tokens. What is pooled is a row and not a micro-batch, so that any split of a global
+    batch gives the same gradient; transformers gives the same number for a micro-batch of one row.
     """
+    chosen, shares = used
+    tokens = (chosen.sum(1, keepdim=True) / top_k).clamp(min=1)  # times layers
+    of_rows = chosen.shape[1] * (chosen / tokens * (shares / tokens)).sum(1)
+    total: Tensor = (of_rows * rows.trained).sum()
+    return total
+
+
+class _CountLoads(torch.autograd.Function):
+    """Counts loads when the backward pass comes by: recompute runs a forward pass twice, a backward pass never."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, counts: Tensor, loads: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, counts: Tensor, loads: Tensor) -> Tensor:
         ctx.counts, ctx.loads = counts, loads
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        if ctx.loads is not None:
-            ctx.loads += ctx.counts
-        return grads[0], ctx.counts.new_ones(()), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.loads += ctx.counts
+        return grads[0], None, None
 
 
 class Router(nn.Module):
@@ -221,10 +230,12 @@ class MoE(nn.Module):
         self.balance = Balance(shape)
         self.shared = shared
 
-    def forward(self, x: Tensor, rows: Rows | None = None) -> Tensor:
-        """`rows` says what to balance; nothing, where nothing is trained."""
+    def forward(self, x: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor | None]:
+        """`rows` says what to balance; nothing, where nothing is trained. The second is for `balance_loss`: how the
+        experts were used, where the model is trained to use them evenly."""
         ids, weights, shares = self.router(x, self.balance.bias)
         out: Tensor = self.experts(x, ids, weights)
+        used = None
         if rows is not None:
-            out = self.balance(out, shares, ids, rows)
-        return out if self.shared is None else out + self.shared(x)
+            out, used = self.balance(out, shares, ids, rows)
+        return (out if self.shared is None else out + self.shared(x)), used

@@ -43,7 +43,7 @@ class VisionLanguageModel(Answering):
         self.projector: nn.Module | None = projector
         self.text: TextDecoder | None = text
         self.head: nn.Module | None = head
-        self.token_rows = TokenRows() if text.routed else None
+        self.token_rows = TokenRows() if text.experts is not None else None
         self.initializer_range = initializer_range
 
     def forward(
@@ -69,10 +69,8 @@ class VisionLanguageModel(Answering):
         elif self.vision is not None:
             return self._handed_on(self.vision(batch, carry) if carry.shape[0] else None, step)
         segments = None if decoding else batch.segments["text"]
-        assert self.text is not None
         assert x is not None
-        hidden: Tensor = self.text(x, batch["positions"], segments, step, self._rows(batch))
-        return self._answer(hidden, step, segments, logits)
+        return self._read(x, batch, step, segments, logits)
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:

@@ -82,11 +82,13 @@ class Tokens:
         spread = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
         return (spread.redistribute(placements=[self.placement]).to_local(), *args[1:])
 
-    def join(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """And out again: the loss, or the next stage of a pipeline, is given whole tokens."""
-        whole: Tensor = self._spread(output).redistribute(placements=[Replicate()]).to_local()
+    def join(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """And out again: the loss, or the next stage of a pipeline, is given whole tokens. What comes beside the tokens
+        is not of tokens and stays as it is."""
+        tokens, *beside = output if isinstance(output, tuple) else (output,)
+        whole: Tensor = self._spread(tokens).redistribute(placements=[Replicate()]).to_local()
         # Not a view: schedules that split the backward pass cut off a stage's output in place, which views forbid.
-        return whole.clone()
+        return (whole.clone(), *beside) if beside else whole.clone()
 
     def _spread(self, x: Tensor) -> DTensor:
         if self.placement.is_replicate():

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Batch, LanguageOutput, LossOut
 from tessera.nn.lora import adapters_of, without_adapters
+from tessera.nn.moe import Balance
 from tessera.ops.rows import take_rows
 from tessera.ops.token_loss import token_log_probs
 
@@ -54,6 +55,12 @@ class DpoTask:
 
     def check(self, module: nn.Module) -> None:
         """Of the whole model, before it is dealt out."""
+        if any(part.coefficient > 0 for part in module.modules() if isinstance(part, Balance)):
+            raise TesseraError(
+                "dpo has no loss that keeps experts evenly used",
+                where="train.task=dpo",
+                fix="set output_router_logits: false for the model's experts",
+            )
         if self.reference is not None and not adapters_of(module):
             raise TesseraError(
                 "dpo compares with the model as it was, and a whole second model is not kept beside the trained one",

@@ -7,6 +7,8 @@ from tessera.ops.loss import linear_cross_entropy
 from tessera.ops.registry import AUTO
 from tessera.ops.rows import take_rows
 
+ROUTER_AUX = "router_aux_loss"  # the metric: before its weight, as a mean over trained tokens
+
 
 class LanguageTask:
     def __init__(self) -> None:
@@ -28,7 +30,10 @@ class LanguageTask:
         total, count = linear_cross_entropy(
             hidden.to(weight.dtype), weight, labels, implementation=self._implementation
         )
-        return LossOut(total, count)
+        if outputs.router_aux is None:
+            return LossOut(total, count)
+        aux = outputs.router_aux
+        return LossOut(total + outputs.router_aux_weight * aux, count, {ROUTER_AUX: aux.detach()})
 
 
 TASK = LanguageTask

@@ -21,11 +21,10 @@ def text(layers: int, heads: int, kv_heads: int, head: int, **more: Any) -> dict
 
 
 def experts_of(count: int, chosen: int, **more: Any) -> dict[str, Any]:
-    """Without the balance loss, which transformers adds to the whole and we to each row."""
+    """Without the balance loss, which nobody asks for here (`output_router_logits`)."""
     return {
         "num_experts": count,
         "num_experts_per_tok": chosen,
         "moe_intermediate_size": 12,
-        "router_aux_loss_coef": 0.0,
         **more,
     }

@@ -53,7 +53,13 @@ TINY: dict[str, Any] = {
     },
 }
 SIX_B = {**TINY, "vision": {**TINY["vision"], "use_qk_norm": True, "norm_type": "rms_norm", "attention_bias": False}}
-FOUR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "router_aux_loss_coef": 0.01}
+FOUR = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "router_aux_loss_coef": 0.01,
+    "output_router_logits": True,
+}
 QWEN3 = {"attention_bias": False, "qk_norm": True, "head_dim": 8, "experts": FOUR}
 SPARSE = {**TINY, "text": {**TINY["text"], **QWEN3}}
 ODD = {**TINY, "text": {**TINY["text"], "vocab_size": 515}, "tie_word_embeddings": False}

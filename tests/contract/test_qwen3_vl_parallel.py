@@ -39,7 +39,13 @@ TINY: dict[str, Any] = {
         "deepstack_visual_indexes": [0, 2],
     },
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "router_aux_loss_coef": 0.01}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "router_aux_loss_coef": 0.01,
+    "output_router_logits": True,
+}
 DENSE: dict[str, Any] = {"model.family": "qwen3_vl", "model.config": TINY}
 SPARSE: dict[str, Any] = {
     "model.family": "qwen3_vl",

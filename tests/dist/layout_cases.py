@@ -180,14 +180,14 @@ def experts(
 
 
 STEERED = {"balance": 0.0, "bias_rate": 0.01, "scores": "sigmoid"}
-BOTH = {**STEERED, "balance": 0.1, "layers": 4}
+DEEPER = {**STEERED, "layers": 4}
 EXPERTS = [
     experts("experts, other micro-batches", 1, {}, {"train.micro_batch": 4}),
     experts("ep 2", 2, {"ep": 2}),
     experts("ep 2, bias, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, **STEERED),
     experts("experts, tp 2, sequence, bias", 2, SEQUENCE, **STEERED),
     experts("experts, cp 2 ring", 2, RING, {"train.micro_batch": 2}),
-    experts("experts, interleaved-zb, loss and bias", 2, {**ZB, "virtual": 2}, **BOTH),
+    experts("experts, interleaved-zb, bias", 2, {**ZB, "virtual": 2}, **DEEPER),
     experts("ep 2 x fsdp 2, uneven shards", 4, {"ep": 2}, experts=6),
     experts("ep 2 x tp 2, sequence", 4, {**SEQUENCE, "ep": 2}),
 ]
@@ -206,13 +206,14 @@ MORE_EXPERTS = [
     experts("experts, tp 2", 2, {"tp": 2}),
     experts("experts, tp 2, bias", 2, {"tp": 2}, **STEERED),
     experts("experts, ulysses 2, bias", 2, {"cp": 2}, **STEERED),
-    experts("experts, pp 2", 2, {"pp": 2}),
-    experts("experts, interleaved, tied, bias", 2, {"pp": 2, "virtual": 2}, tied=True, **BOTH),
+    experts("experts, pp 2", 2, {"pp": 2}, balance=0.0),
+    experts("experts, interleaved, tied, bias", 2, {"pp": 2, "virtual": 2}, tied=True, **DEEPER),
     experts("ep 4", 4, {"ep": 4}),
     experts("ep 2 x replicated 2, bias", 4, {"ep": 2, "shard": 2}, **STEERED),
     experts("ep 2 x tp 2, bias", 4, {"ep": 2, "tp": 2}, **STEERED),
     experts("ep 2 x ulysses 2", 4, {"ep": 2, "cp": 2}),
-    experts("ep 2 x pp 2", 4, {"ep": 2, "pp": 2}),
+    experts("ep 2 x pp 2", 4, {"ep": 2, "pp": 2}, balance=0.0),
+    experts("experts, tp 2, sequence, loss and bias", 2, SEQUENCE, **{**STEERED, "balance": 0.1}),
     experts("experts, cp 2 x tp 2, sequence, bias", 4, {**SEQUENCE, "cp": 2}, **STEERED),
 ]  # fmt: skip
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
-from tessera.nn.moe import Dispatch, MoE, MoEShape, TokenRows
+from tessera.nn.moe import Dispatch, MoE, MoEShape, TokenRows, balance_loss
 from tessera.parallel.axes import make_axes
 from tessera.parallel.experts.apply import apply_experts
 from tessera.parallel.experts.dispatch import RankDispatch
@@ -127,8 +127,9 @@ def balance_parts(rank: int, world: int, ranks: int) -> Any:
     x, own = torch.randn(72, HIDDEN), torch.arange(rank, 72, ranks)
     if ranks > 1:
         batch = batch.with_tensors(token_index=own, labels=batch["labels"][own])
-    out = module.moe(x[own], module.token_rows(batch))
-    (out * 0.0).sum().backward()
+    rows = module.token_rows(batch)
+    out, used = module.moe(x[own], rows)
+    ((out * 0.0).sum() + 0.5 * balance_loss(used, 2, rows)).backward()
     assert module.moe.router.weight.grad is not None
     return module.moe.router.weight.grad.tolist(), module.moe.balance.loads.tolist()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tessera.nn.moe import MoE, MoEShape, Rows
+from tessera.nn.moe import MoE, MoEShape, Rows, balance_loss
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,8 +40,8 @@ def results(implementation: str) -> list[torch.Tensor]:
     x = torch.randn(512, 256, generator=draw).to(device).bfloat16().requires_grad_()
     row = (torch.arange(512) // 256).to(device)
     rows = Rows(row, row >= 0, torch.full((2,), 256.0).to(device))
-    out = moe(x, rows)
-    out.square().sum().backward()
+    out, used = moe(x, rows)
+    (out.square().sum() + 0.1 * balance_loss(used, 2, rows)).backward()
     return [out, *(t.grad for t in (x, *moe.parameters()) if t.grad is not None)]
 
 
@@ -64,5 +64,6 @@ def test_nobody_waits_for_counts() -> None:
     for parameter in moe.parameters():
         torch.nn.init.normal_(parameter, 0, 0.1)
         parameter.data = parameter.data.bfloat16()
-    moe(x, rows).square().sum().backward()
+    out, used = moe(x, rows)
+    (out.square().sum() + 0.1 * balance_loss(used, 2, rows)).backward()
     assert x.grad is not None

@@ -6,18 +6,24 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from parity import from_foreign, randomize, saved
 from torch import Tensor
 from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, load_balancing_loss_func
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeForCausalLM,
+    Qwen3MoeSparseMoeBlock,
+    load_balancing_loss_func,
+)
 
 from tessera.checkpoint.model_state import model_tensors
 from tessera.core.errors import TesseraError
 from tessera.core.rng import generator
-from tessera.core.types import IGNORE, Batch, LanguageOutput
+from tessera.core.types import IGNORE, Batch, LanguageOutput, Segments
 from tessera.models import FAMILIES
 from tessera.nn.language import LanguageModel
-from tessera.nn.moe import Balance, MoE, MoEShape, Rows, TokenRows
+from tessera.nn.moe import Balance, MoE, MoEShape, Rows, TokenRows, balance_loss
 from tessera.ops.moe import ExpertOrder, collect_rows, expert_mlp, grouped_linear, spread_rows, weigh_choices
+from tessera.tasks.language import LanguageTask
 from tests.toys import token_rows
 
 LIMIT = 1e-5
@@ -111,7 +117,7 @@ def test_a_block_is_that_of_transformers(normalize: bool, implementation: str) -
         theirs.experts.down_proj.copy_(ours.experts.down)
     x = torch.randn(40, 32, requires_grad=True)
     y = x.detach().clone().requires_grad_()
-    out, right = ours(x), theirs(y.unsqueeze(0)).squeeze(0)
+    out, right = ours(x)[0], theirs(y.unsqueeze(0)).squeeze(0)
     close(out, right)
     slope = torch.randn_like(out)
     (out * slope).sum().backward()
@@ -127,19 +133,70 @@ def test_a_block_is_that_of_transformers(normalize: bool, implementation: str) -
         close(found, expected)
 
 
-def test_the_balance_of_one_row_is_that_of_transformers() -> None:
+@pytest.mark.parametrize("layers", [1, 4])
+def test_the_balance_of_one_row_is_that_of_transformers(layers: int) -> None:
+    """Layers are pooled, and padding is left out."""
     torch.manual_seed(0)
-    logits = torch.randn(30, 6, requires_grad=True)
-    shares = logits.softmax(-1)
-    ids = shares.topk(2).indices
+    logits = [torch.randn(30, 6, requires_grad=True) for _ in range(layers)]
+    counts = torch.arange(30) < 25
+    rows = Rows(torch.zeros(30, dtype=torch.int64), counts, torch.ones(1))
     balance = Balance(MoEShape(1, 1, 6, 2, balance=1.0))
-    rows = Rows(torch.zeros(30, dtype=torch.int64), torch.ones(30, dtype=torch.bool), torch.ones(1))
-    found = balance.loss(shares, balance._choices(shares, ids, rows), 2, rows)
-    right = load_balancing_loss_func((logits,), num_experts=6, top_k=2)
+    used = torch.zeros(2, 1, 6)
+    for one in logits:
+        shares = one.softmax(-1)
+        used = used + balance(shares, shares, shares.topk(2).indices, rows)[1]
+    found = balance_loss(used, 2, rows)
+    right = load_balancing_loss_func(tuple(logits), num_experts=6, top_k=2, attention_mask=counts[None])
     assert isinstance(right, Tensor)
     close(found, right)
-    # Choices have no slope; the loss is linear in the scores, and so are both gradients.
-    close(torch.autograd.grad(found, logits, retain_graph=True)[0], torch.autograd.grad(right, logits)[0])
+    # Choices have no slope; the loss is linear in the shares, and so are both gradients.
+    for mine, other in zip(torch.autograd.grad(found, logits), torch.autograd.grad(right, logits), strict=True):
+        close(mine, other)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_router_gradients_and_loss_are_those_of_transformers(asked: bool) -> None:
+    """Of whole models of four layers: what `output_router_logits` asks for joins loss and gradients, and nothing where
+    it is left out, as folders mostly do."""
+    fields = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.5,
+        "rope_theta": 1e4,
+        **({"output_router_logits": True} if asked else {}),
+    }
+    config = Qwen3MoeConfig(**fields)
+    spec = FAMILIES.get("qwen3")
+    ours = spec.config.from_hf({"model_type": "qwen3_moe", **fields})
+    theirs = Qwen3MoeForCausalLM(config)
+    randomize(theirs, 3)
+    made = from_foreign(spec, ours, saved(theirs))
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 50, (21,))
+    labels = tokens.roll(-1)
+    labels[-1] = IGNORE
+    data = Batch(
+        {"tokens": tokens, "labels": labels, "positions": torch.arange(21)}, {"text": Segments.of([21])}, seeds=(0,)
+    )
+    out = LanguageTask().loss(made(data), data)
+    (out.sum / out.count).backward()
+    right = theirs(tokens[None], labels=tokens[None])
+    right.loss.backward()
+    close(out.sum / out.count, right.loss)
+    assert ("router_aux_loss" in out.metrics) == asked
+    if asked:
+        close(out.metrics["router_aux_loss"] / out.count, right.aux_loss)
+    for layer in range(4):
+        close(made.text.layers[layer].mlp.router.weight.grad, theirs.model.layers[layer].mlp.gate.weight.grad, 1e-4)
 
 
 # ---------------------------------------------------------------------------------------------- balance
@@ -158,16 +215,18 @@ def batch(rows: Sequence[int], length: int = 32) -> Batch:
     return token_rows.TokenRows(length, 64, seed=3).batch(rows)
 
 
-def direct_balance(made: LanguageModel, data: Batch, layer: int = 0) -> Tensor:
-    """The formula, row by row, from what goes into a layer's router."""
-    moe = made.text.layers[layer].mlp
-    assert isinstance(moe, MoE)
+def direct_balance(made: LanguageModel, data: Batch) -> Tensor:
+    """The formula, row by row, from what goes into the routers of all layers."""
     seen: list[Tensor] = []
-    handle = moe.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    handles = [
+        layer.mlp.router.register_forward_pre_hook(lambda module, args: seen.append((args[0], module.weight)))
+        for layer in made.text.layers
+    ]
     made(data)
-    handle.remove()
-    shares = (seen[0].float() @ moe.router.weight.T).softmax(-1)
-    total, start = torch.zeros(()), 0
+    for handle in handles:
+        handle.remove()
+    shares = torch.stack([(x.float() @ weight.T).softmax(-1) for x, weight in seen])  # [layers, tokens, experts]
+    total = torch.zeros(())
     pieces = [range(a, b) for a, b in zip(data.segments["text"].bounds, data.segments["text"].bounds[1:], strict=False)]
     padding = {t for piece in pieces if all(data["labels"][t] == IGNORE for t in piece) for t in piece}
     assert padding, "there is padding to leave out"
@@ -175,8 +234,9 @@ def direct_balance(made: LanguageModel, data: Batch, layer: int = 0) -> Tensor:
     for start in range(0, len(data["tokens"]), length):
         here = [t for t in range(start, start + length) if t not in padding]
         trained = int((data["labels"][start : start + length] != IGNORE).sum())
-        chosen = torch.nn.functional.one_hot(shares[here].topk(2).indices, shares.shape[1]).sum(1).float().mean(0)
-        total = total + trained * shares.shape[1] * (chosen * shares[here].mean(0)).sum()
+        own = shares[:, here].flatten(0, 1)
+        chosen = torch.nn.functional.one_hot(own.topk(2).indices, own.shape[1]).sum(1).float().mean(0)
+        total = total + trained * own.shape[1] * (chosen * own.mean(0)).sum()
     return total
 
 
@@ -186,30 +246,31 @@ def gradients(made: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
 
 
-def plain_loss(made: LanguageModel, data: Batch) -> Tensor:
+def task_loss(made: LanguageModel, data: Batch) -> Tensor:
     out = made(data)
     assert isinstance(out, LanguageOutput)
-    return torch.nn.functional.cross_entropy(out.head(out.hidden), data["labels"], ignore_index=IGNORE, reduction="sum")
+    return LanguageTask().loss(out, data).sum
 
 
-def test_the_hung_loss_is_the_formula_over_rows_without_padding() -> None:
+def test_the_balance_loss_is_the_formula_over_rows_without_padding() -> None:
     data = batch([0, 1, 2])
-    with_balance, without = model(layers=1, balance=0.7), model(layers=1, balance=0.0)
-    found = gradients(with_balance, plain_loss(with_balance, data))
-    right = gradients(without, plain_loss(without, data) + 0.7 * direct_balance(without, data))
+    with_balance, without = model(layers=2, balance=0.7), model(layers=2, balance=0.0)
+    found = gradients(with_balance, task_loss(with_balance, data))
+    right = gradients(without, task_loss(without, data) + 0.7 * direct_balance(without, data))
     for name, gradient in right.items():
         close(found[name], gradient)
-    alone = gradients(without, plain_loss(without, data))
+    alone = gradients(without, task_loss(without, data))
     router = "text.layers.0.mlp.router.weight"
     assert (found[router] - alone[router]).abs().max() > 0.1 * alone[router].abs().max()
+    close(task_loss(with_balance, data), task_loss(without, data) + 0.7 * direct_balance(without, data))
 
 
 def test_any_split_of_a_batch_balances_alike() -> None:
     made = model(balance=0.7)
-    whole = gradients(made, plain_loss(made, batch([0, 1, 2, 3])))
+    whole = gradients(made, task_loss(made, batch([0, 1, 2, 3])))
     made.zero_grad()
     for rows in ([0], [1, 2], [3]):
-        plain_loss(made, batch(rows)).backward()
+        task_loss(made, batch(rows)).backward()
     for name, parameter in made.named_parameters():
         close(parameter.grad, whole[name])
 
@@ -249,7 +310,7 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
 def test_loads_are_counted_once_per_backward_pass_and_biases_are_kept() -> None:
     made, data = model(layers=1, bias_rate=0.1), batch([0, 1])
     for _ in range(2):
-        plain_loss(made, data).backward()
+        task_loss(made, data).backward()
     balance = made.text.layers[0].mlp.balance
     counted = TokenRows()(data).counts.sum()
     assert float(balance.loads.sum()) == 2 * 2 * int(counted)

@@ -76,6 +76,7 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
     (24, {"experts": 6}, {"ep": 4}, r"6 experts .*\n.*\n  allowed: 1, 2, 3, 6$"),
     (2, {"expert_width": 15}, {"tp": 2}, r"15 wide, which tp=2 .*\n.*\n  allowed: 1$"),
     (4, {}, {"ep": 3}, "does not divide the 4 ranks"),
+    (2, {"balance": 0.1}, {"pp": 2}, r"pools all layers.*\n.*\n  allowed: 1\n  fix: .*output_router_logits: false"),
 ]
 
 

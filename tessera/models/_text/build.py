@@ -62,6 +62,6 @@ def _experts(text: TextConfig, layer: int) -> MoE | None:
             experts=experts.num_experts,
             top_k=experts.num_experts_per_tok,
             normalize=experts.norm_topk_prob,
-            balance=experts.router_aux_loss_coef,
+            balance=experts.router_aux_loss_coef if experts.output_router_logits else 0.0,
         )
     )

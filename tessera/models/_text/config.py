@@ -12,7 +12,8 @@ class ExpertsConfig(Section):
     num_experts_per_tok: int = Field(gt=0)
     moe_intermediate_size: int = Field(gt=0, description="width of one expert")
     norm_topk_prob: bool = Field(True, description="the weights of a token's experts add up to one")
-    router_aux_loss_coef: float = Field(0.001, ge=0, description="weight of the loss that keeps experts evenly used")
+    output_router_logits: bool = Field(False, description="trains with the loss that keeps experts evenly used")
+    router_aux_loss_coef: float = Field(0.001, ge=0, description="weight of that loss")
     decoder_sparse_step: int = Field(1, gt=0, description="every so many layers have experts")
     mlp_only_layers: tuple[int, ...] = Field((), description="layers without experts")
 

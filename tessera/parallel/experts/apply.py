@@ -44,6 +44,8 @@ def apply_experts(module: nn.Module, plan: ExpertPlan, mesh: Mesh) -> None:
         groups = [mesh.group(CONTEXT), sliced if inside else None]
         part.row_total = RankRowTotal([group for group in groups if group is not None])
         if inside:
+            assert sliced is not None
+            part.part_total = RankRowTotal([sliced])  # type: ignore[attr-defined]
             module.get_submodule(path).register_forward_pre_hook(_OwnTokens(mesh.position(TENSOR), plan.tp))
 
 

@@ -66,6 +66,13 @@ def plan_experts(section: ParallelSection, model_plan: ModelPlan, module: nn.Mod
             )
         return None
     paths = select(model_plan.experts, tree, WHERE)
+    if section.pp > 1 and any(getattr(part, "coefficient", 0.0) > 0 for part in tree.values() if is_steered(part)):
+        raise TesseraError(
+            "the loss that keeps experts evenly used pools all layers, and a pipeline's stages have some of them each",
+            where="parallel.pp",
+            allowed=[1],
+            fix="set output_router_logits: false for the model's experts, as published folders have it",
+        )
     tp = axes.size(TENSOR)
     copy = axes.size(SHARD) * axes.size(EP)
     _check_deal(section.ep, {path: _experts(tree[path], path) for path in paths}, copy)
