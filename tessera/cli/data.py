@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tessera.cli.options import TrustFlag
 from tessera.cli.output import check_output, write_output
 from tessera.core.errors import TesseraError
 
@@ -27,6 +28,7 @@ def doctor(
     json_file: Annotated[Path | None, typer.Option("--json", help="write the findings for programs")] = None,
     samples: Annotated[int, typer.Option("--samples", help="samples to show as the model will see them")] = 20,
     decode: Annotated[bool, typer.Option("--decode", help="decode all media, and not only their headers")] = False,
+    trust: TrustFlag = False,
 ) -> None:
     """Say what is wrong with data sets before a run finds out. Exit code 1 if samples would be lost."""
     from tessera.tools.data_doctor.examine import examine
@@ -36,7 +38,7 @@ def doctor(
     check_output(json_file, "--json")
     if recipe is not None and model is not None:
         raise TesseraError("--recipe and --model both name a model", where="tessera data doctor", fix="give one")
-    brought = for_recipe(recipe) if recipe is not None else None if model is None else for_model(model)
+    brought = for_recipe(recipe) if recipe is not None else None if model is None else for_model(model, trust)
     sections = sets_of(sets) if sets else [] if brought is None else [*brought.data.train, *brought.data.eval]
     if root is not None:
         sections = [section.model_copy(update={"root": root}) for section in sections]

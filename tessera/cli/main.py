@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from tessera.cli.data import data_app
+from tessera.cli.options import TrustFlag
 from tessera.cli.output import check_output, write_output
 from tessera.core.errors import TesseraError
 
@@ -78,12 +79,13 @@ def train(
         words = ["train", str(recipe), *(overrides or []), *flags]
         launch(words, cluster, config)
         return
+    from tessera.core.trust import named_code
     from tessera.train.build import run_exists
     from tessera.train.run import resume as go_on
     from tessera.train.run import train as run
 
     if or_resume and run_exists(config.folder):
-        _finish(go_on(config.folder, settings))
+        _finish(go_on(config.folder, settings, trust=named_code(config)))  # the recipe at hand says the same
     else:
         _finish(run(recipe, settings, overwrite=overwrite))
 
@@ -99,6 +101,7 @@ def resume(
     master: Master = None,
     rdzv: Rendezvous = None,
     restarts: Restarts = 0,
+    trust: TrustFlag = False,
 ) -> None:
     """Go on with a run from its newest good checkpoint, on any number of ranks."""
     from tessera.cli.cluster import parse_cluster
@@ -107,16 +110,16 @@ def resume(
     from tessera.train.run import resume_config
 
     settings = parse_overrides(overrides or [])
-    config = resume_config(run, settings)
+    config = resume_config(run, settings, trust)
     cluster = parse_cluster(
         nproc=nproc, nnodes=nnodes, node_rank=node_rank, master=master, rdzv=rdzv, restarts=restarts, port=port
     )
     if cluster.launches:
         from tessera.cli.launch import launch
 
-        launch(["resume", str(run), *(overrides or [])], cluster, config)
+        launch(["resume", str(run), *(overrides or []), *(["--trust"] if trust else [])], cluster, config)
         return
-    _finish(go_on(run, settings))
+    _finish(go_on(run, settings, trust=trust))
 
 
 @app.command()
@@ -254,11 +257,12 @@ def generate(
     top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     device: Annotated[str, typer.Option("--device")] = "auto",
+    trust: TrustFlag = False,
 ) -> None:
     """Ask a model; the answer streams to the terminal."""
     from tessera.infer.load import load
 
-    loaded, processor = load(model, device=device)
+    loaded, processor = load(model, device=device, trust=trust)
     parts: list[dict[str, object]] = [{"type": "image", "image": str(p)} for p in image or []]
     parts += [{"type": "video", "video": str(p)} for p in video or []]
     messages: list[dict[str, object]] = [{"role": "system", "content": system}] if system is not None else []
@@ -282,11 +286,12 @@ def convert(
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; default: as it is")] = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="only the adapters, as PEFT keeps them")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier export")] = False,
+    trust: TrustFlag = False,
 ) -> None:
     """Write a model as a Hugging Face folder, with its adapters merged into it."""
     from tessera.tools.convert import convert as run
 
-    typer.echo(f"wrote {run(source, target, dtype=dtype, adapters=adapters, overwrite=overwrite)}")
+    typer.echo(f"wrote {run(source, target, dtype=dtype, adapters=adapters, overwrite=overwrite, trust=trust)}")
 
 
 @app.command("eval")
@@ -296,11 +301,12 @@ def evaluate(
     root: Annotated[Path | None, typer.Option("--root", help="folder that media paths are under")] = None,
     max_samples: Annotated[int | None, typer.Option("--max-samples")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 32,
+    trust: TrustFlag = False,
 ) -> None:
     """Let a model answer held-out samples and count exact matches."""
     from tessera.evaluate.answers import evaluate as run
 
-    score = run(model, data=data, root=root, max_samples=max_samples, max_new_tokens=max_new_tokens)
+    score = run(model, data=data, root=root, max_samples=max_samples, max_new_tokens=max_new_tokens, trust=trust)
     for line in score.lines():
         typer.echo(line)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.imports import Instance, Maker, refuse_standard_library
 
 T = TypeVar("T")
 
@@ -22,6 +23,8 @@ class Registry(Generic[T]):
     kind: str  # what an error calls it: "model family"
     package: str  # where the built-in ones live
     attribute: str  # what each module exposes
+    key: str  # of a recipe, that names one
+    accepts: Maker | Instance  # what a user's own must be
 
     def names(self) -> list[str]:
         package = importlib.import_module(self.package)
@@ -32,9 +35,13 @@ class Registry(Generic[T]):
         path, _, attribute = name.partition(":")
         external = "." in path or bool(attribute)
         module_name = path if external else f"{self.package}.{path}"
+        if external:
+            refuse_standard_library(name, self.key)
         try:
             module = importlib.import_module(module_name)
-            return cast(T, getattr(module, attribute or self.attribute))
+            found = getattr(module, attribute or self.attribute)
+            self.accepts.check(found, name, self.key)
+            return cast(T, found)
         except ModuleNotFoundError as error:
             if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
                 raise  # the module exists, something it needs does not: that is another story
@@ -42,11 +49,13 @@ class Registry(Generic[T]):
             if external:
                 raise TesseraError(
                     f"{module_name} has no attribute {attribute or self.attribute!r} to use as a {self.kind}",
+                    where=self.key,
                     fix=f"define {attribute or self.attribute} in that module, or name it as {path}:NAME",
                 ) from None
         names = self.names()
         raise TesseraError(
             f"unknown {self.kind}: {name!r}",
+            where=self.key,
             allowed=[*names, "or an import path like my_package.my_module"],
             nearest=nearest(name, names),
         )

@@ -11,6 +11,7 @@ from typing import Any
 from tessera.core.config import build, read_mapping
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import SourceSection, load_config
+from tessera.core.trust import Trust
 from tessera.data.questions import Question, questions
 from tessera.data.sources.base import Source
 from tessera.data.sources.open import open_source
@@ -50,11 +51,12 @@ def evaluate(
     max_samples: int | None = None,
     max_new_tokens: int = 32,
     batch: int = 64,
+    trust: Trust = False,
 ) -> Score:
     """Answers each sample of `data` (a run's held-out set by default); records `answers.jsonl` in a run's folder."""
     folder = Path(model)
     sources = held_out_sources(folder, data, root, max_samples)
-    loaded, processor = load(folder)
+    loaded, processor = load(folder, trust=trust)
     rows: list[dict[str, Any]] = []
     skipped = 0
     for group in _chunks(questions(sources), batch):

@@ -20,6 +20,7 @@ from tessera.core.config import Section, build, read_mapping
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.meta import computed_buffers, put_back_buffers
 from tessera.core.run_config import ModelSection, RunConfig, load_config
+from tessera.core.trust import Trust, check_trusted, model_code
 from tessera.core.types import Batch, ModelSpec, Processor, Sample
 from tessera.data.media.images import Limits
 from tessera.data.media.read import read_media
@@ -139,11 +140,14 @@ def load(
     dtype: str | torch.dtype | None = None,
     *,
     parallel: Mapping[str, Any] | None = None,
+    trust: Trust = False,
 ) -> tuple[LoadedModel, LoadedProcessor]:
     """The family is found from the folder. `device` "auto": an accelerator if there is one. `dtype` None: as stored.
 
     `parallel`: a layout as in a recipe ({"tp": 2, "pp": 2}), for a model that one device does not hold. Every rank of a
     process group calls this, and then everything else, together and with the same questions; all get the answers.
+
+    `trust`: a run that you did not make may name code to import and call; True says that you trust it.
     """
     folder = Path(path)
     where = device if isinstance(device, torch.device) else devices.resolve(device or "auto")
@@ -159,6 +163,7 @@ def load(
         limits = Limits()
     else:
         settings = load_config(read_mapping(folder / RUN_CONFIG))
+        check_trusted(folder, model_code(settings.model), trust)
         section, options = settings.model, settings.data.processor
         kind = kind or DTYPES[section.dtype]
         files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)

@@ -9,11 +9,15 @@ from typing import Any
 
 from tessera.core.config import Section, apply_overrides, build, read_mapping
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.imports import Instance
 from tessera.core.registry import Registry
 from tessera.core.run_config import ModelSection, load_config
+from tessera.core.trust import check_trusted, model_code
 from tessera.core.types import ModelSpec
 
-FAMILIES: Registry[ModelSpec] = Registry("model family", "tessera.models", "SPEC")
+FAMILIES: Registry[ModelSpec] = Registry(
+    "model family", "tessera.models", "SPEC", key="model.family", accepts=Instance(ModelSpec)
+)
 
 _MAX_CONFIG_BYTES = 4 << 20
 
@@ -39,7 +43,9 @@ def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
     """Family and full configuration of a run's `model` section: from a preset, from a folder's config.json, or neither,
     with the fields in `model.config` on top."""
     if section.path is not None and (section.path / "config.yaml").is_file():  # a run, or one of its checkpoints
-        spec, config = resolve(load_config(read_mapping(section.path / "config.yaml")).model)
+        theirs = load_config(read_mapping(section.path / "config.yaml")).model
+        check_trusted(section.path, model_code(theirs), model_code(section))
+        spec, config = resolve(theirs)
         return spec, _with_changes(spec, config, section.config)
     # A run's own copy of its recipe names the family and every field: it does not need the folder it once began from.
     complete = section.family is not None and section.config and section.preset is None

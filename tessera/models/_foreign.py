@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.imports import refuse_standard_library
 from tessera.core.types import Batch
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -23,6 +24,7 @@ def import_class(path: str, base: type[C], where: str) -> type[C]:
     """The class at `package.module:Name`, which must be a subclass of `base`."""
     if not IMPORT_PATH.fullmatch(path):
         raise TesseraError(f"not an import path: {path!r}", where=where, fix="write package.module:ClassName")
+    refuse_standard_library(path, where)
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)

@@ -7,6 +7,7 @@ from pathlib import Path
 from tessera.checkpoint.model_state import model_tensors
 from tessera.checkpoint.peft import save_adapters
 from tessera.core.errors import TesseraError
+from tessera.core.trust import Trust
 from tessera.infer.load import load
 from tessera.train.export import export_folder
 
@@ -18,10 +19,11 @@ def convert(
     dtype: str | None = None,
     adapters: bool = False,
     overwrite: bool = False,
+    trust: Trust = False,
 ) -> Path:
     """Adapters are merged into the model that they belong to; with `adapters` they alone are written, as PEFT keeps
     them."""
-    model, processor = load(source, device="cpu", dtype=dtype)
+    model, processor = load(source, device="cpu", dtype=dtype, trust=trust)
     if not adapters:
         export_folder(
             model.module,

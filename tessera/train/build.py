@@ -18,6 +18,7 @@ from tessera.core.config import dump_yaml
 from tessera.core.dist import World, barrier, main_rank_first
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig
+from tessera.core.trust import named_code, remember, write_run_id
 from tessera.core.types import Batch, Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
@@ -68,6 +69,8 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
     if world.is_main:
         write_run_folder(config)
     barrier()
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once on every machine: each may be the one that resumes the run
+        remember(config.folder, named_code(config))
     processor = build_processor(config, described)
     own_copy = config.folder / "processor"
     # A resumed run reads its own copy: writing it again would pull it from under the ranks that are still reading.
@@ -137,6 +140,8 @@ def write_run_folder(config: RunConfig) -> None:
     config.folder.mkdir(parents=True, exist_ok=True)
     fresh = config.folder / "config.yaml.new"
     fresh.write_text(dump_yaml(config), encoding="utf-8")
+    if named_code(config):
+        write_run_id(config.folder)
     os.replace(fresh, config.folder / "config.yaml")  # a run killed here is still one that can be resumed
 
 

@@ -14,6 +14,7 @@ from tessera.core import dist, log
 from tessera.core.config import dump_yaml, read_mapping
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.run_config import RunConfig, load_config
+from tessera.core.trust import Trust, check_trusted, named_code
 from tessera.train.build import build_trainer, run_exists
 from tessera.train.callbacks import Callback
 from tessera.train.describe import describe
@@ -46,9 +47,18 @@ def train(
     return _run(config, resume=False, overwrite=overwrite, callbacks=callbacks)
 
 
-def resume(run: str | Path, overrides: Mapping[str, Any] | None = None, *, callbacks: Sequence[Callback] = ()) -> Run:
-    """Goes on from the newest good checkpoint of a run; its own saved configuration is all that is needed."""
-    return _run(resume_config(run, overrides), resume=True, overwrite=False, callbacks=callbacks)
+def resume(
+    run: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    trust: Trust = False,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Goes on from the newest good checkpoint of a run; its own saved configuration is all that is needed.
+
+    `trust`: a folder that you did not make may name code to import and call; True says that you trust it, a set of
+    import paths that you trust these."""
+    return _run(resume_config(run, overrides, trust), resume=True, overwrite=False, callbacks=callbacks)
 
 
 def check_fresh(config: RunConfig, overwrite: bool) -> None:
@@ -60,7 +70,7 @@ def check_fresh(config: RunConfig, overwrite: bool) -> None:
         )
 
 
-def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, trust: Trust = False) -> RunConfig:
     folder = Path(run)
     if not (folder / "config.yaml").is_file():
         raise TesseraError(
@@ -70,7 +80,9 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None) -
     placed = {"out": str(folder.parent), "name": folder.name}
     if (folder / "processor").is_dir():
         placed["model.tokenizer"] = str(folder / "processor")  # its own copy, should the first one be gone
-    return load_config(read_mapping(folder / "config.yaml"), {**(overrides or {}), **placed})
+    kept = read_mapping(folder / "config.yaml")
+    check_trusted(folder, named_code(load_config(kept)), trust)  # what `overrides` name, the user has said
+    return load_config(kept, {**(overrides or {}), **placed})
 
 
 def fingerprint(config: RunConfig) -> str:

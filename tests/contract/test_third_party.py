@@ -263,7 +263,7 @@ def test_a_folder_never_names_code(tmp_path: Path) -> None:
     [
         ({"class": "tests.toys.own_modelz:PlainNet"}, "no module named", None),
         ({"class": "tests.toys.own_models:PlaneNet"}, "has no 'PlaneNet'", "PlainNet"),
-        ({"class": "json:dumps"}, "not a subclass of Module", None),
+        ({"class": "tests.toys.own_data:keyed"}, "not a subclass of Module", None),
         ({"class": "PlainNet"}, "not an import path", None),
         ({"class": PLAIN, "arguments": {"widht": 3}}, "unexpected keyword argument 'widht'", "width"),
     ],

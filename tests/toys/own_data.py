@@ -44,6 +44,7 @@ class DigitStream(IterableDataset[dict[str, Any]]):
 
 
 DIGITS = Digits(10)
+WIDTH = 64
 
 
 def keyed(items: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tessera.core import device as devices
 from tessera.core.dist import environment_ranks, fake_world, free_port, port_is_free
 from tessera.core.errors import TesseraError
+from tessera.core.imports import Maker
 from tessera.core.registry import Registry
 from tessera.core.rng import derive, generator
 from tessera.core.weightmap import Concat, Part, Reshape, Rule, Transpose, Turned, WeightMap
@@ -29,7 +30,8 @@ def test_error_shows_all_it_knows_and_survives_a_process_border() -> None:
 
 
 def test_registry_finds_built_ins_and_import_paths() -> None:
-    tasks: Registry[object] = Registry("task", "tessera.tasks", "TASK")
+    accepts = Maker("task", methods=(("inputs", "loss"),))
+    tasks: Registry[object] = Registry("task", "tessera.tasks", "TASK", key="train.task", accepts=accepts)
     assert "language" in tasks.names()
     assert tasks.get("language") is tasks.get("tessera.tasks.language") is tasks.get("tessera.tasks.language:TASK")
     with pytest.raises(TesseraError) as caught:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from tessera.core.imports import Maker
 from tessera.core.registry import Registry
 from tessera.core.run_config import DataSection
 from tessera.core.types import Processor, RowSource
@@ -28,4 +29,10 @@ class RowRequest:
     work: Work | None = None  # measures of samples by name -> FLOPs of each in each tower
 
 
-KINDS: Registry[Callable[[RowRequest], RowSource]] = Registry("data kind", "tessera.data.kinds", "KIND")
+KINDS: Registry[Callable[[RowRequest], RowSource]] = Registry(
+    "data kind",
+    "tessera.data.kinds",
+    "KIND",
+    key="data.kind",
+    accepts=Maker("source of rows", methods=(("batch", "__len__"),)),
+)

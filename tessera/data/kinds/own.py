@@ -61,7 +61,7 @@ def build(request: RowRequest) -> RowSource:
         )
     if named == ["loader"]:
         return LoaderRows(made, data, items, seed=seed, folder=_records(request, made))
-    collate = Made(str(options["collate_fn"]), where=where) if options.get("collate_fn") else None
+    collate = Made(str(options["collate_fn"]), where=f"{where}.collate_fn") if options.get("collate_fn") else None
     if forward:
         return StreamRows(made, data, items, collate, seed=seed)
     return ItemRows(made, data, items, collate, seed=seed, shuffle=request.section.shuffle)

@@ -9,8 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.utils.data import DataLoader, Dataset
+
 from tessera.core.arguments import check_arguments
 from tessera.core.errors import TesseraError, first_line, nearest
+from tessera.core.imports import Maker, check_callable, refuse_standard_library
+
+DATA = Maker(
+    "data set or loader",
+    bases=(Dataset, DataLoader),
+    methods=(("__getitem__", "__len__"), ("__iter__",)),
+    telling=False,
+)
 
 
 @dataclass(frozen=True)
@@ -34,13 +44,21 @@ class Made:
                     fix="leave them out, or name a class or a function",
                 )
             return found
+        DATA.check(found, self.path, self.where)
         check_arguments(found, self.arguments, self.path, f"{self.where}.arguments")
         return found(**self.arguments)
+
+    def function(self) -> Any:
+        """A function that is called with data and not with arguments of the recipe."""
+        found = self.find()
+        check_callable(found, self.path, self.where)
+        return found
 
     def find(self) -> Any:
         module_name, _, name = self.path.partition(":")
         if not module_name or not name:
             raise TesseraError(f"not an import path: {self.path!r}", where=self.where, fix="write package.module:name")
+        refuse_standard_library(self.path, self.where)
         try:
             found: Any = importlib.import_module(module_name)
         except ImportError as error:

@@ -48,7 +48,7 @@ class ItemRows:
         if self.count == 0:
             raise TesseraError(f"{made.path} is empty", where=made.where)
         self._data: Any = data
-        self._collate = None if collate is None else collate.find()
+        self._collate = None if collate is None else collate.function()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_data": None, "_collate": None}
@@ -74,7 +74,7 @@ class ItemRows:
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
         if self._data is None:  # in a worker process
             self._data = self.made.make()
-            self._collate = None if self.collate is None else self.collate.find()
+            self._collate = None if self.collate is None else self.collate.function()
             if len(self._data) != self.count:
                 raise TesseraError(f"{self.made.path} has {len(self._data)} items here and {self.count} elsewhere")
         return self.items.batch([self._drawn(row, lost, note) for row in rows], self._collate)
@@ -185,7 +185,7 @@ class StreamRows(Forward):
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
         self.check_none(lost)
         drawn = [Drawn(row, row, self.take(row, note), _seed(self.seed, row)) for row in rows]
-        return self.items.batch(drawn, None if self.collate is None else self.collate.find())
+        return self.items.batch(drawn, None if self.collate is None else self.collate.function())
 
 
 class LoaderRows(Forward):

@@ -10,6 +10,7 @@ from pathlib import Path
 from tessera.checkpoint.origin import origin_of
 from tessera.core.config import build, read_mapping
 from tessera.core.run_config import DataSection, ParallelSection, RunConfig, SourceSection, load_config
+from tessera.core.trust import Trust, check_trusted, model_code
 from tessera.core.types import Processor
 from tessera.data.kinds import Work
 from tessera.train.build import build_processor
@@ -34,10 +35,11 @@ def for_recipe(recipe: Path) -> ForModel:
     return _prepared(load_config(recipe))
 
 
-def for_model(folder: Path) -> ForModel:
+def for_model(folder: Path, trust: Trust = False) -> ForModel:
     """A Hugging Face folder, a run, or one of its checkpoints. No weights are read."""
     if (folder / RUN_CONFIG).is_file():
         config = load_config(read_mapping(folder / RUN_CONFIG))
+        check_trusted(folder, model_code(config.model), trust)
         run = folder.parent.parent if origin_of(folder) == "checkpoint" else folder
         if (run / "processor").is_dir():  # a run keeps its own copy, whatever became of the folder it began from
             config = config.model_copy(

@@ -1,0 +1,157 @@
+"""Which run folders may name code: those this user made, and those the user says are trusted.
+
+The `config.yaml` of a run can name code by import path, and a folder may come from anywhere. A run that names code
+outside of this package has a random id in its folder, and the same id with the import paths lies in a folder of the
+user's own. A folder that was downloaded, or that names other code than the run did which was made here, is not
+known there: its import paths are shown, and nothing of them is imported until the user agrees.
+
+A run without code of its own has no id, leaves nothing in the user's folder and is never asked about.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import ModelSection, RunConfig
+
+Trust = bool | Collection[str]  # True: whatever the folder names; otherwise the import paths that are trusted
+
+RUN_ID = "run-id"
+STATE_VARIABLE = "TESSERA_STATE_DIR"
+_ID = re.compile(r"[0-9a-f]{32}")
+_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_OWN = re.compile(r"tessera(\.\w+)*(:\w+)?")  # without a dot behind the colon, which could lead out again
+
+log = logging.getLogger("tessera")
+
+
+def named_code(config: RunConfig) -> dict[str, str]:
+    """Import paths outside of this package that a configuration names -> the key that names each."""
+    found = model_code(config.model)
+    for key, name, options in (
+        ("data.kind", config.data.kind, config.data.options),
+        ("train.task", config.train.task or "", config.train.task_options),
+    ):
+        if _is_path(name):
+            found.setdefault(name, key)
+        for at, path in _paths_in(options, "data.options" if key == "data.kind" else "train.task_options"):
+            found.setdefault(path, at)
+    return _outside(found)
+
+
+def model_code(section: ModelSection) -> dict[str, str]:
+    found = {section.family: "model.family"} if section.family and _is_path(section.family) else {}
+    for at, path in _paths_in(section.config, "model.config"):
+        found.setdefault(path, at)
+    return _outside(found)
+
+
+def check_trusted(folder: Path, code: Mapping[str, str], trust: Trust) -> None:
+    """Raise, before anything is imported, if a run folder names code that nobody vouches for.
+
+    `folder`: a run, or one of its checkpoints.
+    """
+    if trust is True or not code:
+        return
+    known = set(trust or ()) | remembered(folder)
+    unknown = {path: key for path, key in code.items() if path not in known}
+    if not unknown:
+        return
+    shown = "".join(f"\n    {key}: {path}" for path, key in unknown.items())
+    raise TesseraError(
+        f"this folder names code to import and call, and it is no run that you made here:{shown}",
+        where=str(folder),
+        fix="if you know where it comes from and what this code does, say --trust (in Python trust=True); "
+        "a recipe may also name the code itself",
+    )
+
+
+def remember(folder: Path, code: Mapping[str, str]) -> None:
+    """Note that this user made the run in `folder`, or trusts it. A note that cannot be written stops nothing."""
+    if not code:
+        return
+    name = _read_id(folder)
+    if name is None:
+        log.warning("%s has no run id: `tessera resume` will ask for --trust", folder)
+        return
+    try:
+        state = _state_folder()
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fresh = state / f"{name}.{os.getpid()}.new"
+        fresh.write_text(json.dumps({"folder": str(folder.absolute()), "code": sorted(code)}), encoding="utf-8")
+        os.replace(fresh, state / f"{name}.json")
+    except (OSError, RuntimeError) as error:
+        log.warning(
+            "this run names code of your own, and that you made it cannot be noted (%s): `tessera resume` will ask "
+            "for --trust; %s names a folder that can be written",
+            error,
+            STATE_VARIABLE,
+        )
+
+
+def write_run_id(folder: Path) -> None:
+    """Give a run an id, if it has none."""
+    if _read_id(folder) is None:
+        fresh = folder / f"{RUN_ID}.new"
+        fresh.write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
+        os.replace(fresh, folder / RUN_ID)
+
+
+def remembered(folder: Path) -> set[str]:
+    """Import paths that this user ran before in the run that `folder` is, or is a checkpoint of."""
+    name = _read_id(folder) or _read_id(folder.parent.parent)
+    if name is None:
+        return set()
+    try:
+        note = json.loads((_state_folder() / f"{name}.json").read_text(encoding="utf-8"))
+        return {str(path) for path in note["code"]}
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError):
+        return set()
+
+
+def _state_folder() -> Path:
+    """Where programs keep what they remember of a user; shared by all machines that share the home folder."""
+    if named := os.environ.get(STATE_VARIABLE):
+        return Path(named) / "runs"
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "tessera" / "runs"
+
+
+def _read_id(folder: Path) -> str | None:
+    try:
+        if not (folder / RUN_ID).is_file():
+            return None
+        with (folder / RUN_ID).open(encoding="ascii") as file:
+            text = file.read(64).strip()
+    except (OSError, ValueError):
+        return None
+    return text if _ID.fullmatch(text) else None
+
+
+def _is_path(name: str) -> bool:
+    return "." in name or ":" in name
+
+
+def _outside(found: Mapping[str, str]) -> dict[str, str]:
+    return {path: key for path, key in found.items() if not _OWN.fullmatch(path)}
+
+
+def _paths_in(tree: Any, at: str) -> Iterator[tuple[str, str]]:
+    """Every word below a key that could be an import path, whatever the key is called."""
+    if isinstance(tree, str):
+        if _IMPORT_PATH.fullmatch(tree):
+            yield at, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _paths_in(value, f"{at}.{key}")
+    elif isinstance(tree, (list, tuple)):
+        for number, value in enumerate(tree):
+            yield from _paths_in(value, f"{at}.{number}")
