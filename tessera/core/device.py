@@ -181,6 +181,14 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
+def has_unfinished_work(device: torch.device) -> bool:
+    """Whether an accelerator still computes what was queued on its default stream; asked from any thread."""
+    if device.type == "cpu":
+        return False
+    module: Any = torch.get_device_module(device)
+    return not module.default_stream(device).query()
+
+
 def sum_dtype(device: torch.device) -> torch.dtype:
     """The widest type in which this device can add up scalars over ranks."""
     return torch.float32 if device.type == "npu" else torch.float64

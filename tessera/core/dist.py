@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,6 +196,13 @@ def main_rank_first(world: World) -> Iterator[None]:
     if store.get(done) != b"done":
         raise RankFailure("the main rank failed", fix="look at what it said")
     yield
+
+
+def wait_for(works: Iterable[dist.Work | None]) -> None:
+    """Until what was begun has ended. The watchdog knows a rank that stands here as one that waits for others."""
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def barrier() -> None:

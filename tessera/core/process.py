@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 _PROC = Path("/proc")
-_STARTED = 19  # field of /proc/PID/stat after the name, counted from the state: clock ticks from boot to the start
+# Fields of /proc/PID/stat after the name, counted from the state, in clock ticks.
+_USED = 11  # in user mode; the next one: in system mode
+_STARTED = 19  # from boot to the start
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,19 @@ class Process:
         """For a visible one. One that has ended and was not yet collected by its parent counts as dead."""
         stat = _stat(self.pid)
         return stat[_STARTED] == self.started and stat[0] not in ("Z", "X")
+
+    def effort_s(self) -> float:
+        """Seconds that a visible one has computed, in all of its threads, or that its main thread wanted to and had no
+        turn, on a machine with more to do than it has cores. Grows for one that works, not for one that waits."""
+        stat = _stat(self.pid)
+        if stat[_STARTED] != self.started:
+            return 0.0
+        used = (int(stat[_USED]) + int(stat[_USED + 1])) / os.sysconf("SC_CLK_TCK")
+        try:
+            held_up = int((_PROC / str(self.pid) / "schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+        except (OSError, IndexError):  # not every kernel counts it
+            held_up = 0.0
+        return used + held_up
 
     def kill(self) -> None:
         """Ends it if it is visible and still there: also one that was stopped and would hear no other signal."""

@@ -264,7 +264,12 @@ class ParallelSection(Section):
         True, description="name a rank that died, stopped, stalled or is out of step, and end all ranks"
     )
     silence_s: float = Field(15, ge=1, description="a rank without a sign of life for so long is taken for lost")
-    stall_s: float = Field(25, gt=0, description="a rank that holds up the others inside a step for so long is named")
+    stall_s: float = Field(
+        120,
+        gt=0,
+        description="a rank that holds up the others inside a step for so long is named, unless it reads data, "
+        "compiles or computes",
+    )
 
     @field_validator("shard")
     @classmethod

@@ -41,8 +41,8 @@ class SideChannel:
         self.beats: dict[int, Beat] = {}
         self._news_at: dict[int, float] = {}
         self._heard_at = time.monotonic()
-        # All see the main rank and their own machine; the main rank sees everyone.
-        self._seen = range(self.size) if self.rank == 0 else sorted({0, *self.neighbours})
+        # All see the main rank, the one that may vouch for it, and their own machine; the main rank sees everyone.
+        self._seen = range(self.size) if self.rank == 0 else sorted({0, 1, *self.neighbours})
         self._exchange()
         self._stop = threading.Event()
         self._talker = threading.Thread(target=self._talk, name="tessera-beat", daemon=True)

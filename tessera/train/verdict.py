@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from tessera.core.errors import first_line
 from tessera.core.join import name_ranks
+from tessera.train.activity import AT_WORK, COMPILING, COMPUTING, ON_DEVICE, UNEXPLAINED
 
 DISAGREE_S = 20.0  # all ranks wait in collectives, but not in the same place: no link is slow for so long
-# What a rank does while it has done so many steps, in order; anything else (starting, saving, …) may take its time.
+# What a rank does while it has done so many steps, in order.
 STEP_WORK = (
     "reporting",
     "agreeing to go on",
@@ -33,14 +34,21 @@ class Beat:
     still_s: float  # how long its main thread has been at this place
     collective: str  # the collective its main thread waits in, if it does
     host: str
-    first: bool  # still in its first step, which compiles and fills caches
+    activity: str  # what explains that it stands still (see `train.activity`)
+    vouches: tuple[int, ...] = ()  # ranks of its machine that are silent and use the processor all the same
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
 
     @staticmethod
     def load(text: str) -> Beat:
-        return Beat(**json.loads(text))
+        fields = json.loads(text)
+        return Beat(**{**fields, "vouches": tuple(fields["vouches"])})
+
+    @property
+    def at_work(self) -> bool:
+        """It will come along, however long others wait for it."""
+        return not self.collective and self.activity in AT_WORK
 
     @property
     def place(self) -> tuple[int, str, str, bool]:
@@ -50,6 +58,8 @@ class Beat:
     def where(self) -> str:
         inside = f", {self.module}" if self.module and self.doing == "running the model" else ""
         waits = f", waiting in {self.collective}" if self.collective else ""
+        if not self.collective and self.activity in (COMPILING, COMPUTING, ON_DEVICE):
+            waits = f", {self.activity}"
         begun = self.doing in STEP_WORK[2:]
         return f"step {self.step + 1 if begun else self.step}, {self.doing}{inside}{waits}"
 
@@ -88,20 +98,30 @@ def failed(beat: Beat, error: BaseException) -> Verdict:
 
 
 def judge(
-    beats: Mapping[int, Beat], silent_s: Mapping[int, float], patience: Patience, witness: Beat
+    beats: Mapping[int, Beat],
+    silent_s: Mapping[int, float],
+    patience: Patience,
+    witness: Beat,
+    vouched: Collection[int] = (),
 ) -> Verdict | None:
-    """`silent_s`: seconds since a rank's last new beat, by the clock of the witness, who judges."""
-    present = [beats[rank] for rank in sorted(beats)]
-    for beat in present:
-        if silent_s[beat.rank] > patience.silence_s:
-            return lost(
-                beat, f"gave no sign of life for {silent_s[beat.rank]:.0f} s (dead, stopped or cut off)", witness
-            )
-    if len(present) < 2:
+    """`silent_s`: seconds since a rank's last new beat, by the clock of the witness, who judges. `vouched`: ranks that
+    give no sign and are seen to compute all the same: a long call into C keeps their other threads from running."""
+    for beat in (beats[rank] for rank in sorted(beats)):
+        quiet = silent_s[beat.rank]
+        if quiet > (patience.timeout_s if beat.rank in vouched else patience.silence_s):
+            return lost(beat, f"gave no sign of life for {quiet:.0f} s (dead, stopped or cut off)", witness)
+    present = [
+        replace(beats[rank], activity=COMPUTING, collective="", still_s=silent_s[rank])
+        if rank in vouched
+        else beats[rank]
+        for rank in sorted(beats)
+    ]
+    if len(present) < 2 or any(beat.activity == COMPILING for beat in present):
         return None
     still = min(beat.still_s for beat in present)
+    working = any(beat.at_work for beat in present)
     if len({beat.place for beat in present}) == 1:
-        if still > patience.timeout_s:
+        if still > patience.timeout_s and not working:  # nobody waits for a rank that works at the same place
             text = f"all ranks have stood still for {still:.0f} s in {present[0].where()}"
             return Verdict("stalled", tuple(sorted(beats)), text)
         return None
@@ -109,8 +129,10 @@ def judge(
         if still > min(DISAGREE_S, patience.stall_s):
             return _disagreement(present)
         return None
-    in_a_step = all(beat.doing in STEP_WORK and not beat.first for beat in present)
-    if still > (patience.stall_s if in_a_step else patience.timeout_s):
+    # While one is at work, the others may be waiting for it, whether that can be seen or not. Ranks that wait for their
+    # devices may wait for each other there, and the backend of the collectives ends that.
+    unexplained = any(not beat.collective and beat.activity == UNEXPLAINED for beat in present)
+    if still > (patience.stall_s if unexplained and not working else patience.timeout_s):
         return _holds_up(present, still)
     return None
 
@@ -130,9 +152,11 @@ def _disagreement(present: Sequence[Beat]) -> Verdict:
 
 
 def _holds_up(present: Sequence[Beat], still: float) -> Verdict:
-    # Who waits in a collective waits for someone; who does not is the one waited for. Where no rank can be seen
-    # waiting (an accelerator's queue waits, not its host), the one furthest behind is.
+    # Who waits in a collective waits for someone; who does not is the one waited for, first of all one that nothing
+    # explains. Where no rank can be seen waiting (an accelerator's queue waits, not its host), the one furthest behind
+    # is.
     idle = [beat for beat in present if not beat.collective]
+    idle = [beat for beat in idle if beat.activity == UNEXPLAINED] or idle
     if len(idle) == len(present):
         behind = min((beat.step, _order(beat.doing)) for beat in present)
         idle = [beat for beat in present if (beat.step, _order(beat.doing)) == behind]

@@ -5,6 +5,10 @@ threads of its own: one talks (a beat out, verdicts in, over a connection of its
 one thinks (looks at what came in, and at whether anything comes at all). The main rank judges everyone; everyone
 judges the main rank and the processes of its own machine. Whoever reaches a verdict first tells it through the store;
 then each rank writes it to its log and leaves with `EXIT_CODE`. The hot path pays for one string per block.
+
+A beat says what its rank is doing (`train.activity`), and nobody is ended for being slow: a rank that reads data,
+compiles, computes or is outside of a step is at work, and those that wait for it wait. What is left to `stall_s` is a
+rank that does none of this and does not wait in a collective either.
 """
 
 from __future__ import annotations
@@ -16,21 +20,34 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from tessera.core import device as devices
 from tessera.core import log as logs
 from tessera.core.dist import OutOfStep, RankFailure, barrier, is_peer_error
 from tessera.core.errors import first_line
 from tessera.core.names import clean
+from tessera.core.process import Process
 from tessera.core.run_config import ParallelSection
+from tessera.train.activity import (
+    COMPILING,
+    COMPUTING,
+    ON_DEVICE,
+    OUTSIDE,
+    READING,
+    UNEXPLAINED,
+    Effort,
+    collective_of,
+    compiles,
+)
 from tessera.train.callbacks import Callback
 from tessera.train.side_channel import SideChannel
-from tessera.train.verdict import Beat, Patience, Verdict, failed, judge, lost
+from tessera.train.verdict import STEP_WORK, Beat, Patience, Verdict, failed, judge, lost
 
 if TYPE_CHECKING:
     from tessera.train.trainer import Trainer
@@ -39,7 +56,7 @@ EXIT_CODE = RankFailure.exit_code
 FAILURE_FILE = Path("logs") / "failure.json"
 _BEAT_S = 0.5
 _GRACE_S = 5.0  # an error that all ranks raise together should be told by each in its own words
-_NEAR_FRAMES = 6  # how far inside a collective's Python code the main thread may stand
+_SLOW_WORDS = ("reporting",)  # parts of a step that call users' code, which may take its time
 
 
 class Watch(Callback):
@@ -66,8 +83,13 @@ class Watch(Callback):
         self._host = socket.gethostname()
         self._main_thread = threading.get_ident()
         self._first_step = trainer.step
-        self._position: tuple[int, str, str] | None = None
+        self._position: tuple[int, str, str, bool, str] | None = None
         self._moved_at = time.monotonic()
+        self._process = Process.this()
+        self._own_share = Effort(self.patience.stall_s / 2)
+        self._shares: dict[int, Effort] = {}  # of silent ranks of this machine
+        self._vouched: tuple[int, ...] = ()
+        self._looking = threading.Lock()  # both threads look, and the main one where it fails
         self._count = 0
         self._channel = SideChannel(trainer.world, self.interval, self._look)
         # By the names their author gave them; a stage of a pipeline has some of the blocks.
@@ -135,33 +157,46 @@ class Watch(Callback):
         self._hooks += [before, module.register_forward_hook(leave)]
 
     def _look(self) -> Beat:
-        trainer, now = self._trainer, time.monotonic()
-        position = (trainer.step, trainer.doing, self.module)
-        if position != self._position:
-            self._position, self._moved_at = position, now
-        self._count += 1
-        return Beat(
-            rank=trainer.world.rank,
-            count=self._count,
-            step=position[0],
-            doing=position[1],
-            module=position[2],
-            still_s=now - self._moved_at,
-            collective=self._collective(),
-            host=self._host,
-            first=trainer.step == self._first_step,
-        )
+        with self._looking:
+            trainer, now = self._trainer, time.monotonic()
+            self._own_share.note(now, self._process.effort_s())
+            collective = collective_of(self._main_thread)
+            activity = self._phase()
+            # Who goes from compiling or waiting to something else has moved, though it may be in the same block.
+            position = (trainer.step, trainer.doing, self.module, bool(collective), activity)
+            if position != self._position:
+                self._position, self._moved_at = position, now
+            still_s = now - self._moved_at
+            self._count += 1
+            return Beat(
+                rank=trainer.world.rank,
+                count=self._count,
+                step=position[0],
+                doing=position[1],
+                module=position[2],
+                still_s=still_s,
+                collective=collective,
+                host=self._host,
+                activity=activity or self._effort(still_s),
+                vouches=self._vouched,
+            )
 
-    def _collective(self) -> str:
-        """The function of torch.distributed that the main thread stands in, read from its stack."""
-        frame = sys._current_frames().get(self._main_thread)
-        for _ in range(_NEAR_FRAMES):
-            if frame is None:
-                break
-            if "torch/distributed/" in frame.f_code.co_filename:
-                return frame.f_code.co_name
-            frame = frame.f_back
-        return ""
+    def _phase(self) -> str:
+        """What the run is at, where that explains by itself that a rank stands still."""
+        trainer = self._trainer
+        if compiles():
+            return COMPILING
+        if trainer.doing == "loading data":
+            return READING
+        first = trainer.step == self._first_step  # it fills caches and makes connections
+        return OUTSIDE if first or trainer.doing not in STEP_WORK or trainer.doing in _SLOW_WORDS else UNEXPLAINED
+
+    def _effort(self, still_s: float) -> str:
+        device = self._trainer.world.device
+        # A question to a device may disturb what is being recorded there: only asked when it matters.
+        if device.type != "cpu" and still_s > self.patience.stall_s / 2 and devices.has_unfinished_work(device):
+            return ON_DEVICE  # the host may well spin meanwhile
+        return COMPUTING if self._own_share.busy else UNEXPLAINED
 
     # ------------------------------------------------------------------------------------------ the thinking thread
 
@@ -190,10 +225,23 @@ class Watch(Callback):
             keeper = "stopped answering" if channel.kept_by_main_rank else "or the launcher on its machine is gone"
             return lost(channel.beats[0], f"{keeper} ({silence:.0f} s)", self._look())
         quiet = channel.silence_of_ranks()
-        if channel.rank == 0:
-            return judge(channel.beats, quiet, self.patience, self._look())
-        # Of the others this rank only knows the main one's beats; how far they have come is not its business.
-        return judge({0: channel.beats[0]}, quiet, self.patience, self._look())
+        self._vouch(channel, quiet)
+        vouched = {*self._vouched, *(rank for beat in channel.beats.values() for rank in beat.vouches)}
+        # How far the others have come is the main rank's business; the rest watch the main rank alone.
+        judged = channel.beats if channel.rank == 0 else {0: channel.beats[0]}
+        return judge(
+            judged, quiet, self.patience, self._look(), vouched & {r for r in quiet if quiet[r] > self.interval}
+        )
+
+    def _vouch(self, channel: SideChannel, quiet: Mapping[int, float]) -> None:
+        """Looks at the processes of this machine's silent ranks: one that uses the processor is neither dead nor
+        stopped, only kept from speaking, as by a decoder that holds Python's lock."""
+        now = time.monotonic()
+        silent = [rank for rank in channel.neighbours if rank != channel.rank and quiet[rank] > 2 * self.interval]
+        self._shares = {rank: self._shares.get(rank) or Effort(self.patience.silence_s / 3) for rank in silent}
+        for rank, share in self._shares.items():
+            share.note(now, channel.neighbours[rank].effort_s())
+        self._vouched = tuple(rank for rank, share in self._shares.items() if share.busy)
 
     def _end(self, verdict: Verdict) -> None:
         """The last act of the process, from whichever thread: say it, end what cannot end itself, go."""

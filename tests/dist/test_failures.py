@@ -1,10 +1,12 @@
-"""A rank that dies, stops, stalls, fails or falls out of step is named, and every rank ends, in under 30 seconds."""
+"""A rank that dies, stops, stalls, fails or falls out of step is named, and every rank ends, in under 30 seconds.
+A rank that is only slow is waited for."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -16,10 +18,12 @@ import pytest
 import torch
 
 from tessera.core.dist import free_port
+from tessera.core.names import clean
 from tessera.core.run_config import ParallelSection
 from tessera.train.callbacks import Callback
 from tessera.train.run import train
 from tests.toys.chat_set import chat_recipe, write_chat_set
+from tests.toys.slow_parts import compute_for
 
 LIMIT_S = 30.0
 QUICK = {"silence_s": 3.0, "stall_s": 3.0}
@@ -69,6 +73,24 @@ class Raise(Callback):
             raise ValueError("the disk sang")
 
 
+class SlowStage(Callback):
+    """The second stage of a pipeline computes for long, once, while the first one waits for its gradient."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_start(self, trainer: Any) -> None:
+        if trainer.world.rank == 1:
+            parts = {clean(name): part for name, part in trainer.module.named_modules()}
+            block = next(part for name, part in parts.items() if re.fullmatch(r"text\.layers\.\d+", name))
+            block.register_forward_pre_hook(lambda *_: self._act(trainer))
+
+    def _act(self, trainer: Any) -> None:
+        if trainer.step == AT:
+            seconds, self.seconds = self.seconds, 0
+            compute_for(seconds)
+
+
 LONGER_THAN_A_BEAT_S = 1.5  # as the blocks of a real model are
 
 
@@ -95,6 +117,7 @@ CASES: dict[str, Callable[[], Callback]] = {
     "skipped a step": SkipStep,
     "skipped the model": SkipModel,
     "raised": Raise,
+    "slow stage": lambda: SlowStage(2.5),
 }
 
 
@@ -206,6 +229,44 @@ def test_a_healthy_run_is_left_alone(data: Path, tmp_path: Path) -> None:
     ended = run(recipe_for(data, tmp_path, **QUICK), tmp_path, None)
     assert ended.codes == [0, 0], ended.said
     assert ended.record is None
+
+
+def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
+    """Past both limits: a sample, one that lets no thread run, a compilation after the first step, a computation."""
+    recipe = slow_recipe(tmp_path, slow={"5": 2.5}, held={"7": 5.0}, seconds=2.5)
+    ended = run({**recipe, "parallel": {"silence_s": 3.0, "stall_s": 1.0}}, tmp_path, None)
+    assert ended.codes == [0, 0], ended.said
+    assert ended.record is None
+
+
+def test_a_slow_stage_of_a_pipeline_is_waited_for(data: Path, tmp_path: Path) -> None:
+    recipe = recipe_for(data, tmp_path, pp=2, silence_s=3.0, stall_s=1.0)
+    recipe["train"]["steps"] = AT + 2
+    ended = run(recipe, tmp_path, "slow stage")
+    assert ended.codes == [0, 0], ended.said
+    assert ended.record is None
+
+
+@pytest.mark.slow
+def test_with_default_settings_a_sample_may_take_40_seconds(tmp_path: Path) -> None:
+    ended = run(slow_recipe(tmp_path, slow={"5": 40.0}, held={}, seconds=0.0), tmp_path, None)
+    assert ended.codes == [0, 0], ended.said
+    assert ended.record is None
+
+
+def slow_recipe(out: Path, slow: dict[str, float], held: dict[str, float], seconds: float) -> dict[str, Any]:
+    """Item 2 n + 1 is of step n, on rank 1."""
+    toys = "tests.toys.slow_parts"
+    model = {"seconds": seconds, "compile_at": 5, "compute_at": 6}
+    data = {"dataset": f"{toys}:SlowDigits", "arguments": {"slow": slow, "held": held}}
+    return {
+        "name": "slow",
+        "out": str(out),
+        "model": {"family": "module", "config": {"class": f"{toys}:SlowNet", "arguments": model}},
+        "data": {"kind": "own", "options": data, "workers": 0, "shuffle": False},
+        "train": {"steps": 7, "global_batch": 2, "device": "cpu"},
+        "log": {"every": 1},
+    }
 
 
 @pytest.mark.parametrize(("missing", "words"), [(1, "rank 1 missing: 1 of 2 ranks came within 2 s"), (0, "rank 0")])

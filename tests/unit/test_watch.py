@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -9,19 +12,32 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.core.dist import OutOfStep, is_peer_error
+from tessera.core.dist import OutOfStep, is_peer_error, wait_for
 from tessera.core.process import Process
 from tessera.core.run_config import ParallelSection
+from tessera.train.activity import (
+    AT_WORK,
+    COMPILING,
+    ON_DEVICE,
+    OUTSIDE,
+    READING,
+    UNEXPLAINED,
+    Effort,
+    collective_of,
+    compiles,
+)
 from tessera.train.verdict import Beat, Patience, Verdict, judge
 from tessera.train.watch import Watch
 
 PATIENCE = Patience(silence_s=15, stall_s=60, timeout_s=600)
-MODEL = Beat(0, 9, 4, "running the model", "forward of a.1", 0.0, "", "h", False)
+MODEL = Beat(0, 9, 4, "running the model", "forward of a.1", 0.0, "", "h", UNEXPLAINED)
 
 
-def blamed(beats: list[Beat], silent: dict[int, float] | None = None) -> tuple[str, tuple[int, ...]] | None:
+def blamed(
+    beats: list[Beat], silent: dict[int, float] | None = None, vouched: tuple[int, ...] = ()
+) -> tuple[str, tuple[int, ...]] | None:
     quiet = {beat.rank: 0.0 for beat in beats} | (silent or {})
-    found = judge({beat.rank: beat for beat in beats}, quiet, PATIENCE, beats[0])
+    found = judge({beat.rank: beat for beat in beats}, quiet, PATIENCE, beats[0], vouched)
     return None if found is None else (found.kind, found.ranks)
 
 
@@ -41,11 +57,40 @@ def test_silence_is_a_loss() -> None:
     assert blamed(ranks(3), {2: 14.0}) is None
 
 
+def test_a_silent_rank_that_computes_is_not_lost() -> None:
+    assert blamed(ranks(3, still_s=70), {2: 70.0}, vouched=(2,)) is None
+    assert blamed(ranks(3), {2: 601.0}, vouched=(2,)) == ("lost", (2,))
+
+
 def test_the_one_that_does_not_wait_is_waited_for() -> None:
     beats = [*ranks(3, still_s=61, collective="all_gather"), replace(MODEL, rank=3, still_s=61)]
     assert blamed(beats) == ("stalled", (3,))
-    beats[3] = replace(beats[3], doing="loading data", module="")
-    assert blamed(beats) == ("stalled", (3,))
+
+
+@pytest.mark.parametrize("activity", sorted(AT_WORK))
+def test_a_rank_at_work_is_waited_for(activity: str) -> None:
+    """Also by a rank of which nothing can be seen, and longer than a sample or a stall may take."""
+    busy = replace(MODEL, rank=3, still_s=599, activity=activity)
+    beats = [*ranks(2, still_s=599, collective="all_gather"), replace(MODEL, rank=2, still_s=599), busy]
+    assert blamed(beats) is None
+    assert blamed([*ranks(2, still_s=599, doing="updating weights"), busy]) is None
+
+
+def test_past_the_limit_of_collectives_the_slow_rank_is_named_unless_it_compiles() -> None:
+    waiting = ranks(2, still_s=601, collective="all_gather")
+    assert blamed([*waiting, replace(MODEL, rank=2, still_s=601, activity=READING)]) == ("stalled", (2,))
+    assert blamed([*waiting, replace(MODEL, rank=2, still_s=601, activity=COMPILING)]) is None
+    assert blamed(ranks(3, still_s=5000, activity=READING)) is None  # all read, none waits
+
+
+def test_stages_of_a_pipeline_may_wait_for_their_devices() -> None:
+    """At different modules, each host for as long as a step takes."""
+    stages = [
+        replace(MODEL, rank=rank, module=f"forward of a.{rank}", still_s=599, activity=ON_DEVICE) for rank in (0, 1)
+    ]
+    assert blamed(stages) is None
+    asleep = replace(stages[1], activity=UNEXPLAINED)
+    assert blamed([stages[0], asleep]) == ("stalled", (1,))
 
 
 def test_without_a_visible_wait_the_one_behind_is_blamed() -> None:
@@ -54,11 +99,10 @@ def test_without_a_visible_wait_the_one_behind_is_blamed() -> None:
 
 
 def test_saving_and_first_steps_may_take_their_time() -> None:
-    waiting = ranks(2, still_s=599, collective="barrier", doing="saving")
+    waiting = ranks(2, still_s=599, collective="barrier", doing="saving", activity=OUTSIDE)
     assert blamed([waiting[0], replace(waiting[1], collective="")]) is None
-    first = ranks(2, still_s=599, collective="all_reduce", first=True)
+    first = ranks(2, still_s=599, collective="all_reduce", activity=OUTSIDE)
     assert blamed([first[0], replace(first[1], collective="", doing="loading data")]) is None
-    assert blamed([first[0], replace(first[1], collective="", still_s=601)]) is None
     late = [replace(beat, still_s=601) for beat in first]
     assert blamed([late[0], replace(late[1], collective="")]) == ("stalled", (1,))
 
@@ -87,6 +131,95 @@ def test_a_broken_collective_is_told_from_an_error_of_ones_own() -> None:
     assert is_peer_error(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"))
     assert not is_peer_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_peer_error(ValueError("closed by peer"))
+
+
+def test_effort_is_told_of_a_process_and_judged_over_a_window() -> None:
+    before = Process.this().effort_s()
+    until = time.process_time() + 0.2
+    while time.process_time() < until:
+        pass
+    assert Process.this().effort_s() - before >= 0.1
+    before = Process.this().effort_s()
+    time.sleep(0.5)
+    assert Process.this().effort_s() - before < 0.25
+    share = Effort(10)
+    for second in range(5):
+        share.note(second, 0.0)
+    assert share.busy  # too early to say
+    for second in range(5, 30):
+        share.note(second, 0.02 * second)
+    assert not share.busy
+    for second in range(30, 36):
+        share.note(second, 0.6 + 0.5 * (second - 30))
+    assert share.busy
+
+
+def test_compiling_is_seen_from_another_thread_and_only_while_it_lasts() -> None:
+    seen: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            seen.append(pool.submit(compiles).result())
+
+        def run(*values: Any) -> Any:
+            seen.append(compiles())
+            return graph.forward(*values)
+
+        return run
+
+    torch.compile(lambda x: x * 2 + 1, backend=backend)(torch.ones(2))
+    assert seen == [True, False]
+
+
+class _Work:
+    """As C++ gives it: waiting leaves no frame of Python on the stack."""
+
+    def __init__(self, lock: Any) -> None:
+        self.wait = lock.acquire
+
+
+def _placed(file: str, line: str) -> Any:
+    """A function that waits, as if it stood in a file of torch."""
+    names: dict[str, Any] = {}
+    exec(compile(f"def inside(lock, call=None): {line}", f"/site-packages/{file}", "exec"), names)
+    return names["inside"]
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (_placed("torch/distributed/distributed_c10d.py", "lock.acquire()"), "inside"),
+        (_placed("torch/distributed/pipelining/schedules.py", "lock.acquire()"), "inside"),
+        (lambda lock: wait_for([_Work(lock)]), "wait_for"),
+        (_placed("torch/distributed/pipelining/stage.py", "lock.acquire()"), ""),  # a stage computes
+        (_placed("torch/distributed/tensor/_dispatch.py", "lock.acquire()"), ""),  # a product of sharded tensors
+        (_placed("model.py", "lock.acquire()"), ""),
+    ],
+    ids=["collective", "schedule", "ours", "stage", "sharded tensor", "model"],
+)
+def test_a_thread_that_waits_for_others_is_told_from_one_that_computes(call: Any, expected: str) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    thread = threading.Thread(target=call, args=(lock,), daemon=True)
+    thread.start()
+    found = ""
+    for _ in range(200):  # until it has come that far
+        found = collective_of(thread.ident or 0)
+        if found or not expected:
+            break
+        time.sleep(0.01)
+    lock.release()
+    thread.join(10)
+    assert found == expected
+
+
+def test_what_a_module_computes_below_torch_distributed_is_no_waiting() -> None:
+    """A shallow model inside of a stage of a pipeline: the caller's frame is near, and says nothing."""
+    seen: list[str] = []
+    me = threading.get_ident()
+    schedule = _placed("torch/distributed/pipelining/schedules.py", "call()")
+    schedule(None, lambda: seen.append(collective_of(me)))
+    assert seen == [""]
 
 
 def test_a_process_is_known_by_more_than_its_number() -> None:

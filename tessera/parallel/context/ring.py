@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tessera.core.dist import wait_for
 from tessera.core.types import Segments
 from tessera.ops.block_attention import block_attention, block_attention_backward, join, wide
 from tessera.ops.registry import AUTO
@@ -55,8 +56,7 @@ class Parcel:
     works: list[Any]
 
     def arrive(self) -> Tensor:
-        for work in self.works:
-            work.wait()
+        wait_for(self.works)
         return self.received
 
 

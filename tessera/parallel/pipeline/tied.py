@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tessera.core.dist import wait_for
 from tessera.core.names import clean
 from tessera.core.tensors import local_part
 from tessera.parallel.axes import PP
@@ -48,8 +49,7 @@ class TiedCopies:
             dist.P2POp(dist.isend, mine.clone(), group=self.group, group_peer=peer),
             dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer),
         ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        wait_for(dist.batch_isend_irecv(operations))
         mine.add_(theirs)
 
     @torch.no_grad()
