@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tessera.cli.cluster import Cluster
 from tessera.core.dist import RankFailure, free_port, port_is_free
 from tessera.core.errors import TesseraError, first_line
-from tessera.core.join import reach, spans
+from tessera.core.join import reach, serve_store, spans
 from tessera.core.run_config import RunConfig
 from tessera.train.describe import describe
 from tessera.train.watch import FAILURE_FILE
@@ -39,6 +40,8 @@ def launch(words: Sequence[str], cluster: Cluster, config: RunConfig) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // cluster.nproc)))
     began = time.time()
     meeting = None
+    if cluster.endpoint is None:
+        cluster = replace(cluster, endpoint=f"127.0.0.1:{free_port()}")
     try:
         # Kept until the end: where this machine serves the meeting point, torch's launcher shares its open port.
         meeting = _meet_nodes(cluster, join_timeout_s)
@@ -75,7 +78,7 @@ def _settings(cluster: Cluster, join_timeout_s: float) -> LaunchConfig:
         nproc_per_node=cluster.nproc,
         run_id="tessera",  # the machines of one run must use the same word; the meeting point tells runs apart
         rdzv_backend="c10d" if cluster.elastic else "static",
-        rdzv_endpoint=cluster.endpoint or f"127.0.0.1:{free_port()}",
+        rdzv_endpoint=cluster.endpoint or "",
         rdzv_configs=rendezvous,
         max_restarts=cluster.restarts,
         monitor_interval=0.1,
@@ -83,20 +86,22 @@ def _settings(cluster: Cluster, join_timeout_s: float) -> LaunchConfig:
 
 
 def _meet_nodes(cluster: Cluster, patience_s: float) -> Store | None:
-    """Machines with fixed numbers: all are there, each once, with as many ranks; or the ones amiss are named."""
-    if cluster.elastic or cluster.endpoint is None:
+    """Machines with fixed numbers: all are there, each once, with as many ranks; or the ones amiss are named. A single
+    machine has the meeting point to itself, out of reach of others."""
+    if cluster.elastic:
         return None
+    assert cluster.endpoint is not None
     host, _, port = cluster.endpoint.rpartition(":")
+    timeout = datetime.timedelta(seconds=patience_s + 5)
     if cluster.node_rank == 0 and not port_is_free(int(port), ""):
         where = "--port" if cluster.max_nodes == 1 else "--master"
         raise TesseraError(f"port {port} is in use", where=where, fix="choose another, or leave --port out")
     if cluster.max_nodes == 1:
-        return None
+        return serve_store(host, int(port), timeout)
     deadline = time.monotonic() + patience_s
     serves = cluster.node_rank == 0
     if not serves:
         reach(host.strip("[]"), int(port), patience_s, "machine 0 is missing")
-    timeout = datetime.timedelta(seconds=patience_s + 5)
     store = TCPStore(host.strip("[]"), int(port), None, serves, timeout, wait_for_workers=False, multi_tenant=True)
     mine = f"nodes/{cluster.node_rank}"
     if store.add(f"{mine}/taken", 1) > 1:

@@ -89,6 +89,15 @@ def resolve(name: str, local_rank: int = 0) -> torch.device:
     return torch.device(kind, local_rank)
 
 
+def resolve_shared(name: str, local_rank: int) -> torch.device:
+    """The same in a process group of the caller's, who may have shown each process only its own device, or may want
+    several ranks on one."""
+    kind = _accelerator() if name == "auto" else name
+    if kind not in (None, "cpu") and _accelerator() == kind and torch.accelerator.device_count() == 1:
+        local_rank = 0
+    return resolve(name, local_rank)
+
+
 def _load_npu() -> None:
     try:
         import torch_npu  # noqa: F401 - importing it is what makes torch know the device

@@ -7,6 +7,7 @@ import datetime
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,12 @@ from tessera.core import device as devices
 from tessera.core.errors import TesseraError
 from tessera.core.join import JOIN_TIMEOUT_S, make_card, meet, open_store
 
+# How torch's backends speak when a partner or a link is lost: a place in the source of the backend, or its own report.
+# The name of a backend alone says nothing: errors of one's own may contain it as well.
+_BACKENDS = "|".join(devices.COLLECTIVE_BACKENDS)
 _PEER_WORDS = re.compile(
-    "|".join([*devices.COLLECTIVE_BACKENDS, "closed by peer", "reset by peer", "broken pipe", "process ?group"]),
+    rf"\b({_BACKENDS})/[\w./-]+\.(cc|cpp|h):\d+|\b({_BACKENDS}) (error|communicator was aborted|connect\w* failed)"
+    r"|\b(closed|reset) by peer\b|\bbroken pipe\b|\bprocess ?group\S* .*\b(abort\w*|timed out|timeout|watchdog)\b",
     re.IGNORECASE,
 )
 
@@ -71,7 +76,8 @@ def world(
     """
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-        yield World(rank, size, 0 if device == "cpu" else environment_ranks()[2], devices.resolve(device, 0))
+        local = 0 if device == "cpu" else rank_on_machine()
+        yield World(rank, size, local, devices.resolve_shared(device, local))
         return
     rank, size, local = environment_ranks()
     here = devices.resolve(device, local)
@@ -83,11 +89,41 @@ def world(
         store = open_store(rank, size, join_timeout_s)
         meet(store, make_card(rank, size, local, here, config), join_timeout_s, folder)
         store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    with _one_excepthook(size):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        try:
+            yield World(rank, size, local, here)
+        finally:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _one_excepthook(size: int) -> Iterator[None]:
+    """Torch wraps the hook for uncaught errors with every process group, to name the rank, and never takes that back.
+    Here it is taken back, but for the error of one of several ranks that is just on its way there."""
+    before = sys.excepthook
+    named = getattr(before, "__module__", "") == dist.distributed_c10d.__name__
     try:
-        yield World(rank, size, local, here)
-    finally:
-        dist.destroy_process_group()
+        yield
+    except BaseException:
+        if named or size == 1:
+            sys.excepthook = before
+        raise
+    sys.excepthook = before
+
+
+def rank_on_machine() -> int:
+    """This rank's place among the ranks of its machine, in the group that is there: as the launcher says, or counted,
+    which all ranks do together."""
+    if "LOCAL_RANK" in os.environ:
+        return environment_ranks()[2]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return 0
+    # Through the store and not by a collective: those of an accelerator need to know the device already.
+    store = PrefixStore("machines", _get_default_store())
+    store.set(str(rank), socket.gethostname())
+    return sum(store.get(str(other)).decode() == socket.gethostname() for other in range(rank))
 
 
 @contextlib.contextmanager

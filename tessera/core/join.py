@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import ipaddress
 import json
 import os
 import platform
@@ -97,7 +98,10 @@ def open_store(rank: int, size: int, patience_s: float, env: Mapping[str, str] =
         # torch's client reports each failed try with a C++ stack; a plain socket can wait in silence.
         reach(address, port, patience_s, f"{'the launcher' if by_agent else 'rank 0'} is missing for rank {rank}")
     try:
-        store = TCPStore(address, port, size, serves, timeout, wait_for_workers=False, multi_tenant=True)
+        if serves:
+            store = serve_store(address, port, timeout, size)
+        else:
+            store = TCPStore(address, port, size, False, timeout, wait_for_workers=False, multi_tenant=True)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise TesseraError(
             f"rank {rank} of {size} could not open the meeting point {address}:{port}: {first_line(error)}",
@@ -107,6 +111,31 @@ def open_store(rank: int, size: int, patience_s: float, env: Mapping[str, str] =
     # A store may outlive a restart of the ranks; words of the last attempt must not be heard in this one.
     attempt = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return PrefixStore(f"tessera/{attempt}", store)
+
+
+def serve_store(address: str, port: int, timeout: datetime.timedelta, size: int | None = None) -> TCPStore:
+    """A store served by this process, which shares it with whoever asks for the same port here.
+
+    At a loopback address it listens there alone: torch itself would listen on all interfaces, and whoever reaches the
+    port could read and write what the ranks tell each other."""
+    try:
+        local = ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
+    except OSError:
+        local = False
+    if not local:
+        return TCPStore(address, port, size, True, timeout, wait_for_workers=False, multi_tenant=True)
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise dist.DistNetworkError(f"port {port}: {error.strerror}") from None
+        listening.listen(socket.SOMAXCONN)
+        # The store closes its own copy of the socket when it goes.
+        handed = os.dup(listening.fileno())
+    return TCPStore(
+        address, port, size, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=handed
+    )
 
 
 def _address(size: int, env: Mapping[str, str]) -> tuple[str, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tessera.checkpoint.hf import stored_dtype
@@ -17,6 +18,7 @@ from tessera.checkpoint.peft import base_of, fill_adapters, settled
 from tessera.core import device as devices
 from tessera.core.adapters import Adapter, Adapters, is_factor
 from tessera.core.config import Section, build, read_mapping
+from tessera.core.dist import environment_ranks, rank_on_machine
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.meta import computed_buffers, put_back_buffers
 from tessera.core.run_config import ModelSection, RunConfig, load_config
@@ -150,7 +152,7 @@ def load(
     `trust`: a run that you did not make may name code to import and call; True says that you trust it.
     """
     folder = Path(path)
-    where = device if isinstance(device, torch.device) else devices.resolve(device or "auto")
+    where = device if isinstance(device, torch.device) else _own_device(device or "auto", parallel is not None)
     kind = _dtype(dtype)
     origin = origin_of(folder)
     if origin in ("folder", "adapters"):
@@ -193,6 +195,13 @@ def load(
     processor = None if spec.processor is None or files is None else spec.processor(config, files, **options)
     loaded = LoadedModel(module, spec, config, processor, run, adapters, section.path, files)
     return loaded, LoadedProcessor(processor, spec, limits)
+
+
+def _own_device(name: str, with_others: bool) -> torch.device:
+    """Of several ranks each has its own; one that loads for itself may not wait for the others to count them."""
+    if name == "cpu" or not dist.is_initialized():
+        return devices.resolve(name)
+    return devices.resolve_shared(name, rank_on_machine() if with_others else environment_ranks()[2])
 
 
 def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
