@@ -13,10 +13,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tessera.api import Run, compare, convert, dry_run, evaluate, load, plan, report, resume, train
+    from tessera.api import (
+        Run,
+        compare,
+        convert,
+        dry_run,
+        evaluate,
+        generate,
+        load,
+        plan,
+        preflight,
+        report,
+        resume,
+        train,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["Run", "compare", "convert", "dry_run", "evaluate", "load", "plan", "report", "resume", "train"]
+__all__ = [
+    "Run",
+    "compare",
+    "convert",
+    "dry_run",
+    "evaluate",
+    "generate",
+    "load",
+    "plan",
+    "preflight",
+    "report",
+    "resume",
+    "train",
+]
 
 
 _ROOMS = ("evaluate", "train")  # packages that can be called; the other verbs are functions

@@ -260,20 +260,21 @@ def generate(
     trust: TrustFlag = False,
 ) -> None:
     """Ask a model; the answer streams to the terminal."""
-    from tessera.infer.load import load
+    from tessera.infer.ask import generate as run
 
-    loaded, processor = load(model, device=device, trust=trust)
-    parts: list[dict[str, object]] = [{"type": "image", "image": str(p)} for p in image or []]
-    parts += [{"type": "video", "video": str(p)} for p in video or []]
-    messages: list[dict[str, object]] = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": [*parts, {"type": "text", "text": question}]})
-    loaded.generate(
-        processor(messages),
+    run(
+        model,
+        question,
+        images=image or [],
+        videos=video or [],
+        system=system,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        device=device,
+        trust=trust,
         on_text=lambda text: typer.echo(text, nl=False),
     )
     typer.echo()

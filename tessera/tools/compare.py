@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tessera.core.errors import TesseraError
-from tessera.core.types import Message
 from tessera.data.media.images import Limits
 from tessera.data.media.read import decode
 from tessera.data.media.video import VideoSampling
 from tessera.data.questions import Question, questions
 from tessera.evaluate.answers import answer_all, held_out_sources
 from tessera.infer.load import load
+from tessera.tools.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,8 @@ def compare(
     max_new_tokens: int = 32,
     batch: int = 64,
 ) -> Agreement:
-    """Both sides answer greedily from the same messages and pictures, each with its own preprocessing."""
+    """Both sides answer greedily from the same messages and pictures. We read the files and decode the pictures for
+    both; all that follows is done here, and again by transformers' own processor, chat template and model."""
     folder = Path(folder)
     sources = held_out_sources(folder, data, root, max_samples)
     asked = [q for q in questions(sources) if isinstance(q, Question)]
@@ -59,71 +57,13 @@ def compare(
     ours: list[str] = []
     for at in range(0, len(asked), batch):
         ours += answer_all(model, processor, asked[at : at + batch], max_new_tokens)
-    theirs = _Transformers(folder).answer(asked, max_new_tokens, batch)
+    reference = Reference(folder)
+    inputs = [reference.inputs(question.sample.messages, _pictures(question)) for question in asked]
+    theirs = reference.answer(inputs, max_new_tokens, batch)
     return Agreement([(q.sample.id, a, b) for q, a, b in zip(asked, ours, theirs, strict=True)])
 
 
-class _Transformers:
-    """The stock library, used as its own documentation says, with nothing of ours in between."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            import transformers
-        except ImportError:
-            raise TesseraError("comparing needs `transformers`", fix="pip install tessera-mm[hf]") from None
-        transformers.utils.logging.disable_progress_bar()
-        self._model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        self._images = transformers.AutoImageProcessor.from_pretrained(folder)
-
-    @torch.no_grad()
-    def answer(self, asked: Sequence[Question], max_new_tokens: int, batch: int) -> list[str]:
-        # Alike questions together: no padding then, so each is answered just as it would be alone.
-        by_shape: dict[tuple[int, ...], list[int]] = {}
-        encoded: list[dict[str, Any]] = []
-        for number, question in enumerate(asked):
-            inputs = self._inputs(question)
-            encoded.append(inputs)
-            grid = tuple(inputs["image_grid_thw"].flatten().tolist()) if "image_grid_thw" in inputs else ()
-            by_shape.setdefault((inputs["input_ids"].shape[1], *grid), []).append(number)
-        answers = [""] * len(asked)
-        for numbers in by_shape.values():
-            for at in range(0, len(numbers), batch):
-                group = numbers[at : at + batch]
-                joined = {k: torch.cat([encoded[n][k] for n in group]) for k in encoded[group[0]]}
-                out = self._model.generate(**joined, max_new_tokens=max_new_tokens, do_sample=False)
-                tail = out[:, joined["input_ids"].shape[1] :]
-                for n, text in zip(group, self._tokenizer.batch_decode(tail, skip_special_tokens=True), strict=True):
-                    answers[n] = text
-        return answers
-
-    def _inputs(self, question: Question) -> dict[str, Any]:
-        """Tokenizer, chat template and image processor one by one: the library's joint processor would do the same, but
-        cannot be made without torchvision, which only its video half needs."""
-        if any(part.kind != "image" for part in question.sample.media()):
-            raise TesseraError(f"sample {question.sample.id} has a clip: comparing serves pictures and text")
-        messages = [_plain(m) for m in question.sample.messages]
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        pictures = [decode(p, question.root, Limits(), VideoSampling()) for p in question.sample.media()]
-        seen = dict(self._images(images=pictures, return_tensors="pt")) if pictures else {}
-        place = self._tokenizer.convert_ids_to_tokens(self._model.config.image_token_id)
-        head, *tail = text.split(place)
-        if len(tail) != len(pictures):
-            raise TesseraError(f"the chat template made {len(tail)} places for {len(pictures)} pictures")
-        tiles = seen.pop("num_patches", None)
-        for number, rest in enumerate(tail):
-            if tiles is None:
-                head += place * int(seen["image_grid_thw"][number].prod() // self._images.merge_size**2) + rest
-            else:
-                shown = place * int(tiles[number]) * self._model.config.image_seq_length
-                head += f"{self._tokenizer.start_image_token}{shown}{self._tokenizer.end_image_token}{rest}"
-        tokens = self._tokenizer(head, return_tensors="pt")
-        if hasattr(self._model.config, "image_seq_length"):  # families whose positions know no pictures
-            return {**tokens, **seen}
-        kinds = (tokens["input_ids"] == self._model.config.image_token_id).long()
-        return {**tokens, "mm_token_type_ids": kinds, **seen}
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    parts = [{"type": p.kind, "text": p.value} if p.kind == "text" else {"type": p.kind} for p in message.parts]
-    return {"role": message.role, "content": parts}
+def _pictures(question: Question) -> list[Any]:
+    if any(part.kind != "image" for part in question.sample.media()):
+        raise TesseraError(f"sample {question.sample.id} has a video: comparing serves pictures and text")
+    return [decode(part, question.root, Limits(), VideoSampling()) for part in question.sample.media()]

@@ -144,11 +144,16 @@ class Meter(Callback):
         for row in values[:-1]:
             self._file.write(row, flush=False)
         self._file.write(values[-1] | speed)
-        log.info(step_line(values[-1] | speed, trainer.config.train.steps))
+        told = [name for name in values[-1] if name not in _OF_EVERY_STEP]
+        log.info(step_line(values[-1] | speed, trainer.config.train.steps, told))
 
 
-def step_line(row: dict[str, Any], steps: int) -> str:
-    """One line for people; counts appear by the names the data gave them."""
+_OF_EVERY_STEP = ("kind", "step", "loss", "grad_norm", "lr", "skipped")
+
+
+def step_line(row: dict[str, Any], steps: int, told: Sequence[str] = ()) -> str:
+    """One line for people; counts appear by the names the data gave them. `told`: the names of what the task reports
+    beside its loss."""
     width = len(str(steps))
     parts = [
         f"step {row['step']:>{width}}/{steps}",
@@ -156,6 +161,7 @@ def step_line(row: dict[str, Any], steps: int) -> str:
         f"lr {row['lr']:.2e}",
         f"grad {row['grad_norm']:.3f}",
     ]
+    parts += [f"{name} {row[name]:.4g}" for name in told]
     parts += [f"{_short(v)} {k.removesuffix('_per_s')}/s" for k, v in row.items() if k.endswith("_per_s") and v]
     parts += [f"wait {row['data_wait']:.1%}", f"mem {row['memory_gib']:.2f} GiB"]
     if "balance" in row:

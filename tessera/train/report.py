@@ -58,8 +58,9 @@ class Report(Callback):
             write_report(trainer.config.folder)
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: str | Path) -> Path:
     """Reads what the run recorded (`metrics.jsonl`, `answers.jsonl`, `config.yaml`) and draws it."""
+    folder = Path(folder)
     if not (folder / "metrics.jsonl").is_file():
         raise TesseraError(f"{folder} is not a run: it has no metrics.jsonl")
     rows = list(read_jsonl(folder / "metrics.jsonl"))

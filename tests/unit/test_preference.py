@@ -269,3 +269,10 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], told: str, data: Pa
 def test_batches_without_pairs_are_refused() -> None:
     with pytest.raises(TesseraError, match="no pairs"):
         DpoTask().inputs(Batch({"tokens": torch.zeros(1)}))
+
+
+def test_the_step_line_shows_what_the_page_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(pair_recipe(write_pair_set(tmp_path / "data"), tmp_path / "runs", steps=1))
+    line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("step 1/1"))
+    for name in ("margin", "accuracy", "reward_chosen", "reward_rejected"):
+        assert f"  {name} {run.metrics[0][name]:.4g}  " in line

@@ -14,6 +14,8 @@ import yaml
 from PIL import Image
 
 import tessera
+from tessera.cli.main import app
+from tessera.core.errors import TesseraError
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -94,6 +96,39 @@ def test_transformers_agrees_with_the_export(run: tessera.Run, data: Path) -> No
     agreement = tessera.compare(run.folder / "hf", data / "train.jsonl", max_new_tokens=5)
     assert len(agreement.answers) == 12
     assert agreement.complete, agreement.lines()
+
+
+def test_both_faces_have_the_same_verbs() -> None:
+    """What prints a recipe's settings, writes a job for a scheduler or looks at data sets is for the shell."""
+    verbs = {str(command.name or command.callback.__name__) for command in app.registered_commands if command.callback}
+    spelled = {"eval": "evaluate"}
+    assert {spelled.get(verb, verb) for verb in verbs} - {"launch"} <= set(tessera.__all__)
+    assert set(tessera.__all__) - {"Run", "load", "dry_run"} <= {spelled.get(verb, verb) for verb in verbs}
+    for name in tessera.__all__:
+        assert callable(getattr(tessera, name)), name
+
+
+def test_folders_are_named_by_text_or_by_path(run: tessera.Run, data: Path, tmp_path: Path) -> None:
+    folder, picture = str(run.folder), data / "pictures/1-0.png"
+    assert tessera.report(folder) == tessera.report(run.folder) == run.folder / "report.html"
+    told: list[str] = []
+    asked = {"images": [str(picture)], "max_new_tokens": 3, "device": "cpu"}
+    answer = tessera.generate(folder, "Say red.", on_text=told.append, **asked)  # type: ignore[arg-type]
+    assert answer == "".join(told) == tessera.generate(run.folder, "Say red.", **asked)  # type: ignore[arg-type]
+    exported = tessera.convert(folder, str(tmp_path / "out"))
+    assert exported == tmp_path / "out"
+    rows = str(data / "train.jsonl")
+    assert len(tessera.compare(str(exported), rows, max_samples=2, max_new_tokens=2).answers) == 2
+    assert len(tessera.evaluate(folder, data=rows, max_samples=2, max_new_tokens=2).rows) == 2
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(chat_recipe(data, tmp_path, steps=1)))
+    assert tessera.plan(str(recipe), world=2).world == tessera.plan(recipe, world=2).world
+    assert tessera.preflight(str(recipe))[0].startswith("1 ranks met")
+    again = tessera.train(str(recipe))
+    assert tessera.resume(str(again.folder), {"train.steps": 2}).folder == again.folder
+    for verb in (tessera.report, tessera.resume, tessera.load, tessera.evaluate):
+        with pytest.raises(TesseraError):
+            verb(str(tmp_path / "nothing"))  # type: ignore[operator]
 
 
 def shell(*words: object) -> str:

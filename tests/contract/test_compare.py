@@ -1,0 +1,101 @@
+"""`tessera compare` of every family, through transformers' own processors; and what AutoProcessor makes of exports."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from small_folders import CASES, LANGUAGE, small_folder
+from transformers import AutoProcessor
+
+import tessera
+from tessera.core.errors import TesseraError
+from tessera.core.types import Message, Part, Sample
+from tessera.infer.load import load
+from tessera.tools.reference import Reference, load_processor
+from tests.toys.chat_set import write_chat_set
+
+TORCHVISION = importlib.util.find_spec("torchvision") is not None
+WITH_VIDEO = [name for name in CASES if name not in (*LANGUAGE, "llava 1.5")]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_chat_set(tmp_path_factory.mktemp("chat"), samples=6)
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    rows[1]["messages"].insert(0, {"role": "system", "content": "Be brief."})
+    text = [row for row in rows if isinstance(row["messages"][0]["content"], list)]
+    text = [row for row in text if all(part["type"] == "text" for part in row["messages"][0]["content"])]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    return request.param, small_folder(request.param, tmp_path_factory.mktemp("made"))
+
+
+@pytest.mark.parametrize("folder", CASES, indirect=True)
+def test_every_family_is_compared_through_their_own_processor(folder: tuple[str, Path], data: Path) -> None:
+    name, exported = folder
+    rows = data / ("text.jsonl" if name in LANGUAGE else "train.jsonl")
+    agreement = tessera.compare(exported, rows, max_new_tokens=4)
+    assert len(agreement.answers) == (2 if name in LANGUAGE else 6)
+    assert agreement.complete, agreement.lines()
+    assert len({ours for _, ours, _ in agreement.answers}) > 1, (
+        "answers that do not depend on the question prove nothing"
+    )
+
+
+@pytest.mark.parametrize("folder", CASES, indirect=True)
+def test_their_processor_of_an_export_writes_our_prompt(folder: tuple[str, Path], data: Path) -> None:
+    name, exported = folder
+    kinds: list[Part] = (
+        [] if name in LANGUAGE else [Part("image", "pictures/2-0.png"), Part("image", "pictures/2-1.png")]
+    )
+    messages = (Message("user", (*kinds, Part("text", "Say red."))),)
+    _, ours = load(exported, device="cpu")
+    batch = ours.prompt([(Sample("one", messages), data)])
+    pictures = [Image.open(data / str(part.value)).convert("RGB") for part in kinds]
+    theirs = Reference(exported).inputs(messages, pictures)
+    assert theirs["input_ids"][0].tolist() == batch["tokens"].tolist()
+
+
+@pytest.mark.parametrize("folder", CASES, indirect=True)
+def test_auto_processor_loads_an_export(folder: tuple[str, Path]) -> None:
+    """With torchvision; without it, transformers can make no processor that has a part for videos, of any folder."""
+    name, exported = folder
+    if TORCHVISION or name not in WITH_VIDEO:
+        assert AutoProcessor.from_pretrained(exported) is not None
+        return
+    with pytest.raises(ImportError, match="VideoProcessor requires the Torchvision"):
+        AutoProcessor.from_pretrained(exported)
+    made = load_processor(exported)
+    assert type(made).__mro__[1].__module__.startswith("transformers.")
+    assert made.video_processor is None
+    assert made.image_processor is not None
+
+
+def test_what_cannot_be_compared_is_said(data: Path, tmp_path: Path) -> None:
+    folder = small_folder("qwen3", tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    with pytest.raises(TesseraError, match="does not write these messages"):
+        tessera.compare(folder, data / "text.jsonl", max_new_tokens=1)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(TesseraError):
+        tessera.compare(folder, data / "text.jsonl", max_new_tokens=1)
+
+
+def test_sampling_advice_of_a_folder_does_not_change_the_comparison(data: Path, tmp_path: Path) -> None:
+    """A penalty on repetitions, as published folders advise, would make greedy answers differ."""
+    folder = small_folder("qwen3", tmp_path)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings |= {"repetition_penalty": 5.0, "do_sample": True, "temperature": 0.1}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    torch.manual_seed(0)
+    assert tessera.compare(folder, data / "text.jsonl", max_new_tokens=8).complete
