@@ -25,6 +25,7 @@ from tessera.checkpoint.weights import Recipe, fill
 from tessera.core.adapters import Adapter, Adapters, factor_names, spelled_out
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.foreign_regex import first_matches
 from tessera.core.run_config import LoraSection, load_config
 from tessera.core.weightmap import Same, WeightMap
 
@@ -197,6 +198,9 @@ def _read_factors(folder: Path, config: Mapping[str, Any], weight_map: WeightMap
         module = name.removesuffix(f".{side}.weight")
         halves.setdefault(weight_map.canonical(f"{module}.weight").removesuffix(".weight"), {})[side] = tensor
     found: dict[str, Factors] = {}
+    names = {weight_map.in_memory(f"{module}.weight").removesuffix(".weight") for module in halves}
+    alphas = _by_pattern(config, "alpha_pattern", names, config.get("lora_alpha", 8), folder / CONFIG)
+    ranks = _by_pattern(config, "rank_pattern", names, config.get("r", 8), folder / CONFIG)
     for module, sides in halves.items():
         if len(sides) != 2:
             raise TesseraError(f"of the adapter of {module} only {next(iter(sides))} is there", where=str(path))
@@ -205,17 +209,27 @@ def _read_factors(folder: Path, config: Mapping[str, Any], weight_map: WeightMap
             raise TesseraError(f"{module}: lora_A has rank {a.shape[0]}, lora_B {b.shape[1]}", where=str(path))
         rank = a.shape[0]
         own = weight_map.in_memory(f"{module}.weight").removesuffix(".weight")
-        alpha = _by_pattern(config.get("alpha_pattern") or {}, own, config.get("lora_alpha", 8))
-        found[module] = Factors(Adapter(rank, float(alpha), bool(config.get("use_rslora"))), a, b)
+        if ranks[own] != rank:
+            raise TesseraError(
+                f"{own}: {CONFIG} says rank {ranks[own]}, the weights have {rank}",
+                where=str(folder / CONFIG),
+                fix="check that the two files belong together",
+            )
+        found[module] = Factors(Adapter(rank, float(alphas[own]), bool(config.get("use_rslora"))), a, b)
     return found
 
 
-def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """A pattern names a module, or how its name ends."""
-    for pattern, value in patterns.items():
-        if module == pattern or module.endswith("." + pattern.removeprefix("^")):
-            return value
-    return default
+def _by_pattern(
+    config: Mapping[str, Any], key: str, modules: Collection[str], default: Any, path: Path
+) -> dict[str, Any]:
+    """A number for each module by the rule of PEFT: the first of the patterns that matches the end of its name from a
+    dot on, each a regular expression; `default` where none does."""
+    patterns = config.get(key) or {}
+    numbers = list(patterns.values()) if isinstance(patterns, dict) else [None]
+    if any(isinstance(n, bool) or not isinstance(n, int | float) or not 0 < n < math.inf for n in [*numbers, default]):
+        raise TesseraError(f"{key} is a mapping of patterns to numbers above 0", where=str(path))
+    found = first_matches(list(patterns), modules, within=r"(.*\.)?({})$", where=f"{path}, {key}")
+    return {module: default if number is None else numbers[number] for module, number in found.items()}
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
