@@ -37,7 +37,7 @@ from tessera.checkpoint.safetensors_file import (
     read_box,
     refuse_pickle,
 )
-from tessera.checkpoint.weights import Shape, cast_to, fill, foreign_entries, plan_reading
+from tessera.checkpoint.weights import ReadBox, Shape, cast_to, fill, foreign_entries, plan_reading
 from tessera.core.errors import TesseraError
 from tessera.core.weightmap import WeightMap
 
@@ -45,6 +45,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MARK = "tessera_export.json"  # tells an earlier export, which may be replaced, from a folder of someone else
 MAX_INDEX_BYTES = 256 << 20
+_COMPARED = 16 << 20  # numbers of two tables that are compared at a time
 _log = logging.getLogger("tessera")
 
 
@@ -89,8 +90,34 @@ def _load(
         def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
             return read_box(holder[name], name, offsets, sizes)
 
+        if Ranks.current().rank == 0:
+            _check_copies(weight_map, shapes, read, folder)
         for recipe in recipes:
             fill(tensors[recipe.ours], recipe, shapes, read, str(folder))
+
+
+def _check_copies(weight_map: WeightMap, shapes: Mapping[str, Shape], read: ReadBox, folder: Path) -> None:
+    """Where config.json says that two tables are one and the folder has both, they must be equal."""
+    spelled = {weight_map.canonical(name): name for name in shapes}
+    for copied, ours in weight_map.copies:
+        found = weight_map.to_foreign(ours)
+        if found is None or copied not in spelled or found[1][0] not in spelled:
+            continue
+        one, other = spelled[copied], spelled[found[1][0]]
+        shape, rows = shapes[one], max(1, _COMPARED // max(1, prod(shapes[one][1:])))
+        same = shape == shapes[other]
+        for start in range(0, shape[0] if same else 0, rows):
+            box = ((start, *[0] * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:]))
+            if not torch.equal(read(one, *box), read(other, *box)):
+                same = False
+                break
+        if not same:
+            raise TesseraError(
+                f"config.json ties the head to the embeddings, and {one} differs from {other}",
+                where=str(folder),
+                fix='set "tie_word_embeddings": false in config.json (inside of text_config, too, if it is there): the '
+                "folder holds a head of its own",
+            )
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -209,6 +209,8 @@ class WeightMap:
         tuple[str, str], ...
     ] = ()  # (old prefix, new prefix): other spellings of foreign names, accepted on reading
     skip: tuple[str, ...] = ()  # foreign name templates that carry no weight of ours (buffers, caches)
+    # (foreign name that is skipped, our name whose tensor it has to equal): tables that some folders store twice
+    copies: tuple[tuple[str, str], ...] = ()
     same_names: bool = False  # a name that no rule speaks of is spelled alike on both sides
 
     def to_foreign(self, name: str) -> tuple[Rule, tuple[str, ...]] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,11 +38,62 @@ class FrequencyScaling:
     low: float
     high: float
     original: int
+    attention: ClassVar[float] = 1.0
 
-    def apply(self, frequencies: Tensor) -> Tensor:
+    def apply(self, frequencies: Tensor, rope: Rope) -> Tensor:
         turns = self.original * frequencies / (2 * math.pi)
         share = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)  # of the unstretched
         return frequencies * (share + (1 - share) / self.factor)
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Stretches all frequencies alike."""
+
+    factor: float
+    attention: ClassVar[float] = 1.0
+
+    def apply(self, frequencies: Tensor, rope: Rope) -> Tensor:
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """As `FrequencyScaling`, but between frequencies that turn `slow` and `fast` times in `original` positions it
+    blends by their number, and it makes attention sharper by stretching queries and keys. `whole`: the blend begins and
+    ends at whole numbers."""
+
+    factor: float
+    fast: float
+    slow: float
+    original: int
+    attention: float
+    whole: bool
+
+    def apply(self, frequencies: Tensor, rope: Rope) -> Tensor:
+        first, last = (self._number(turns, rope) for turns in (self.fast, self.slow))
+        if self.whole:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, rope.dim - 1)
+        number = torch.arange(rope.dim // 2, device=frequencies.device, dtype=torch.float32)
+        share = ((number - first) / (last - first or 0.001)).clamp(0, 1)  # of the stretched
+        return frequencies / self.factor * share + frequencies * (1 - share)
+
+    def _number(self, turns: float, rope: Rope) -> float:
+        """Which frequency turns so often, as a real number."""
+        return rope.dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+def yarn_attention(factor: float, scale: float | None = None, scale_all: float | None = None) -> float:
+    """What YaRN multiplies queries and keys by, where nobody says it."""
+
+    def sharper(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return sharper(scale) / sharper(scale_all) if scale and scale_all else sharper(1.0)
+
+
+Scaling = FrequencyScaling | LinearScaling | YarnScaling
 
 
 @dataclass(frozen=True)
@@ -52,25 +104,34 @@ class Rope:
     theta: float
     sections: tuple[int, ...] = ()  # frequencies that follow time, height and width; none: positions have one axis
     interleaved: bool = False  # the axes take turns among the frequencies; otherwise they come one after another
-    scaling: FrequencyScaling | None = None
+    scaling: Scaling | None = None
 
     def angles(self, positions: Tensor) -> Angles:
         """`positions` [3, T] holds time, height and width; [T] means text alone, where the three agree."""
-        frequencies = _frequencies(self.dim, self.theta, positions.device)
-        if self.scaling is not None:
-            frequencies = self.scaling.apply(frequencies)
+        angles = self._angles(positions, self.frequencies(positions.device))
+        factor = 1.0 if self.scaling is None else self.scaling.attention
+        if factor == 1.0:
+            return _angles(angles)
+        return Angles(angles.cos() * factor, angles.sin() * factor)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """[D / 2]: by how much one position turns."""
+        plain = _frequencies(self.dim, self.theta, device)
+        return plain if self.scaling is None else self.scaling.apply(plain, self)
+
+    def _angles(self, positions: Tensor, frequencies: Tensor) -> Tensor:
         if positions.dim() == 1:
-            return _angles(positions.float().unsqueeze(-1) * frequencies)
+            return positions.float().unsqueeze(-1) * frequencies
         wide = positions.float().unsqueeze(-1)
         if not self.interleaved:
             parts = [wide[axis % 3] * part for axis, part in enumerate(torch.split(frequencies, list(self.sections)))]
-            return _angles(torch.cat(parts, dim=-1))
+            return torch.cat(parts, dim=-1)
         number = torch.arange(self.dim // 2, device=positions.device)
         angles = wide[0] * frequencies
         for axis in (1, 2):
             mine = (number % 3 == axis) & (number < 3 * self.sections[axis])
             angles = torch.where(mine, wide[axis] * frequencies, angles)
-        return _angles(angles)
+        return angles
 
 
 def axial_angles(positions: Tensor, dim: int, theta: float) -> Angles:

@@ -97,7 +97,7 @@ def test_the_preset_has_as_many_weights_as_the_published_model() -> None:
     ("key", "value"),
     [
         ("text_config.hidden_act", "gelu"),
-        ("text_config.rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("text_config.rope_scaling", {"rope_type": "longrope", "factor": 4.0}),
         ("text_config.attention_dropout", 0.1),
         ("text_config.head_dim", 64),
         ("text_config.partial_rotary_factor", 0.25),  # does not fit the sections

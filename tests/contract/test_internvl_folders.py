@@ -128,7 +128,7 @@ def test_a_head_is_tied_only_if_nobody_denies_it() -> None:
         ("quantization_config", {"bits": 4}),
         ("text_config.model_type", "internlm2"),
         ("text_config.use_sliding_window", True),
-        ("text_config.rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("text_config.rope_scaling", {"rope_type": "longrope", "factor": 4.0}),
         ("vision_config.use_mask_token", True),
         ("vision_config.use_absolute_position_embeddings", False),
         ("vision_config.attention_dropout", 0.1),

@@ -32,6 +32,7 @@ TOLERANCE = 1e-4
 
 
 SCALED = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 CASES: list[tuple[str, dict[str, Any], bool]] = [
@@ -55,6 +56,9 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("qwen3", text(4, 2, 2, 8, head_dim=8, experts=experts_of(3, 3, decoder_sparse_step=2)), False),
     ("qwen3", text(3, 2, 1, 8, head_dim=8, experts=experts_of(6, 2, mlp_only_layers=[1])), False),
     ("qwen3", text(1, 4, 4, 8, head_dim=8, experts=experts_of(8, 4)), True),
+    ("qwen3", text(2, 4, 2, 8, head_dim=16, rope_scaling=YARN), False),
+    ("qwen2", text(1, 2, 1, 16, rope_scaling={"rope_type": "linear", "factor": 3.0}), True),
+    ("llama", text(1, 2, 1, 16, rope_scaling={"rope_type": "dynamic", "factor": 3.0}), True),
 ]
 NAMES = [f"{family}-{number}" for number, (family, _, _) in enumerate(CASES)]
 
@@ -88,7 +92,10 @@ def test_logits_loss_and_gradients_are_those_of_transformers(number: int) -> Non
     compare_gradients(spec, config, model, grads, TOLERANCE)
 
 
-@pytest.mark.parametrize("number", [1, 3, 5, 11, 15, 16, 17], ids=[NAMES[n] for n in (1, 3, 5, 11, 15, 16, 17)])
+BOTH_WAYS = (1, 3, 5, 11, 15, 16, 17, 20, 21, 22)
+
+
+@pytest.mark.parametrize("number", BOTH_WAYS, ids=[NAMES[n] for n in BOTH_WAYS])
 def test_folders_go_both_ways(number: int, tmp_path: Path) -> None:
     spec, config, reference, model = pair(number)
     reference.save_pretrained(tmp_path / "theirs")

@@ -85,7 +85,7 @@ def test_presets_have_the_parameters_of_the_published_models(preset: str, count:
     [
         ("hidden_act", "gelu"),
         ("use_sliding_window", True),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "longrope", "factor": 4.0}),
         ("model_type", "qwen2_vl"),
         ("head_dim", 64),
         ("num_key_value_heads", 5),

@@ -69,7 +69,7 @@ def test_the_hub_layout_is_the_preset() -> None:
     [
         ("hidden_act", "gelu"),
         ("use_sliding_window", True),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "longrope", "factor": 4.0}),
         ("attention_dropout", 0.1),
         ("quantization_config", {"bits": 4}),
         ("model_type", "qwen3"),

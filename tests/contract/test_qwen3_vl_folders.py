@@ -149,7 +149,7 @@ def test_presets_have_the_parameters_of_the_published_models(preset: str, count:
         ("4b", "image_token_id", 10**6),
         ("4b", "text_config.hidden_act", "gelu"),
         ("4b", "text_config.attention_bias", True),
-        ("4b", "text_config.rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("4b", "text_config.rope_scaling", {"rope_type": "longrope", "factor": 4.0}),
         ("4b", "text_config.num_key_value_heads", 5),
         ("4b", "text_config.num_hidden_layers", 2),
         ("4b", "vision_config.out_hidden_size", 99),

@@ -32,8 +32,18 @@ class TextProcessor(ConversationProcessor):
     axes: ClassVar[int] = 1
     tokenizer_kind: ClassVar[str | None] = "PreTrainedTokenizerFast"  # families have tokenizers of any kind
 
+    longest: int | None = None  # tokens of a sample, where longer ones would be computed otherwise
+
     @classmethod
-    def load(cls, folder: Path, vocabulary: int, templates: Sequence[ChatTemplate], **options: Any) -> TextProcessor:
+    def load(
+        cls,
+        folder: Path,
+        vocabulary: int,
+        templates: Sequence[ChatTemplate],
+        *,
+        longest: int | None = None,
+        **options: Any,
+    ) -> TextProcessor:
         """In the first of the templates whose special words the tokenizer knows."""
         chosen = build(TextOptions, options, "data.processor")
         encoder = PieceEncoder(load_tokenizer(folder))
@@ -51,7 +61,7 @@ class TextProcessor(ConversationProcessor):
         elif jinja is not None:
             template = replace(template, system=template.system_in(jinja))
         check_words(encoder, template, {}, vocabulary, folder)
-        return cls(encoder, template, VideoSampling(), chosen.train_on, False)
+        return cls(encoder, template, VideoSampling(), chosen.train_on, False, longest)
 
     def view(self, kind: PartKind, size: MediaSize) -> View:
         raise AssertionError("a template without media lets none through")
@@ -62,7 +72,15 @@ class TextProcessor(ConversationProcessor):
     def pixels(self, kind: PartKind, media: Any, view: View) -> dict[str, np.ndarray]:
         raise AssertionError("a template without media lets none through")
 
+    def facts(self) -> list[Any]:
+        return [*super().facts(), *([] if self.longest is None else [self.longest])]
+
     def positions(self, length: int, spans: Sequence[tuple[int, int]], views: Sequence[View]) -> np.ndarray:
+        if self.longest is not None and length > self.longest:
+            raise TesseraError(
+                f"a sample of {length} tokens: with dynamic rope the model is computed alike up to {self.longest}",
+                fix="shorten the sample, or use yarn, which has one rule for all lengths",
+            )
         return np.arange(length)
 
     def save_preprocessor(self, folder: Path) -> None:

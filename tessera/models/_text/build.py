@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from tessera.models._text.config import TextConfig
+from tessera.models._text.config import RopeScaling, TextConfig
 from tessera.nn.decoder import DecoderShape, TextDecoder
 from tessera.nn.embedding import TiedHead
 from tessera.nn.moe import MoE, MoEShape
-from tessera.ops.rope import FrequencyScaling, Rope
+from tessera.ops.rope import FrequencyScaling, LinearScaling, Rope, Scaling, YarnScaling, yarn_attention
 
 
 def build_text(text: TextConfig, attention: str) -> TextDecoder:
@@ -20,7 +20,6 @@ def build_head(tower: TextDecoder, tied: bool) -> nn.Module:
 
 
 def text_shape(text: TextConfig, attention: str) -> DecoderShape:
-    scaling = text.rope_scaling
     return DecoderShape(
         vocab=text.vocab_size,
         hidden=text.hidden_size,
@@ -35,20 +34,25 @@ def text_shape(text: TextConfig, attention: str) -> DecoderShape:
             theta=text.rope_theta,
             sections=text.mrope_section or (),
             interleaved=text.mrope_interleaved,
-            scaling=None
-            if scaling is None
-            else FrequencyScaling(
-                scaling.factor,
-                scaling.low_freq_factor,
-                scaling.high_freq_factor,
-                scaling.original_max_position_embeddings,
-            ),
+            scaling=_scaling(text.rope_scaling),
         ),
         qkv_bias=text.attention_bias,
         qk_norm=text.qk_norm,
         sandwich_norm=text.sandwich_norm,
         attention=attention,
     )
+
+
+def _scaling(told: RopeScaling | None) -> Scaling | None:
+    if told is None or told.rope_type == "dynamic":
+        return None  # up to `max_position_embeddings` dynamic ones are as they are, and nothing is longer
+    if told.rope_type == "linear":
+        return LinearScaling(told.factor)
+    original = told.original_max_position_embeddings
+    if told.rope_type == "llama3":
+        return FrequencyScaling(told.factor, told.low_freq_factor, told.high_freq_factor, original)
+    sharper = told.attention_factor or yarn_attention(told.factor, told.mscale, told.mscale_all_dim)
+    return YarnScaling(told.factor, told.beta_fast, told.beta_slow, original, sharper, told.truncate)
 
 
 def _experts(text: TextConfig, layer: int) -> MoE | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from tessera.core.config import Section
@@ -22,12 +24,41 @@ class ExpertsConfig(Section):
 
 
 class RopeScaling(Section):
-    """The stretch of rotary frequencies that Llama 3.1 introduced: slow ones by `factor`, fast ones not at all."""
+    """A stretch of rotary frequencies, for texts longer than those of pretraining.
 
+    linear stretches all by `factor`; llama3 and yarn slow ones by `factor`, fast ones not at all, and blend between;
+    yarn also sharpens attention. dynamic stretches nothing up to `max_position_embeddings`, and longer samples, which
+    it would stretch by their length, are refused.
+    """
+
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3"] = "llama3"
     factor: float = Field(gt=0)
-    low_freq_factor: float = Field(1.0, gt=0)
-    high_freq_factor: float = Field(4.0, gt=0)
-    original_max_position_embeddings: int = Field(8192, gt=0)
+    low_freq_factor: float = Field(1.0, gt=0, description="llama3: fewer turns in the original length are slow")
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3: more turns in the original length are fast")
+    original_max_position_embeddings: int = Field(8192, gt=0, description="llama3, yarn: the length of pretraining")
+    beta_fast: float = Field(32.0, gt=0, description="yarn: turns above which nothing is stretched")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: turns below which all is stretched")
+    attention_factor: float | None = Field(None, gt=0, description="yarn: of queries and keys; default: by factor")
+    mscale: float | None = Field(None, description="yarn: with the next, another default of attention_factor")
+    mscale_all_dim: float | None = None
+    truncate: bool = Field(True, description="yarn: the blend begins and ends at whole frequencies")
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """Fields that its type has."""
+        own = {
+            "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+            "yarn": (
+                "original_max_position_embeddings",
+                "beta_fast",
+                "beta_slow",
+                "attention_factor",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+            ),
+        }
+        return ("rope_type", "factor", *own.get(self.rope_type, ()))
 
 
 class TextConfig(Section):
@@ -63,6 +94,12 @@ class TextConfig(Section):
     @property
     def rotary_dim(self) -> int:
         return int(self.head_size * self.partial_rotary_factor)
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a sample, at most; None where every length is computed alike."""
+        dynamic = self.rope_scaling is not None and self.rope_scaling.rope_type == "dynamic"
+        return self.max_position_embeddings if dynamic else None
 
     def experts_in(self, layer: int) -> ExpertsConfig | None:
         return self.experts if self.experts is not None and self.experts.in_layer(layer) else None

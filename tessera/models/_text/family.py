@@ -41,7 +41,7 @@ class LanguageConfig(Section):
         if kind not in cls.spellings:
             raise TesseraError(f"model_type {kind!r} is another family", where="config.json", allowed=cls.spellings)
         where = f"config.json ({kind})"
-        text = cls.spellings[kind][0].read(data, where)
+        text = cls.spellings[kind][0].read(data, where, dynamic=True)
         return build(cls, {"text": text, "tie_word_embeddings": bool(data.get("tie_word_embeddings"))}, where)
 
     def to_hf(self) -> dict[str, Any]:
@@ -104,7 +104,8 @@ def _processor(templates: Sequence[ChatTemplate], config: LanguageConfig, folder
     # Imported when first used: a model without its processor needs no tokenizer.
     from tessera.models._chat.text_only import TextProcessor
 
-    return TextProcessor.load(Path(folder), config.text.vocab_size, templates, **options)
+    text = config.text
+    return TextProcessor.load(Path(folder), text.vocab_size, templates, longest=text.longest, **options)
 
 
 def _build(config: LanguageConfig) -> LanguageModel:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tessera.core.errors import TesseraError
-from tessera.models._text.config import ExpertsConfig, TextConfig
+from tessera.models._text.config import ExpertsConfig, RopeScaling, TextConfig
 
 _SAME = (
     "vocab_size",
@@ -37,23 +37,30 @@ def but(fixed: Mapping[str, Any], *free: str, **other: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Spelling:
-    """One `model_type` of a text tower: what it fixes, what of ours it can say, and what it takes for granted."""
+    """One `model_type` of a text tower: what it fixes, what of ours it can say, and what it takes for granted.
+
+    A folder that leaves something out means what transformers' class of that type takes for it, whatever a recipe's own
+    default is: `defaults` has a value for every field (see `unsaid`), and `experts` for those of its experts.
+    """
 
     model_type: str
     fixed: Mapping[str, Any] = field(default_factory=dict)  # ours, whatever the folder says
     defaults: Mapping[str, Any] = field(default_factory=dict)  # ours, when the folder says nothing
+    experts: Mapping[str, Any] | None = None  # the same, of a type that has experts
     silent: tuple[str, ...] = ()  # fields this type does not have: they are not written
     extra: Mapping[str, Any] = field(default_factory=dict)  # written beside ours
 
-    def read(self, data: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Fields of a `TextConfig`."""
-        _refuse_unsupported(data, where)
+    def read(self, data: Mapping[str, Any], where: str, dynamic: bool = False) -> dict[str, Any]:
+        """Fields of a `TextConfig`. `dynamic`: the family refuses samples that dynamic positions would stretch."""
+        _refuse_unsupported(data, where, dynamic)
         rope = _rope(data)
         told = [name for name in _SAME if name in data and name not in self.silent]
         # That there is no such token is said by null; of a number, null says nothing.
         fields = {name: data[name] for name in told if data[name] is not None or name.endswith("_token_id")}
-        fields.setdefault("num_key_value_heads", fields.get("num_attention_heads"))
-        if "head_dim" not in self.defaults and fields.get("head_dim") == _derived_head(data):
+        fields = {**self.defaults, **fields}
+        if fields["num_key_value_heads"] is None or ("num_key_value_heads" in data and not data["num_key_value_heads"]):
+            fields["num_key_value_heads"] = fields["num_attention_heads"]
+        if self.defaults.get("head_dim") is None and fields.get("head_dim") == _derived_head(fields):
             del fields["head_dim"]  # said, but it goes without saying
         theta = rope.get("rope_theta") or data.get("rope_theta")
         if theta is not None:
@@ -62,16 +69,29 @@ class Spelling:
             value = rope.get(name, data.get(name))
             if value is not None:
                 fields[name] = value
-        if rope.get("rope_type", rope.get("type")) == "llama3":
-            names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-            fields["rope_scaling"] = {name: rope[name] for name in names if name in rope}
-        experts = _read_experts(data)
+        scaling = _read_scaling(rope, fields["max_position_embeddings"], where)
+        if scaling is not None:
+            fields["rope_scaling"] = scaling
+        experts = self._read_experts(data)
         if experts:
             fields["experts"] = experts
         for name, value in self.fixed.items():
             if fields.get(name, value) != value:
                 raise TesseraError(f"{name} = {fields[name]!r} is not supported", where=where, allowed=[value])
-        return {**self.defaults, **fields, **self.fixed}
+        return {**fields, **self.fixed}
+
+    def _read_experts(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        unsaid = self.experts or {}
+        count = data.get("num_experts", data.get("num_local_experts", unsaid.get("num_experts")))
+        if not count:
+            return {}
+        names = [name for name in ExpertsConfig.model_fields if name != "num_experts" and data.get(name) is not None]
+        return {**unsaid, "num_experts": count, **{name: data[name] for name in names}}
+
+    def width_of(self, data: Mapping[str, Any]) -> tuple[int, float]:
+        """What a folder says, or means, of `hidden_size`, and of the size of a head."""
+        told = {**self.defaults, **{name: value for name, value in data.items() if value is not None}}
+        return told["hidden_size"], told["hidden_size"] / (told["num_attention_heads"] or 1)
 
     def fits(self, text: TextConfig) -> bool:
         return all(getattr(text, name) == value for name, value in self.fixed.items())
@@ -111,33 +131,92 @@ PLAIN: Mapping[str, Any] = {
     "qk_norm": False,
     "sandwich_norm": False,
     "experts": None,
-    "rope_scaling": None,
     "partial_rotary_factor": 1.0,
     "mrope_section": None,
     "mrope_interleaved": False,
 }
 NO_WINDOW = {"use_sliding_window": False}
-LLAMA = Spelling("llama", but(PLAIN, "rope_scaling", attention_bias=False), extra={"mlp_bias": False})
-QWEN2 = Spelling("qwen2", but(PLAIN, attention_bias=True), silent=("attention_bias", "head_dim"), extra=NO_WINDOW)
-QWEN3 = Spelling("qwen3", but(PLAIN, qk_norm=True), {"head_dim": 128}, extra=NO_WINDOW)
-QWEN3_MOE = Spelling("qwen3_moe", but(PLAIN, "experts", qk_norm=True), {"head_dim": None}, extra=NO_WINDOW)
+
+
+def unsaid(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None, length: int, **other: Any
+) -> dict[str, Any]:
+    """What a text tower is when its folder says nothing: the defaults of transformers' class. A test compares every one
+    of them with the installed release."""
+    sizes = dict(zip(_SAME, (vocab, hidden, intermediate, layers, heads, kv_heads), strict=False))
+    rest = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": length, "initializer_range": 0.02}
+    return {**sizes, **rest, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **other}
+
+
+def unsaid_experts(count: int, chosen: int, width: int, normalized: bool) -> dict[str, Any]:
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": normalized,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": (),
+    }
+
+
+LLAMA = Spelling(
+    "llama",
+    but(PLAIN, attention_bias=False),
+    unsaid(32000, 4096, 11008, 32, 32, None, 2048, bos_token_id=1, eos_token_id=2),
+    extra={"mlp_bias": False},
+)
+QWEN2 = Spelling(
+    "qwen2",
+    but(PLAIN, attention_bias=True),
+    unsaid(151936, 4096, 22016, 32, 32, 32, 32768),
+    silent=("attention_bias", "head_dim"),
+    extra=NO_WINDOW,
+)
+QWEN3 = Spelling(
+    "qwen3", but(PLAIN, qk_norm=True), unsaid(151936, 4096, 22016, 32, 32, 32, 32768, head_dim=128), extra=NO_WINDOW
+)
+QWEN3_MOE = Spelling(
+    "qwen3_moe",
+    but(PLAIN, "experts", qk_norm=True),
+    unsaid(151936, 2048, 6144, 24, 32, 4, 32768, head_dim=None),
+    unsaid_experts(128, 8, 768, normalized=False),
+    extra=NO_WINDOW,
+)
 LANGUAGE = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
 
 
-def _derived_head(data: Mapping[str, Any]) -> int | None:
-    heads = data.get("num_attention_heads")
-    return data["hidden_size"] // heads if heads and "hidden_size" in data else None
+def _derived_head(fields: Mapping[str, Any]) -> int | None:
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
 
 
 def _rope(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    """In the older spelling or the newer; of both, transformers takes the older."""
+    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
     return rope if isinstance(rope, Mapping) else {}
+
+
+def _read_scaling(rope: Mapping[str, Any], longest: Any, where: str) -> dict[str, Any] | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in ("default", "mrope"):
+        return None
+    if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= rope.keys():
+        raise TesseraError("a llama3 rope needs low_freq_factor and high_freq_factor", where=where)
+    names = [name for name in RopeScaling.model_fields if rope.get(name) is not None]
+    unsaid = {"original_max_position_embeddings": longest} if kind in ("llama3", "yarn") else {}
+    told = {**unsaid, **{name: rope[name] for name in names}, "rope_type": kind}
+    if kind == "yarn" and "factor" in rope and rope["factor"] is None:  # said to follow from the two lengths
+        told["factor"] = longest / told["original_max_position_embeddings"]
+    return told
 
 
 def _write_rope(text: TextConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": text.rope_theta}
     if text.rope_scaling is not None:
-        rope |= {"rope_type": "llama3", **text.rope_scaling.model_dump(mode="json")}
+        told = text.rope_scaling.model_dump(mode="json")
+        rope |= {name: told[name] for name in text.rope_scaling.told if told[name] is not None}
     if text.mrope_section is not None:
         rope["mrope_section"] = list(text.mrope_section)
     if text.mrope_interleaved:
@@ -147,14 +226,6 @@ def _write_rope(text: TextConfig) -> dict[str, Any]:
     return rope
 
 
-def _read_experts(data: Mapping[str, Any]) -> dict[str, Any]:
-    count = data.get("num_experts", data.get("num_local_experts"))
-    if not count:
-        return {}
-    names = [name for name in ExpertsConfig.model_fields if name != "num_experts" and data.get(name) is not None]
-    return {"num_experts": count, **{name: data[name] for name in names}}
-
-
 def _write_experts(experts: ExpertsConfig | None) -> dict[str, Any]:
     if experts is None:
         return {}
@@ -162,14 +233,15 @@ def _write_experts(experts: ExpertsConfig | None) -> dict[str, Any]:
     return {**plain, "num_local_experts": experts.num_experts}
 
 
-def _refuse_unsupported(data: Mapping[str, Any], where: str) -> None:
+def _refuse_unsupported(data: Mapping[str, Any], where: str, dynamic: bool) -> None:
     rope = _rope(data)
+    ropes = ("default", "mrope", "llama3", "linear", "yarn", *(("dynamic",) if dynamic else ()))
     checks: list[Check] = [
         ("hidden_act", data.get("hidden_act", "silu"), ("silu",)),
         ("attention_dropout", data.get("attention_dropout") or 0.0, (0.0,)),
         ("use_sliding_window", bool(data.get("use_sliding_window")), (False,)),
         ("mlp_bias", bool(data.get("mlp_bias")), (False,)),
-        ("rope type", rope.get("rope_type", rope.get("type", "default")), ("default", "mrope", "llama3")),
+        ("rope type", rope.get("rope_type", rope.get("type", "default")), ropes),
         ("quantization_config", data.get("quantization_config"), (None,)),
     ]
     refuse(checks, where)

@@ -48,6 +48,11 @@ def head_rules(tied: bool, name: str = "lm_head.weight") -> tuple[list[Rule], tu
     return ([], (name,)) if tied else ([Rule("head.weight", name)], ())
 
 
+def copies(twice: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """What is passed over as a copy has to be one: transformers reads such a folder as untied where it is not."""
+    return tuple((name, "text.embed.weight") for name in twice)
+
+
 def text_buffers(prefix: str = "model.") -> tuple[str, ...]:
     """What older folders hold beside weights."""
     return tuple(prefix + name for name in _BUFFERS)
@@ -56,4 +61,4 @@ def text_buffers(prefix: str = "model.") -> tuple[str, ...]:
 def text_weights(text: TextConfig, tied: bool) -> WeightMap:
     """Of a model that is a text tower and its head."""
     head, twice = head_rules(tied)
-    return WeightMap((*text_rules(text), *head), (), (*text_buffers(), *twice))
+    return WeightMap((*text_rules(text), *head), (), (*text_buffers(), *twice), copies=copies(twice))

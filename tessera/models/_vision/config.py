@@ -40,7 +40,7 @@ class GridVisionConfig(Section):
         fields = {name: vision[name] for name in cls.model_fields if name in vision and name != "rope_theta"}
         if "in_channels" not in vision and "in_chans" in vision:  # the hub's spelling
             fields["in_channels"] = vision["in_chans"]
-        theta = (vision.get("rope_parameters") or {}).get("rope_theta")
+        theta = (vision.get("rope_parameters") or {}).get("rope_theta", vision.get("rope_theta"))
         return fields if theta is None else {**fields, "rope_theta": theta}
 
     def write(self, model_type: str, **more: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class VisionLanguageConfig(Section):
     @classmethod
     def text_of(cls, data: Mapping[str, Any]) -> dict[str, Any]:
         """The text's fields of a config.json: at the top, as on the hub, or in `text_config`."""
-        return {**data, **data["text_config"]} if isinstance(data.get("text_config"), Mapping) else dict(data)
+        return dict(data["text_config"] if isinstance(data.get("text_config"), Mapping) else data)
 
     @classmethod
     def read_root(cls, data: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:

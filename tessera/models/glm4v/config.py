@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from tessera.core.config import build
 from tessera.models._text import config as text_tower
-from tessera.models._text.spelling import PLAIN, Check, Spelling, but, refuse
+from tessera.models._text.spelling import PLAIN, Check, Spelling, but, refuse, unsaid
 from tessera.models._vision.config import GridVisionConfig, VisionLanguageConfig, rope_type
 
 DEFAULT_SECTIONS = (8, 12, 12)
@@ -18,7 +18,12 @@ TEXT = Spelling(
     "glm4v_text",
     but(PLAIN, "mrope_section", "partial_rotary_factor", sandwich_norm=True, attention_bias=True),
     # A folder that says nothing of its share of turning numbers turns them all, as in transformers.
-    {"rms_norm_eps": 1e-5, "mrope_section": DEFAULT_SECTIONS, "partial_rotary_factor": 1.0},
+    unsaid(
+        *(151552, 4096, 13696, 40, 32, 2, 32768),
+        rms_norm_eps=1e-5,
+        mrope_section=DEFAULT_SECTIONS,
+        partial_rotary_factor=1.0,
+    ),
     silent=("attention_bias", "head_dim"),
 )
 
@@ -86,13 +91,14 @@ class Glm4vConfig(VisionLanguageConfig):
     def from_hf(cls, data: Mapping[str, Any]) -> Glm4vConfig:
         """From config.json: with `text_config`, or with the text's fields at the top as older folders have them."""
         text, vision = cls.text_of(data), data.get("vision_config") or {}
-        width, head = text.get("hidden_size"), text.get("hidden_size", 0) / (text.get("num_attention_heads") or 1)
+        width, head = TEXT.width_of(text)
         checks: list[Check] = [
             ("model_type", data.get("model_type", "glm4v"), ("glm4v",)),
             ("head_dim", text.get("head_dim") or head, (head,)),
-            ("out_hidden_size", vision.get("out_hidden_size", width), (width,)),
+            ("out_hidden_size", vision.get("out_hidden_size", 4096), (width,)),
             ("vision_config.attention_dropout", vision.get("attention_dropout") or 0.0, (0.0,)),
             ("vision_config rope type", rope_type(vision), ("axial",)),
+            ("quantization_config", data.get("quantization_config"), (None,)),
         ]
         refuse(checks, WHERE)
         fields = {"text": TEXT.read(text, WHERE), "vision": VisionConfig.read(vision)}

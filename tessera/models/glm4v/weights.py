@@ -7,7 +7,7 @@ transformers' modules. The renames accept a base model saved without its head.
 from __future__ import annotations
 
 from tessera.core.weightmap import HalvesOfPairs, LinearOfConvolution, Part, Rule, WeightMap
-from tessera.models._text.weights import head_rules, text_buffers, text_rules
+from tessera.models._text.weights import copies, head_rules, text_buffers, text_rules
 from tessera.models._vision.weights import grid_tower_rules
 from tessera.models.glm4v.config import Glm4vConfig
 
@@ -49,4 +49,4 @@ def weights(config: Glm4vConfig) -> WeightMap:
         *text_rules(text, _TEXT),
     ]
     head, twice = head_rules(config.tie_word_embeddings)
-    return WeightMap((*rules, *head), _RENAMES, (*_BUFFERS, *text_buffers(_TEXT), *twice))
+    return WeightMap((*rules, *head), _RENAMES, (*_BUFFERS, *text_buffers(_TEXT), *twice), copies=copies(twice))

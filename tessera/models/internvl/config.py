@@ -148,7 +148,9 @@ _DROPOUTS = ("hidden_dropout_prob", "attention_dropout", "projection_dropout")
 
 
 def _tied(data: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    """Only if nobody denies it: transformers 5 writes its own `true` around the `false` of a published text tower."""
+    """Only if nobody denies it: transformers 5 writes its own `true` around the `false` of a published text tower, and
+    takes `true` for what nobody says; then it looks at the files, which in published folders have a head of their own.
+    """
     told = [part["tie_word_embeddings"] for part in (data, text) if part.get("tie_word_embeddings") is not None]
     return bool(told) and all(told)
 

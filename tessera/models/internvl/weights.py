@@ -8,7 +8,7 @@ base model saved without its head.
 from __future__ import annotations
 
 from tessera.core.weightmap import GroupByHead, Reshape, Rule, WeightMap
-from tessera.models._text.weights import head_rules, text_buffers, text_rules
+from tessera.models._text.weights import copies, head_rules, text_buffers, text_rules
 from tessera.models.internvl.config import InternVLConfig
 
 TEXT = "language_model.model."
@@ -55,4 +55,4 @@ def weights(config: InternVLConfig) -> WeightMap:
         *text_rules(config.text, TEXT),
     ]
     head, twice = head_rules(config.tie_word_embeddings, "language_model.lm_head.weight")
-    return WeightMap((*rules, *head), _RENAMES, (*text_buffers(TEXT), *twice))
+    return WeightMap((*rules, *head), _RENAMES, (*text_buffers(TEXT), *twice), copies=copies(twice))

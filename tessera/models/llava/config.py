@@ -19,28 +19,6 @@ _SIDES = (384, 768, 1152, 1536, 1920, 2304)
 PINPOINTS = tuple((height, width) for height in _SIDES for width in _SIDES)
 _ANYRES = "anyres_max_"
 
-# What folders leave out when it is as in transformers' own defaults; the hub's 1.5 folders leave out nearly everything.
-_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "qwen2": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 32768,
-    },
-}
 _TOWERS = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 _VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "clip": {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
@@ -238,7 +216,7 @@ def _read_text(text: Mapping[str, Any], default: str, where: str) -> dict[str, A
     kind = str(text.get("model_type", default))
     if kind not in LANGUAGE:
         raise TesseraError(f"text_config.model_type {kind!r} is not supported", where=where, allowed=LANGUAGE)
-    return LANGUAGE[kind].read({**_TEXT_DEFAULTS.get(kind, {}), **text}, f"{where}: text_config")
+    return LANGUAGE[kind].read(text, f"{where}: text_config")
 
 
 def _spelled(text: TextConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ saved without its head.
 from __future__ import annotations
 
 from tessera.core.weightmap import GroupByHead, Reshape, Rule, WeightMap
-from tessera.models._text.weights import head_rules, text_buffers, text_rules
+from tessera.models._text.weights import copies, head_rules, text_buffers, text_rules
 from tessera.models.llava.config import LlavaConfig
 
 _TOWER = "vision_tower.vision_model."
@@ -60,4 +60,4 @@ def weights(config: LlavaConfig) -> WeightMap:
     ]
     head, twice = head_rules(config.tie_word_embeddings, "language_model.lm_head.weight")
     passed_over = (_TOWER + "embeddings.position_ids", *text_buffers(_TEXT), *twice)
-    return WeightMap((*rules, *head), _RENAMES, passed_over)
+    return WeightMap((*rules, *head), _RENAMES, passed_over, copies=copies(twice))

@@ -10,13 +10,13 @@ from pydantic import Field, model_validator
 from tessera.core.config import build
 from tessera.models._text.spelling import NO_WINDOW, PLAIN, Check, Spelling, but, refuse
 from tessera.models._vision.config import GridVisionConfig, QwenVLConfig, rope_type
-from tessera.models.qwen2_vl.config import DEFAULT_SECTIONS, TextConfig
+from tessera.models.qwen2_vl.config import UNSAID, TextConfig
 
 WHERE = "config.json (qwen2_5_vl)"
 TEXT = Spelling(
     "qwen2_5_vl_text",
     but(PLAIN, "mrope_section", attention_bias=True),
-    {"rope_theta": 1e6, "mrope_section": DEFAULT_SECTIONS, "rms_norm_eps": 1e-5},
+    UNSAID,
     silent=("attention_bias", "head_dim"),
     extra=NO_WINDOW,
 )
@@ -62,12 +62,13 @@ class Qwen25VLConfig(QwenVLConfig):
     def from_hf(cls, data: Mapping[str, Any]) -> Qwen25VLConfig:
         """From config.json: either with the text's fields at the top, as on the hub, or with `text_config`."""
         text, vision = cls.text_of(data), data.get("vision_config") or {}
-        width, head = text.get("hidden_size"), text.get("hidden_size", 0) / (text.get("num_attention_heads") or 1)
+        width, head = TEXT.width_of(text)
         checks: list[Check] = [
             ("model_type", data.get("model_type", "qwen2_5_vl"), ("qwen2_5_vl",)),
             ("head_dim", text.get("head_dim") or head, (head,)),
             ("vision_config.out_hidden_size", vision.get("out_hidden_size", 3584), (width,)),
             ("vision_config rope type", rope_type(vision), ("axial",)),
+            ("quantization_config", data.get("quantization_config"), (None,)),
         ]
         refuse(checks, WHERE)
         fields = {"text": TEXT.read(text, WHERE), "vision": VisionConfig.read({**_SILENT, **vision})}

@@ -7,7 +7,7 @@ The renames accept the spellings of its modules in memory, and of a base model s
 from __future__ import annotations
 
 from tessera.core.weightmap import WeightMap
-from tessera.models._text.weights import head_rules, text_buffers, text_rules
+from tessera.models._text.weights import copies, head_rules, text_buffers, text_rules
 from tessera.models._vision.weights import grid_tower_rules
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 
@@ -36,4 +36,6 @@ def weights(config: Qwen25VLConfig) -> WeightMap:
         *text_rules(config.text),
     ]
     head, twice = head_rules(config.tie_word_embeddings)
-    return WeightMap((*rules, *head), _RENAMES, ("visual.rotary_pos_emb.inv_freq", *text_buffers(), *twice))
+    return WeightMap(
+        (*rules, *head), _RENAMES, ("visual.rotary_pos_emb.inv_freq", *text_buffers(), *twice), copies=copies(twice)
+    )

@@ -9,15 +9,21 @@ from pydantic import Field, model_validator
 
 from tessera.core.config import build
 from tessera.models._text import config as text_tower
-from tessera.models._text.spelling import NO_WINDOW, PLAIN, Check, Spelling, but, refuse
+from tessera.models._text.spelling import NO_WINDOW, PLAIN, Check, Spelling, but, refuse, unsaid
 from tessera.models._vision.config import GridVisionConfig, QwenVLConfig, rope_type
 
 DEFAULT_SECTIONS = (16, 24, 24)
 WHERE = "config.json (qwen2_vl)"
+UNSAID = {
+    **unsaid(152064, 8192, 29568, 80, 64, 8, 32768, bos_token_id=151643, eos_token_id=151645),
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "mrope_section": DEFAULT_SECTIONS,
+}
 TEXT = Spelling(
     "qwen2_vl_text",
     but(PLAIN, "mrope_section", attention_bias=True),
-    {"rope_theta": 1e6, "mrope_section": DEFAULT_SECTIONS},
+    UNSAID,
     silent=("attention_bias", "head_dim"),
     extra=NO_WINDOW,
 )
@@ -52,12 +58,13 @@ class Qwen2VLConfig(QwenVLConfig):
     def from_hf(cls, data: Mapping[str, Any]) -> Qwen2VLConfig:
         """From config.json: either with the text's fields at the top, as on the hub, or with `text_config`."""
         text, vision = cls.text_of(data), data.get("vision_config") or {}
-        width, head = text.get("hidden_size"), text.get("hidden_size", 0) / (text.get("num_attention_heads") or 1)
+        width, head = TEXT.width_of(text)
         checks: list[Check] = [
             ("model_type", data.get("model_type", "qwen2_vl"), ("qwen2_vl",)),
             ("head_dim", text.get("head_dim") or head, (head,)),
-            ("vision_config.hidden_size", vision.get("hidden_size", width), (width,)),
+            ("vision_config.hidden_size", vision.get("hidden_size", 3584), (width,)),
             ("vision_config rope type", rope_type(vision), ("axial",)),
+            ("quantization_config", data.get("quantization_config"), (None,)),
         ]
         refuse(checks, WHERE)
         fields = {"text": TEXT.read(text, WHERE), "vision": VisionConfig.read(vision)}

@@ -11,14 +11,19 @@ from pydantic import Field, model_validator
 from tessera.core.config import build
 from tessera.core.errors import TesseraError
 from tessera.models._text import config as text_tower
-from tessera.models._text.spelling import PLAIN, Check, Spelling, but, refuse
+from tessera.models._text.spelling import PLAIN, Check, Spelling, but, refuse, unsaid, unsaid_experts
 from tessera.models._vision.config import GridVisionConfig, QwenVLConfig, rope_type
 
 SECTIONS = (24, 20, 20)
 _FIXED = but(PLAIN, "mrope_section", attention_bias=False, qk_norm=True, mrope_interleaved=True)
-_USUAL = {"rope_theta": 5e5, "mrope_section": SECTIONS}
-DENSE = Spelling("qwen3_vl_text", _FIXED, {**_USUAL, "head_dim": 128})
-SPARSE = Spelling("qwen3_vl_moe_text", but(_FIXED, "experts"), {**_USUAL, "head_dim": None})
+_ROPE = {"rope_theta": 5e5, "mrope_section": SECTIONS}
+DENSE = Spelling("qwen3_vl_text", _FIXED, unsaid(151936, 4096, 22016, 32, 32, 32, 128000, head_dim=128, **_ROPE))
+SPARSE = Spelling(
+    "qwen3_vl_moe_text",
+    but(_FIXED, "experts"),
+    unsaid(151936, 2048, 5632, 24, 16, 16, 128000, head_dim=None, **_ROPE),
+    unsaid_experts(60, 4, 1408, normalized=True),
+)
 # model_type of the whole -> how its text is spelled, class of transformers
 SPELLINGS = {
     "qwen3_vl": (DENSE, "Qwen3VLForConditionalGeneration"),
@@ -82,10 +87,10 @@ class Qwen3VLConfig(QwenVLConfig):
             raise TesseraError(f"model_type {kind!r} is another family", where="config.json", allowed=SPELLINGS)
         where = f"config.json ({kind})"
         text, vision = dict(data.get("text_config") or {}), data.get("vision_config") or {}
-        hidden = text.get("hidden_size")
+        hidden = SPELLINGS[kind][0].width_of(text)[0]
         checks: list[Check] = [
             ("norm_topk_prob", text.get("norm_topk_prob", True), (True,)),
-            ("vision_config.out_hidden_size", vision.get("out_hidden_size", hidden), (hidden,)),
+            ("vision_config.out_hidden_size", vision.get("out_hidden_size", 3584), (hidden,)),
             ("vision_config rope type", rope_type(vision), ("axial",)),
             ("quantization_config", data.get("quantization_config"), (None,)),
         ]

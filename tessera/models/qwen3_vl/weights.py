@@ -6,7 +6,7 @@ The renames accept a base model saved without its head.
 from __future__ import annotations
 
 from tessera.core.weightmap import WeightMap
-from tessera.models._text.weights import head_rules, text_buffers, text_rules
+from tessera.models._text.weights import copies, head_rules, text_buffers, text_rules
 from tessera.models._vision.weights import grid_tower_rules
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 
@@ -40,4 +40,4 @@ def weights(config: Qwen3VLConfig) -> WeightMap:
     ]
     head, twice = head_rules(config.tie_word_embeddings)
     buffers = (seen + "rotary_pos_emb.inv_freq", *text_buffers(_TEXT))
-    return WeightMap((*rules, *head), _RENAMES, (*buffers, *twice))
+    return WeightMap((*rules, *head), _RENAMES, (*buffers, *twice), copies=copies(twice))
