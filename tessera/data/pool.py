@@ -11,7 +11,7 @@ import selectors
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tessera.data.processes.launch import PoolServer, WorkerProcess
@@ -44,6 +44,7 @@ class _Ticket:
     given: Any = None  # what the caller's iterator gave
     item: Any = None  # what is worked on: `given`, or what `again` made of it
     tries: int = 0
+    blamed: set[int | None] = field(default_factory=set)  # what this item was at when a process died of it
     done: bool = False
     failed: bool = False
     value: Any = None
@@ -51,7 +52,12 @@ class _Ticket:
     def settle(self, value: Any, failed: bool = False) -> None:
         self.done, self.failed, self.value, self.item = True, failed, value, None
 
-    def lose(self, lost: Lost) -> None:
+    def lose(self, lost: Lost, once_more: bool) -> None:
+        """`once_more`: a process may die of what it cannot help (memory that ran out, someone's kill). What it was at
+        is tried in a fresh one before it is blamed."""
+        if once_more and lost.at not in self.blamed:
+            self.blamed.add(lost.at)
+            return
         try:
             another = None if self.again is None else self.again(self.item, lost)
         except Exception as error:
@@ -66,9 +72,10 @@ class _Ticket:
 class Pool:
     """Does `work(item, note)` for many items in `workers` processes; with none, in this one.
 
-    A worker that dies, or that is silent for `timeout_s` + `grace_s` after a note, gives a `Lost` in place of a result,
-    and another takes its place. That is the last resort, for work that is stuck in C: use `time_limit` inside the work.
-    Work that makes no notes has no time-out. To be used by one thread at a time; `stop` may be called by any.
+    A worker that dies is replaced, and what it was at is tried once more; if that ends its worker too, the result is a
+    `Lost`. A worker that is silent for `timeout_s` + `grace_s` after a note is ended, and what it was at is lost at
+    once: a second try would take as long. That is the last resort, for work that is stuck in C: use `time_limit` inside
+    the work. Work that makes no notes has no time-out. To be used by one thread at a time; `stop` may be called by any.
     """
 
     def __init__(
@@ -267,6 +274,7 @@ class Pool:
         self._workers.remove(worker)
         worker.connection.close()
         self._server.kill(worker, reason)
+        silent = worker.killed_for is not None and reason is None  # by `_end_silent`
         reason = self._server.fate(worker)
         begun = worker.state.item
         for number in reversed(worker.items):
@@ -275,9 +283,9 @@ class Pool:
                 continue
             ticket.tries += 1
             if number == begun:
-                ticket.lose(Lost(worker.state.noted, reason))
+                ticket.lose(Lost(worker.state.noted, reason), once_more=not silent)
             elif ticket.tries == _TRIES:
-                ticket.lose(Lost(None, reason))
+                ticket.lose(Lost(None, reason), once_more=False)
             if not ticket.done:
                 self._waiting.appendleft(ticket)
         self._add_worker()
@@ -285,7 +293,7 @@ class Pool:
     def _add_worker(self) -> None:
         assert self._server is not None
         worker = self._server.fork()
-        self._workers.append(worker)
+        self._workers.insert(0, worker)  # first in turn: what killed another worker is tried in a fresh one
         self._selector.register(worker.connection, selectors.EVENT_READ, worker)
 
 

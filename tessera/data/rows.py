@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tessera.core.errors import TesseraError
@@ -64,6 +65,14 @@ class ChatRows:
     def bad_samples(self) -> tuple[tuple[str, str], ...]:
         """(id, why) of samples that the index left out; the quarantine list begins with them."""
         return self.index.bad
+
+    @property
+    def decodes_media(self) -> bool:
+        """Whether any sample has media. Where a processor does not count them, it may have some."""
+        counted = [name for name in ("images", "frames", "patches") if name in self.index.names]
+        return not counted or any(
+            bool(np.any(part.columns[name])) for part in self.index.parts if len(part) for name in counted
+        )
 
     def work(self, rows: Sequence[int]) -> list[float]:
         return self.order.work(rows) or [1.0] * len(rows)

@@ -58,6 +58,11 @@ class LocalRows:
         """Whether rows can only be read one after another, by one reader."""
         return bool(getattr(self.source, "in_order", False))
 
+    @property
+    def decodes_media(self) -> bool:
+        """Whether making a row runs decoders of media, which belong into a worker process."""
+        return bool(getattr(self.source, "decodes_media", False))
+
     def work(self, rows: Sequence[int]) -> Sequence[float]:
         """Of whole rows, so that all ranks deal them alike; the same for each where the source cannot tell."""
         return self.source.work(rows) if isinstance(self.source, WeighedRows) else [1.0] * len(rows)

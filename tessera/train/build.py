@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,9 +19,9 @@ from tessera.core.dist import World, barrier, main_rank_first
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig
 from tessera.core.trust import named_code, remember, write_run_id
-from tessera.core.types import Batch, Processor, RowSource
+from tessera.core.types import Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
-from tessera.data.loader.loader import Loader
+from tessera.data.loader.loader import Loader, decodes_media
 from tessera.data.processes.launch import begin_early
 from tessera.data.side_files import side_folder, write_side_files
 from tessera.optim.adamw import AdamW
@@ -40,6 +40,7 @@ from tessera.train.ema import Ema
 from tessera.train.export import Export
 from tessera.train.first_weights import first_weights
 from tessera.train.guard.guard import Guard
+from tessera.train.held_out import HeldOut
 from tessera.train.meter import Meter, TensorBoard
 from tessera.train.profile.window import Profile
 from tessera.train.records import Ledger, Quarantine
@@ -82,12 +83,15 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
         source = _local(build_rows(config, described, "train", processor), described, mesh)
         held_out = _local(build_rows(config, described, "eval", processor), described, mesh) if has_eval else None
 
+    if config.data.workers == "auto" and any(decodes_media(rows) for rows in (source, held_out) if rows is not None):
+        begin_early()  # while the model is built
     module = parallelize(described.module, plan, mesh, world.device)
     trained = [piece.name for piece in plan.pieces if piece.trained]
     optimizer = build_optimizer(module, config.optim, world.device, trained, offloaded=plan.offload)
     if world.is_main:
         log.info("%s", plan.describe())
     engine = build_engine(module, plan, mesh, world.device)
+    evaluated = None if held_out is None else HeldOut(config, mesh, held_out, _ranks_here(world))
     guard, ema = build_guard(config, plan, mesh, source), build_ema(config, module)
     checks = build_checks(config, plan, mesh, module, processor, world.device)
     return Trainer(
@@ -104,13 +108,14 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
         callbacks=[
             *_callbacks(config, described, processor, source, ema),
             *checks,
+            *([evaluated] if evaluated is not None else []),
             *extra,
             *_profile(config, plan),
             *_watch(config, world, plan),
         ],
         stepper=guard,
         eval_weights=ema.in_place if ema is not None and ema.settings.evaluate else contextlib.nullcontext,
-        eval_batches=_held_out(config, mesh, held_out) if held_out is not None else None,
+        eval_batches=evaluated.batches if evaluated is not None else None,
         data_identity=str(getattr(source, "identity", "")),
     )
 
@@ -180,6 +185,11 @@ def build_rows(
     return KINDS.get(config.data.kind)(request)
 
 
+def _ranks_here(world: World) -> int:
+    """Of this run, on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+
+
 def _loader_from(
     config: RunConfig, world: World, mesh: Mesh, source: RowSource, guard: Guard
 ) -> Callable[[int], Loader]:
@@ -196,22 +206,10 @@ def _loader_from(
             device=world.device,
             sample_timeout_s=config.data.sample_timeout_s,
             steps=config.train.steps - row // config.train.global_batch,
-            ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", world.size)),
+            ranks_here=_ranks_here(world),
         )
 
     return start
-
-
-def _held_out(config: RunConfig, mesh: Mesh, source: RowSource) -> Callable[[], Iterator[tuple[Batch, bool]]]:
-    """Held-out rows dealt over the ranks. All run equally often; a rank with no row left repeats one uncounted."""
-    total = min(config.train.eval_rows, len(source))
-
-    def batches() -> Iterator[tuple[Batch, bool]]:
-        for first in range(0, total, mesh.size(DATA)):
-            row = first + mesh.position(DATA)
-            yield source.batch([min(row, total - 1)]), row < total
-
-    return batches
 
 
 def _callbacks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import threading
@@ -14,13 +15,14 @@ from typing import Literal
 
 import pytest
 import torch
-from data_cases import LetterProcessor, texts
+from data_cases import LetterProcessor, pictures, seen, texts, write_jsonl
 
+import tessera
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import DataSection
 from tessera.core.types import Batch, RowSource
 from tessera.data.kinds import KINDS, RowRequest
-from tessera.data.loader.loader import Loader
+from tessera.data.loader.loader import Loader, ReadApart
 from tessera.data.loader.tune import Tuner, usable_cpus
 
 
@@ -332,14 +334,64 @@ def test_workers_come_while_the_loader_runs(caplog: pytest.LogCaptureFixture) ->
     assert "loader: no worker processes (a batch takes 2" in caplog.text
 
 
+class Seen(Slow):
+    """Rows of media."""
+
+    decodes_media = True
+
+
+def test_media_are_decoded_in_processes_from_the_first_row_on(caplog: pytest.LogCaptureFixture) -> None:
+    with Loader(Seen(), global_batch=2, micro_batch=1, workers="auto", steps=40) as loader:
+        ids, processes = drawn(loader, 40)
+    assert ids == [str(n) for n in range(80)]
+    assert os.getpid() not in processes
+    assert "loader: " in caplog.text
+    with Loader(Seen(), global_batch=2, micro_batch=1, workers=0) as loader:
+        assert drawn(loader, 2)[1] == {os.getpid()}  # asked for
+    reader = ReadApart(Seen(), 2)
+    for _ in range(2):  # with the same processes
+        batches = list(reader.batches([n] for n in range(6)))
+        assert [batch.sample_ids for batch in batches] == [(str(n),) for n in range(6)]
+        found = {int(batch["pid"]) for batch in batches}
+        assert os.getpid() not in found
+    reader.close()
+    assert {int(batch["pid"]) for batch in ReadApart(Seen(), 0).batches([[1]])} == {os.getpid()}
+
+
+def test_what_has_media_says_so(tmp_path: Path, source: RowSource) -> None:
+    pictures(tmp_path, ["a.png"], (30, 20))
+    section = DataSection.model_validate({"train": [{"path": write_jsonl(tmp_path / "a.jsonl", [seen("a.png")])}]})
+    assert KINDS.get("chat")(RowRequest(section, "train", LetterProcessor(), 7)).decodes_media
+    assert not source.decodes_media
+
+
+def test_a_decoder_that_crashes_ends_neither_the_first_step_nor_an_evaluation(tmp_path: Path) -> None:
+    run = tessera.train(
+        {
+            "name": "crash",
+            "out": str(tmp_path),
+            "model": {"family": "tests.toys.denoiser", "preset": "tiny"},
+            "data": {"kind": "tests.toys.crashing_rows", "eval": [{"path": "unused"}]},
+            "train": {"steps": 2, "global_batch": 4, "micro_batch": 2, "device": "cpu", "eval_rows": 4},
+        }
+    )
+    kinds = [row["kind"] for row in run.metrics]
+    assert (kinds.count("train"), kinds.count("eval")) == (2, 1)
+    (blamed,) = map(json.loads, (run.folder / "quarantine.jsonl").read_text().splitlines())
+    assert "SIGSEGV" in blamed["reason"]
+
+
 def test_data_that_cannot_travel_is_read_here(caplog: pytest.LogCaptureFixture) -> None:
     class Here(Slow):
         """No worker could find this class."""
 
-    with Loader(Here(), global_batch=2, micro_batch=1, workers="auto") as loader:
-        ids, processes = drawn(loader, 20)
-    assert ids == [str(n) for n in range(40)]
-    assert processes == {os.getpid()}
+    for _ in range(2):
+        with Loader(Here(), global_batch=2, micro_batch=1, workers="auto") as loader:
+            ids, processes = drawn(loader, 20)
+        assert ids == [str(n) for n in range(40)]
+        assert processes == {os.getpid()}
+        assert {int(batch["pid"]) for batch in ReadApart(Here(), 2).batches([[1]])} == {os.getpid()}
+        Here.decodes_media = True  # type: ignore[attr-defined]  # the same where processes are wanted at once
     assert "cannot be handed to worker processes" in caplog.text
     with pytest.raises(TesseraError, match="cannot be handed to worker processes"):
         Loader(Here(), global_batch=2, workers=1)

@@ -154,6 +154,33 @@ def test_a_worker_that_dies_is_replaced_and_its_item_named(pool: Pool) -> None:
     assert pool.workers == 2
 
 
+def die_once(item: Path, note: Note) -> int:
+    """Dies as many times as the file says. Its answer is the process, which must be a fresh one."""
+    note(7)
+    left = int(item.read_text())
+    if left:
+        item.write_text(str(left - 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.getpid()
+
+
+def test_what_a_worker_died_at_is_tried_once_more_before_it_is_blamed(tmp_path: Path) -> None:
+    files = [tmp_path / str(n) for n in range(6)]
+    for file, times in zip(files, (0, 1, 0, 2, 0, 0), strict=True):
+        file.write_text(str(times))
+    blamed: list[tuple[Any, Any]] = []
+
+    def again(item: Any, lost: Lost) -> Any:
+        blamed.append((item, lost.at))
+        return item
+
+    with Pool(die_once, 2) as pool:
+        found = [result for _, result in pool.map(files, again)]
+    assert all(isinstance(result, int) for result in found)
+    assert blamed == [(files[3], 7)]  # by its second death, not by its first
+    assert found[1] not in (found[0], found[2])
+
+
 def test_a_worker_stuck_in_c_is_ended(pool: Pool) -> None:
     began = time.monotonic()
     found = [result for _, result in pool.map([("nap", 0), ("hang", 1), ("hang", 2), ("nap", 3)])]

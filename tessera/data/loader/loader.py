@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -33,7 +33,8 @@ class Loader:
 
     With workers, at most workers * prefetch batches wait in host memory, and one step's, 8 at most, on the device;
     nothing more is read until one is taken. `workers="auto"` begins without processes and adds them as the wait for
-    data asks for; `steps`, if known, tells how much there is to gain.
+    data asks for; `steps`, if known, tells how much there is to gain. A source that decodes media has a process from
+    the beginning: a decoder that crashes must not take the run along.
     """
 
     def __init__(
@@ -58,12 +59,15 @@ class Loader:
         self.wait_seconds = 0.0  # spent in waiting for data since the start
         self._tuner: Tuner | None = None
         one_reader = getattr(source, "in_order", False)  # rows that only go forward
+        first = 0
         if workers == "auto":
-            workers = 0
+            workers, first = 0, int(decodes_media(source))
             if not one_reader:
-                self._tuner = Tuner(usable_cpus(ranks_here), self.micro_batches, steps)
+                self._tuner = Tuner(usable_cpus(ranks_here), self.micro_batches, steps, first)
         processes = min(workers, 1) if one_reader else workers
         self._pool = Pool(_Making(source), processes, timeout_s=sample_timeout_s, ahead=prefetch)
+        if first:
+            self._grow(first)
         rows = _row_lists(source, global_batch, micro_batch, rank, ranks, start_row)
         self._wanted = self._pool.workers
         self._made = self._make(rows, isinstance(source, GuardedRows))
@@ -114,14 +118,7 @@ class Loader:
     # ------------------------------------------------------------------------------------------ making batches
 
     def _make(self, rows: Iterator[list[int]], guarded: bool) -> Generator[Batch]:
-        items: Iterator[_Item] = ((some, {}) for some in rows)
-        for item, made in self._pool.map(items, _without_lost if guarded else None):
-            if isinstance(made, Lost):
-                raise TesseraError(
-                    f"a batch of rows {_few(item[0])} could not be made: {made.reason}",
-                    where="data",
-                    fix="set data.workers=0 to see where; fewer workers need less memory",
-                )
+        for made in _batches(self._pool, rows, guarded):
             if self._wanted > self._pool.workers:
                 self._pool.grow(self._wanted - self._pool.workers)
             yield made
@@ -140,14 +137,64 @@ class Loader:
             self._tuner = None
 
     def _begin_workers(self) -> bool:
-        try:
-            self._pool.grow(self._wanted)
-        except Exception as error:  # of a class that only this process knows, say: such data is read here
-            log.info("loader: no worker processes: %s", first_line(error))
-            self._tuner, self._wanted = None, 0
+        if not self._grow(self._wanted):
+            self._wanted = 0
             return False
         self._ahead = self._go_ahead()
         return True
+
+    def _grow(self, workers: int) -> bool:
+        try:
+            self._pool.grow(workers)
+        except Exception as error:  # of a class that only this process knows, say: such data is read here
+            log.info("loader: no worker processes: %s", first_line(error))
+            self._tuner = None
+            return False
+        return True
+
+
+def decodes_media(source: RowSource) -> bool:
+    """Whether rows of this source are made by decoders, which may crash: it says so itself, or does not."""
+    return bool(getattr(source, "decodes_media", False))
+
+
+class ReadApart:
+    """Batches of any rows, in the order asked for, made by processes that are begun when they are first needed and then
+    kept. With no workers, or where the source cannot be handed to another process, they are made in this one."""
+
+    def __init__(self, source: RowSource, workers: int, sample_timeout_s: float | None = None) -> None:
+        self.source, self.workers, self.sample_timeout_s = source, workers, sample_timeout_s
+        self._pool: Pool | None = None
+
+    def batches(self, rows: Iterable[list[int]]) -> Generator[Batch]:
+        if self._pool is None:
+            self._pool = self._new_pool()
+        yield from _batches(self._pool, rows, isinstance(self.source, GuardedRows))
+
+    def _new_pool(self) -> Pool:
+        work = _Making(self.source)
+        try:
+            return Pool(work, self.workers, timeout_s=self.sample_timeout_s)
+        except Exception as error:  # as in `Loader`
+            log.info("no worker processes: %s", first_line(error))
+            return Pool(work, 0)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
+
+
+def _batches(pool: Pool, rows: Iterable[list[int]], guarded: bool) -> Generator[Batch]:
+    items: Iterator[_Item] = ((some, {}) for some in rows)
+    for item, made in pool.map(items, _without_lost if guarded else None):
+        if isinstance(made, Lost):
+            raise TesseraError(
+                f"a batch of rows {_few(item[0])} could not be made: {made.reason}",
+                where="data",
+                fix="set data.workers=0 to see where; fewer workers need less memory",
+            )
+        yield made
 
 
 class _Making:

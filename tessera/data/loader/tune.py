@@ -15,10 +15,10 @@ _WINDOWS = 8  # judged at most
 
 
 class Tuner:
-    """`workers` is the number to have. Begins with none: what costs next to nothing needs no process."""
+    """`workers` is the number to have. Begins with `first`, or none: what costs next to nothing needs no process."""
 
-    def __init__(self, cpus: int, micro_batches: int, steps: int | None = None) -> None:
-        self.workers = 0
+    def __init__(self, cpus: int, micro_batches: int, steps: int | None = None, first: int = 0) -> None:
+        self.workers = first
         self.settled = False
         self.batch_seconds = 0.0  # to make one, in the training process
         self.step_seconds = 0.0  # without the wait for data
@@ -70,7 +70,8 @@ class Tuner:
 
     def describe(self) -> str:
         count = {0: "no worker processes", 1: "1 worker"}.get(self.workers, f"{self.workers} workers")
-        return f"loader: {count} (a batch takes {_ms(self.batch_seconds)}, a step {_ms(self.step_seconds)})"
+        batch = f"a batch takes {_ms(self.batch_seconds)}, " if self.batch_seconds else ""
+        return f"loader: {count} ({batch}a step {_ms(self.step_seconds)})"
 
 
 def usable_cpus(ranks_here: int = 1) -> int:
