@@ -6,16 +6,18 @@ nearest known key. Nothing here imports torch, so that `tessera --help` and `tes
 
 from __future__ import annotations
 
-import json
 import re
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
-from tessera.core.errors import TesseraError, nearest
+from tessera.core.errors import TesseraError, first_line, nearest
+from tessera.core.values import allowed_values, check_kind, members_of, plain_copy
+from tessera.core.yaml12 import Dumper, Loader
 
 MAX_CONFIG_BYTES = 4 << 20
 C = TypeVar("C", bound="Section")
@@ -24,47 +26,27 @@ C = TypeVar("C", bound="Section")
 class Section(BaseModel):
     """A strict, frozen piece of configuration."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
-
-class _Loader(yaml.SafeLoader):
-    """safe_load, with numbers like 1e-5 as numbers, and without aliases (bombs) or keys given twice (silent loss)."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):
-            event = self.peek_event()
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not allowed here", event.start_mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, (list, dict)):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        check_kind(cls.model_fields[info.field_name].annotation, value)
+        return value
 
 
 def parse_yaml(text: str, where: str) -> Any:
     if "\t" in text:  # at the end of a line it means nothing to anyone but the scanner, and published files have it
         text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         raise TesseraError(f"not readable as YAML: {getattr(error, 'problem', None) or error}", where=place) from None
+    except (ValueError, KeyError, ArithmeticError) as error:  # a tag (!!float x) that its text does not fit
+        raise TesseraError(f"not readable as YAML: {first_line(error)}", where=where) from None
     except RecursionError:
         raise TesseraError("nested too deeply to be a configuration", where=where) from None
 
@@ -91,10 +73,13 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return data
 
 
-def apply_overrides(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def apply_overrides(
+    data: Mapping[str, Any], overrides: Mapping[str, Any], where: str = "configuration"
+) -> dict[str, Any]:
     """A new tree with dotted keys set: {"optim.lr": 1e-4}. Lists are reached by number: data.train.0.path."""
-    tree: dict[str, Any] = json.loads(json.dumps(data, default=str))
+    tree: dict[str, Any] = plain_copy(data, where)
     for dotted, value in overrides.items():
+        value = plain_copy(value, where, dotted)
         *parents, last = dotted.split(".")
         at: Any = tree
         for depth, part in enumerate(parents):
@@ -145,55 +130,108 @@ def build(section: type[C], data: Mapping[str, Any], where: str) -> C:
 
 
 def _explain(section: type[Section], error: ValidationError, where: str) -> TesseraError:
-    problems = error.errors()
-    lines: list[str] = []
-    suggestion: str | None = None
-    allowed: list[str] | None = None
-    for problem in problems:
-        path = [p for p in problem["loc"] if not (isinstance(p, str) and p.startswith("function-"))]
-        key = ".".join(str(p) for p in path)
-        if problem["type"] == "extra_forbidden":
-            known = sorted(_keys_at(section, path[:-1]))
-            near = nearest(str(path[-1]), known)
-            lines.append(f"unknown key: {key}" + (f" (did you mean {near}?)" if near else ""))
-            if len(problems) == 1:
-                allowed = known
-                suggestion = ".".join([*map(str, path[:-1]), near]) if near else None
-        else:
-            given = problem.get("input")
-            shown = f", got {given!r}" if not isinstance(given, (dict, list)) and problem["type"] != "missing" else ""
-            lines.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}{shown}")
-    if len(lines) == 1:
-        return TesseraError(lines[0], where=where, allowed=allowed, nearest=suggestion)
-    return TesseraError(f"{len(lines)} problems in the configuration:\n    " + "\n    ".join(lines), where=where)
+    """One line for each key, though pydantic tells about each kind that a key may have."""
+    problems: dict[str, list[Any]] = {}
+    for problem in error.errors(include_url=False):
+        path = _key_path(section, problem["loc"])
+        problems.setdefault(".".join(map(str, path)), []).append((path, problem))
+    lines = {key: _line(section, key, told) for key, told in problems.items()}
+    if len(lines) > 1:
+        shown = [text for text, _, _ in lines.values()]
+        return TesseraError(f"{len(shown)} problems in the configuration:\n    " + "\n    ".join(shown), where=where)
+    text, allowed, near = next(iter(lines.values()))
+    return TesseraError(text, where=where, allowed=allowed, nearest=near)
+
+
+def _line(
+    section: type[Section], key: str, told: Sequence[tuple[list[Any], Any]]
+) -> tuple[str, list[str] | None, str | None]:
+    """What is wrong with one key, what is allowed there, and the nearest of it."""
+    path, first = told[0]
+    if first["type"] == "extra_forbidden":
+        known = sorted(_keys_at(section, path[:-1]))
+        near = nearest(str(path[-1]), known)
+        text = f"unknown key: {key}" + (f" (did you mean {near}?)" if near else "")
+        return text, known, None if near is None else ".".join([*map(str, path[:-1]), near])
+    words = [word for _, one in told if one["type"] == "literal_error" for word in _words(one["ctx"]["expected"])]
+    said = list(dict.fromkeys(_said(one) for _, one in told))
+    given = first.get("input")
+    if isinstance(given, (str, int, float)) and first["type"] != "missing":
+        said[-1] += f", got {str(given).lower() if isinstance(given, bool) else repr(given)[:200]}"
+    near = nearest(given, words) if isinstance(given, str) else None
+    allowed = _allowed_at(section, path) if first["type"] != "value_error" else words
+    return f"{key}: {' or: '.join(said)}" if key else " or: ".join(said), allowed or None, near
+
+
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+    "finite_number": (None, "a finite number"),
+}
+
+
+def _said(problem: Any) -> str:
+    if problem["type"] in _BOUNDS:
+        bound, word = _BOUNDS[problem["type"]]
+        return f"must be {word}" + (f" {problem['ctx'][bound]:g}" if bound else "")
+    return str(problem["msg"]).removeprefix("Value error, ")
+
+
+def _words(expected: str) -> list[str]:
+    return re.findall(r"'([^']*)'", expected)
+
+
+def _key_path(section: type[Section], location: Sequence[Any]) -> list[Any]:
+    """Where a problem lies, in keys and numbers: without the names of kinds that pydantic puts in between."""
+    path: list[Any] = []
+    kind: Any = section
+    for part in location:
+        members = [one for one in members_of(kind) if one is not type(None)]
+        if len(members) > 1:  # a key of several kinds: this part says which of them is meant
+            word = str(part).partition("[")[0]
+            kind = next((one for one in members if word == getattr(typing.get_origin(one) or one, "__name__", "")), Any)
+            continue
+        kind = members[0] if members else Any
+        path.append(part)
+        kind = _below(kind, part)
+    return path
+
+
+def _allowed_at(section: type[Section], path: Sequence[Any]) -> list[str]:
+    """What the key at `path` may be, read off its annotation."""
+    kind: Any = section
+    for part in path[:-1]:
+        kind = next((one for one in members_of(_below(kind, part)) if one not in (type(None), str)), Any)
+    if isinstance(kind, type) and issubclass(kind, BaseModel) and path and path[-1] in kind.model_fields:
+        field = kind.model_fields[path[-1]]
+        return allowed_values(field.annotation, field.metadata)
+    return allowed_values(_below(kind, path[-1])) if path else []
+
+
+def _below(kind: Any, part: Any) -> Any:
+    """The annotation of what lies under `part` of something of this kind."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        fields = {field.alias or name: field for name, field in kind.model_fields.items()} | kind.model_fields
+        return fields[part].annotation if part in fields else Any
+    inner = [one for one in typing.get_args(kind) if one is not Ellipsis]
+    return inner[-1] if inner and typing.get_origin(kind) in (list, tuple, dict) else Any
 
 
 def _keys_at(section: type[Section], path: Iterable[Any]) -> list[str]:
     """Known keys of the section that lies at `path` below `section`."""
     kind: Any = section
     for part in path:
-        if isinstance(part, int):
-            continue
-        if not (isinstance(kind, type) and issubclass(kind, BaseModel)) or part not in kind.model_fields:
-            return []
-        kind = _section_in(kind.model_fields[part].annotation)
+        kind = next((one for one in members_of(_below(kind, part)) if one is not type(None) and one is not str), Any)
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return []
     return [field.alias or name for name, field in kind.model_fields.items()]
 
 
-def _section_in(annotation: Any) -> Any:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for inner in get_args(annotation):
-        found = _section_in(inner)
-        if found is not None:
-            return found
-    return None
-
-
 def dump_yaml(section: Section) -> str:
-    return yaml.safe_dump(section.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+    data = section.model_dump(mode="json")
+    return yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def schema(section: type[Section]) -> dict[str, Any]:

@@ -60,6 +60,8 @@ def with_fsdp2_file(section: Mapping[str, Any]) -> dict[str, Any]:
     A key that both give must have one value. A default of the file yields to what the section says.
     """
     own = {key: value for key, value in section.items() if key != "fsdp2_config"}
+    if not isinstance(section["fsdp2_config"], (str, Path)):
+        raise ValueError(f"fsdp2_config: the path of a file is needed, not {section['fsdp2_config']!r}")
     path = Path(section["fsdp2_config"])
     file = build(Fsdp2File, read_mapping(path), str(path))
     for theirs, ours in _OURS.items():

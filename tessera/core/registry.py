@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -16,6 +17,7 @@ from tessera.core.errors import TesseraError, nearest
 from tessera.core.imports import Instance, Maker, refuse_standard_library
 
 T = TypeVar("T")
+_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(:[^\W\d]\w*)?")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         path, _, attribute = name.partition(":")
+        if not _NAME.fullmatch(name):
+            raise self._unknown(name)
         external = "." in path or bool(attribute)
         module_name = path if external else f"{self.package}.{path}"
         if external:
@@ -52,9 +56,12 @@ class Registry(Generic[T]):
                     where=self.key,
                     fix=f"define {attribute or self.attribute} in that module, or name it as {path}:NAME",
                 ) from None
+        raise self._unknown(name)
+
+    def _unknown(self, name: str) -> TesseraError:
         names = self.names()
-        raise TesseraError(
-            f"unknown {self.kind}: {name!r}",
+        return TesseraError(
+            f"unknown {self.kind}: {name[:200]!r}",
             where=self.key,
             allowed=[*names, "or an import path like my_package.my_module"],
             nearest=nearest(name, names),

@@ -10,14 +10,18 @@ from pydantic import Field, field_validator, model_validator
 
 from tessera.core.config import Section, apply_overrides, build, read_mapping
 from tessera.core.fsdp2_file import with_fsdp2_file
+from tessera.core.values import Ahead, Count, Ranks, Rate, Seconds, Steps, StepsOrNone
 
 DType = Literal["float32", "bfloat16"]
+AdapterRank = Annotated[int, Field(gt=0, le=10**5)]
+AdapterAlpha = Annotated[float, Field(gt=0, le=1e6)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LoraTarget(Section):
     modules: str = Field(description="pattern of linear layers, or of modules that hold some")
-    rank: int | None = Field(None, gt=0, description="default: lora.rank")
-    alpha: float | None = Field(None, gt=0, description="default: lora.alpha")
+    rank: AdapterRank | None = Field(None, description="default: lora.rank")
+    alpha: AdapterAlpha | None = Field(None, description="default: lora.alpha")
 
 
 class LoraSection(Section):
@@ -28,8 +32,8 @@ class LoraSection(Section):
         description="patterns of linear layers that are adapted; {modules: pattern, rank: 64} has settings of its own; "
         "default: all in the layers of the text tower",
     )
-    rank: int = Field(16, gt=0)
-    alpha: float = Field(32, gt=0, description="adapters are scaled by alpha / rank")
+    rank: AdapterRank = 16
+    alpha: AdapterAlpha = Field(32, description="adapters are scaled by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="of what goes into an adapter")
     rslora: bool = Field(False, description="scale by alpha / sqrt(rank)")
     path: Path | None = Field(
@@ -88,16 +92,16 @@ class SourceSection(Section):
         default_factory=dict, description="our name of a key or tag -> the name it has in these rows"
     )
     weight: float | None = Field(
-        None, gt=0, description="share of the samples drawn from this set; given for all sets or for none"
+        None, ge=1e-9, le=1e9, description="share of the samples drawn from this set; given for all sets or for none"
     )
-    max_samples: int | None = Field(None, gt=0, description="use only the first so many rows")
+    max_samples: int | None = Field(None, gt=0, le=10**12, description="use only the first so many rows")
 
 
 class DataSection(Section):
     kind: str = Field("chat", description="kind of data set, or an import path to one")
     train: list[SourceSection] = Field(default_factory=list, description="data sets; also written a.json,b.json")
     eval: list[SourceSection] = Field(default_factory=list)
-    length: int = Field(2048, gt=0, description="tokens of one packed row")
+    length: int = Field(2048, gt=0, le=2**28, description="tokens of one packed row")
     too_long: Literal["drop", "turns"] = Field(
         "drop",
         description="samples longer than a row are left out and listed, or cut after the last turn that fits",
@@ -105,15 +109,17 @@ class DataSection(Section):
     shuffle: bool = True
     pack: bool = Field(True, description="several samples to a row; off: one each")
     balance: bool = Field(True, description="rows of equal work, and equal work for every rank")
-    workers: int | Literal["auto"] = Field(
+    workers: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = Field(
         "auto", description="loader processes; 0 loads in the training process; auto: as many as keep the device busy"
     )
-    prefetch: int = Field(2, gt=0, description="batches each worker keeps ready")
-    sample_timeout_s: float = Field(60, gt=0, description="a sample that takes longer to read counts as bad")
+    prefetch: int = Field(2, gt=0, le=10**4, description="batches each worker keeps ready")
+    sample_timeout_s: Seconds = Field(60, description="a sample that takes longer to read counts as bad")
     on_bad_sample: Literal["skip", "fail"] = Field("skip", description="skip: counted and listed in quarantine.jsonl")
     train_on: list[str] = Field(default_factory=lambda: ["assistant"], description="roles whose words are trained on")
     mask_history: bool = Field(False, description="train only on the last turn of each conversation")
-    max_image_pixels: int = Field(64_000_000, gt=0, description="larger images are refused from their header")
+    max_image_pixels: int = Field(
+        64_000_000, gt=0, le=10**12, description="larger images are refused from their header"
+    )
     draft: bool = Field(
         False,
         description="decode JPEGs at 1/2, 1/4 or 1/8 of their size where that is still enough; photos of 12 megapixels "
@@ -121,13 +127,6 @@ class DataSection(Section):
     )
     processor: dict[str, Any] = Field(default_factory=dict, description="preprocessor options, such as min_pixels")
     options: dict[str, Any] = Field(default_factory=dict, description="options of a data kind of your own")
-
-    @field_validator("workers")
-    @classmethod
-    def _not_negative(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 0:
-            raise ValueError("must be at least 0, or auto")
-        return value
 
     @field_validator("processor")
     @classmethod
@@ -155,6 +154,17 @@ class DataSection(Section):
         return spread
 
     @model_validator(mode="after")
+    def _says_nothing_in_vain(self) -> DataSection:
+        if self.kind in ("chat", "preference") and self.options:
+            raise ValueError(f"`options` has no effect with kind {self.kind}; it is for a data kind of your own")
+        if self.kind == "own" and (self.train or self.eval):
+            raise ValueError(
+                "`train` and `eval` have no effect with kind own; data.options says what the data is, and "
+                "data.options.eval what is held out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _weights_for_all_or_none(self) -> DataSection:
         for name, sets in (("train", self.train), ("eval", self.eval)):
             if len({one.weight is None for one in sets}) > 1:
@@ -175,8 +185,8 @@ class TowerSection(Section):
     """A tower that sees media. Its ranks are those of the model's tp x cp; what tp and cp of its own leave over deals
     the pictures of a batch among them."""
 
-    tp: int | None = Field(None, ge=1, description="ranks that compute one picture together; default: as the model")
-    cp: int = Field(1, ge=1, description="ranks that share the patches of a picture: 1, or the model's cp")
+    tp: Ranks | None = Field(None, description="ranks that compute one picture together; default: as the model")
+    cp: Ranks = Field(1, description="ranks that share the patches of a picture: 1, or the model's cp")
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv"]
@@ -188,30 +198,32 @@ class ParallelSection(Section):
         description="presets for what is not said: megatron keeps gathered weights until the step ends and sums "
         "gradients over ranks once",
     )
-    tp: int = Field(1, ge=1, description="ranks that compute each layer together")
+    tp: Ranks = Field(1, description="ranks that compute each layer together")
     sequence_parallel: bool = Field(
         False, description="between layers, each of the tp ranks keeps a part of the tokens"
     )
-    pp: int = Field(1, ge=1, description="ranks that hold the layers one after another")
+    pp: Ranks = Field(1, description="ranks that hold the layers one after another")
     schedule: Schedule | None = Field(
         None, description="order of a pipeline's work; default: 1f1b, or interleaved when `virtual` is above 1"
     )
-    virtual: int | None = Field(None, ge=1, description="stages on each rank of a pipeline; default: 1, zbv: 2")
-    layers: dict[str, list[int]] | None = Field(
+    virtual: int | None = Field(
+        None, ge=1, le=10**4, description="stages on each rank of a pipeline; default: 1, zbv: 2"
+    )
+    layers: dict[str, list[Annotated[int, Field(ge=0, le=10**6)]]] | None = Field(
         None,
         description="layers of each tower on each stage, such as {vision: [32, 0, 0, 0], text: [1, 10, 10, 7]}; "
         "default: cut by cost",
     )
-    cp: int = Field(1, ge=1, description="ranks that share the tokens of each row")
-    ulysses: int | None = Field(
-        None, ge=1, description="of the cp ranks, so many trade heads for tokens, the others form a ring; default: all"
+    cp: Ranks = Field(1, description="ranks that share the tokens of each row")
+    ulysses: Ranks | None = Field(
+        None, description="of the cp ranks, so many trade heads for tokens, the others form a ring; default: all"
     )
-    ep: int = Field(1, ge=1, description="ranks among which experts are dealt; a part of `shard`")
+    ep: Ranks = Field(1, description="ranks among which experts are dealt; a part of `shard`")
     towers: dict[str, TowerSection] = Field(default_factory=dict, description="towers that are split otherwise")
     fsdp2_config: Path | None = Field(
         None, description="a MindSpeed-MM fsdp2_config.yaml; what it says becomes part of this section"
     )
-    shard: int | Literal["auto"] = Field(
+    shard: Ranks | Literal["auto"] = Field(
         "auto", description="ranks that share one copy; auto: all that read other rows"
     )
     param_dtype: DType | None = Field(None, description="type of computation; default: the type of the weights")
@@ -225,7 +237,7 @@ class ParallelSection(Section):
     ignore: list[str] = Field(
         default_factory=list, description="patterns of frozen modules that every rank keeps whole"
     )
-    reshard_after_forward: bool | int | None = Field(
+    reshard_after_forward: bool | Ranks | None = Field(
         None,
         description="free gathered weights after forward, gather again in backward; a number: keep them shared by so "
         "many ranks in between; default: true, with backend megatron or a pipeline false",
@@ -249,34 +261,26 @@ class ParallelSection(Section):
     )
     offload: bool = Field(False, description="keep parameters, gradients and optimizer state in host memory")
     pin_memory: bool = Field(True, description="page-locked host memory for offload; off where nothing could use it")
-    prefetch_forward: int = Field(0, ge=0, description="blocks gathered ahead in forward; 0: each when it is needed")
-    prefetch_backward: int = Field(
-        0, ge=0, description="blocks gathered ahead in backward; 0: the engine's own choice, the one that ran before"
+    prefetch_forward: Ahead = Field(0, description="blocks gathered ahead in forward; 0: each when it is needed")
+    prefetch_backward: Ahead = Field(
+        0, description="blocks gathered ahead in backward; 0: the engine's own choice, the one that ran before"
     )
     accumulate: Literal["reduce", "local"] | None = Field(
         None,
         description="reduce: gradients are summed over ranks after each micro-batch; local: once per step, while each "
         "rank holds them whole; default: reduce, with backend megatron or a pipeline local",
     )
-    timeout_s: float = Field(600, gt=0, description="a collective that takes longer ends the run")
-    join_timeout_s: float = Field(30, gt=0, description="ranks that have not come by then are named, and the run ends")
+    timeout_s: Seconds = Field(600, description="a collective that takes longer ends the run")
+    join_timeout_s: Seconds = Field(30, description="ranks that have not come by then are named, and the run ends")
     watch: bool = Field(
         True, description="name a rank that died, stopped, stalled or is out of step, and end all ranks"
     )
-    silence_s: float = Field(15, ge=1, description="a rank without a sign of life for so long is taken for lost")
-    stall_s: float = Field(
+    silence_s: Seconds = Field(15, ge=1, description="a rank without a sign of life for so long is taken for lost")
+    stall_s: Seconds = Field(
         120,
-        gt=0,
         description="a rank that holds up the others inside a step for so long is named, unless it reads data, "
         "compiles or computes",
     )
-
-    @field_validator("shard")
-    @classmethod
-    def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("must be at least 1, or auto")
-        return value
 
     @field_validator("param_dtype", "reduce_dtype", "output_dtype", mode="before")
     @classmethod
@@ -298,54 +302,60 @@ class EmaSection(Section):
 
     decay: float = Field(0.999, gt=0, lt=1, description="share of the average that one step keeps")
     warmup: bool = Field(True, description="keep less of it at first: (1 + n) / (10 + n) after n updates")
-    every: int = Field(1, gt=0, description="steps between updates; each then counts for so many")
+    every: Steps = Field(1, description="steps between updates; each then counts for so many")
     evaluate: bool = Field(True, description="held-out loss and answers come from the average")
     export: bool = Field(True, description="with checkpoint.export, also write the average, to hf-ema")
 
 
 class TrainSection(Section):
-    steps: int = Field(gt=0)
-    global_batch: int = Field(1, gt=0, description="rows in one optimizer step, over all ranks")
-    micro_batch: int = Field(1, gt=0, description="rows in one forward pass of one rank")
+    steps: Steps
+    global_batch: Count = Field(1, description="rows in one optimizer step, over all ranks")
+    micro_batch: Count = Field(1, description="rows in one forward pass of one rank")
     task: str | None = Field(None, description="objective, or an import path to one; default: the family's")
     task_options: dict[str, Any] = Field(default_factory=dict)
     seed: int = 0
-    device: str = Field("auto", description="auto, or a device type")
-    eval_every: int = Field(0, ge=0, description="steps between evaluations of held-out loss; 0: only at the end")
-    eval_rows: int = Field(64, gt=0, description="rows in one evaluation")
-    answers_every: int = Field(0, ge=0, description="steps between generated answers to held-out samples; 0: none")
-    answers_samples: int = Field(16, gt=0, description="held-out samples that are answered")
-    answers_tokens: int = Field(32, gt=0, description="an answer ends after so many tokens at the latest")
+    device: str = Field("auto", max_length=64, description="auto, or a device type")
+    eval_every: StepsOrNone = Field(0, description="steps between evaluations of held-out loss; 0: only at the end")
+    eval_rows: Count = Field(64, description="rows in one evaluation")
+    answers_every: StepsOrNone = Field(0, description="steps between generated answers to held-out samples; 0: none")
+    answers_samples: Count = Field(16, description="held-out samples that are answered")
+    answers_tokens: int = Field(32, gt=0, le=10**6, description="an answer ends after so many tokens at the latest")
     ema: EmaSection | None = Field(None, description="keep a running average of the trained weights")
 
 
 class ScheduleSection(Section):
     kind: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup: int = Field(0, ge=0, description="steps of linear rise from 0")
+    warmup: StepsOrNone = Field(0, description="steps of linear rise from 0")
     final: float = Field(0.0, ge=0, le=1, description="share of the learning rate at the last step")
+
+    @model_validator(mode="after")
+    def _final_is_reached(self) -> ScheduleSection:
+        if self.kind == "constant" and self.final != 0:
+            raise ValueError("`final` has no effect with kind constant; leave it out, or take linear or cosine")
+        return self
 
 
 class GroupSection(Section):
     pattern: str = Field(description="parameters of this group")
-    lr: float | None = Field(None, ge=0, description="its learning rate; default: optim.lr")
-    weight_decay: float | None = Field(None, ge=0)
+    lr: Rate | None = Field(None, description="its learning rate; default: optim.lr")
+    weight_decay: Rate | None = None
 
 
 class OptimSection(Section):
     name: Literal["adamw"] = "adamw"
-    lr: float = Field(1e-5, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0, description="not applied to vectors (biases, norms) unless a group says so")
-    clip_norm: float | None = Field(1.0, gt=0)
+    lr: Rate = 1e-5
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0, le=1)
+    weight_decay: Rate = Field(0.0, description="not applied to vectors (biases, norms) unless a group says so")
+    clip_norm: float | None = Field(1.0, gt=0, le=1e9, description="larger gradients are scaled down; null: none are")
     groups: list[GroupSection] = Field(default_factory=list)
     schedule: ScheduleSection = ScheduleSection()
 
 
 class CheckpointSection(Section):
-    every: int = Field(0, ge=0, description="steps between checkpoints; 0: none before the end")
+    every: StepsOrNone = Field(0, description="steps between checkpoints; 0: none before the end")
     at_end: bool = Field(True, description="save when the run ends or is stopped; off for runs that only measure")
-    keep: int = Field(2, gt=0, description="how many of the newest to keep")
+    keep: int = Field(2, gt=0, le=10**6, description="how many of the newest to keep")
     export: bool = Field(False, description="also write a Hugging Face folder at the end")
 
 
@@ -372,21 +382,23 @@ class GuardSection(Section):
 
 
 class LogSection(Section):
-    every: int = Field(10, gt=0, description="steps between lines")
+    every: Steps = Field(10, description="steps between lines")
     tensorboard: bool = False
 
 
 class ProfileSection(Section):
     """Where the time and the memory of a few steps go, by module and by kind of work; written to RUN/profile."""
 
-    steps: tuple[int, int] | None = Field(None, description="first and last step to record, such as [10, 12]")
+    steps: tuple[Steps, Steps] | None = Field(None, description="first and last step to record, such as [10, 12]")
     memory: bool = Field(True, description="also record every allocation")
-    ranks: list[Annotated[int, Field(ge=0)]] = Field(default_factory=lambda: [0], description="ranks that record")
+    ranks: list[Annotated[int, Field(ge=0, le=10**6)]] = Field(
+        default_factory=lambda: [0], description="ranks that record"
+    )
 
     @field_validator("steps")
     @classmethod
     def _in_order(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
-        if value is not None and not 1 <= value[0] <= value[1]:
+        if value is not None and value[0] > value[1]:
             raise ValueError("give the first step and the last, such as [10, 12]")
         return value
 
@@ -433,5 +445,14 @@ def load_config(recipe: Path | str | Mapping[str, Any], overrides: Mapping[str, 
     else:
         data, where = read_mapping(Path(recipe)), str(recipe)
     if overrides:
-        where += " with overrides " + " ".join(f"{k}={v}" for k, v in overrides.items())
-    return build(RunConfig, apply_overrides(data, overrides or {}), where)
+        where += " with overrides " + " ".join(f"{k}={_short(v)}" for k, v in overrides.items())
+    return build(RunConfig, apply_overrides(data, overrides or {}, where), where)
+
+
+def _short(value: Any) -> str:
+    try:
+        text = str(value)
+    except ValueError:  # a number of thousands of digits
+        return "..."
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -46,23 +46,35 @@ def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
         theirs = load_config(read_mapping(section.path / "config.yaml")).model
         check_trusted(section.path, model_code(theirs), model_code(section))
         spec, config = resolve(theirs)
+        if section.preset is not None:
+            raise _said_twice()
+        if section.family is not None and FAMILIES.get(section.family) is not spec:
+            raise TesseraError(
+                f"{section.path} is a run of the family {spec.name}, not of {section.family}",
+                where="model.family",
+                fix="leave out model.family; the run has one of its own",
+            )
         return spec, _with_changes(spec, config, section.config)
     # A run's own copy of its recipe names the family and every field: it does not need the folder it once began from.
     complete = section.family is not None and section.config and section.preset is None
     if section.path is not None and not (complete and not section.path.exists()):
         data = read_folder_config(section.path)
         if section.preset is not None:
-            raise TesseraError(
-                "model.preset and model.path both say what the model is",
-                where="model",
-                fix="leave out model.preset; the folder has a configuration of its own",
-            )
+            raise _said_twice()
         spec = FAMILIES.get(section.family) if section.family else family_of(str(data.get("model_type", "")))
         return spec, _with_changes(spec, spec.config.from_hf(data), section.config)  # type: ignore[attr-defined]
     assert section.family is not None, "ModelSection checks that a family or a path is given"
     spec = FAMILIES.get(section.family)
     base = {} if section.preset is None else _preset(spec, section.preset)
     return spec, build(spec.config, _merged(base, section.config), f"model ({spec.name})")
+
+
+def _said_twice() -> TesseraError:
+    return TesseraError(
+        "model.preset and model.path both say what the model is",
+        where="model",
+        fix="leave out model.preset; the folder has a configuration of its own",
+    )
 
 
 def read_folder_config(folder: Path) -> dict[str, Any]:

@@ -17,8 +17,10 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
+from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Batch, LanguageOutput, LossOut
 from tessera.nn.lora import adapters_of, without_adapters
@@ -39,19 +41,23 @@ class AdaptersOff:
         return {REFERENCE: answer_log_probs(outputs, batch)}
 
 
+class DpoOptions(Section):
+    """`train.task_options` of this task."""
+
+    beta: float = Field(0.1, gt=0, le=1e6)
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="the share of pairs that are taken to be the wrong way round"
+    )
+    reference_free: bool = False
+
+
 class DpoTask:
     def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0, reference_free: bool = False) -> None:
-        if not beta > 0:
-            raise TesseraError(f"beta is {beta}", where="train.task_options.beta", allowed=["above 0"])
-        if not 0 <= label_smoothing < 0.5:
-            raise TesseraError(
-                f"label_smoothing is {label_smoothing}: the share of pairs that are taken to be the wrong way round",
-                where="train.task_options.label_smoothing",
-                allowed=["0 up to 0.5"],
-            )
-        self.beta = beta
-        self.smoothing = label_smoothing
-        self.reference = None if reference_free else AdaptersOff()
+        given = {"beta": beta, "label_smoothing": label_smoothing, "reference_free": reference_free}
+        options = build(DpoOptions, given, "train.task_options")
+        self.beta = options.beta
+        self.smoothing = options.label_smoothing
+        self.reference = None if options.reference_free else AdaptersOff()
 
     def check(self, module: nn.Module) -> None:
         """Of the whole model, before it is dealt out."""

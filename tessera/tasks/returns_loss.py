@@ -19,20 +19,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Batch, LossOut
 
-REDUCTIONS = ("mean", "sum")
+
+class ReturnsLossOptions(Section):
+    """`train.task_options` of this task."""
+
+    reduction: Literal["mean", "sum"] = "mean"
+    count_labels: str | None = None
 
 
 class ReturnsLossTask:
     def __init__(self, reduction: Literal["mean", "sum"] = "mean", count_labels: str | None = None) -> None:
-        if reduction not in REDUCTIONS:
-            raise TesseraError(
-                f"not a reduction: {reduction!r}", where="train.task_options.reduction", allowed=REDUCTIONS
-            )
-        self.reduction = reduction
-        self.count_labels = count_labels
+        options = build(
+            ReturnsLossOptions, {"reduction": reduction, "count_labels": count_labels}, "train.task_options"
+        )
+        self.reduction = options.reduction
+        self.count_labels = options.count_labels
 
     def inputs(self, batch: Batch) -> Batch:
         return batch

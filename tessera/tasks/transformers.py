@@ -12,9 +12,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Batch, LossOut
 from tessera.models.transformers.model import LABELS
+
+
+class TransformersOptions(Section):
+    """`train.task_options` of this task."""
+
+    shift: bool | None = None
 
 
 class TransformersTask:
@@ -22,7 +29,7 @@ class TransformersTask:
     as their decoder inputs are the labels shifted already."""
 
     def __init__(self, shift: bool | None = None) -> None:
-        self.shift = shift
+        self.shift = build(TransformersOptions, {"shift": shift}, "train.task_options").shift
 
     def inputs(self, batch: Batch) -> Batch:
         if "labels" not in batch:

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tessera.core.config import dump_yaml
+from tessera.core.config import dump_yaml, parse_yaml
 from tessera.core.dist import fake_world
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig, load_config
@@ -118,7 +117,7 @@ def _in_new_process(config: RunConfig, world: int, positions: Sequence[int]) -> 
 def main() -> None:
     """The other side of `_in_new_process`."""
     asked = json.load(sys.stdin)
-    role = run_role(load_config(yaml.safe_load(asked["recipe"])), asked["world"], asked["position"])
+    role = run_role(load_config(parse_yaml(asked["recipe"], "recipe")), asked["world"], asked["position"])
     print(json.dumps(asdict(role)))
 
 

@@ -86,7 +86,7 @@ def test_both_places_may_agree(tmp_path: Path) -> None:
         ("sharding_sise: 2\n", {}, "did you mean sharding_size"),
         ("param_dtype: bf61\n", {}, "'bf16', 'fp16' or 'fp32'"),
         ("param_dtype: fp16\n", {}, "loss scaling.*\n.*\n.*\n.*param_dtype: bf16"),
-        ("num_to_forward_prefetch: -1\n", {}, "greater than or equal to 0"),
+        ("num_to_forward_prefetch: -1\n", {}, "at least 0"),
         ("sub_modules_to_wrap: layers\n", {}, "list"),
         ("sharding_size: 2\n", {"shard": 4}, "parallel.shard is 4 in the recipe, but sharding_size is 2 here"),
         ("param_dtype: bf16\n", {"param_dtype": "float32"}, "give it in one of the two places"),

@@ -26,10 +26,10 @@ from tessera.models._chat.processor import ConversationProcessor, View, check_wo
 class GridOptions(ClipOptions):
     """The `data.processor` section of a recipe. What is left out comes from the model's folder, if it says."""
 
-    min_pixels: int | None = Field(None, gt=0, description="smaller pictures are enlarged")
-    max_pixels: int | None = Field(None, gt=0, description="larger pictures are made smaller")
-    video_min_pixels: int | None = Field(None, gt=0, description="the same bounds for each frame of a clip")
-    video_max_pixels: int | None = Field(None, gt=0)
+    min_pixels: int | None = Field(None, gt=0, le=10**12, description="smaller pictures are enlarged")
+    max_pixels: int | None = Field(None, gt=0, le=10**12, description="larger pictures are made smaller")
+    video_min_pixels: int | None = Field(None, gt=0, le=10**12, description="the same bounds for each frame of a clip")
+    video_max_pixels: int | None = Field(None, gt=0, le=10**12)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,12 @@ from tessera.models._chat.preprocessor_files import read_sampling
 class ClipOptions(Section):
     """A part of the `data.processor` section. What is left out comes from the model's folder, if it says."""
 
-    fps: float = Field(2.0, gt=0, description="frames taken from each second of a clip")
-    min_frames: int = Field(4, gt=0, description="taken even from a short clip, if it has them")
-    max_frames: int = Field(768, gt=0, description="taken even from a long clip")
-    frames: int | None = Field(None, gt=0, description="frames taken from every clip, in place of fps and its bounds")
+    fps: float = Field(2.0, ge=1e-6, le=1e6, description="frames taken from each second of a clip")
+    min_frames: int = Field(4, gt=0, le=10**6, description="taken even from a short clip, if it has them")
+    max_frames: int = Field(768, gt=0, le=10**6, description="taken even from a long clip")
+    frames: int | None = Field(
+        None, gt=0, le=10**6, description="frames taken from every clip, in place of fps and its bounds"
+    )
     train_on: tuple[str, ...] = ("assistant",)
     system: str | None = Field(None, description="said when a conversation has no system message")
 

@@ -10,13 +10,13 @@ from tessera.core.config import Section
 
 
 class ExpertsConfig(Section):
-    num_experts: int = Field(gt=1)
-    num_experts_per_tok: int = Field(gt=0)
-    moe_intermediate_size: int = Field(gt=0, description="width of one expert")
+    num_experts: int = Field(gt=1, le=10**8)
+    num_experts_per_tok: int = Field(gt=0, le=10**8)
+    moe_intermediate_size: int = Field(gt=0, le=10**8, description="width of one expert")
     norm_topk_prob: bool = Field(True, description="the weights of a token's experts add up to one")
     output_router_logits: bool = Field(False, description="trains with the loss that keeps experts evenly used")
     router_aux_loss_coef: float = Field(0.001, ge=0, description="weight of that loss")
-    decoder_sparse_step: int = Field(1, gt=0, description="every so many layers have experts")
+    decoder_sparse_step: int = Field(1, gt=0, le=10**8, description="every so many layers have experts")
     mlp_only_layers: tuple[int, ...] = Field((), description="layers without experts")
 
     def in_layer(self, layer: int) -> bool:
@@ -62,13 +62,13 @@ class RopeScaling(Section):
 
 
 class TextConfig(Section):
-    vocab_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int = Field(gt=0)
-    head_dim: int | None = Field(None, gt=0, description="default: hidden_size / num_attention_heads")
+    vocab_size: int = Field(gt=0, le=10**8)
+    hidden_size: int = Field(gt=0, le=10**8)
+    intermediate_size: int = Field(gt=0, le=10**8)
+    num_hidden_layers: int = Field(gt=0, le=10**4)
+    num_attention_heads: int = Field(gt=0, le=10**8)
+    num_key_value_heads: int = Field(gt=0, le=10**8)
+    head_dim: int | None = Field(None, gt=0, le=10**8, description="default: hidden_size / num_attention_heads")
     rms_norm_eps: float = Field(1e-6, gt=0)
     attention_bias: bool = Field(False, description="of the products that make queries, keys and values")
     qk_norm: bool = Field(False, description="queries and keys are normalised head by head")
@@ -81,7 +81,7 @@ class TextConfig(Section):
     )
     mrope_interleaved: bool = Field(False, description="the three take turns, instead of one after another")
     experts: ExpertsConfig | None = None
-    max_position_embeddings: int = Field(32768, gt=0)
+    max_position_embeddings: int = Field(32768, gt=0, le=10**8)
     initializer_range: float = Field(0.02, ge=0)
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None

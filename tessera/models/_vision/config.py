@@ -15,10 +15,10 @@ from tessera.ops.attention import AttentionWay
 class GridVisionConfig(Section):
     """A tower over patches of pictures of any size, with rotary positions over height and width."""
 
-    in_channels: int = Field(3, gt=0)
-    patch_size: int = Field(14, gt=0)
-    spatial_merge_size: int = Field(2, gt=0)
-    temporal_patch_size: int = Field(2, gt=0)
+    in_channels: int = Field(3, gt=0, le=10**8)
+    patch_size: int = Field(14, gt=0, le=10**8)
+    spatial_merge_size: int = Field(2, gt=0, le=10**8)
+    temporal_patch_size: int = Field(2, gt=0, le=10**8)
     rope_theta: float = Field(1e4, gt=0)
 
     @property

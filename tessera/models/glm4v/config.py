@@ -39,13 +39,15 @@ class TextConfig(text_tower.TextConfig):
 
 
 class VisionConfig(GridVisionConfig):
-    depth: int = Field(24, gt=0)
-    hidden_size: int = Field(1536, gt=0)
+    depth: int = Field(24, gt=0, le=10**4)
+    hidden_size: int = Field(1536, gt=0, le=10**8)
     intermediate_size: int = Field(
         13696, gt=0, description="of the merger behind the tower; that of its blocks is the text's width"
     )
-    num_heads: int = Field(12, gt=0)
-    image_size: int = Field(336, gt=0, description="side of the picture whose patches the table of positions has")
+    num_heads: int = Field(12, gt=0, le=10**8)
+    image_size: int = Field(
+        336, gt=0, le=10**8, description="side of the picture whose patches the table of positions has"
+    )
     attention_bias: bool = Field(False, description="of the product that makes queries, keys and values")
     hidden_act: Literal["silu"] = "silu"
     rms_norm_eps: float = Field(1e-5, gt=0)

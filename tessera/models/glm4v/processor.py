@@ -43,11 +43,17 @@ class Glm4vOptions(GridOptions):
     Bounds of pixels are counted over all frames of a clip; a picture counts as often as a patch has frames: twice.
     """
 
-    min_pixels: int | None = Field(None, gt=0, description="smaller pictures are enlarged; each pixel counts twice")
-    max_pixels: int | None = Field(None, gt=0, description="larger pictures are made smaller; each pixel counts twice")
-    video_min_pixels: int | None = Field(None, gt=0, description="the same bounds for all frames of a clip together")
-    min_frames: int = Field(2, gt=0, description="taken even from a short clip, if it has them")
-    max_frames: int = Field(600, gt=0, description="taken even from a long clip")
+    min_pixels: int | None = Field(
+        None, gt=0, le=10**12, description="smaller pictures are enlarged; each pixel counts twice"
+    )
+    max_pixels: int | None = Field(
+        None, gt=0, le=10**12, description="larger pictures are made smaller; each pixel counts twice"
+    )
+    video_min_pixels: int | None = Field(
+        None, gt=0, le=10**12, description="the same bounds for all frames of a clip together"
+    )
+    min_frames: int = Field(2, gt=0, le=10**6, description="taken even from a short clip, if it has them")
+    max_frames: int = Field(600, gt=0, le=10**6, description="taken even from a long clip")
 
     def sampling(self, folder: Path) -> VideoSampling:
         """Preprocessor files hold a number of frames beside the rate, which this family's reference passes over."""

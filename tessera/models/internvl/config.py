@@ -17,21 +17,23 @@ WHERE = "config.json (internvl)"
 
 
 class VisionConfig(Section):
-    hidden_size: int = Field(1024, gt=0)
-    intermediate_size: int = Field(4096, gt=0)
-    num_hidden_layers: int = Field(24, gt=0)
-    num_attention_heads: int = Field(16, gt=0)
+    hidden_size: int = Field(1024, gt=0, le=10**8)
+    intermediate_size: int = Field(4096, gt=0, le=10**8)
+    num_hidden_layers: int = Field(24, gt=0, le=10**4)
+    num_attention_heads: int = Field(16, gt=0, le=10**8)
     attention_bias: bool = Field(False, description="of the products that make queries, keys and values")
     use_qk_norm: bool = Field(False, description="queries and keys are normalised over all heads together")
     norm_type: Literal["layer_norm", "rms_norm"] = "layer_norm"
     layer_norm_eps: float = Field(1e-6, gt=0)
     hidden_act: Literal["gelu", "gelu_pytorch_tanh", "quick_gelu", "silu"] = "gelu"
-    image_size: int = Field(448, gt=0, description="pixels along each side of a tile")
-    patch_size: int = Field(14, gt=0)
-    num_channels: int = Field(3, gt=0)
+    image_size: int = Field(448, gt=0, le=10**8, description="pixels along each side of a tile")
+    patch_size: int = Field(14, gt=0, le=10**8)
+    num_channels: int = Field(3, gt=0, le=10**8)
     layer_scale_init_value: float = Field(0.1, description="at first, what attention and MLP give is scaled by this")
     use_mean_pooling: bool = Field(True, description="nothing is normalised behind the last block")
-    spatial_merge_size: int = Field(2, gt=0, description="patches along each side of a block that becomes one token")
+    spatial_merge_size: int = Field(
+        2, gt=0, le=10**8, description="patches along each side of a block that becomes one token"
+    )
 
     @property
     def patch_values(self) -> int:

@@ -45,10 +45,12 @@ INTERNLM = replace(QWEN, special=("<s>", *QWEN.special), begin="<s>", end_of_tex
 class TileOptions(ClipOptions):
     """The `data.processor` section of a recipe. What is left out comes from the model's folder, if it says."""
 
-    min_tiles: int | None = Field(None, gt=0, description="a picture is cut into so many tiles at least")
-    max_tiles: int | None = Field(None, gt=0, description="and so many at most, beside one of the whole; 1: never cut")
-    fps: float = Field(1.0, gt=0, description="frames taken from each second of a clip")
-    max_frames: int = Field(32, gt=0, description="taken even from a long clip")
+    min_tiles: int | None = Field(None, gt=0, le=10**6, description="a picture is cut into so many tiles at least")
+    max_tiles: int | None = Field(
+        None, gt=0, le=10**6, description="and so many at most, beside one of the whole; 1: never cut"
+    )
+    fps: float = Field(1.0, ge=1e-6, le=1e6, description="frames taken from each second of a clip")
+    max_frames: int = Field(32, gt=0, le=10**6, description="taken even from a long clip")
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,13 +52,13 @@ class VisionConfig(Section):
     """A CLIP tower (a class token before the patches, a norm before the blocks) or a SigLIP one."""
 
     kind: Literal["clip", "siglip"]
-    hidden_size: int = Field(768, gt=0)
-    intermediate_size: int = Field(3072, gt=0)
-    num_hidden_layers: int = Field(12, gt=0)
-    num_attention_heads: int = Field(12, gt=0)
-    num_channels: int = Field(3, gt=0)
-    image_size: int = Field(224, gt=0, description="side of the square pictures that the tower reads")
-    patch_size: int = Field(14, gt=0)
+    hidden_size: int = Field(768, gt=0, le=10**8)
+    intermediate_size: int = Field(3072, gt=0, le=10**8)
+    num_hidden_layers: int = Field(12, gt=0, le=10**4)
+    num_attention_heads: int = Field(12, gt=0, le=10**8)
+    num_channels: int = Field(3, gt=0, le=10**8)
+    image_size: int = Field(224, gt=0, le=10**8, description="side of the square pictures that the tower reads")
+    patch_size: int = Field(14, gt=0, le=10**8)
     hidden_act: Literal["quick_gelu", "gelu", "gelu_pytorch_tanh"] = "quick_gelu"
     layer_norm_eps: float = Field(1e-5, gt=0)
 
@@ -94,7 +94,9 @@ class TilesConfig(Section):
     """How a single picture is cut into tiles: into those of the resolution that wastes least of it."""
 
     pinpoints: tuple[tuple[int, int], ...] = Field(PINPOINTS, min_length=1, description="resolutions, height and width")
-    most: int = Field(9, gt=0, description="tiles' worth of tokens; what would be more is interpolated down to it")
+    most: int = Field(
+        9, gt=0, le=10**8, description="tiles' worth of tokens; what would be more is interpolated down to it"
+    )
 
 
 class LlavaConfig(Section):

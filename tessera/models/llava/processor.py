@@ -65,7 +65,9 @@ VICUNA = ChatTemplate(
 class LlavaOptions(ClipOptions):
     """The `data.processor` section of a recipe. What is left out comes from the model's folder, if it says."""
 
-    max_frames: int = Field(32, gt=0, description="taken even from a long clip: as many as OneVision was trained with")
+    max_frames: int = Field(
+        32, gt=0, le=10**6, description="taken even from a long clip: as many as OneVision was trained with"
+    )
 
 
 @dataclass(frozen=True, eq=False)

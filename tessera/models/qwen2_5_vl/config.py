@@ -24,12 +24,12 @@ _SILENT = {"hidden_size": 3584, "tokens_per_second": 4}  # what a folder means t
 
 
 class VisionConfig(GridVisionConfig):
-    depth: int = Field(32, gt=0)
-    hidden_size: int = Field(1280, gt=0)
-    intermediate_size: int = Field(3420, gt=0)
-    num_heads: int = Field(16, gt=0)
-    tokens_per_second: int = Field(2, gt=0, description="positions along time that a second of a clip takes")
-    window_size: int = Field(112, gt=0, description="pixels along each side of a window")
+    depth: int = Field(32, gt=0, le=10**4)
+    hidden_size: int = Field(1280, gt=0, le=10**8)
+    intermediate_size: int = Field(3420, gt=0, le=10**8)
+    num_heads: int = Field(16, gt=0, le=10**8)
+    tokens_per_second: int = Field(2, gt=0, le=10**8, description="positions along time that a second of a clip takes")
+    window_size: int = Field(112, gt=0, le=10**8, description="pixels along each side of a window")
     fullatt_block_indexes: tuple[int, ...] = Field((7, 15, 23, 31), description="blocks that see whole frames")
     hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh", "quick_gelu"] = "silu"
 

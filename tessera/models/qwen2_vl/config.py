@@ -38,10 +38,10 @@ class TextConfig(text_tower.TextConfig):
 
 
 class VisionConfig(GridVisionConfig):
-    depth: int = Field(32, gt=0)
-    embed_dim: int = Field(1280, gt=0)
-    num_heads: int = Field(16, gt=0)
-    mlp_ratio: int = Field(4, gt=0)
+    depth: int = Field(32, gt=0, le=10**4)
+    embed_dim: int = Field(1280, gt=0, le=10**8)
+    num_heads: int = Field(16, gt=0, le=10**8)
+    mlp_ratio: int = Field(4, gt=0, le=10**8)
     hidden_act: Literal["quick_gelu", "gelu", "gelu_pytorch_tanh"] = "quick_gelu"
 
     @model_validator(mode="after")

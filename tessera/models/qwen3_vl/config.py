@@ -32,23 +32,25 @@ SPELLINGS = {
 
 
 class TextConfig(text_tower.TextConfig):
-    head_dim: int | None = Field(128, gt=0)
+    head_dim: int | None = Field(128, gt=0, le=10**8)
     qk_norm: bool = True
     rope_theta: float = Field(5e6, gt=0)
     mrope_section: tuple[int, int, int] | None = SECTIONS
     mrope_interleaved: bool = True
-    max_position_embeddings: int = Field(262144, gt=0)
+    max_position_embeddings: int = Field(262144, gt=0, le=10**8)
     bos_token_id: int | None = 151643
     eos_token_id: int | tuple[int, ...] | None = 151645
 
 
 class VisionConfig(GridVisionConfig):
-    depth: int = Field(27, gt=0)
-    hidden_size: int = Field(1152, gt=0)
-    intermediate_size: int = Field(4304, gt=0)
-    num_heads: int = Field(16, gt=0)
-    patch_size: int = Field(16, gt=0)
-    num_position_embeddings: int = Field(2304, gt=0, description="entries of the table of positions, a square")
+    depth: int = Field(27, gt=0, le=10**4)
+    hidden_size: int = Field(1152, gt=0, le=10**8)
+    intermediate_size: int = Field(4304, gt=0, le=10**8)
+    num_heads: int = Field(16, gt=0, le=10**8)
+    patch_size: int = Field(16, gt=0, le=10**8)
+    num_position_embeddings: int = Field(
+        2304, gt=0, le=10**8, description="entries of the table of positions, a square"
+    )
     deepstack_visual_indexes: tuple[int, ...] = Field(
         (8, 16, 24), description="blocks whose features are added after the first, second ... layer of the text"
     )

@@ -31,7 +31,9 @@ TEMPLATE = ChatTemplate(turns=QWEN_TURNS, system=None)
 class Qwen3VLOptions(GridOptions):
     """The `data.processor` section of a recipe. What is left out comes from the model's folder, if it says."""
 
-    video_min_pixels: int | None = Field(None, gt=0, description="the same bounds for all frames of a clip together")
+    video_min_pixels: int | None = Field(
+        None, gt=0, le=10**12, description="the same bounds for all frames of a clip together"
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,94 @@
+"""YAML as version 1.2 reads it: `true` and `false` are the only booleans, `off`, `no`, `on` and `yes` are words.
+
+Version 1.1, which PyYAML reads by itself, also takes `12:30` for a number of seconds, `010` for eight and a date for an
+object of its own. None of that is meant in a recipe.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+MAX_DEPTH = 100
+MAX_DIGITS = 100  # of one number; what is too large for its key is said later, by the key
+
+# Kind of value, its spelling, and the characters it can begin with.
+_RESOLVERS: tuple[tuple[str, str, list[str]], ...] = (
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"^(?:[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
+    (
+        "float",
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        list("-+0123456789."),
+    ),
+    ("null", r"^(?:~|null|Null|NULL|)$", [*"~nN", ""]),
+)
+
+
+class Loader(yaml.SafeLoader):
+    """Reads plain data, without aliases (bombs) or keys given twice (silent loss)."""
+
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - PyYAML's own name; filled below
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not allowed here", event.start_mark)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "nested too deeply to be a configuration", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, (str, int, float)) or isinstance(key, bool):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def refuse(self, node: Any) -> None:
+        raise yaml.constructor.ConstructorError(None, None, f"{node.tag} has no use here", node.start_mark)
+
+    def integer(self, node: Any) -> int:
+        text = self.construct_scalar(node).replace("_", "")
+        if len(text) > MAX_DIGITS:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"a number of {len(text)} digits has no use here", node.start_mark
+            )
+        base = {"0x": 16, "0o": 8}.get(text[:2], 10)
+        return int(text[2:] if base != 10 else text, base)
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes what `Loader` reads back the same: words that either version would take for something else are quoted."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: list(known) for first, known in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> Any:
+    """Text with characters that cannot be seen is written with escapes; PyYAML itself loses some of them."""
+    seen = all(character.isprintable() or character == "\n" for character in text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if seen else '"')
+
+
+for _name, _pattern, _first in _RESOLVERS:
+    for _kind in (Loader, Dumper):
+        _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
+for _name in ("binary", "timestamp", "omap", "pairs", "set"):  # no key of a recipe holds any of these
+    Loader.add_constructor(f"tag:yaml.org,2002:{_name}", Loader.refuse)
+Dumper.add_representer(str, _represent_text)
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.integer)
