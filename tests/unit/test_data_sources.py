@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -24,6 +25,8 @@ from tessera.data.sources import find_rows
 from tessera.data.sources.base import Source
 from tessera.data.sources.forms import RowError
 from tessera.data.sources.open import open_source
+from tessera.data.sources.parquet import _reader, open_parquet
+from tessera.data.sources.parquet_pages import large_columns
 from tessera.data.sources.within import Within
 from tessera.data.tables import Tables, write_tables
 
@@ -387,6 +390,75 @@ def test_parquet_rows_with_pictures_inside(tmp_path: Path) -> None:
 
     listed = [{"messages": row("<image>?", "b")["messages"], "images": [data]}]
     assert opened(write_parquet(tmp_path / "b.parquet", listed)).read(0).media()[0].value == data
+
+
+PARQUET_FORMS: list[dict[str, Any]] = [
+    {},
+    {"compression": "none", "use_dictionary": False},
+    {"compression": "zstd", "data_page_version": "2.0"},
+    {"compression": "gzip", "data_page_version": "2.0", "use_dictionary": False},
+    {"compression": "brotli"},
+    {"compression": "lz4"},  # left to pyarrow
+]
+
+
+@pytest.mark.parametrize("options", PARQUET_FORMS)
+@pytest.mark.parametrize("place", ["struct", "own", "list", "text"])
+def test_parquet_rows_by_pages_are_those_by_groups(tmp_path: Path, options: dict[str, Any], place: str) -> None:
+    chance = random.Random(7)
+    shown = [chance.randbytes(chance.randint(0, 40_000)) for _ in range(12)]
+
+    def cell(number: int) -> Any:
+        data = None if number % 9 == 4 else shown[chance.randrange(len(shown))]
+        if place == "text":
+            return None if data is None else data.hex()
+        if place == "struct":
+            return None if number % 11 == 3 else {"bytes": data, "path": f"{number}.png"}
+        return data if place == "own" else [data, b"x"]
+
+    rows = [{"id": f"r{n}", "words": "w" * n, "image": cell(n)} for n in range(60)]
+    path = write_parquet(tmp_path / "a.parquet", rows, row_group_size=25, data_page_size=50_000, **options)
+    file = open_parquet(path, "a", None, None)
+    whole = [raw for _, raw in file.scan(range(60))]
+    order = random.Random(3).sample(range(60), 60)
+    assert [file.load(n) for n in order] == [whole[n] for n in order]
+    assert whole[0].content == {key: value for key, value in rows[0].items() if value is not None}
+    pages = [group.pages for group in file._kept.values()]
+    assert any(pages) == (place != "list" and options.get("compression") != "lz4")
+
+
+def bytes_read() -> int:
+    """By this process, from files of any kind."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_shuffled_parquet_does_not_read_a_group_for_each_sample(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    rows = [{"id": f"r{n}", "text": "t", "image": chance.randbytes(20_000)} for n in range(800)]
+    path = write_parquet(tmp_path / "a.parquet", rows, row_group_size=200, data_page_size=100_000)
+    file = open_parquet(path, "a", None, None)
+    order = [group * 200 + chance.randrange(200) for _ in range(10) for group in range(4)]
+    before = bytes_read()
+    assert [file.load(n).content["image"] for n in order] == [rows[n]["image"] for n in order]
+    assert bytes_read() - before < 2 * path.stat().st_size  # by groups: ten times the file
+
+
+def test_parquet_pages_that_lie_are_left_to_pyarrow(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    rows = [{"id": f"r{n}", "text": "t", "image": chance.randbytes(12_000)} for n in range(20)]
+    for compression in ("none", "snappy"):
+        path = write_parquet(tmp_path / "a.parquet", rows, data_page_size=30_000, compression=compression)
+        whole = path.read_bytes()
+        column = large_columns(_reader(path.open("rb")), 0)[0]
+        for number in range(60):
+            torn = bytearray(whole)
+            at = column.start + (number if number < 40 else chance.randrange(column.size))
+            torn[at] ^= 1 << chance.randrange(8)
+            path.write_bytes(torn)
+            file = open_parquet(path, "a", None, None)
+            for one in (0, 11, 19):
+                with contextlib.suppress(RowError):  # no other error
+                    assert file.load(one).content["text"] == "t"
 
 
 def test_parquet_that_lies(tmp_path: Path) -> None:

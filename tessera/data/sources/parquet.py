@@ -1,9 +1,12 @@
-"""Parquet files: one row group is read at a time, and the last one is kept."""
+"""Parquet files. A walk through all rows reads one row group after another; a single row is put together of the small
+columns of its group, which are kept for a while, and of the one page in which each of its large values lies."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,20 @@ from typing import Any
 from tessera.core.errors import TesseraError, first_line
 from tessera.data.sources.container import Raw, file_facts
 from tessera.data.sources.forms import RowError
+from tessera.data.sources.parquet_pages import ColumnPages, large_columns
 
 MAX_GROUP_BYTES = 4 << 30  # of one row group, unpacked: it is in memory while its rows are read
 MAX_ROW_BYTES = 512 << 20  # with pictures inside
+_KEPT_BYTES = 256 << 20  # of groups that rows were read from, in each process; the last one is kept whatever it takes
 _HEADER_BYTES = 256 << 20  # of what a footer may make the reader set aside
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What is kept of a row group: a table of the columns that are read whole, and where pages of the others lie."""
+
+    table: Any
+    pages: tuple[ColumnPages, ...]
 
 
 class ParquetFile:
@@ -26,10 +39,12 @@ class ParquetFile:
         self.starts = [0, *accumulate(groups)]
         self.count = self.starts[-1] if limit is None else min(limit, self.starts[-1])
         self._facts = facts
-        self._last: tuple[int, Any] | None = None  # (group, its table): not carried to other processes
+        # Neither is carried to other processes.
+        self._metadata: Any = None  # of the footer, which takes long to read where there are many groups
+        self._kept: OrderedDict[int, _Group] = OrderedDict()  # groups that rows were read from, the last one last
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None}
+        return {**self.__dict__, "_metadata": None, "_kept": OrderedDict()}
 
     def __len__(self) -> int:
         return self.count
@@ -42,8 +57,13 @@ class ParquetFile:
 
     def load(self, row: int) -> Raw:
         group, at = self._find(row)
-        table = self._group(group, row)
-        return self._raw(table.slice(at, 1), row)
+        found = self._group(group, row)
+        try:
+            large = [(pages.column.path, pages.value(self.path, at)) for pages in found.pages]
+        except Exception:  # of a form that only pyarrow knows, or damaged: pyarrow shall say so
+            found = self._keep(group, _Group(self._table(group, row), ()))
+            large = []
+        return self._raw(found.table.slice(at, 1), row, large)
 
     def scan(self, rows: range) -> Iterator[tuple[int, Raw | RowError]]:
         assert rows.step == 1
@@ -52,7 +72,7 @@ class ParquetFile:
             group, _ = self._find(row)
             until = min(rows.stop, self.starts[group + 1])
             try:
-                table = self._group(group, row)
+                table = self._table(group, row)
             except RowError as error:
                 for lost in range(row, until):
                     yield lost, RowError(self.place(lost), error.reason)
@@ -69,31 +89,71 @@ class ParquetFile:
         group = bisect_right(self.starts, row) - 1
         return group, row - self.starts[group]
 
-    def _group(self, group: int, row: int) -> Any:
-        if self._last is not None and self._last[0] == group:
-            return self._last[1]
-        self._last = None  # two groups are never held at once
+    def _group(self, group: int, row: int) -> _Group:
+        if group in self._kept:
+            self._kept.move_to_end(group)
+            return self._kept[group]
+        try:
+            with self.path.open("rb") as file:
+                reader = self._reader(file)
+                rows = reader.metadata.row_group(group).num_rows
+                found = tuple(ColumnPages.find(file, column, rows) for column in large_columns(reader, group))
+            names = _without(reader, found)
+        except Exception:  # see `load`
+            found, names = (), None
+        return self._keep(group, _Group(self._table(group, row, names), () if names is None else found))
+
+    def _keep(self, group: int, found: _Group) -> _Group:
+        self._kept[group] = found
+        self._kept.move_to_end(group)
+        while len(self._kept) > 1 and sum(one.table.nbytes for one in self._kept.values()) > _KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return found
+
+    def _table(self, group: int, row: int, names: list[str] | None = None) -> Any:
+        """Of a row group all columns, or these."""
         promised = self.starts[group + 1] - self.starts[group]
         try:
             with self.path.open("rb") as file:
-                reader = _reader(file)
-                _check_size(reader, group)
-                table = reader.read_row_group(group, use_threads=False)
+                reader = self._reader(file)
+                _check_size(reader, group, names)
+                table = reader.read_row_group(group, columns=names, use_threads=False)
         except Exception as error:  # what a reader raises on foreign bytes is not listed anywhere
             raise RowError(self.place(row), f"row group {group} cannot be read: {first_line(error)}") from None
         if table.num_rows != promised:
             raise RowError(self.place(row), f"row group {group} has {table.num_rows} rows, its header says {promised}")
-        self._last = (group, table)
         return table
 
-    def _raw(self, one: Any, row: int) -> Raw:
-        if one.nbytes > MAX_ROW_BYTES:
-            raise RowError(self.place(row), f"a row of {one.nbytes} bytes is too large to be a sample")
+    def _reader(self, file: Any) -> Any:
+        reader = _reader(file, self._metadata)
+        self._metadata = reader.metadata
+        return reader
+
+    def _raw(self, one: Any, row: int, large: Sequence[tuple[tuple[str, ...], bytes | str | None]] = ()) -> Raw:
+        size = one.nbytes + sum(len(value) for _, value in large if value is not None)
+        if size > MAX_ROW_BYTES:
+            raise RowError(self.place(row), f"a row of {size} bytes is too large to be a sample")
         try:
             content = one.to_pylist()[0]
         except Exception as error:  # text that is not UTF-8, offsets that lie
             raise RowError(self.place(row), f"cannot be read: {first_line(error)}") from None
+        for path, value in large:
+            within = content
+            for name in path[:-1]:
+                within = None if within is None else within[name]
+            if within is not None:  # no struct, no value in it
+                within[path[-1]] = value
         return Raw({key: value for key, value in content.items() if value is not None})
+
+
+def _without(reader: Any, large: Sequence[ColumnPages]) -> list[str] | None:
+    """The columns that are left to pyarrow; None for all, where it could not tell what is around the others."""
+    about = reader.metadata.row_group(0)
+    paths = [about.column(number).path_in_schema for number in range(about.num_columns)]
+    others = [path for path in paths if path not in {".".join(pages.column.path) for pages in large}]
+    around = {pages.column.path[:-1] for pages in large} - {()}
+    told = all(any(path.startswith(".".join(names) + ".") for path in others) for names in around)
+    return others if large and others and told else None
 
 
 def open_parquet(path: Path, name: str, limit: int | None, cache_folder: Path | None) -> ParquetFile:
@@ -113,18 +173,22 @@ def open_parquet(path: Path, name: str, limit: int | None, cache_folder: Path | 
     return ParquetFile(path, name, groups, limit, file_facts(path))
 
 
-def _reader(file: Any) -> Any:
+def _reader(file: Any, metadata: Any = None) -> Any:
     try:
         import pyarrow.parquet
     except ModuleNotFoundError:
         raise TesseraError("reading Parquet files needs pyarrow", fix="pip install 'tessera-mm[parquet]'") from None
     return pyarrow.parquet.ParquetFile(
-        file, thrift_string_size_limit=_HEADER_BYTES, thrift_container_size_limit=_HEADER_BYTES // 64
+        file,
+        metadata=metadata,
+        thrift_string_size_limit=_HEADER_BYTES,
+        thrift_container_size_limit=_HEADER_BYTES // 64,
     )
 
 
-def _check_size(reader: Any, group: int) -> None:
+def _check_size(reader: Any, group: int, names: list[str] | None) -> None:
     about = reader.metadata.row_group(group)
-    size = sum(max(0, about.column(number).total_uncompressed_size) for number in range(about.num_columns))
+    columns = [about.column(number) for number in range(about.num_columns)]
+    size = sum(max(0, one.total_uncompressed_size) for one in columns if names is None or one.path_in_schema in names)
     if size > MAX_GROUP_BYTES:
         raise ValueError(f"it has {size} bytes unpacked, {MAX_GROUP_BYTES} are allowed; write smaller row groups")
