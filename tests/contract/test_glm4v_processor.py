@@ -30,7 +30,6 @@ from transformers.video_utils import VideoMetadata
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, MediaSize, Message, Sample
-from tessera.data.media.clips import spread
 from tessera.models._chat.templates import GLM4V
 from tessera.models.glm4v.config import Glm4vConfig
 from tessera.models.glm4v.positions import between_entries
@@ -245,7 +244,9 @@ def test_seconds_are_written_behind_frames(
     size = MediaSize(56, 56, frames, total=total, rate=rate)
     sample = conversation("image", "video")
     ours = processor.encode(sample, [picture(61, 87), clip(frames, 56, 56)], [MediaSize(61, 87), size])
-    metadata = VideoMetadata(total_num_frames=total, fps=rate, frames_indices=spread(frames, total))
+    chosen = processor.sampling.choose(total, rate)  # see test_sampled_frames
+    chosen = chosen if len(chosen) == frames else processor.sampling.spread(frames, total)
+    metadata = VideoMetadata(total_num_frames=total, fps=rate, frames_indices=chosen)
     image, video = ours.media["grids"]
     expected = reference_ids(request.getfixturevalue(where), sample, [image], [(metadata, video)])
     assert ours.tokens.tolist() == [*expected, IDS["<|user|>"]]

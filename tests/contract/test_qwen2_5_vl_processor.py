@@ -37,7 +37,6 @@ from transformers.video_utils import VideoMetadata
 from transformers.vision_utils import get_vision_window_index
 
 from tessera.core.types import MediaSize, Message, Part, Sample
-from tessera.data.media.clips import spread
 from tessera.data.media.images import Limits
 from tessera.data.media.read import probe, read_media
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
@@ -216,7 +215,7 @@ def test_positions_are_the_references(
     images, videos = by_kind(ours.media["grids"], media)
     seconds = None
     if videos is not None:
-        known = VideoMetadata(total_num_frames=total, fps=rate, frames_indices=spread(taken, total))
+        known = VideoMetadata(total_num_frames=total, fps=rate, frames_indices=processor.sampling.spread(taken, total))
         seconds = torch.tensor([2 / known.sampled_fps] * len(videos))  # a float32 tensor, as its processor returns it
     assert torch.equal(ours.positions, reference_positions(ours.tokens, images, videos, seconds, config))
 

@@ -45,7 +45,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
-from tessera.data.media.clips import spread
+from tessera.data.media.clips import VideoSampling
 from tessera.data.media.images import Limits
 from tessera.data.media.read import probe, read_media
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
@@ -201,7 +201,7 @@ def expanded(reference: ReferenceProcessor, words: str, sizes: list[MediaSize], 
     seen = {"image_grid_thw": torch.tensor(grids), "video_grid_thw": torch.tensor(grids)}
     metadata = []
     for size in sizes:
-        chosen = spread(size.frames, size.total or size.frames)
+        chosen = VideoSampling(rule="ends").spread(size.frames, size.total or size.frames)  # see test_sampled_frames
         metadata.append(VideoMetadata(total_num_frames=size.total or size.frames, fps=size.rate, frames_indices=chosen))
     seen["video_metadata"] = metadata  # type: ignore[assignment]
     start, end = reference.vision_start_token, reference.vision_end_token
@@ -309,7 +309,8 @@ def test_seconds_follow_the_frames_that_are_taken(processor: Qwen3VLProcessor, f
     assert sizes[0].frames == 12
     spelled = processor.spell(processor.encode(sample, media, sizes).tokens.tolist())
     told = [word.split(" seconds>")[0] for word in spelled.split("<")[1:] if " seconds>" in word]
-    assert told == ["0.2", "1.2", "2.2", "3.2", "4.2", "5.2"]
+    # Of frames 0, 5, 11, 16, 21, 27, 32, 38, 43, 48, 54 and 59, at ten a second.
+    assert told == ["0.2", "1.4", "2.4", "3.5", "4.5", "5.7"]
 
 
 def test_only_what_the_assistant_says_is_trained(processor: Qwen3VLProcessor) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -11,6 +12,15 @@ from PIL import Image
 from tessera.core.errors import TesseraError
 from tessera.core.types import MediaSize
 from tessera.data.media.images import Limits, Target, smaller
+
+# Which frames of a clip are taken, once it is known how many. Each family has its own rule, that of the preprocessor it
+# was published with, and the seconds in captions follow from it:
+#   even     at i x total / count, rounded down (LLaVA-OneVision)
+#   steps    the same, computed in fp32 as the reference does: very long clips differ by a frame (Qwen2-VL, Qwen2.5-VL)
+#   middles  as steps, from the middle of each part (InternVL)
+#   ends     from the first frame to the last, rounded to the nearest; any number of frames (Qwen3-VL)
+#   clock    at every tick of `fps`, rounded up; from a clip that is too long, evenly over its seconds (GLM-4.1V)
+Rule = Literal["even", "steps", "middles", "ends", "clock"]
 
 
 @dataclass(frozen=True)
@@ -23,9 +33,12 @@ class VideoSampling:
     max_frames: int = 768
     multiple: int = 2
     frames: int | None = None
+    rule: Rule = "even"
 
     def count(self, total: int, rate: float | None) -> int:
         """Frames to take of `total` at `rate` per second; without a rate the clip is taken as already sampled."""
+        if self.rule == "clock" and self.frames is None and rate is not None:
+            return len(self._ticks(total, rate))
         if self.frames is not None:
             taken = min(self.frames, total)
         else:
@@ -35,12 +48,34 @@ class VideoSampling:
         return max(taken // self.multiple * self.multiple, 1)
 
     def choose(self, total: int, rate: float | None) -> list[int]:
-        return spread(self.count(total, rate), total)
+        """Numbers of the frames that are taken."""
+        if self.rule == "clock" and self.frames is None and rate is not None:
+            return self._ticks(total, rate)
+        return self.spread(self.count(total, rate), total)
 
+    def spread(self, count: int, total: int) -> list[int]:
+        """Numbers of `count` frames from the whole of a clip; some come twice where it has fewer."""
+        if self.rule == "ends":
+            return [int(n) for n in np.linspace(0, total - 1, count).round()]
+        if self.rule in ("steps", "middles"):
+            step = total / count
+            shift = step / 2 if self.rule == "middles" else 0.0
+            return [int(np.float32(shift + i * step)) for i in range(count)]
+        return [i * total // count for i in range(count)]
 
-def spread(count: int, total: int) -> list[int]:
-    """Numbers of `count` frames, evenly from the whole of a clip; some come twice where it has fewer."""
-    return [i * total // count for i in range(count)]
+    def _ticks(self, total: int, rate: float) -> list[int]:
+        last, seconds, longest = total - 1, total / rate, self.max_frames / self.fps
+        if seconds <= longest:
+            ticks = max(math.floor(seconds * self.fps), 1)
+            found = [min(last, math.ceil(i * rate / self.fps)) for i in range(ticks)]
+        elif self.max_frames >= total:
+            found = list(range(total))
+        else:
+            found = [min(last, math.ceil(t * rate)) for t in np.linspace(0, seconds, self.max_frames)]
+        once = list(dict.fromkeys(found))
+        if len(once) < min(self.min_frames, total):
+            once = self.spread(min(self.min_frames, total), total)
+        return once + [once[-1]] * (-len(once) % self.multiple)
 
 
 class Clip(NamedTuple):

@@ -19,7 +19,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.types import MediaSize
 from tessera.data.media import animation
 from tessera.data.media.boxes import quarters
-from tessera.data.media.clips import Clip, Frames, VideoSampling, promised, spread
+from tessera.data.media.clips import Clip, Frames, VideoSampling, promised
 from tessera.data.media.containers import container, decoder, reason
 from tessera.data.media.files import Opened
 from tessera.data.media.images import Limits, Target, decode_image, probe_image
@@ -56,7 +56,10 @@ def decode(
         with container(source, "video", limits) as held:
             packets = _packets(held, known, source.name)
     total = known.total - sum(packets.hidden) if known.counted else packets.shown
-    chosen = [min(number, packets.shown - 1) for number in spread(size.frames, max(1, total))]
+    numbers = sampling.choose(max(1, total), clip.rate)
+    if len(numbers) != size.frames:  # that many were promised, of what the header said
+        numbers = sampling.spread(size.frames, max(1, total))
+    chosen = [min(number, packets.shown - 1) for number in numbers]
     for attempt in (_decoded_parts, _decoded_all):
         frames = Frames(chosen, size, target, source.name)
         with container(source, "video", limits) as held:

@@ -14,6 +14,7 @@ from pydantic import Field
 from tessera.core.errors import TesseraError
 from tessera.core.types import MediaSize, PartKind
 from tessera.data.chat import ChatTemplate
+from tessera.data.media.clips import Rule
 from tessera.data.media.images import to_rgb
 from tessera.data.patches import Patches, block_positions
 from tessera.data.side_files import IMAGE_FILE, VIDEO_FILE
@@ -37,6 +38,7 @@ class GridProcessor(ConversationProcessor):
     """Pictures become a grid of patches (time, height, width), which are merged block by block into tokens."""
 
     files: ClassVar[GridFiles] = GridFiles()
+    frames_rule: ClassVar[Rule] = "steps"
 
     image: Patches
     video: Patches
@@ -73,7 +75,9 @@ class GridProcessor(ConversationProcessor):
                 where=str(folder / VIDEO_FILE),
                 fix=f"use the same image_mean, image_std and rescale_factor there and in {IMAGE_FILE}",
             )
-        sampling = replace(chosen.sampling(folder), multiple=geometry.temporal_patch_size)
+        # Where any number of frames is taken, the last patch along time is filled by its last frame.
+        multiple = 1 if cls.frames_rule == "ends" else geometry.temporal_patch_size
+        sampling = replace(chosen.sampling(folder), multiple=multiple, rule=cls.frames_rule)
         return cls(encoder, template, sampling, chosen.train_on, False, image, video)
 
     def facts(self) -> list[Any]:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from tessera.core.types import MediaSize, PartKind
-from tessera.data.media.clips import spread
 from tessera.data.patches import block_positions
 from tessera.models._chat.grids import GridProcessor
 from tessera.models._chat.processor import View
@@ -38,7 +37,7 @@ class TimedClipsProcessor(GridProcessor):
     def view(self, kind: PartKind, size: MediaSize) -> View:
         patches = self.patches(kind)
         t, h, w = patches.grid(size.height, size.width, size.frames)
-        captions = tuple(self.caption(*shown) for shown in _seconds(size, t, patches.temporal))
+        captions = tuple(self.caption(*shown) for shown in self._seconds(size, t, patches.temporal))
         return View(
             tokens=(h * w // patches.merge**2,) * t,
             pieces=(h * w,) * t,
@@ -55,10 +54,11 @@ class TimedClipsProcessor(GridProcessor):
             "patch_weights": np.tile(weights, (t, 1)),
         }
 
-
-def _seconds(size: MediaSize, steps: int, temporal: int) -> list[tuple[float, float]]:
-    """When the first and the last frame of each step were shown."""
-    chosen = spread(size.frames, size.total or size.frames)
-    rate, last = size.rate or UNKNOWN_RATE, size.frames - 1
-    ends = [(chosen[min(n * temporal, last)], chosen[min((n + 1) * temporal - 1, last)]) for n in range(steps)]
-    return [(first / rate, end / rate) for first, end in ends]
+    def _seconds(self, size: MediaSize, steps: int, temporal: int) -> list[tuple[float, float]]:
+        """When the first and the last frame of each step were shown."""
+        chosen = self.sampling.choose(size.total, size.rate) if size.total else []
+        if len(chosen) != size.frames:  # frames that someone else took
+            chosen = self.sampling.spread(size.frames, size.total or size.frames)
+        rate, last = size.rate or UNKNOWN_RATE, size.frames - 1
+        ends = [(chosen[min(n * temporal, last)], chosen[min((n + 1) * temporal - 1, last)]) for n in range(steps)]
+        return [(first / rate, end / rate) for first, end in ends]

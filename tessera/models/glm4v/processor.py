@@ -19,9 +19,9 @@ from tessera.core.config import build
 from tessera.core.errors import TesseraError
 from tessera.core.types import Part
 from tessera.data.chat import Piece
-from tessera.data.media.clips import VideoSampling
+from tessera.data.media.clips import Rule, VideoSampling
 from tessera.data.patches import Patches
-from tessera.data.side_files import BOTH_FILE, IMAGE_FILE
+from tessera.data.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 from tessera.models._chat.grids import GridOptions
 from tessera.models._chat.preprocessor_files import (
     Bounds,
@@ -52,13 +52,20 @@ class Glm4vOptions(GridOptions):
     video_min_pixels: int | None = Field(
         None, gt=0, le=10**12, description="the same bounds for all frames of a clip together"
     )
-    min_frames: int = Field(2, gt=0, le=10**6, description="taken even from a short clip, if it has them")
+    min_frames: int = Field(1, gt=0, le=10**6, description="taken even from a short clip, if it has them")
     max_frames: int = Field(600, gt=0, le=10**6, description="taken even from a long clip")
 
     def sampling(self, folder: Path) -> VideoSampling:
         """Preprocessor files hold a number of frames beside the rate, which this family's reference passes over."""
         found = super().sampling(folder)
-        return replace(found, frames=self.frames) if "fps" in read_sampling(folder) else found
+        said = read_sampling(folder)
+        if "fps" in said:
+            found = replace(found, frames=self.frames)
+        longest = read_json(folder / VIDEO_FILE).get("max_duration")
+        free = "max_frames" not in said.keys() | self.model_fields_set
+        if free and isinstance(longest, (int, float)) and longest > 0:  # in seconds
+            found = replace(found, max_frames=max(1, int(longest * found.fps)))
+        return found
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,8 @@ class Glm4vFiles(GridFiles):
 
 @dataclass(frozen=True, eq=False)
 class Glm4vProcessor(TimedClipsProcessor):
-    meaning: ClassVar[str] = "glm4v 1"
+    meaning: ClassVar[str] = "glm4v 2"
+    frames_rule: ClassVar[Rule] = "clock"
     tokenizer_kind: ClassVar[str | None] = "PreTrainedTokenizerFast"
     files: ClassVar[GridFiles] = Glm4vFiles()
 

@@ -55,7 +55,7 @@ class TileOptions(ClipOptions):
 
 @dataclass(frozen=True, eq=False)
 class InternVLProcessor(ConversationProcessor):
-    meaning: ClassVar[str] = "internvl 1"
+    meaning: ClassVar[str] = "internvl 2"
     axes: ClassVar[int] = 1
 
     image: Tiles
@@ -75,7 +75,7 @@ class InternVLProcessor(ConversationProcessor):
             template = replace(template, system=template.system_in(jinja))
         check_words(encoder, template, {CONTEXT: config.image_token_id}, config.text.vocab_size, folder)
         image, video = read_tiles(folder, config.vision, chosen.min_tiles, chosen.max_tiles)
-        sampling = replace(chosen.sampling(folder), multiple=1)
+        sampling = replace(chosen.sampling(folder), multiple=1, rule="middles")
         return cls(encoder, template, sampling, chosen.train_on, False, image, video, config.longest)
 
     def facts(self) -> list[Any]:

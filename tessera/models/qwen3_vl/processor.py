@@ -17,6 +17,7 @@ from pydantic import Field
 from tessera.core.config import build
 from tessera.core.types import Part
 from tessera.data.chat import ChatTemplate, Piece
+from tessera.data.media.clips import Rule
 from tessera.models._chat.grids import GridOptions
 from tessera.models._chat.preprocessor_files import GridFiles
 from tessera.models._chat.processor import View
@@ -38,7 +39,8 @@ class Qwen3VLOptions(GridOptions):
 
 @dataclass(frozen=True, eq=False)
 class Qwen3VLProcessor(TimedClipsProcessor):
-    meaning: ClassVar[str] = "qwen3_vl 1"
+    meaning: ClassVar[str] = "qwen3_vl 2"
+    frames_rule: ClassVar[Rule] = "ends"
     files: ClassVar[GridFiles] = GridFiles(
         processor="Qwen3VLProcessor",
         video="Qwen3VLVideoProcessor",
