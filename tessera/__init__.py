@@ -1,4 +1,4 @@
-"""Train multimodal models: models that see, listen and imagine.
+"""Train vision-language and language models, and any `nn.Module`, on one device or many.
 
     import tessera
     run = tessera.train("recipe.yaml", {"train.steps": 100})

@@ -17,7 +17,7 @@ from tessera.core.errors import TesseraError
 
 app = typer.Typer(
     name="tessera",
-    help="Train multimodal models: models that see, listen and imagine.",
+    help="Train vision-language and language models, and any nn.Module, on one device or many.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -1,0 +1,210 @@
+"""What the pages say is asked of the code: every command, every recipe and every key that they show."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from test_config_values import KEYS
+
+from tessera.cli.main import app
+from tessera.core.config import parse_overrides, parse_yaml
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import RunConfig, load_config
+from tessera.models import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in PAGES if page.name != "log.md"]  # the diary tells what was, also of keys that are gone
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+BASE: dict[str, Any] = {"model": {"family": "qwen2_vl"}, "train": {"steps": 1000, "global_batch": 96}}
+SECTIONS = [name for name, field in RunConfig.model_fields.items() if hasattr(field.annotation, "model_fields")]
+FREE = ("model.config", "data.processor", "data.options", "train.task_options")
+
+
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    for _, language, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if language in languages:
+            yield textwrap.dedent(text)
+
+
+def spans(page: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", BLOCK.sub("", page.read_text(encoding="utf-8")))
+
+
+def ids(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+# ---------------------------------------------------------------------------------------------- commands
+
+
+def commands(page: Path) -> list[tuple[str, bool]]:
+    """Each with whether it is whole: in a block it is, in a sentence it may be a name alone."""
+    found = []
+    for text in blocks(page, "bash", "sh", ""):
+        for line in text.splitlines():
+            line = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line.strip())
+            if line.startswith("tessera "):
+                found.append((line, True))
+    return found + [(span, False) for span in spans(page) if span.startswith("tessera ")]
+
+
+def parse(line: str, whole: bool) -> list[str]:
+    """Parse a command by the real parser and run nothing. Return its key=value words."""
+    words = [
+        "0" if word == "R" else word
+        for word in shlex.split(line, comments=True)[1:]
+        if word not in ("…", "...", "VERB")
+    ]
+    command: Any = typer.main.get_command(app)
+    context = command.make_context("tessera", [], resilient_parsing=True)
+    while words and hasattr(command, "get_command"):  # a group; newer releases of typer have a click of their own
+        name = words.pop(0)
+        found = command.get_command(context, name)
+        assert found is not None, f"{line}: no command {name}"
+        command, context = found, found.make_context(name, [], parent=context, resilient_parsing=True)
+    if hasattr(command, "get_command"):
+        return []
+    try:
+        context = command.make_context(command.name, list(words))
+    except Exception as wrong:
+        kinds = {kind.__name__ for kind in type(wrong).__mro__}
+        if "MissingParameter" in kinds and not whole:
+            return []
+        raise AssertionError(f"{line}: {wrong}") from None
+    return [word for word in context.params.get("overrides") or [] if "=" in word]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_command_of_the_pages_is_one(page: Path) -> None:
+    for line, whole in commands(page):
+        words = parse(line, whole)
+        if not words:
+            continue
+        if "# error" in line:
+            with pytest.raises(TesseraError):
+                load_config(BASE, parse_overrides(words))
+        else:
+            base = {**BASE, "data": {"train": [{"path": "a.json"}]}}
+            load_config(base, parse_overrides([word.replace("NEW", "new") for word in words]))
+
+
+def test_a_command_that_is_none_is_found() -> None:
+    for line in ("tessera trian recipe.yaml", "tessera train recipe.yaml --nprocs 2", "tessera data docter x"):
+        with pytest.raises(AssertionError):
+            parse(line, True)
+    assert parse("tessera train recipe.yaml optim.lr=1e-4 --nproc 2", True) == ["optim.lr=1e-4"]
+
+
+# ---------------------------------------------------------------------------------------------- recipes and keys
+
+
+def is_recipe(tree: dict[str, Any]) -> str | None:
+    """None, or what is wrong with it, read as a recipe or as the inside of one of its sections."""
+    told = []
+    for wrapped in [tree, *({name: tree} for name in SECTIONS)]:
+        merged = dict(BASE)
+        for name, given in wrapped.items():
+            merged[name] = {**BASE[name], **given} if name in BASE and isinstance(given, dict) else given
+        if "path" in merged["model"] and "family" not in (tree.get("model") or {}):
+            merged["model"] = {key: value for key, value in merged["model"].items() if key != "family"}
+        try:
+            load_config(merged)
+        except TesseraError as error:
+            told.append(str(error))
+        else:
+            return None
+    return told[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_recipe_of_the_pages_is_one(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "fsdp2_config.yaml").write_text("sharding_size: 2\n")
+    monkeypatch.chdir(tmp_path)
+    for text in blocks(page, "yaml"):
+        tree = parse_yaml(text, str(page))
+        assert isinstance(tree, dict), text
+        assert is_recipe(tree) is None, f"{text}\n{is_recipe(tree)}"
+        if isinstance(tree.get("model"), dict):
+            assert not {"preset", "path"} <= set(tree["model"]), f"preset and path together:\n{text}"
+
+
+def test_a_recipe_that_is_none_is_found() -> None:
+    assert is_recipe({"train": {"stepz": 3}}) is not None
+    assert is_recipe({"kind": "own", "optoins": {}}) is not None
+    assert is_recipe({"tp": 2}) is None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_key_of_the_pages_exists(page: Path) -> None:
+    keys = {re.sub(r"\.(?:0|vision)(?=\.|$)", "", key) for key in KEYS}
+    shape = re.compile(rf"(?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+(?=$|[=: ])")
+    for span in spans(page):
+        found = shape.match(span)
+        if found is None or found[0].endswith((".py", ".json", ".jsonl", ".html", ".yaml")):
+            continue
+        key = re.sub(r"\.\d+(?=\.|$)", "", found[0])
+        if key.startswith(FREE):
+            continue
+        known = key in keys or (ROOT / "tessera" / key.replace(".", "/")).with_suffix(".py").exists()
+        known = known or (ROOT / "tessera" / key.replace(".", "/")).is_dir()
+        assert known, f"{ids(page)} names {span!r}, which is no key"
+
+
+# ---------------------------------------------------------------------------------------------- words
+
+
+NAMES = {
+    "glm4v": "GLM-4.1V",
+    "internvl": "InternVL",
+    "llama": "Llama",
+    "llava": "LLaVA",
+    "module": "nn.Module",
+    "qwen2": "Qwen2",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen2_vl": "Qwen2-VL",
+    "qwen3": "Qwen3",
+    "qwen3_vl": "Qwen3-VL",
+    "transformers": "transformers",
+}
+
+
+@pytest.mark.parametrize("page", PAGES[:2], ids=ids)
+def test_the_readme_names_every_family_and_every_section_is_in_the_reference(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert set(FAMILIES.names()) == set(NAMES)
+    assert [name for name in NAMES.values() if name not in text] == []
+    for word in ("LoRA", "QLoRA", "DPO", "EMA", "data doctor", "preflight", "SECURITY.md", "compile"):
+        assert word in text, word
+    reference = (ROOT / "docs" / "reference" / "recipes.md").read_text(encoding="utf-8")
+    counted = {9: "nine", 10: "ten", 8: "eight"}[len(SECTIONS)]
+    assert f"{counted} sections" in reference
+    assert all(f"| `{name}` |" in reference for name in SECTIONS)
+
+
+def test_every_extra_is_used_by_something() -> None:
+    imported = {"scikit-learn": "sklearn", "tensorboard": "torch.utils.tensorboard"}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    sources = [*(ROOT / "tessera").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    for extra, packages in extras.items():
+        for package in packages if extra != "dev" else []:
+            name = re.split(r"[<>=\[]", package)[0]
+            word = imported.get(name, name)
+            assert re.search(rf"^\s*(?:import|from) {word}\b", code, re.MULTILINE), (
+                f"extra {extra}: nothing uses {name}"
+            )
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?://)([^)#\s]+)", BLOCK.sub("", page.read_text(encoding="utf-8"))):
+            assert (page.parent / target).exists(), f"{ids(page)} links to {target}"
