@@ -71,6 +71,9 @@ def _deal_out(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, device
         apply_context(module, plan.context, mesh)
     apply_swap(module, present(module, plan.swap), device)
     if plan.sharded and isinstance(module, ShardsItself):
+        # Before the class recomputes or shards anything: both are hooks around a block, or a call of it, and what is
+        # compiled is the block's own code.
+        apply_compile(module, present(module, plan.compiled))
         _let_it_shard_itself(module, plan, mesh, device)
         return
     here = set(present(module, [part.path for part in plan.recompute]))
@@ -96,7 +99,7 @@ def _let_it_shard_itself(module: ShardsItself, plan: Plan, mesh: Mesh, device: t
     module._fully_shard(arguments, settings)
     module._post_fully_shard()
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not isinstance(parameter, DTensor):
+        if parameter.requires_grad and parameter.dim() and not isinstance(parameter, DTensor):
             raise TesseraError(
                 f"{type(module).__name__}._fully_shard left {clean(name)} out: every rank would train its own",
                 fix="end it with self.set_fullyshard_modules_to_wrap(), or with fully_shard(self, **fsdp2_kwargs)",

@@ -9,6 +9,7 @@ from tessera.core.names import clean
 from tessera.parallel.axes import LOSS
 from tessera.parallel.engine import Engine, SimpleEngine
 from tessera.parallel.experts.apply import even_loads
+from tessera.parallel.fsdp import scalar_gradients
 from tessera.parallel.mesh import Mesh
 from tessera.parallel.pipeline.engine import PipelineEngine, Stages
 from tessera.parallel.plan import Plan
@@ -23,7 +24,7 @@ def build_engine(
     device: torch.device,
     pipeline: type[PipelineEngine] = PipelineEngine,
 ) -> Engine:
-    shared: list[EndOfStep] = []
+    shared: list[EndOfStep] = [*scalar_gradients(module, plan, mesh)]
     if plan.tensor is not None:
         shared += partial_gradients(module, plan.tensor, mesh)
     if plan.experts is not None:

@@ -6,21 +6,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from tessera.core import device as devices
+from tessera.core.names import clean
 from tessera.core.pattern import home
-from tessera.parallel.axes import COPY, COPY_EXPERTS, COPY_TOWER, TP_REST
+from tessera.core.tensors import local_part
+from tessera.parallel.axes import COPY, COPY_EXPERTS, COPY_TOWER, REPLICATE, TP_REST
 from tessera.parallel.mesh import Mesh
 from tessera.parallel.plan import Plan, ahead
+from tessera.parallel.planning.holdings import shard_dimension
+from tessera.parallel.shared import SharedGradients
 from tessera.parallel.wrapping import present
 
 
 def fsdp_arguments(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Any]:
     """The keywords of `fully_shard` for a block of `module`."""
     ignored = {p for path in present(module, plan.ignored) for p in module.get_submodule(path).parameters()}
+    ignored |= {p for p in module.parameters() if p.dim() == 0}  # cannot be cut: see `scalar_gradients`
     # Pinning needs a driver to pin for.
     pin = plan.pin_memory and devices.supports(device, "pinned_memory")
     return {
@@ -50,9 +56,10 @@ def shard_modules(
     `root` may be a module around `module`. `meshes` names modules whose copies are shared by other ranks than the rest.
     """
     meshes = meshes or {}
+    arguments = {**arguments, **_placement(arguments["mesh"], plan)}
     for path in sorted({*paths, *meshes}, key=lambda path: -path.count(".")):
         other = home(path, meshes)
-        own = arguments if other is None else {**arguments, "mesh": meshes[other]}
+        own = arguments if other is None else {**arguments, "mesh": meshes[other], **_placement(meshes[other], plan)}
         fully_shard(module.get_submodule(path), **own)
     # The type of the output is the root's affair alone: a block's output meets weights of the computed type. So does
     # what a stage of a pipeline hands on; its last one sees to the type itself.
@@ -65,6 +72,19 @@ def shard_modules(
     )
     # The root stays gathered between forward and backward: the loss multiplies by the head's weight after forward.
     fully_shard(module if root is None else root, **{**arguments, "mp_policy": outer, "reshard_after_forward": False})
+
+
+def _placement(mesh: DeviceMesh, plan: Plan) -> dict[str, Any]:
+    """Which dimension of a parameter the ranks of a mesh share, if that is for the plan to say."""
+    if all(piece.dim == 0 for piece in plan.pieces):
+        return {}
+    shared_by = mesh.size(mesh.ndim - 1)  # before it, there may be an axis of copies
+
+    def place(parameter: nn.Parameter) -> Shard:
+        cut = [p.dim for p in parameter.placements if isinstance(p, Shard)] if isinstance(parameter, DTensor) else []
+        return Shard(shard_dimension(local_part(parameter).shape, shared_by, cut))
+
+    return {"shard_placement_fn": place}
 
 
 def prefetch_modules(module: nn.Module, paths: Sequence[str], forward: int, backward: int) -> None:
@@ -87,6 +107,20 @@ def sum_gradients(module: nn.Module) -> None:
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+
+
+def scalar_gradients(module: nn.Module, plan: Plan, mesh: Mesh) -> list[SharedGradients]:
+    """Single numbers (a temperature, a gate) are whole on every rank, and fully_shard leaves them alone. So their
+    gradients are summed when a step ends, over the ranks that it would have summed them over."""
+    if not plan.sharded:
+        return []
+    views = {piece.name: piece.view for piece in plan.pieces}
+    found: dict[str, list[Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0 and parameter.requires_grad:
+            found.setdefault(views[clean(name)], []).append(parameter)
+    groups = [(mesh.group(axis), some) for view, some in found.items() for axis in (view, REPLICATE)]
+    return [SharedGradients(group, some) for group, some in groups if group is not None]
 
 
 def apply_fsdp(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, root: nn.Module) -> None:

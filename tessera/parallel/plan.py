@@ -160,7 +160,16 @@ def make_plan(
         workload.tokens,
         workload.rows_of_microbatch,
     )
-    parts = pieces(module, axes, tensor=tensor, experts=experts, frozen=frozen, ignored=roles.ignored)
+    parts = pieces(
+        module,
+        axes,
+        tensor=tensor,
+        experts=experts,
+        frozen=frozen,
+        ignored=roles.ignored,
+        # Torch cannot keep other shares gathered by fewer ranks; and what a class does itself is its own affair.
+        rows_only=not isinstance(reshard, bool) or hasattr(module, "_fully_shard"),
+    )
     by_position = [of_stage(parts, pipeline, position) for position in range(section.pp)]
     reduced = DTYPES[section.reduce_dtype]
     whole_gradients = max(sum(piece.numel for piece in here if piece.trained) for here in by_position)

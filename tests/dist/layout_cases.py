@@ -190,8 +190,12 @@ EXPERTS = [
     experts("experts, interleaved-zb, bias", 2, {**ZB, "virtual": 2}, **DEEPER),
     experts("ep 2 x fsdp 2, uneven shards", 4, {"ep": 2}, experts=6),
     experts("ep 2 x tp 2, sequence", 4, {**SEQUENCE, "ep": 2}),
+    experts("fewer experts than ranks, fsdp 4", 4, {}, experts=2),
+    experts("fewer experts than ranks, ep 2 x fsdp 2", 4, {"ep": 2}, experts=2),
 ]
 MORE_EXPERTS = [
+    experts("one expert, tp 2 x fsdp 2, sequence", 4, SEQUENCE, experts=1, top_k=1),
+    experts("one expert, fsdp 2 x replicated 2, offload", 4, {"shard": 2, "offload": True}, experts=1, top_k=1),
     experts("experts, fsdp 2", 2, {}),
     experts("ep 2, dense first layer, tied, accumulate locally", 2, {"ep": 2, "accumulate": "local"},
             layers=3, dense_layers=1, tied=True),

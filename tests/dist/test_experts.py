@@ -149,6 +149,35 @@ def train_and_save(rank: int, world: int, out: Path) -> None:
     quietly(recipe, {"model.config": STEERED, "parallel.ep": world, "train.steps": 2}, Record())
 
 
+FEW = {"experts": 2}
+
+
+def train_few_and_save(rank: int, world: int, out: Path) -> list[int]:
+    """The dimensions of expert weights that ranks share."""
+    recipe = {**experts_recipe(out), "checkpoint": {"at_end": True}}
+    record = Shares()
+    quietly(recipe, {"model.config": FEW, "train.steps": 2, "train.ema": {"decay": 0.9}}, record)
+    return record.dims
+
+
+class Shares(Record):
+    def on_start(self, trainer: Any) -> None:
+        super().on_start(trainer)
+        stacked = [p for p in trainer.module.parameters() if p.dim() == 3]
+        self.dims = sorted({placement.dim for p in stacked for placement in p.placements})
+
+
+def test_a_run_with_fewer_experts_than_ranks_goes_on_in_one_process(tmp_path: Path) -> None:
+    one = Record()
+    quietly(experts_recipe(tmp_path / "one"), {"model.config": FEW, "train.ema": {"decay": 0.9}}, one)
+    assert run_ranks(train_few_and_save, 4, tmp_path / "four") == [[1]] * 4
+    two = Record()
+    with contextlib.redirect_stderr(io.StringIO()):
+        resume(tmp_path / "four" / "experts", {"train.steps": STEPS}, callbacks=[two])
+    late = [name for name in one.tensors if not name.startswith(("gradient.", "loss.1", "loss.2", "norm.1", "norm.2"))]
+    assert {name for name in late if relative(two.tensors[name], one.tensors[name]) > LIMIT} == set()
+
+
 def test_a_run_with_dealt_experts_goes_on_in_one_process(tmp_path: Path) -> None:
     one = Record()
     quietly(experts_recipe(tmp_path / "one"), {"model.config": STEERED}, one)

@@ -17,7 +17,7 @@ from tests.dist.spawn import run_ranks
 from tests.toys.hf_folders import CASES, write_folder
 
 OWN = "tests.toys.own_models"
-NAMES = ["plain", "two_towers", "internvl", "qwen3", "whisper", "adapted"]
+NAMES = ["plain", "tempered", "two_towers", "internvl", "qwen3", "whisper", "adapted"]
 
 
 class Keep(Callback):
@@ -68,6 +68,9 @@ def recipe(name: str, folders: dict[str, Path], out: Path, micro_batch: int = 2)
     parallel: dict[str, Any] = {}
     if name == "plain":
         model = {"family": "module", "config": {"class": f"{OWN}:PlainNet", "arguments": {"depth": 3}}}
+        parallel = {"wrap": ["blocks.{*}"]}
+    elif name == "tempered":
+        model = {"family": "module", "config": {"class": f"{OWN}:Tempered"}}
         parallel = {"wrap": ["blocks.{*}"]}
     elif name == "two_towers":
         model = {"family": "module", "config": {"class": f"{OWN}:TwoTowers"}}
@@ -120,6 +123,7 @@ def two_ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 GROUPS = {
     "plain": ["", "blocks.0", "blocks.1", "blocks.2"],
+    "tempered": ["", "blocks.0", "blocks.1"],
     "two_towers": ["", "fuse", "picture.2"],
     "internvl": [
         "",

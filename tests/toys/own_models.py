@@ -46,6 +46,21 @@ class PlainNet(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
+class Tempered(PlainNet):
+    """With a temperature that is learned, a single number, as CLIP has one; and one in a block of its own."""
+
+    def __init__(self, width: int = 16, depth: int = 2, classes: int = 10) -> None:
+        super().__init__(width, depth, classes)
+        self.logit_scale = nn.Parameter(torch.tensor(0.5))
+        self.blocks[0].gate = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        x = self.inlet(pixels * self.window.to(pixels.dtype)) * self.blocks[0].gate
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x) * self.logit_scale.exp(), labels)
+
+
 class TwoTowers(MultiModalModule, FSDP2Mixin, WeightInitMixin):
     """A picture and a number, each through a tower of its own; only the last layers of the first one are trained."""
 

@@ -8,14 +8,20 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import FSDPModule
 
+from tessera.core.dist import fake_world
 from tessera.core.errors import TesseraError
+from tessera.core.names import clean
 from tessera.core.run_config import ModelSection, ParallelSection
-from tessera.core.types import Batch, Segments
+from tessera.core.types import Batch, ModelPlan, Segments
 from tessera.models import resolve
 from tessera.ops.loss import linear_cross_entropy
+from tessera.parallel.apply import arrange
 from tessera.parallel.compile import apply_compile
+from tessera.parallel.mesh import build_mesh
 from tessera.parallel.plan import make_plan
+from tests.toys.own_models import TwoTowers
 
 TOKENS = 96
 
@@ -101,3 +107,14 @@ def test_what_cannot_be_compiled_is_refused(section: dict[str, Any], words: str)
     spec, config, model = tiny()
     with pytest.raises(TesseraError, match=words):
         make_plan(ParallelSection.model_validate(section), spec.plan(config), model, 1)
+
+
+def test_blocks_of_a_class_that_shards_itself_are_compiled_too() -> None:
+    with torch.device("meta"):
+        module = TwoTowers()
+    plan = make_plan(ParallelSection(compile=["fuse", "picture.1"]), ModelPlan(blocks=(), tensor={}), module, 2)
+    with fake_world(2):
+        part = arrange(module, plan, build_mesh(plan.axes, torch.device("cpu")), torch.device("cpu"))
+    compiled = {clean(name + ".")[:-1] for name, one in part.named_modules() if one._compiled_call_impl is not None}
+    assert compiled == {"fuse", "picture.1"}
+    assert isinstance(part.get_submodule("fuse"), FSDPModule)

@@ -14,6 +14,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
 from tessera.parallel.plan import Plan, make_plan
+from tessera.parallel.planning.holdings import shard_dimension
 
 
 def plan(world: int = 1, preset: str = "quickstart", **overrides: Any) -> Plan:
@@ -29,6 +30,34 @@ def test_a_plan_of_72b_on_a_thousand_ranks_is_made_on_a_laptop() -> None:
     assert made.heaviest.parameters == pytest.approx(made.parameters * 4 / 64, rel=0.01)
     assert made.heaviest.optimizer == pytest.approx(2 * made.heaviest.gradients, rel=0.01)
     assert "16 replicated x 64 sharded" in made.describe()
+
+
+def test_experts_are_shared_by_more_ranks_than_there_are_experts() -> None:
+    """30B-A3B, 128 experts to a layer, on 1,024 ranks: each held a whole expert, 870 MiB, or nothing."""
+    recipe = {"model": {"family": "qwen3", "preset": "30b-a3b"}, "train": {"steps": 1, "global_batch": 1024}}
+    made = tessera.plan(recipe, {}, world=1024)
+    assert made.heaviest.parameters / 2**20 < 115
+    assert made.heaviest.parameters == pytest.approx(made.parameters * 4 / 1024, rel=0.01)
+    # Torch cannot keep such shares gathered by fewer ranks in between: then they are as they were, and said to be.
+    apart = tessera.plan(recipe, {"parallel.reshard_after_forward": 8}, world=1024)
+    assert apart.heaviest.parameters / 2**20 > 860
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "cut", "expected"),
+    [
+        ((128, 768, 2048), 128, (), 0),
+        ((128, 768, 2048), 1024, (), 2),
+        ((128, 2048, 768), 1024, (), 1),
+        ((16, 768, 2048), 256, (1,), 2),  # tp has cut the width of each expert already
+        ((16, 768, 96), 256, (1,), 1),
+        ((2, 7, 9), 4, (), 0),  # nothing divides
+        ((10, 64), 16, (), 0),  # an ordinary weight
+        ((0, 8, 8), 4, (), 1),
+    ],
+)
+def test_the_dimension_that_ranks_share(shape: Any, ranks: int, cut: Any, expected: int) -> None:
+    assert shard_dimension(shape, ranks, cut) == expected
 
 
 def test_blocks_are_the_layers_of_both_towers() -> None:

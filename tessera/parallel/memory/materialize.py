@@ -27,12 +27,16 @@ def allocate(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _move_what_computes(module: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Offloading brings sharded parameters to the device by itself; buffers and whole modules have to be there."""
+    """Offloading brings sharded parameters to the device by itself; buffers, whole modules and single numbers have to
+    be there."""
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = buffer.to(device)
     for path in present(module, plan.ignored):
         module.get_submodule(path).to(device)
+    for parameter in module.parameters():
+        if parameter.dim() == 0:
+            parameter.data = parameter.data.to(device)
 
 
 def _ties(module: nn.Module) -> list[list[Place]]:

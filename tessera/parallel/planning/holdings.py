@@ -3,7 +3,7 @@ no process group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -31,6 +31,7 @@ class Piece:
     shared_by: int
     trained: bool
     whole: bool = False  # every rank keeps all of it: an ignored module
+    dim: int = 0  # of `shape`, that these ranks share
 
     @property
     def numel(self) -> int:
@@ -38,10 +39,21 @@ class Piece:
 
     @property
     def held(self) -> int:
-        """Numbers on the first of the ranks that share it, which has the most: shares are equal chunks of rows."""
-        if self.whole or not self.shape:
+        """Numbers on the first of the ranks that share it, which has the most: shares are equal chunks."""
+        if self.whole or not self.shape:  # nobody shares a single number
             return self.numel
-        return -(-self.shape[0] // self.shared_by) * prod(self.shape[1:])
+        length = self.shape[self.dim]
+        return -(-length // self.shared_by) * (self.numel // length) if length else 0
+
+
+def shard_dimension(shape: Sequence[int], shared_by: int, cut: Collection[int] = ()) -> int:
+    """The dimension of a parameter that the ranks of a shard group share: the first, unless there are more ranks than
+    that is long. Stacked experts are: beyond their number a rank would hold a whole expert or nothing. Then it is one
+    that divides evenly (fully_shard asks for that), if there is one, rather not one that tp has `cut` already."""
+    if len(shape) < 3 or shape[0] >= shared_by:
+        return 0
+    even = [dim for dim in range(1, len(shape)) if shape[dim] and shape[dim] % shared_by == 0]
+    return min(even, key=lambda dim: (dim in cut, dim), default=0)
 
 
 @dataclass(frozen=True)
@@ -66,24 +78,36 @@ def pieces(
     experts: ExpertPlan | None,
     frozen: Sequence[str],
     ignored: Sequence[str],
+    rows_only: bool = False,
 ) -> list[Piece]:
-    """Of the whole model, in its order."""
+    """Of the whole model, in its order. `rows_only`: nothing but first dimensions is shared (see `shard_dimension`)."""
     untrained = set(frozen)
     found = []
     for name, parameter in module.named_parameters():
         in_tower = tensor is not None and home(name, tensor.towers) is not None
         in_experts = experts is not None and home(name, experts.modules) is not None
         view = COPY_EXPERTS if in_experts else COPY_TOWER if in_tower and TP_REST in axes.root else COPY
-        shape = list(parameter.shape)
+        shape, cut = list(parameter.shape), set()
         if in_experts and experts is not None:
             shape[0] //= experts.ep
         if tensor is not None:
             style = tensor.styles[name]
             dim = _cut_dimension(style, shape)
             if dim is not None:
-                shape[dim] //= axes.size(TENSOR_TOWER if in_tower else TENSOR)
+                parts = axes.size(TENSOR_TOWER if in_tower else TENSOR)
+                shape[dim] //= parts
+                cut |= {dim} if parts > 1 else set()
+        shared_by = axes.size(view)
         found.append(
-            Piece(name, tuple(shape), view, axes.size(view), name not in untrained, home(name, ignored) is not None)
+            Piece(
+                name,
+                tuple(shape),
+                view,
+                shared_by,
+                trained=name not in untrained,
+                whole=home(name, ignored) is not None,
+                dim=0 if rows_only else shard_dimension(shape, shared_by, cut),
+            )
         )
     return found
 

@@ -36,7 +36,7 @@ def _sharding(plan: Plan, here: Sequence[Piece]) -> Iterator[Traffic]:
     if not plan.sharded:
         return
     for group, members in _groups(plan, here).items():
-        members = [piece for piece in members if not piece.whole]
+        members = [piece for piece in members if piece.shape and not piece.whole]
         if not members:
             continue
         axis = plan.axes.label(members[0].view)
