@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import Batch, GuardedRows, RowSource, SparingRows, WeighedRows
-from tessera.parallel.axes import CONTEXT, DEAL, Axes
+from tessera.parallel.axes import CONTEXT, DATA, DEAL, Axes
 from tessera.parallel.context.local_part import own_part
 from tessera.parallel.planning.context import ContextPlan
 
@@ -35,6 +35,10 @@ class LocalRows:
         self.flops = flops
         self.position = axes.position(rank, CONTEXT)
         self.deal = axes.position(rank, DEAL)
+        # A source that deals rows to ranks by itself is asked whether it means the same ranks.
+        check: Callable[[int, int], None] | None = getattr(source, "check_ranks", None)
+        if check is not None:
+            check(axes.position(rank, DATA), axes.size(DATA))
 
     @property
     def bad_samples(self) -> Sequence[tuple[str, str]]:

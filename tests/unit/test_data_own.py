@@ -14,11 +14,13 @@ from data_cases import LetterProcessor, row
 
 import tessera
 from tessera.core.errors import TesseraError
-from tessera.core.run_config import DataSection
-from tessera.core.types import Batch, Encoded, Message, Part, RowSource, Sample
+from tessera.core.run_config import DataSection, ParallelSection
+from tessera.core.types import Batch, Encoded, Message, ModelPlan, Part, RowSource, Sample
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.own import rows as own_rows
+from tessera.parallel.axes import make_axes
+from tessera.parallel.local_rows import LocalRows
 from tests.toys import own_data
 
 TOYS = "tests.toys.own_data"
@@ -201,6 +203,28 @@ def test_ranks_take_the_batches_of_a_loader_in_turn(workers: int) -> None:
         with Loader(source, global_batch=4, rank=rank, ranks=2) as mine:
             found[rank::2] = [batch.sample_ids for _ in range(3) for batch in next(mine)]
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "data_ranks"),
+    [({"tp": 2}, 2, [0, 0]), ({"cp": 2}, 4, [0, 0, 1, 1]), ({"pp": 2}, 4, [0, 1, 0, 1]), ({}, 2, [0, 1])],
+    ids=["tp", "cp", "pp", "data"],
+)
+def test_a_distributed_sampler_must_mean_the_ranks_that_read_different_rows(
+    parallel: dict[str, Any], world: int, data_ranks: list[int]
+) -> None:
+    axes = make_axes(ParallelSection(**parallel), ModelPlan(blocks=(), tensor={}), world)
+    count = max(data_ranks) + 1
+    for rank in range(world):
+        LocalRows(
+            rows(loader=f"{TOYS}:ranked_loader", arguments={"rank": data_ranks[rank], "ranks": count}), axes, rank
+        )
+        LocalRows(rows(loader=f"{TOYS}:digit_loader"), axes, rank)  # without a sampler there is nothing to mistake
+        if parallel:  # what torch's own default would be
+            all_ranks = rows(loader=f"{TOYS}:ranked_loader", arguments={"rank": rank, "ranks": world})
+            with pytest.raises(TesseraError, match=f"num_replicas={count} .* rank={data_ranks[rank]} ") as refusal:
+                LocalRows(all_ranks, axes, rank)
+            assert refusal.value.exit_code == 2
 
 
 def test_a_distributed_sampler_keeps_its_ranks() -> None:

@@ -206,6 +206,22 @@ class LoaderRows(Forward):
         sampler = _distributed(self.data)
         return 1 if sampler is None else sampler.num_replicas
 
+    def check_ranks(self, position: int, count: int) -> None:
+        """Whether a `DistributedSampler` deals to the ranks that read different rows: this one is number `position` of
+        `count`. By default it deals to all ranks, also to those that must see the same rows."""
+        sampler = _distributed(self.data)
+        if sampler is None or (sampler.num_replicas, sampler.rank) == (count, position):
+            return
+        raise TesseraError(
+            f"the DistributedSampler of {self.made.path} deals to {sampler.num_replicas} ranks, and here it is number "
+            f"{sampler.rank}; of this run {count} read different batches, and this one is number {position}: ranks "
+            "that work on the same rows (tp, cp, pp) would be given different ones",
+            where=self.made.where,
+            fix="leave the sampler out: ranks then take the batches of one loader in turn; or make it with "
+            f"num_replicas={count} (ranks / (tp x cp x pp)) and, on this rank, rank={position} "
+            f"(rank // (cp x tp) % {count})",
+        )
+
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
         self.check_none(lost)
         if len(rows) != 1:
