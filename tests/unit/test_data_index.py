@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,37 @@ def test_small_sets_need_no_process_and_large_ones_get_some(tmp_path: Path, monk
     monkeypatch.setattr(gather, "SOON", 0.0)
     build(path, workers="auto")
     assert started == [min(gather.usable_cpus(), 2)]
+
+
+@dataclass(frozen=True)
+class Where(LetterProcessor):
+    """Writes down which processes measure."""
+
+    tally: Path | None = None
+
+    def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
+        assert self.tally is not None
+        with self.tally.open("a") as file:
+            file.write(f"{sample.id} {os.getpid()}\n")
+        return super().measure(sample, sizes)
+
+
+def test_clips_are_looked_at_by_processes_that_may_crash(tmp_path: Path) -> None:
+    (tmp_path / "clip").mkdir()
+    pictures(tmp_path, ["a.png", "clip/0.png", "clip/1.png"], (30, 20))
+    asked = row("<image>?", "b")["messages"]
+    rows: list[dict[str, Any]] = [{"id": f"p{i}", "messages": asked, "images": ["a.png"]} for i in range(90)]
+    rows[80] = {"id": "clip", "messages": row("<video>?", "b")["messages"], "videos": ["clip"]}
+    path = write_jsonl(tmp_path / "l.jsonl", rows)
+    found = {}
+    for workers in ("auto", 0):
+        tally = tmp_path / f"tally-{workers}"
+        index = build(path, processor=Where(tally=tally), workers=workers)
+        assert len(index) == 90
+        places = dict(line.split() for line in tally.read_text().splitlines())
+        found[workers] = places["clip"] == str(os.getpid())
+        assert places["p0"] == str(os.getpid())  # text and pictures take no process
+    assert found == {"auto": False, 0: True}
 
 
 def test_no_pixel_is_decoded_and_none_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,24 @@
 """Has all rows of a set looked at: in this process when that is soon done, otherwise by several.
 
 Rows are looked at in chunks, and each chunk is kept as soon as it is done: whoever is killed loses what was in flight,
-and goes on from there. A row that ends the process that reads it, or never lets it go, is a bad row and no more.
+and goes on from there. A row that ends the process that reads it, or never lets it go, is a bad row and no more. Clips
+and sounds are never looked at in this process, unless no other is allowed: the libraries that read them may crash.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Literal
 
 from tessera.core.errors import TesseraError
-from tessera.data.index.measure import Measured, MeasureRows, Span
+from tessera.data.index.measure import Measured, MeasureRows, NeedsProcess, Span
 from tessera.data.pool import Lost, Pool
 
 log = logging.getLogger("tessera")
@@ -75,10 +77,15 @@ def _run(work: MeasureRows, spans: Sequence[Span], workers: Workers, careful: bo
     if workers == "auto" and spans:
         workers = usable_cpus()
         if not careful:
-            began = time.monotonic()
-            yield work(spans[0], _nothing)
-            seconds = (time.monotonic() - began) / len(spans[0]) * (spans[-1].last - spans[0].last)
-            workers, spans = (0 if seconds < SOON else workers), spans[1:]
+            here = dataclasses.replace(work, only_images=True)
+            with suppress(NeedsProcess):
+                began = time.monotonic()
+                yield here(spans[0], _nothing)
+                seconds = (time.monotonic() - began) / len(spans[0]) * (spans[-1].last - spans[0].last)
+                spans = spans[1:]
+                while spans and seconds < SOON:
+                    yield here(spans[0], _nothing)
+                    spans = spans[1:]
     if workers == 0 or not spans:
         yield from (work(span, _nothing) for span in spans)
         return
