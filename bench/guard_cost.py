@@ -61,7 +61,7 @@ def main(preset: str = "2b", length: str = "2048", steps: str = "36", times: str
         write_tokenizer(Path(folder))
         write_even(Path(folder), int(length), 1)
         for dtype in ("bfloat16", "float32"):
-            for policy in ("off", "skip") * int(times):
+            for policy in ("off", "clip") * int(times):
                 took = measure(preset, int(length), int(steps), dtype, policy, Path(folder))
                 case = {"preset": preset, "tokens": int(length), "dtype": dtype, "guard": policy, "ms": round(took, 2)}
                 print(json.dumps(case), flush=True)

@@ -360,25 +360,40 @@ class CheckpointSection(Section):
 
 
 class GuardSection(Section):
-    policy: Literal["skip", "rollback", "stop", "off"] = Field(
-        "skip",
-        description="on a bad step: drop its update and go on; go back to the last good state and pass over the "
-        "samples to blame; or stop. off: no step is looked at",
+    policy: Literal["clip", "skip", "rollback", "stop", "off"] = Field(
+        "clip",
+        description="on a spike: clip its update further; drop it, a few times at most; go back to the last good state "
+        "and pass over the samples to blame; or stop. A step that is not finite is always skipped. off: no step is "
+        "looked at",
     )
-    limit: int = Field(10, gt=0, description="more bad steps than this within `window` steps end the run")
+    limit: int = Field(10, gt=0, description="more steps in a row that are not finite than this end the run")
     loss_spike: float | None = Field(
         10, gt=0, description="a loss that rises so many times more than it usually does is a spike; null: no limit"
     )
-    grad_spike: float | None = Field(20, gt=0, description="the same for the gradient norm")
-    window: int = Field(200, gt=0, description="good steps that tell what is usual")
-    warmup: int = Field(50, gt=1, description="good steps before anything is called a spike")
+    grad_spike: float | None = Field(
+        20, gt=0, description="the same for the gradient norm; what optim.clip_norm lets through is never a spike"
+    )
+    window: int = Field(200, gt=0, description="steps that tell what is usual")
+    warmup: int = Field(
+        50, gt=1, description="steps before anything is called a spike, besides those of optim.schedule.warmup"
+    )
     copy_every: int = Field(
         0, ge=0, description="steps between copies in host memory to go back to; 0: go back to the last checkpoint"
+    )
+    blame: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="which steps are run again to find module and samples to blame; auto: those that are not finite, "
+        "and spikes where the policy is rollback or stop",
     )
     probes: int = Field(64, gt=0, description="samples that are run apart to find those to blame, at most")
     coverage: Literal["stop", "warn", "off"] = Field(
         "stop", description="when a trained tensor received no gradient in the first step"
     )
+
+    @field_validator("policy", "coverage", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare `off` as false
 
 
 class LogSection(Section):

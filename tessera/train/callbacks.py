@@ -84,6 +84,8 @@ Fate = Literal["applied", "dropped", "rewound"]  # what became of a step's updat
 class Stepper(Callback):
     """Who applies a step's update. This one always does; `train.guard` looks at the step first."""
 
+    lr_share = 1.0  # of the learning rate that the schedule gives
+
     def update(self, trainer: Trainer, loss: Tensor, grad_norm: Tensor, microbatches: Sequence[Batch]) -> Fate:
         trainer.optimizer.step()
         return "applied"

@@ -25,7 +25,8 @@ from tessera.train.guard.guard import Guard
 
 def build_guard(config: RunConfig, plan: Plan, mesh: Mesh, source: RowSource) -> Guard:
     needs = 1 if plan.pipeline is None else plan.pipeline.microbatches
-    return Guard(config.guard, Reader(source, mesh.position(DATA), needs))
+    reader = Reader(source, mesh.position(DATA), needs)
+    return Guard(config.guard, reader, config.optim.clip_norm, config.optim.schedule.warmup)
 
 
 def build_ema(config: RunConfig, module: nn.Module) -> Ema | None:

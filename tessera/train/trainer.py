@@ -107,7 +107,7 @@ class Trainer:
             grad_norm = self._finish_gradients(out.count)
             self._tell("on_before_optim")
             self.doing = "updating weights"
-            share = factor(self.config.optim.schedule, self.step, settings.steps)
+            share = factor(self.config.optim.schedule, self.step, settings.steps) * self.stepper.lr_share
             lr = set_learning_rate(self.optimizer, share)
             count = out.count.clamp(min=1)
             loss, metrics = out.sum / count, {name: value / count for name, value in out.metrics.items()}

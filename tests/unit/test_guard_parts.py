@@ -1,4 +1,4 @@
-"""Limits, the conditional update, damage, and who is to blame, each by itself."""
+"""Limits, divergence, the conditional update, damage, and who is to blame, each by itself."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.core.types import Batch, LossOut
+from tessera.optim.adamw import AdamW
 from tessera.parallel.engine import SimpleEngine
-from tessera.train.guard.check import judge, step_unless, update_unless_bad
+from tessera.train.guard.check import Limits, judge, step_unless, update_within
 from tessera.train.guard.damage import find_damage, largest
-from tessera.train.guard.limits import Running
+from tessera.train.guard.limits import IN_A_ROW, Running
 from tessera.train.guard.probe import listen
 from tessera.train.guard.suspects import first_bad, first_unlike, most_of
+from tessera.train.guard.trend import LASTING, Trend
 
 INF = math.inf
 
@@ -53,20 +55,141 @@ def test_what_happens_often_is_no_spike_and_one_outlier_moves_nothing() -> None:
     assert once.limit == pytest.approx(1.5)
 
 
+def test_a_new_level_is_accepted_after_a_few_values_and_the_limit_is_no_wider_for_it() -> None:
+    """A loss that rises and stays is not a spike for ever: dropping all of it would starve the run."""
+    running = Running(10, 200, 20)
+    for step in range(100):
+        running.add(0.5 + 0.01 * (step % 3))
+    narrow = running.limit - running.level
+    above = 0
+    while running.limit < 2.0:
+        above += 1
+        running.add(2.0)
+        if above == IN_A_ROW:
+            running.accept_new_level()
+    assert above == IN_A_ROW
+    assert running.level == 2.0
+    assert running.limit - running.level == pytest.approx(4 * narrow, rel=0.1)  # as wide for its level as it was
+
+
+def test_no_sequence_of_values_is_above_the_limit_for_long() -> None:
+    """Whatever comes, steps, ramps or noise with a heavy tail: alarms are few, and never many in a row."""
+    chance = torch.Generator().manual_seed(3)
+    for kind in range(20):
+        running, alarms, in_a_row, most = Running(10, 200, 50), 0, 0, 0
+        level = 1.0
+        for step in range(2000):
+            if step % 300 == 299:
+                level *= float(torch.rand((), generator=chance)) * 10
+            heavy = float(torch.rand((), generator=chance)) ** -(kind % 4 / 4)  # up to a Pareto tail of 4/3
+            value = level * heavy
+            in_a_row = in_a_row + 1 if value > running.limit else 0
+            alarms += in_a_row > 0
+            most = max(most, in_a_row)
+            running.add(value)
+            if in_a_row == IN_A_ROW:
+                running.accept_new_level()
+                in_a_row = 0
+        assert most <= IN_A_ROW
+        assert alarms <= 40, kind  # of 2,000 steps; a level that rises takes 3
+
+
+def test_what_clipping_lets_through_is_no_spike() -> None:
+    running = Running(20, 200, 20, ordinary=1.0)
+    for _ in range(100):
+        running.add(0.01)
+    assert running.limit >= 1.0
+
+
+def test_small_losses_of_a_run_that_learnt_much_are_judged_less_strictly() -> None:
+    learnt, always = Running(10, 100, 20), Running(10, 100, 20)
+    for step in range(400):
+        learnt.add(6.0 * 0.95**step + 0.01)
+        always.add(0.01)
+    assert always.limit == pytest.approx(0.015)
+    assert learnt.limit > 5 * always.limit
+
+
 def test_limits_come_back_from_a_checkpoint() -> None:
     running, again = Running(10, 50, 5), Running(10, 50, 5)
     for step in range(30):
         running.add(1 + step % 3)
     again.restore(running.state())
     assert again.limit == running.limit
+    trend, same = Trend(), Trend()
+    for step in range(40):
+        trend.add(5.0 - step / 10, 5.0 - step / 10)
+    same.restore(trend.state())
+    assert (same.start, same.best, same.lost) == (trend.start, trend.best, trend.lost)
+
+
+def follow(losses: list[float]) -> list[int]:
+    """Steps at which divergence is told."""
+    trend, running, told = Trend(), Running(10, 200, 50), []
+    for step, loss in enumerate(losses):
+        running.add(loss)
+        if trend.add(loss, running.level):
+            trend.told()
+            told.append(step)
+    return told
+
+
+def test_divergence_is_a_loss_that_stays_above_where_it_began() -> None:
+    falling = [6.0 * 0.97**step + 0.5 for step in range(200)]
+    assert follow(falling) == []
+    assert follow(falling + [3.0] * 300) == []  # worse than it was, but most is still learnt: perhaps other data
+    assert follow(falling + [9.0] * 20 + falling) == []  # it came back by itself
+    (step,) = follow(falling + [9.0] * 300)
+    assert 200 + LASTING - 1 <= step <= 200 + LASTING + 10
+    assert len(follow([2.0, 20.0, 8.0, 40.0] + [30.0] * 100)) == 1  # with far too high a learning rate: at once
+    assert follow([0.1] + [3.0 / (1 + step % 30) for step in range(200)]) == []  # the first sample was easy by chance
+    assert len(follow(falling + [9.0] * 100 + falling + [9.0] * 100)) == 2
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm", "bad"),
-    [(1.0, 1.0, 0), (math.nan, 1.0, 1), (1.0, math.inf, 1), (5.1, 1.0, 1), (1.0, 7.1, 1), (-math.inf, 1.0, 1)],
+    ("loss", "norm", "expected"),
+    [
+        (1.0, 1.0, [0, 0]),
+        (math.nan, 1.0, [1, 0]),
+        (1.0, INF, [1, 1]),
+        (5.1, 1.0, [0, 1]),
+        (1.0, 7.1, [0, 1]),
+        (-INF, 1.0, [1, 0]),
+    ],
 )
-def test_judgement(loss: float, norm: float, bad: int) -> None:
-    assert float(judge(torch.tensor(loss), torch.tensor(norm), 5.0, 7.0)) == bad
+def test_judgement(loss: float, norm: float, expected: list[int]) -> None:
+    judged = judge(torch.tensor(loss), torch.tensor(norm), Limits(5.0, 7.0))
+    assert judged[:2].tolist() == expected
+    assert judged.isfinite().all()
+
+
+@pytest.mark.parametrize(("norm", "clip_norm"), [(0.5, 1.0), (40.0, 1.0), (40.0, None)])
+def test_the_update_of_a_spike_is_clipped_to_what_is_usual_and_no_other_is_touched(
+    norm: float, clip_norm: float | None
+) -> None:
+    def update(limits: Limits) -> Tensor:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = AdamW([{"params": [weight], "lr": 1.0, "weight_decay": 0.0}], (0.0, 0.0), 1e3)  # as SGD / 1000
+        weight.grad = torch.full((4,), norm / 2)
+        optimizer.scale = torch.tensor(min(1.0, (clip_norm or INF) / norm))
+        verdict = update_within(optimizer, torch.tensor(3.0), torch.tensor(norm), limits)
+        assert verdict.applied
+        return 1000 * weight.detach().norm()
+
+    usual = min(norm, clip_norm or INF)
+    roof = INF if clip_norm is None else clip_norm
+    assert float(update(Limits(2.0, INF, roof, 0.25))) == pytest.approx(0.25, rel=1e-2)
+    assert float(update(Limits(4.0, INF, roof, 0.25))) == float(update(Limits()))  # no spike: bit by bit
+    assert float(update(Limits(2.0, INF, roof, 1e6))) == pytest.approx(usual, rel=5e-2)  # never more than before
+
+
+def test_a_spike_can_be_held_back() -> None:
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = AdamW([{"params": [weight], "lr": 1.0, "weight_decay": 0.0}], (0.9, 0.9), 1e-8)
+    weight.grad = torch.ones(4)
+    verdict = update_within(optimizer, torch.tensor(3.0), torch.tensor(2.0), Limits(2.0, INF, 1.0, 0.5, hold=True))
+    assert (verdict.kind, verdict.applied) == ("loss spike", False)
+    assert not weight.detach().any()
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
@@ -86,11 +209,11 @@ def test_a_bad_update_leaves_weights_moments_and_counts_alone(on_device: bool) -
     def update(scale: float) -> None:
         module(torch.ones(2, 3)).sum().mul(scale).backward()
         if on_device:
-            step_unless(optimizer, judge(torch.tensor(scale), torch.tensor(1.0), INF, INF))
+            step_unless(optimizer, judge(torch.tensor(scale), torch.tensor(1.0), Limits())[0])
             assert not hasattr(optimizer, "found_inf")
         else:
-            verdict = update_unless_bad(optimizer, torch.tensor(scale), torch.tensor(1.0), INF, INF)
-            assert verdict.bad == (not math.isfinite(scale))
+            verdict = update_within(optimizer, torch.tensor(scale), torch.tensor(1.0), Limits())
+            assert verdict.applied == math.isfinite(scale)
         optimizer.zero_grad()
 
     update(1.0)
@@ -113,6 +236,9 @@ def test_damage_is_found_where_numbers_are_impossible() -> None:
     tensors["a"][2] = 50.0  # training may come to that
     assert [one.name for one in find_damage(tensors, normal)] == ["b"]
     assert find_damage({"new": torch.full((2,), 1e30)}, normal) == []
+    tensors["a"][2], tensors["b"][:] = 500.0, 0.0  # 500 is no damage where the learning rate is that high
+    assert [one.name for one in find_damage(tensors, normal)] == ["a"]
+    assert find_damage(tensors, normal, moved=60.0) == []
 
 
 # ---------------------------------------------------------------------------------------------- first bad module

@@ -10,7 +10,7 @@ import pytest
 
 import tessera
 from tessera.train.callbacks import Callback
-from tessera.train.guard.guard import GuardStop
+from tessera.train.guard.events import GuardStop
 from tessera.train.jsonl import read_jsonl
 from tessera.train.records import read_ledger
 from tests.toys.chat_set import chat_recipe, write_chat_set

@@ -6,7 +6,7 @@ weights are summed over ranks and do not tell who spoilt them), and what they sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,6 +30,7 @@ class Blame:
     module: str  # in words, with the direction
     samples: tuple[str, ...] = ()
     together: bool = False  # the samples could not be told apart: some of them are to blame
+    everyone: bool = False  # every sample of the step showed it: it is not the fault of single ones
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,11 @@ class Investigation:
             seen = self._join({n: _Seen.of(heard, n, batch) for n, batch in enumerate(self.microbatches)})
             suspects = [key for key, bad in zip(seen, _bad(list(seen.values()), kind, usual_loss), strict=True) if bad]
             apart = self._apart({key: seen[key] for key in suspects}, kind, usual_loss)
+            everyone = kind == "not finite" and _all_of(seen.values(), apart)
         if culprit is None:
             guilty, others = apart.guilty_events(heard, suspects, self.reader.place)
             culprit = _first_told(first_unlike(guilty, others))
-        return Blame(culprit, apart.samples, apart.together)
+        return Blame(culprit, () if everyone else apart.samples, apart.together, everyone)
 
     def _listen(self, microbatches: Sequence[Batch]) -> Heard:
         self.seed()
@@ -199,6 +201,12 @@ class _Apart:
         if not self.heard:
             guilty = [e for e in whole.events if e.microbatch in batches]
         return guilty, others
+
+
+def _all_of(seen: Iterable[_Seen], apart: _Apart) -> bool:
+    """Whether each of at least two samples, run apart from the others, showed it."""
+    names = {name for one in seen for name in one.ids}
+    return len(names) > 1 and not apart.together and names == set(apart.samples)
 
 
 def _bad(seen: Sequence[_Seen], kind: Kind, usual_loss: float) -> list[bool]:

@@ -12,8 +12,9 @@ from torch import Tensor
 from tessera.checkpoint.ranks import Ranks
 from tessera.core.tensors import local_part
 
-GROWTH = 100.0  # no training makes the largest number of a tensor so many times larger between two looks
+GROWTH = 100.0  # between two looks the largest number of a tensor does not grow so many times larger
 FLOOR = 0.01  # what is smaller than this counts as this: tensors begin at zero
+STEPS = 10.0  # learning rates that an update moves a number by, at most: Adam's moves it by about one
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,18 @@ def largest(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     return dict(zip(found, torch.stack([value.to(place) for value in found.values()]).tolist(), strict=True))
 
 
-def find_damage(tensors: Mapping[str, Tensor], normal: Mapping[str, float]) -> list[Damage]:
-    """Tensors of this model with numbers that no training makes, over all ranks, in order. `normal`: what `largest`
-    told when all was well; of a tensor it does not know, only numbers that are not finite are damage."""
+def find_damage(tensors: Mapping[str, Tensor], normal: Mapping[str, float], moved: float = 0.0) -> list[Damage]:
+    """Return the tensors with numbers that no training makes, over all ranks, in order.
+
+    `normal`: what `largest` returned when all was well; of a tensor that is not in it, only numbers that are not finite
+    are damage. `moved`: the learning rates of the updates since then, added up. With a high learning rate weights do
+    grow a hundredfold, and that is no damage.
+    """
     mine: list[Damage] = []
     for name, value in largest(tensors).items():
-        limit = GROWTH * max(normal[name], FLOOR) if name in normal else math.inf
+        limit = math.inf
+        if name in normal:
+            limit = max(GROWTH * max(normal[name], FLOOR), normal[name] + STEPS * moved)
         if math.isfinite(value) and value <= limit:
             continue
         part = local_part(tensors[name]).detach()

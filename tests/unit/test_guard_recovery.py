@@ -1,0 +1,165 @@
+"""What the guard leaves alone: a run that would have succeeded goes on, and one that cannot ends with a true word."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tessera
+from tessera.core.config import parse_overrides
+from tessera.core.run_config import GuardSection, load_config
+from tessera.train.callbacks import Callback
+from tessera.train.guard.blame import Reader
+from tessera.train.guard.events import GuardStop
+from tessera.train.guard.guard import Guard
+from tests.toys.chat_set import write_chat_set
+from tests.unit.test_guard_runs import BAD, STEPS, events, held_out, recipe, train_steps
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_set(tmp_path_factory.mktemp("chat"), samples=220)
+
+
+class Shake(Callback):
+    """Before a step, weights move to where every loss is far higher: what one unlucky update does."""
+
+    def __init__(self, step: int = BAD, times: int = 1) -> None:
+        self.step, self.times = step, times
+
+    @torch.no_grad()
+    def on_step_begin(self, trainer: Any) -> None:
+        if trainer.step + 1 == self.step and self.times:
+            self.times -= 1
+            noise = torch.Generator().manual_seed(0)
+            for parameter in trainer.module.parameters():
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=noise))
+
+
+def actions(run: tessera.Run) -> list[str]:
+    return [event["action"] for event in events(run.folder)]
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("clip", ["clipped"] * 3), ("skip", ["skipped"] * 2 + ["clipped"])])
+def test_a_loss_that_rose_and_stays_does_not_starve_the_run(
+    data: Path, tmp_path: Path, policy: str, expected: list[str]
+) -> None:
+    run = tessera.train(recipe(data, tmp_path, policy=policy, grad_spike=None), callbacks=[Shake()])
+    assert train_steps(run) == list(range(1, STEPS + 1))
+    assert actions(run)[:3] == expected
+    assert [event["step"] for event in events(run.folder)][:3] == [BAD, BAD + 1, BAD + 2]
+    assert "level from now on" in events(run.folder)[2]["note"]
+    assert "skipped" not in actions(run)[3:]
+    losses = [row["loss"] for row in run.metrics if row["kind"] == "train"]
+    assert losses[-1] < 0.9 * losses[BAD]  # it learns again
+
+
+def test_rollback_goes_back_from_a_lasting_rise_once_and_slower(data: Path, tmp_path: Path) -> None:
+    settings = recipe(data, tmp_path, policy="rollback", grad_spike=None, blame="never")
+    run = tessera.train(settings, callbacks=[Shake(times=2)])
+    back = [event for event in events(run.folder) if event["action"] == "went back"]
+    assert [event["back_to"] for event in back] == [20]
+    assert "0.5 times optim.lr" in back[0]["note"]
+    assert train_steps(run) == list(range(1, STEPS + 1))
+    assert actions(run)[-1] == "clipped"  # the second time the new level is accepted
+    rates = {row["step"]: row["lr"] for row in run.metrics if row["kind"] == "train"}
+    usual = settings["optim"]["lr"] * 0.5 * (1 + math.cos(math.pi * BAD / STEPS))
+    assert rates[BAD + 1] == pytest.approx(0.5 * usual)
+    assert run.checkpoint is not None
+    state = json.loads((run.checkpoint / "state.json").read_text())["callbacks"]["Guard"]
+    assert (state["lr_share"], state["slowed_at"]) == (0.5, settings["optim"]["lr"])
+
+
+def test_a_lower_learning_rate_outlives_a_resume_and_going_back_but_not_another_rate() -> None:
+    guard = Guard(GuardSection(), Reader(None))  # type: ignore[arg-type]
+    guard.lr_share, guard._slowed_at = 0.5, 1e-3
+    guard.load_state_dict({})  # back to a state from before
+    assert guard.lr_share == 0.5
+    again = Guard(GuardSection(), Reader(None))  # type: ignore[arg-type]
+    again.load_state_dict(guard.state_dict())
+    assert (again.lr_share, again._slowed_at) == (0.5, 1e-3)
+
+
+def test_too_high_a_learning_rate_is_told_as_that(data: Path, tmp_path: Path) -> None:
+    """No sample is blamed, and nothing goes round in circles."""
+    settings = recipe(data, tmp_path) | {"optim": {"lr": 3.0, "schedule": {"kind": "constant"}}}
+    said = ""
+    try:
+        tessera.train(settings, {"train.steps": 70, "train.global_batch": 2})
+    except GuardStop as stop:
+        said = str(stop.fix)
+    found = events(tmp_path / "chat")
+    told = [event for event in found if event["kind"] == "diverged"]
+    assert said or told
+    assert "optim.lr" in (said or told[0]["note"])
+    assert all(event["samples"] == [] for event in found)
+    assert not any(event["action"] == "went back" for event in found)
+
+
+def test_a_spike_is_clipped_and_told_and_its_samples_are_named_on_request(data: Path, tmp_path: Path) -> None:
+    faults = {"absurd_labels": ["sample-7", "sample-8"]}
+    run = tessera.train(recipe(data, tmp_path / "a", faults))
+    (event, *_) = events(run.folder)
+    assert (event["kind"], event["action"], event["samples"], event["module"]) == ("loss spike", "clipped", [], None)
+    assert not any(row.get("skipped") for row in run.metrics)
+    named = tessera.train(recipe(data, tmp_path / "b", faults, blame="always"))
+    assert {name for event in events(named.folder) for name in event["samples"]} <= {"sample-7", "sample-8"}
+    assert events(named.folder)[0]["samples"]
+    assert held_out(named) == held_out(run)  # looking for the cause changes nothing
+
+
+@pytest.mark.parametrize("every", [10, BAD - 1])
+def test_a_resume_after_a_stop_does_not_stop_at_the_same_step(data: Path, tmp_path: Path, every: int) -> None:
+    """Also where the last checkpoint was written before the guard knew of the stop."""
+    settings = recipe(data, tmp_path, {"absurd_labels": ["sample-7"]}, policy="stop")
+    settings["checkpoint"] = {"every": every}
+    with pytest.raises(GuardStop) as caught:
+        tessera.train(settings)
+    folder = tmp_path / "chat"
+    (stop,) = events(folder)
+    assert stop["samples"] == ["sample-7"]
+    assert "tessera resume" in str(caught.value.fix)
+    with contextlib.suppress(GuardStop):  # at a later step: the sample comes again in the next pass
+        tessera.resume(folder)
+    after = events(folder)[1:]
+    assert (after[0]["step"], after[0]["action"]) == (stop["step"], "clipped")
+    assert all(event["step"] > stop["step"] for event in after[1:])
+
+
+def test_nan_in_every_sample_is_not_blamed_on_one(data: Path, tmp_path: Path) -> None:
+    lines = (data / "train.jsonl").read_text().splitlines()
+    pictured = [line for number, line in enumerate(lines) if number % 3]
+    (data / "pictured.jsonl").write_text("\n".join(pictured) + "\n")
+    settings = recipe(data, tmp_path, {"nan_pixels": [json.loads(line)["id"] for line in pictured]}, limit=2)
+    settings["data"]["train"] = [{"path": str(data / "pictured.jsonl")}]
+    with pytest.raises(GuardStop, match="3 steps in a row") as caught:
+        tessera.train(settings)
+    assert "every sample of the step" in caught.value.what
+    assert "optim.lr" in str(caught.value.fix)
+    assert all(event["samples"] == [] and event["every_sample"] for event in events(tmp_path / "chat"))
+
+
+def test_weights_that_were_never_finite_are_told_at_once(data: Path, tmp_path: Path) -> None:
+    every = [f"sample-{number}" for number in range(220)]
+    tessera.train(recipe(data, tmp_path, {"nan_pixels": every}, policy="off"), {"train.steps": 2})
+    with pytest.raises(GuardStop, match="parameter ") as caught:
+        tessera.resume(tmp_path / "chat", {"guard.policy": "clip", "train.steps": 6})
+    assert "not finite when the run began" in str(caught.value.fix)
+    assert len(events(tmp_path / "chat")) == 1
+
+
+@pytest.mark.parametrize("policy", ["clip", "skip", "rollback", "stop", "off"])
+def test_every_policy_can_be_said_in_a_shell_and_in_a_file(tmp_path: Path, policy: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    needed = "model: {family: qwen2, preset: quickstart}\ntrain: {steps: 1}\n"
+    path.write_text(f"{needed}guard: {{policy: {policy}, coverage: off}}\n")
+    assert load_config(path).guard.policy == policy
+    assert load_config(path).guard.coverage == "off"
+    plain = {"model": {"family": "qwen2", "preset": "quickstart"}, "train": {"steps": 1}}
+    assert load_config(plain, parse_overrides([f"guard.policy={policy}"])).guard.policy == policy
