@@ -191,11 +191,15 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def has_unfinished_work(device: torch.device) -> bool:
-    """Whether an accelerator still computes what was queued on its default stream; asked from any thread."""
+    """Whether an accelerator still computes what was queued on its default stream; asked from any thread. One that
+    cannot say so now (it records a graph, say) counts as working."""
     if device.type == "cpu":
         return False
     module: Any = torch.get_device_module(device)
-    return not module.default_stream(device).query()
+    try:
+        return not module.default_stream(device).query()
+    except (RuntimeError, AttributeError):
+        return True
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

@@ -47,7 +47,7 @@ class Process:
         """Seconds that a visible one has computed, in all of its threads, or that its main thread wanted to and had no
         turn, on a machine with more to do than it has cores. Grows for one that works, not for one that waits."""
         stat = _stat(self.pid)
-        if stat[_STARTED] != self.started:
+        if stat[_STARTED] != self.started or not stat[_USED]:  # it is gone, or this is not Linux
             return 0.0
         used = (int(stat[_USED]) + int(stat[_USED + 1])) / os.sysconf("SC_CLK_TCK")
         try:

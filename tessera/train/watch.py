@@ -159,7 +159,7 @@ class Watch(Callback):
     def _look(self) -> Beat:
         with self._looking:
             trainer, now = self._trainer, time.monotonic()
-            self._own_share.note(now, self._process.effort_s())
+            self._own_share.note(now, self._process.effort_s() or time.process_time())
             collective = collective_of(self._main_thread)
             activity = self._phase()
             # Who goes from compiling or waiting to something else has moved, though it may be in the same block.
