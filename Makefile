@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-all layouts lint types clean help
+.PHONY: quickstart test test-all margins layouts lint types clean help
 
 help:
 	@echo "make quickstart  set up and train a small vision-language model on handwritten digits (a few minutes on 2 cores)"
 	@echo "make test        set up and run style, type and unit tests"
 	@echo "make test-all    the same with the slow tests: more kills, a longer soak"
+	@echo "make margins     how near every numeric comparison came to its limit"
 	@echo "make layouts     every layout and memory form against one process, as a table"
 
 $(READY): pyproject.toml constraints.txt
@@ -28,11 +29,26 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# Files go to workers in the order of tests/conftest.py.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Compared a second time with the plainest kernels that torch has for this CPU, which add in another order. Not what is
+# compiled: the compiler takes the instructions of the machine all the same, and mixes them up with headers for others.
+NUMERIC := tests/unit/test_ops_attention.py tests/unit/test_ops_loss.py tests/unit/test_ops_pointwise.py \
+	tests/unit/test_ops_products.py tests/unit/test_ops_block_attention.py \
+	tests/unit/test_preference.py::test_loss_and_gradients_are_those_of_the_formula \
+	tests/contract/test_seeing_numerics.py::test_packed_batches_of_everything \
+	tests/contract/test_seeing_numerics.py::test_bf16_weights_take_fp32_pixels_and_stay_near_fp32
+
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
+	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "not slow and not gpu" -k "not compiled" $(NUMERIC)
 
 test-all: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu"
+	$(PYTEST) -m "not gpu"
+	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "not gpu" -k "not compiled" $(NUMERIC)
+
+margins: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.margins -o enable_assertion_pass_hook=true -m "not slow and not gpu"
 
 layouts: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.dist.layouts

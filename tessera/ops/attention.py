@@ -83,7 +83,7 @@ def _attend_explicitly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
     scores = torch.matmul(q.transpose(0, 1), k.permute(1, 2, 0)) * scale  # [H, L, L]
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     return torch.matmul(weights, v.transpose(0, 1)).transpose(0, 1)
 
 
@@ -107,7 +107,8 @@ def _cached_eager(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, 
     k, v = k_cache.repeat_interleave(groups, dim=2), v_cache.repeat_interleave(groups, dim=2)
     scores = torch.einsum("bhd,bchd->bhc", q, k) * scale
     scores = scores.masked_fill(~_filled(k_cache, lengths).unsqueeze(1), float("-inf"))
-    return torch.einsum("bhc,bchd->bhd", scores.softmax(-1, dtype=torch.float32).to(q.dtype), v)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return torch.einsum("bhc,bchd->bhd", weights, v)
 
 
 def _filled(cache: Tensor, lengths: Tensor) -> Tensor:

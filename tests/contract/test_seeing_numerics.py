@@ -10,6 +10,9 @@ import torch
 from parity import compare_gradients, compare_outputs, from_foreign, relative
 from seeing_families import SEEING
 
+from tests.close import assert_as_close
+from tests.needs import has_half_attention
+
 NAMES = list(SEEING)
 SHAPES = [(name, number) for name, family in SEEING.items() for number in range(len(family.shapes))]
 ALONE = [(name, number) for name, family in SEEING.items() for number in family.alone]
@@ -46,9 +49,7 @@ def test_every_attention_gives_the_same_logits(name: str, implementation: str) -
     batch = family.pack(pair.config, family.cases(pair, 2, shown, 7), 3)
     config = family.config(2, attention=implementation)
     other = from_foreign(family.spec, config, family.state(pair.reference))
-    torch.testing.assert_close(
-        other(batch, logits=True).logits, pair.model(batch, logits=True).logits, rtol=1e-4, atol=1e-4
-    )
+    assert relative(other(batch, logits=True).logits, pair.model(batch, logits=True).logits) < family.tolerance
 
 
 @pytest.mark.parametrize(("name", "number"), ALONE)
@@ -101,11 +102,18 @@ def test_an_idle_tower_changes_nothing_and_gets_zero_gradients(name: str, number
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_weights_take_fp32_pixels_and_stay_near_fp32(name: str) -> None:
+    """As near as transformers' own model is in bf16: rounded weights move the logits of such small models by some
+    per cent, on some machines by 10."""
     family = SEEING[name]
-    pair = family.pair(0, 5)
+    pair = family.pair(0, 5, attention="auto" if has_half_attention() else "eager")
     shown = "mixed" if "mixed" in family.media(0) else "several"
-    batch = family.pack(pair.config, family.cases(pair, 0, [shown], 1))
-    wide = pair.model(batch, logits=True).logits
-    narrow = pair.model.bfloat16()(batch, logits=True).logits
-    assert narrow.dtype == torch.bfloat16
-    assert relative(narrow.float(), wide) < 0.1
+    (case,) = family.cases(pair, 0, [shown], 1)
+    batch = family.pack(pair.config, [case])
+    with torch.no_grad():
+        wide = pair.model(batch, logits=True).logits
+        narrow = pair.model.bfloat16()(batch, logits=True).logits
+        given = family.inputs(pair, case)
+        given = {key: x.bfloat16() if torch.is_tensor(x) and x.is_floating_point() else x for key, x in given.items()}
+        theirs = pair.reference.bfloat16()(**given).logits[0]
+    assert narrow.dtype == theirs.dtype == torch.bfloat16
+    assert_as_close(narrow, theirs, wide.double())

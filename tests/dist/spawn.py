@@ -21,19 +21,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch.optim imports torch._dynamo at its first step: seconds, better spent once.
-PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
-
 
 class RankError(AssertionError):
     """What went wrong on which rank."""
 
 
+def fork_context() -> Any:
+    """A fork server imports what ranks need once, outside of the test process with its threads, and forks cheaply."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.dist.preload"])
+    return context
+
+
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """`fn` is a module's function; it returns plain data, no tensors (their memory would die with the process)."""
-    # A fork server imports torch once, outside of the test process with its threads, and then forks ranks cheaply.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_context()
     reports: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")

@@ -4,7 +4,6 @@ A rank that is only slow is waited for."""
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -22,6 +21,7 @@ from tessera.core.names import clean
 from tessera.core.run_config import ParallelSection
 from tessera.train.callbacks import Callback
 from tessera.train.run import train
+from tests.dist.spawn import fork_context
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.slow_parts import compute_for
 
@@ -139,8 +139,7 @@ def job(rank: int, world: int, port: int, recipe: dict[str, Any], case: str | No
 
 def run(recipe: dict[str, Any], scratch: Path, case: str | None, start: list[int] | None = None) -> Ended:
     """Two ranks; those in `start` are really started. The clock runs from the end of the second step."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.dist.test_failures", "torch._dynamo"])
+    context = fork_context()
     port, world = free_port(), 2
     screens = [scratch / f"screen-{rank}" for rank in range(world)]
     ranks = [

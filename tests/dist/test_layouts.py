@@ -72,21 +72,34 @@ def train_ordered(rank: int, world: int, data: Path, out: Path, overrides: dict[
     return record.pictures, losses, gradients
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {},
-        {"parallel.prefetch_forward": 2, "parallel.prefetch_backward": 2, "parallel.recompute": ["vision.blocks.{*}"]},
-        {"parallel.offload": True, "parallel.swap": ["vision.blocks.{*}"]},
-    ],
-    ids=["plain", "prefetch", "offload"],
-)
-def test_idle_towers_never_hang_and_equal_one_process(overrides: dict[str, Any], tmp_path: Path) -> None:
-    data = write_ordered_set(tmp_path / "data")
-    _, expected, right = train_ordered(0, 1, data, tmp_path / "one", {})
-    (first, losses, gradients), (second, _, _) = run_ranks(
-        train_ordered, 2, data, tmp_path / "two", overrides, timeout=60
-    )
+IDLE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "prefetch": {
+        "parallel.prefetch_forward": 2,
+        "parallel.prefetch_backward": 2,
+        "parallel.recompute": ["vision.blocks.{*}"],
+    },
+    "offload": {"parallel.offload": True, "parallel.swap": ["vision.blocks.{*}"]},
+}
+
+
+def train_ordered_each(rank: int, world: int, data: Path, out: Path) -> dict[str, Any]:
+    return {name: train_ordered(rank, world, data, out / name, overrides) for name, overrides in IDLE.items()}
+
+
+@pytest.fixture(scope="module")
+def ordered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[dict[str, Any]]]:
+    """One process, and each of two ranks."""
+    folder = tmp_path_factory.mktemp("ordered")
+    data = write_ordered_set(folder / "data")
+    alone = train_ordered(0, 1, data, folder / "one", {})
+    return alone, run_ranks(train_ordered_each, 2, data, folder / "two")
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_idle_towers_never_hang_and_equal_one_process(name: str, ordered: Any) -> None:
+    (_, expected, right), ranks = ordered
+    (first, losses, gradients), (second, _, _) = (rank[name] for rank in ranks)
     shown = [" ".join("picture" if n else "text" for n in pair) for pair in zip(first, second, strict=True)]
     assert shown == ORDERS  # one rank had pictures while the other had none
     assert losses == pytest.approx(expected, rel=LIMIT)

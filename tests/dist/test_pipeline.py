@@ -117,7 +117,7 @@ def refused(rank: int, world: int, recipe: dict[str, Any], overrides: dict[str, 
     return caught.value.what
 
 
-@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("virtual", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_a_stage_refuses_is_told_in_its_own_words(virtual: int, tmp_path: Path) -> None:
     recipe = recipe_of(write_chat_set(tmp_path / "data"), tmp_path)
     pipeline = {
@@ -182,6 +182,10 @@ TALKATIVE: dict[str, Any] = {
 }
 
 
+def all_answers(rank: int, world: int, recipe: dict[str, Any], each: list[dict[str, Any]]) -> list[Any]:
+    return [answers(rank, world, recipe, overrides) for overrides in each]
+
+
 def answers(rank: int, world: int, recipe: dict[str, Any], overrides: dict[str, Any]) -> list[list[list[int]]]:
     """To two questions at once, one with a picture; and to one without."""
     device = torch.device("cpu")
@@ -207,18 +211,17 @@ def answers(rank: int, world: int, recipe: dict[str, Any], overrides: dict[str, 
     ]
 
 
-@pytest.mark.parametrize(
-    "pipeline",
-    [
-        {"pp": 2, "virtual": 2, "layers": {"vision": [1, 1, 0, 0], "text": [0, 0, 2, 2]}},
-        {"pp": 2, "schedule": "zbv"},
-        {"pp": 2, "layers": {"vision": [2, 0], "text": [1, 3]}},
-    ],
-    ids=["cut in the tower", "zbv", "1f1b"],
-)
-def test_answers_are_those_of_one_process(pipeline: dict[str, Any], tmp_path: Path) -> None:
+ANSWERING: dict[str, dict[str, Any]] = {
+    "cut in the tower": {"pp": 2, "virtual": 2, "layers": {"vision": [1, 1, 0, 0], "text": [0, 0, 2, 2]}},
+    "zbv": {"pp": 2, "schedule": "zbv"},
+    "1f1b": {"pp": 2, "layers": {"vision": [2, 0], "text": [1, 3]}},
+}
+
+
+def test_answers_are_those_of_one_process(tmp_path: Path) -> None:
     recipe = recipe_of(write_chat_set(tmp_path / "data"), tmp_path)
     (expected,) = run_ranks(answers, 1, recipe, TALKATIVE)
-    overrides = {**TALKATIVE, **{f"parallel.{key}": value for key, value in pipeline.items()}}
-    assert run_ranks(answers, 2, recipe, overrides) == [expected, expected]
+    each = [{**TALKATIVE, **{f"parallel.{k}": v for k, v in pipeline.items()}} for pipeline in ANSWERING.values()]
+    for rank in run_ranks(all_answers, 2, recipe, each):
+        assert dict(zip(ANSWERING, rank, strict=True)) == dict.fromkeys(ANSWERING, expected)
     assert len({token for batch in expected for row in batch for token in row}) > 2, expected

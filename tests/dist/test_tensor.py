@@ -22,6 +22,7 @@ from tessera.train.describe import Described, describe
 from tests.dist.layout_cases import SEQUENCE, TENSOR, UNTIED
 from tests.dist.layouts import Record, good, measure, quietly, recipe_of
 from tests.dist.spawn import run_ranks
+from tests.needs import need_half_attention
 from tests.toys.chat_set import MODEL, write_chat_set
 
 MODELS: list[dict[str, Any]] = [{}, UNTIED]
@@ -47,6 +48,7 @@ def last_losses(rank: int, world: int, folder: Path, parallel: dict[str, Any]) -
 
 
 def test_bf16_under_fsdp_stays_near_fp32(tmp_path: Path) -> None:
+    need_half_attention()
     write_chat_set(tmp_path / "data")
     narrow = {"parallel.param_dtype": "bfloat16", "parallel.tp": 2, "parallel.sequence_parallel": True}
     wide = last_losses(0, 1, tmp_path, {})

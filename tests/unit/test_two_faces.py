@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 import tessera
-from tessera.cli.main import app
+from tessera.cli.main import app, main
 from tessera.core.errors import TesseraError
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -149,12 +149,25 @@ def test_generate_streams_from_the_shell(run: tessera.Run, data: Path, tmp_path:
     assert said == f"{model.generate(processor(talk), max_new_tokens=6)}\n"
 
 
-def test_plan_config_and_convert_from_the_shell(run: tessera.Run, data: Path, tmp_path: Path) -> None:
+def test_plan_config_and_convert_from_the_shell(
+    run: tessera.Run, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program without a process of its own: each would import torch again."""
+
+    def said(*words: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["tessera", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        out = capsys.readouterr().out
+        assert not left.value.code, out
+        return out
+
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(chat_recipe(data, tmp_path)))
-    assert "8 = 1 replicated x 8 sharded" in shell("plan", recipe, "--world", 8)
-    assert "lr: 0.5" in shell("config", "show", recipe, "optim.lr=0.5")
-    assert "properties" in json.loads(shell("config", "schema"))
-    shell("convert", run.folder, tmp_path / "out", "--dtype", "bfloat16")
+    capsys.readouterr()
+    assert "8 = 1 replicated x 8 sharded" in said("plan", recipe, "--world", 8)
+    assert "lr: 0.5" in said("config", "show", recipe, "optim.lr=0.5")
+    assert "properties" in json.loads(said("config", "schema"))
+    said("convert", run.folder, tmp_path / "out", "--dtype", "bfloat16")
     model, _ = tessera.load(tmp_path / "out")
     assert next(model.module.parameters()).dtype == torch.bfloat16
