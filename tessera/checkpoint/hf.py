@@ -37,6 +37,7 @@ from tessera.checkpoint.safetensors_file import (
     read_box,
     refuse_pickle,
 )
+from tessera.checkpoint.sound import Counts, check_kind, judge_non_finite, non_finite
 from tessera.checkpoint.weights import ReadBox, Shape, cast_to, fill, foreign_entries, plan_reading
 from tessera.core.errors import TesseraError
 from tessera.core.weightmap import WeightMap
@@ -65,7 +66,17 @@ def load_folder(
     `tied`: further names of shared tensors -> the name in `tensors`. `expected`: all names of the model, when `tensors`
     is only a part of it. Each rank reads for itself; a failure of one is raised on all.
     """
-    Ranks.current().each(lambda: _load(folder, tensors, weight_map, tied or {}, expected))
+    ranks, counts = Ranks.current(), Counts()
+
+    def work() -> list[str]:
+        _load(folder, tensors, weight_map, tied or {}, expected, counts)
+        return [name for name, (_, nan, infinite) in counts.items() if nan or infinite]
+
+    suspects = {name for found in ranks.each(work) for name in found}
+    if suspects:  # a shard may be ruined where the whole is not: all ranks add up what they have read
+        told = judge_non_finite(ranks.each(lambda: {n: c for n, c in counts.items() if n in suspects}), str(folder))
+        if told and ranks.rank == 0:
+            _log.warning("weights that are not finite, in %s:\n    %s", folder, "\n    ".join(told[:20]))
 
 
 def _load(
@@ -74,25 +85,33 @@ def _load(
     weight_map: WeightMap,
     tied: Mapping[str, str],
     expected: Iterable[str],
+    counts: Counts,
 ) -> None:
     with ExitStack() as stack:
         files = {path: stack.enter_context(open_safetensors(path)) for path in weight_files(folder)}
         holder: dict[str, Any] = {}
         shapes: dict[str, Shape] = {}
+        kinds: dict[str, str] = {}
         for path, file in files.items():
             for key in file.keys():  # noqa: SIM118 - not a dict
                 if key in holder:
                     raise TesseraError(f"{key} is stored in two files", where=str(path))
                 holder[key] = file
-                shapes[key] = tuple(file.get_slice(key).get_shape())
+                view = file.get_slice(key)
+                shapes[key], kinds[key] = tuple(view.get_shape()), str(view.get_dtype())
         recipes = plan_reading(tensors.keys(), shapes, weight_map, tied=tied, expected=expected, where=str(folder))
 
         def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-            return read_box(holder[name], name, offsets, sizes)
+            piece = read_box(holder[name], name, offsets, sizes)
+            (read, nan, infinite), (more_nan, more_infinite) = counts.get(name, (0, 0, 0)), non_finite(piece)
+            counts[name] = (read + piece.numel(), nan + more_nan, infinite + more_infinite)
+            return piece
 
         if Ranks.current().rank == 0:
             _check_copies(weight_map, shapes, read, folder)
         for recipe in recipes:
+            for name in recipe.theirs:
+                check_kind(name, kinds[name], tensors[recipe.ours].dtype, str(folder))
             fill(tensors[recipe.ours], recipe, shapes, read, str(folder))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tessera.checkpoint.files import DurableFile, Fault, FileRecord, no_fault
 from tessera.core.errors import TesseraError
+from tessera.core.files import check_regular
 
 CODES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -119,6 +120,7 @@ def code_of(dtype: torch.dtype, name: str) -> str:
 def open_safetensors(path: Path) -> Iterator[Any]:
     """The library's reader (it checks the header against the file's size). Its errors become ours."""
     refuse_pickle(path)
+    check_regular(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file

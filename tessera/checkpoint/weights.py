@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from tessera.core.errors import TesseraError, nearest
-from tessera.core.weightmap import Operation, Same, WeightMap
+from tessera.core.weightmap import ByBox, Operation, WeightMap, can_read_boxes, shape_of
 
 Shape = tuple[int, ...]
 ReadBox = Callable[[str, Sequence[int], Sequence[int]], Tensor]  # (their name, offsets, sizes) -> that part of it
@@ -87,42 +87,37 @@ def _misfit(missing: list[str], left_over: list[str], weight_map: WeightMap, whe
 
 @torch.no_grad()
 def fill(target: Tensor, recipe: Recipe, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:
-    """Makes one tensor of ours. Where nothing but the name differs, a rank reads only the box it holds."""
+    """Makes one tensor of ours. Where the operation can, a rank reads only the bytes of what it holds."""
+    shapes_fit(recipe, tuple(target.shape), shapes, where)
+    theirs = [shapes[name] for name in recipe.theirs]
     boxes = _boxes(target)
-    if isinstance(recipe.op, Same):
-        (foreign,) = recipe.theirs
-        _check_shape(recipe, tuple(target.shape), shapes[foreign], where)
+    if can_read_boxes(recipe.op):
+        assert isinstance(recipe.op, ByBox)
         for box in boxes:
-            piece = read(foreign, box.offsets, box.sizes)
-            _shard(target, recipe.ours, box).copy_(piece)
+            needed = recipe.op.boxes(box.offsets, box.sizes, theirs)
+            pieces = [read(recipe.theirs[number], offsets, sizes) for number, offsets, sizes in needed]
+            _shard(target, recipe.ours, box).copy_(recipe.op.joined(pieces, theirs))
         return
-    if getattr(recipe.op, "by_rows", False) and all(shapes[name][0] == target.shape[0] for name in recipe.theirs):
-        for box in boxes:
-            made = _made(recipe, shapes, read, where, (box.offsets[0], box.sizes[0]))
-            _check_shape(recipe, tuple(target.shape), (target.shape[0], *made.shape[1:]), where)
-            _shard(target, recipe.ours, box).copy_(_cut(made, (0, *box.offsets[1:]), box.sizes))
+    if not boxes:
         return
-    made = _made(recipe, shapes, read, where)
-    _check_shape(recipe, tuple(target.shape), tuple(made.shape), where)
+    made = recipe.op.to_ours([read(name, [0] * len(shapes[name]), shapes[name]) for name in recipe.theirs])
     for box in boxes:
         _shard(target, recipe.ours, box).copy_(_cut(made, box.offsets, box.sizes))
 
 
-def _made(
-    recipe: Recipe, shapes: Mapping[str, Shape], read: ReadBox, where: str, rows: tuple[int, int] | None = None
-) -> Tensor:
-    """Ours from theirs: whole, or from so many of their rows (first, count)."""
-    theirs = []
-    for name in recipe.theirs:
-        offsets, sizes = [0] * len(shapes[name]), list(shapes[name])
-        if rows is not None:
-            offsets[0], sizes[0] = rows
-        theirs.append(read(name, offsets, sizes))
+def shapes_fit(recipe: Recipe, ours: Shape, shapes: Mapping[str, Shape], where: str) -> None:
+    """Refuses foreign tensors that do not make one of this shape, before a byte of them is read."""
     try:
-        return recipe.op.to_ours(theirs)
+        made = shape_of(recipe.op, [shapes[name] for name in recipe.theirs])
     except RuntimeError as error:
         told = ", ".join(f"{name} {list(shapes[name])}" for name in recipe.theirs)
         raise TesseraError(f"{recipe.ours} cannot be made from {told}: {error}", where=where) from error
+    if ours != made:
+        raise TesseraError(
+            f"{recipe.ours} has shape {list(ours)}, {' + '.join(recipe.theirs)} gives {list(made)}",
+            where=where,
+            fix="check that config.json belongs to these weights",
+        )
 
 
 def _cut(made: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -138,15 +133,6 @@ def add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> Te
         held = _shard(target, "", box)
         held.copy_(held.float() + scale * (left[rows].float() @ right[:, columns].float()))
     return target
-
-
-def _check_shape(recipe: Recipe, ours: Shape, theirs: Shape, where: str) -> None:
-    if ours != theirs:
-        raise TesseraError(
-            f"{recipe.ours} has shape {list(ours)}, {' + '.join(recipe.theirs)} gives {list(theirs)}",
-            where=where,
-            fix="check that config.json belongs to these weights",
-        )
 
 
 def _boxes(target: Tensor) -> list[ChunkStorageMetadata]:

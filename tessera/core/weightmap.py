@@ -12,25 +12,52 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from tessera.core.errors import TesseraError
 
+Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # which of theirs, and of it: offsets and sizes
+Shapes = Sequence[tuple[int, ...]]
+
 
 class Operation(Protocol):
-    """One with an attribute `by_rows` that is true makes row i of ours (along the first dimension) from row i of each
-    of theirs: who needs some rows may read those alone."""
+    """How ours is made from theirs and back. One that is `ByBox`, too, can make a part of ours from parts of theirs."""
 
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor: ...
 
     def to_theirs(self, ours: Tensor) -> list[Tensor]: ...
 
 
+@runtime_checkable
+class ByBox(Protocol):
+    """Makes a box of ours (offsets and sizes along every dimension) from boxes of theirs, so that a rank which holds a
+    shard reads the bytes of that shard alone, whatever dimensions it is cut along."""
+
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], theirs: Shapes) -> list[Box]:
+        """What is read for a box that is not empty. `theirs`: the whole shapes."""
+        ...
+
+    def joined(self, pieces: Sequence[Tensor], theirs: Shapes) -> Tensor:
+        """The box of ours from what was read."""
+        ...
+
+
+def shape_of(op: Operation, theirs: Shapes) -> tuple[int, ...]:
+    """Of ours, without any data."""
+    return tuple(op.to_ours([torch.empty(shape, device="meta") for shape in theirs]).shape)
+
+
 @dataclass(frozen=True)
 class Same:
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], theirs: Shapes) -> list[Box]:
+        return [(0, tuple(offsets), tuple(sizes))]
+
+    def joined(self, pieces: Sequence[Tensor], theirs: Shapes) -> Tensor:
+        return pieces[0]
+
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
         (tensor,) = theirs
         return tensor
@@ -131,6 +158,19 @@ class Concat:
     sizes: tuple[int, ...]
     dim: int = 0
 
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], theirs: Shapes) -> list[Box]:
+        found: list[Box] = []
+        at, first, last = 0, offsets[self.dim], offsets[self.dim] + sizes[self.dim]
+        for number, shape in enumerate(theirs):
+            low, high = max(first, at), min(last, at + shape[self.dim])
+            if low < high:
+                found.append((number, _with(offsets, self.dim, low - at), _with(sizes, self.dim, high - low)))
+            at += shape[self.dim]
+        return found
+
+    def joined(self, pieces: Sequence[Tensor], theirs: Shapes) -> Tensor:
+        return torch.cat(list(pieces), dim=self.dim)
+
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(theirs), dim=self.dim)
 
@@ -141,6 +181,12 @@ class Concat:
 @dataclass(frozen=True)
 class Stack:
     """Ours has one more dimension, the first, along which theirs lie one by one: the weights of experts."""
+
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], theirs: Shapes) -> list[Box]:
+        return [(n, tuple(offsets[1:]), tuple(sizes[1:])) for n in range(offsets[0], offsets[0] + sizes[0])]
+
+    def joined(self, pieces: Sequence[Tensor], theirs: Shapes) -> Tensor:
+        return torch.stack(list(pieces))
 
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(theirs))
@@ -156,11 +202,21 @@ class Turned:
 
     rows: int
     columns: int
-    by_rows = True
+
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], theirs: Shapes) -> list[Box]:
+        if self._as_ours(theirs[0]):
+            return [(0, tuple(offsets), tuple(sizes))]
+        return [(0, _swapped(offsets), _swapped(sizes))]
+
+    def joined(self, pieces: Sequence[Tensor], theirs: Shapes) -> Tensor:
+        return pieces[0] if self._as_ours(theirs[0]) else pieces[0].transpose(-1, -2)
+
+    def _as_ours(self, theirs: Sequence[int]) -> bool:
+        return tuple(theirs[-2:]) == (self.rows, self.columns)
 
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
         (tensor,) = theirs
-        if tuple(tensor.shape[-2:]) == (self.rows, self.columns):
+        if self._as_ours(tensor.shape):
             return tensor
         return tensor.transpose(-1, -2).contiguous()
 
@@ -178,9 +234,16 @@ class Part:
     dim: int = 0
     op: Operation = field(default_factory=Same)
 
-    @property
-    def by_rows(self) -> bool:
-        return self.dim > 0 and getattr(self.op, "by_rows", isinstance(self.op, Same))
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], theirs: Shapes) -> list[Box]:
+        whole = shape_of(self.op, theirs)
+        shifted = _with(offsets, self.dim, offsets[self.dim] + self.number * -(-whole[self.dim] // self.of))
+        if isinstance(self.op, ByBox):
+            return self.op.boxes(shifted, sizes, theirs)
+        raise AssertionError(f"a part of {self.op} is read whole")
+
+    def joined(self, pieces: Sequence[Tensor], theirs: Shapes) -> Tensor:
+        assert isinstance(self.op, ByBox)
+        return self.op.joined(pieces, theirs)
 
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
         return self.op.to_ours(theirs).chunk(self.of, dim=self.dim)[self.number].contiguous()
@@ -190,6 +253,18 @@ class Part:
 
     def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
         return self.op.to_theirs(torch.cat(list(parts), dim=self.dim))
+
+
+def can_read_boxes(op: Operation) -> bool:
+    return can_read_boxes(op.op) if isinstance(op, Part) else isinstance(op, ByBox)
+
+
+def _with(numbers: Sequence[int], place: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:place], number, *numbers[place + 1 :])
+
+
+def _swapped(numbers: Sequence[int]) -> tuple[int, ...]:
+    return (*numbers[:-2], numbers[-1], numbers[-2])
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import subprocess
+import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from tessera.core.errors import TesseraError
+from tessera.core.errors import TesseraError, first_line
 from tessera.core.files import read_json_mapping, read_text
 from tessera.data.chat import Piece
 
@@ -22,6 +26,7 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+_MAX_BYTES = 256 << 20  # of a tokenizer.json
 _SHORT, _MANY = 64, 4096  # texts that are kept with their tokens: characters of one, and how many
 
 
@@ -33,10 +38,57 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             where="model.path or model.tokenizer",
             fix="give a folder with a tokenizer.json, such as a downloaded Hugging Face model",
         )
+    data = read_json_mapping(path, _MAX_BYTES)
+    with _panics_told(f"not readable as a tokenizer ({path})"):
+        tokenizer = Tokenizer.from_file(str(path))
+    if _may_take_long(data):
+        _try_out(path)
+    return tokenizer
+
+
+@contextmanager
+def _panics_told(what: str) -> Iterator[None]:
+    """The library raises bare exceptions, and where its own code gives up, as it does over a regular expression that
+    never ends, one that is none of Python's ordinary ones and passes by every `except Exception`."""
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise TesseraError(f"not readable as a tokenizer: {error}", where=str(path)) from None
+        yield
+    except Exception as error:
+        raise TesseraError(f"{what}: {first_line(error)}") from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TesseraError(f"{what}: {first_line(error)}", fix=_PUBLISHED) from None
+
+
+# A group that is repeated is what makes a regular expression slow without end; those of published tokenizers have none.
+_REPEATED_GROUP = re.compile(r"\)[+*{]")
+# Long runs of one kind, and then something else: where backtracking begins.
+_TRIED = tuple(
+    many * 60 + end for many in ("a", "A", "1", " ", "\n", ".", "a1", "a ", "\u00e9", "\u4e2d") for end in "!z\n"
+)
+_TRY_SECONDS = 30.0
+_PUBLISHED = "use the tokenizer that the model's makers publish"
+
+
+def _may_take_long(data: Any) -> bool:
+    if isinstance(data, dict):
+        own = data.get("Regex")
+        return (isinstance(own, str) and _REPEATED_GROUP.search(own) is not None) or any(
+            _may_take_long(value) for key, value in data.items() if key not in ("vocab", "merges", "added_tokens")
+        )
+    return isinstance(data, list) and any(_may_take_long(value) for value in data)
+
+
+def _try_out(path: Path) -> None:
+    """Encodes plain texts in a process of its own, which is ended when it takes too long: nothing else ends a match."""
+    code = "import sys, tokenizers as t; file, *texts = sys.argv[1:]; [*map(t.Tokenizer.from_file(file).encode, texts)]"
+    command, where, fix = [sys.executable, "-P", "-c", code, str(path), *_TRIED], str(path), _PUBLISHED
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TRY_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise TesseraError("this tokenizer takes for ever to encode a plain text", where=where, fix=fix) from None
+    if done.returncode:
+        raise TesseraError("this tokenizer cannot encode a plain text", where=where, fix=fix)
 
 
 class PieceEncoder:
@@ -157,7 +209,8 @@ class PieceEncoder:
         """Headers, line ends and short answers come again and again: they are kept."""
         found = self._known.get(text)
         if found is None:
-            encoding = self._text.encode(text, add_special_tokens=False)
+            with _panics_told("the tokenizer cannot encode this text"):
+                encoding = self._text.encode(text, add_special_tokens=False)
             found = (encoding.ids, encoding.offsets)
             if not self._control_ids.isdisjoint(encoding.ids):
                 found = self._in_parts(text, *found)
@@ -174,7 +227,8 @@ class PieceEncoder:
         tokens: list[int] = []
         places: list[tuple[int, int]] = []
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            encoding = self._text.encode(text[start:end], add_special_tokens=False)
+            with _panics_told("the tokenizer cannot encode this text"):
+                encoding = self._text.encode(text[start:end], add_special_tokens=False)
             tokens += encoding.ids
             places += [(first + start, last + start) for first, last in encoding.offsets]
         if not self._control_ids.isdisjoint(tokens):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tessera.checkpoint.examine import check_fit, check_numbers
 from tessera.checkpoint.hf import stored_dtype
 from tessera.checkpoint.model_state import model_tensors, tied_names
 from tessera.checkpoint.origin import fill_from, origin_of
@@ -33,7 +34,7 @@ from tessera.infer.messages import conversations, sample_of
 from tessera.infer.over_ranks import over_ranks
 from tessera.infer.sampling import Sampling
 from tessera.infer.stream import TextStream
-from tessera.models import resolve
+from tessera.models import build_on_meta, read_folder_config, resolve
 from tessera.nn.lora import add_adapters, find_adapters, with_adapters
 from tessera.parallel.memory.materialize import allocate
 
@@ -159,6 +160,7 @@ def load(
         base = folder if origin == "folder" else base_of(folder)
         lora = None if origin == "folder" else {"path": folder}
         section = build(ModelSection, {"path": base, "lora": lora}, str(folder))
+        check_numbers(read_folder_config(base), base)
         kind = kind or stored_dtype(base)
         files: Path | None = base
         options: dict[str, Any] = {}
@@ -171,11 +173,12 @@ def load(
         files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
         limits = Limits(max_image_pixels=settings.data.max_image_pixels, draft=settings.data.draft)
     spec, config = resolve(section)
-    with torch.device("meta"):
-        whole = spec.build(config)
+    whole = build_on_meta(spec, config)
     weights = None if spec.weights is None else spec.weights(config)
     adapters: dict[str, Adapter] = {}
     names, tied = list(model_tensors(whole)), tied_names(whole)
+    if origin in ("folder", "adapters") and weights is not None:
+        check_fit(base, model_tensors(whole), weights, tied=tied)
     if section.lora is not None:
         adapters = find_adapters(settled(section.lora, names, weights), whole, spec.plan(config))
         add_adapters(whole, adapters, quantized=section.lora.quantize is not None)

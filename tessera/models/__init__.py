@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from tessera.core.config import Section, apply_overrides, build, read_mapping
-from tessera.core.errors import TesseraError, nearest
+from tessera.core.errors import TesseraError, first_line, nearest
+from tessera.core.files import read_json_mapping
 from tessera.core.imports import Instance
 from tessera.core.registry import Registry
 from tessera.core.run_config import ModelSection, load_config
@@ -77,6 +80,16 @@ def _said_twice() -> TesseraError:
     )
 
 
+def build_on_meta(spec: ModelSpec, config: Any) -> nn.Module:
+    """The whole model without memory. Numbers that no tensor can have are told as such."""
+    try:
+        with torch.device("meta"):
+            return spec.build(config)
+    except (RuntimeError, OverflowError, MemoryError) as error:
+        told = f"a model of these sizes cannot be built: {first_line(error)}"
+        raise TesseraError(told, where=f"model.config ({spec.name})", fix="check the numbers in config.json") from error
+
+
 def read_folder_config(folder: Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder."""
     path = folder / "config.json"
@@ -84,14 +97,7 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
         raise TesseraError(
             f"no config.json in {folder}", where="model.path", fix="give the folder that holds config.json and weights"
         )
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise TesseraError(f"too large to be a configuration ({path.stat().st_size} bytes)", where=str(path))
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise TesseraError(f"not readable as JSON: {error}", where=str(path)) from None
-    if not isinstance(data, dict):
-        raise TesseraError(f"a configuration is a mapping, this is a {type(data).__name__}", where=str(path))
+    data = read_json_mapping(path, _MAX_CONFIG_BYTES)
     return data
 
 

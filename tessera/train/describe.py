@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tessera.checkpoint.examine import check_numbers
 from tessera.core.adapters import Adapters
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import LoraSection, RunConfig
 from tessera.core.types import ModelSpec
-from tessera.models import resolve
+from tessera.models import build_on_meta, read_folder_config, resolve
 from tessera.parallel.plan import Plan, Workload, make_plan
 from tessera.tasks.lora import adapt
 
@@ -31,9 +32,11 @@ class Described:
 
 def describe(config: RunConfig, world_size: int) -> Described:
     """Steps 2, 3 and 5 of a run; needs no process group and no accelerator."""
+    path = config.model.path
+    if path is not None and (path / "config.json").is_file() and not (path / "config.yaml").is_file():
+        check_numbers(read_folder_config(path), path)
     spec, model_config = resolve(config.model)
-    with torch.device("meta"):
-        module = spec.build(model_config)
+    module = build_on_meta(spec, model_config)
     model_plan, lora = spec.plan(model_config), config.model.lora
     adapters: Adapters = {}
     if lora is not None:

@@ -8,13 +8,24 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from tessera.checkpoint.examine import check_fit
 from tessera.checkpoint.model_state import model_tensors, tied_names
-from tessera.checkpoint.origin import fill_from
+from tessera.checkpoint.origin import fill_from, origin_of
 from tessera.core.adapters import is_factor
 from tessera.core.run_config import RunConfig
 from tessera.parallel.apply import initialize, start_tensors
 from tessera.tasks.lora import first_adapters, is_quantized, quantize_layers
 from tessera.train.describe import Described
+
+
+def check_first_weights(config: RunConfig, described: Described) -> None:
+    """Before memory is taken for a model: whether the folder that it is to be filled from fits."""
+    path, weights, lora = config.model.path, described.spec.weights, described.lora
+    quantized = lora is not None and lora.quantize is not None  # those are read one by one, later
+    if path is None or weights is None or quantized or origin_of(path) != "folder":
+        return
+    tensors = {name: tensor for name, tensor in model_tensors(described.module).items() if not is_factor(name)}
+    check_fit(path, tensors, weights(described.config), tied=tied_names(described.module))
 
 
 def first_weights(

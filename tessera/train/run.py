@@ -18,6 +18,7 @@ from tessera.core.trust import Trust, check_trusted, named_code
 from tessera.train.build import build_trainer, run_exists
 from tessera.train.callbacks import Callback
 from tessera.train.describe import describe
+from tessera.train.first_weights import check_first_weights
 from tessera.train.jsonl import read_jsonl
 
 
@@ -103,6 +104,8 @@ def join(config: RunConfig) -> AbstractContextManager[dist.World]:
 
 def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequence[Callback]) -> Run:
     described = describe(config, dist.coming_size())  # what cannot work should fail before any rank waits for another
+    if not resume:
+        check_first_weights(config, described)
     with join(config) as world:
         if overwrite and world.is_main and run_exists(config.folder):
             shutil.rmtree(config.folder)

@@ -1,0 +1,225 @@
+"""Model folders of somebody else: what their numbers promise, and what their files are, is not believed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tessera
+from tessera.checkpoint.hf import load_folder
+from tessera.core.errors import TesseraError
+from tessera.core.files import read_bytes, read_json
+from tessera.core.run_config import ModelSection
+from tessera.core.weightmap import WeightMap
+from tessera.data.tokenizer import PieceEncoder, load_tokenizer, train_tokenizer
+from tessera.models import resolve
+from tessera.train.export import export_folder
+
+SMALL = {"text": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}}
+SHARD, CONFIG = "model.safetensors", "config.json"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sound")
+    train_tokenizer(["red"], 512, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]).save(str(root / "tokenizer.json"))
+    spec, config = resolve(ModelSection(family="qwen3", preset="quickstart", config=SMALL))
+    module = spec.build(config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    assert spec.processor is not None
+    export_folder(module, spec, config, spec.processor(config, root), root / "hf", files=root)
+    return root / "hf"
+
+
+@pytest.fixture
+def folder(sound: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(sound, tmp_path / "theirs")
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    data = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(data | fields))
+
+
+def change_weights(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    save_file(load_file(folder / SHARD) | {name: tensor.contiguous()}, folder / SHARD)
+
+
+def recipe(folder: Path, out: Path) -> dict[str, Any]:
+    return {
+        "out": str(out),
+        "model": {"path": str(folder)},
+        "data": {"train": [{"path": "none.jsonl"}], "length": 64},
+        "train": {"steps": 1, "device": "cpu"},
+    }
+
+
+def test_the_sound_folder_loads(folder: Path) -> None:
+    tessera.load(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000, and the weights are"),
+        ({"num_hidden_layers": 5000}, "num_hidden_layers = 5000, and the weights are"),
+        ({"hidden_size": 10**12}, "has shape|cannot be built"),
+        ({"vocab_size": 10**10}, "has shape|cannot be built"),
+        ({"intermediate_size": 1 << 52, "hidden_size": 1 << 40}, "has shape|cannot be built"),
+        ({"vocab_size": 10**30}, "beyond all sense"),
+        ({"rms_norm_eps": float("nan")}, "beyond all sense"),
+        ({"text_config": {"depths": [2, 10**8]}}, "text_config.depths = 100000000"),
+    ],
+    ids=str,
+)
+def test_sizes_are_held_against_the_files_first(
+    folder: Path, fields: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    change_config(folder, **fields)
+    began = time.monotonic()
+    with pytest.raises(TesseraError, match=told):
+        tessera.load(folder, device="cpu")
+    with pytest.raises(TesseraError, match=told):
+        tessera.train(recipe(folder, tmp_path / "runs"))
+    assert time.monotonic() - began < 60  # for ever, or as long as there is memory
+
+
+def test_floats_declared_as_whole_numbers_are_refused(folder: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    change_weights(folder, name, load_file(folder / SHARD)[name].view(torch.int32))
+    with pytest.raises(TesseraError, match=f"{name} is stored as I32, the model has float32"):
+        tessera.load(folder, device="cpu", dtype="float32")
+    with pytest.raises(TesseraError, match="stored as I32"):
+        tessera.train(recipe(folder, tmp_path / "runs"))
+
+
+def test_a_reader_of_files_alone_refuses_them_too(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, dtype=torch.int32)}, tmp_path / SHARD)
+    with pytest.raises(TesseraError, match="a is stored as I32"):
+        load_folder(tmp_path, {"a": torch.zeros(3)}, WeightMap((), same_names=True))
+    save_file({"a": torch.zeros(3)}, tmp_path / SHARD)
+    with pytest.raises(TesseraError, match="a is stored as F32"):
+        load_folder(tmp_path, {"a": torch.zeros(3, dtype=torch.int64)}, WeightMap((), same_names=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tensor_of_nothing_but_nan_is_refused(folder: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_weights(folder, name, torch.full_like(load_file(folder / SHARD)[name], float("nan")).to(dtype))
+    with pytest.raises(TesseraError, match=rf"nothing but NaN in 1 of the tensors: {name}"):
+        tessera.load(folder, device="cpu")
+
+
+def test_some_numbers_that_are_not_finite_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They may be rows that nobody asks for: such a run would succeed."""
+    name = "model.embed_tokens.weight"
+    rows = load_file(folder / SHARD)[name]
+    rows[-1, :3], rows[-1, 3] = float("nan"), float("inf")
+    change_weights(folder, name, rows)
+    logging.getLogger("tessera").propagate = True
+    with caplog.at_level(logging.WARNING, logger="tessera"):
+        tessera.load(folder, device="cpu")
+    assert f"{name}: 3 NaN and 1 infinite of {rows.numel()} numbers" in caplog.text
+
+
+def test_a_limit_that_is_not_set_is_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_file({"most": torch.tensor([float("inf")]), "large": torch.full((4,), 3e38)}, tmp_path / SHARD)
+    into = {"most": torch.zeros(1), "large": torch.zeros(4)}
+    with caplog.at_level(logging.WARNING, logger="tessera"):
+        load_folder(tmp_path, into, WeightMap((), same_names=True))
+    assert not caplog.text
+    assert torch.isinf(into["most"]).all()
+
+
+def make(kind: str, path: Path) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        here = os.getcwd()
+        os.chdir(path.parent)  # paths of sockets are short
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+        os.chdir(here)
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "device"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        SHARD,
+        "part-1.safetensors",
+        "model.safetensors.index.json",
+        CONFIG,
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ],
+)
+def test_what_is_no_regular_file_is_never_opened(folder: Path, kind: str, name: str, tmp_path: Path) -> None:
+    """Opening one may wait for ever; a test that hangs here has failed."""
+    if name == "part-1.safetensors":
+        (folder / SHARD).unlink()
+    make(kind, folder / name)
+    try:
+        tessera.convert(folder, tmp_path / "out")
+    except TesseraError:
+        return
+    assert name not in (SHARD, "part-1.safetensors", CONFIG), "it must be refused, and not passed over"
+    assert (tmp_path / "out" / SHARD).is_file()
+
+
+def test_readers_of_small_files_are_bounded(tmp_path: Path) -> None:
+    (tmp_path / "long.json").write_text("[" + "1," * 100 + "1]")
+    with pytest.raises(TesseraError, match="far too large"):
+        read_bytes(tmp_path / "long.json", 100)
+    for text in ("[" * 100_000, "1" * 5000, "{", "\ud800".encode("utf-8", "surrogatepass")):
+        data = text if isinstance(text, bytes) else text.encode()
+        (tmp_path / "bad.json").write_bytes(data)
+        with pytest.raises(TesseraError):
+            read_json(tmp_path / "bad.json")
+
+
+def with_split(folder: Path, pattern: str) -> None:
+    data = json.loads((folder / "tokenizer.json").read_text())
+    data["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": pattern}
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+
+
+def test_a_regular_expression_without_end_in_a_tokenizer_is_refused(folder: Path) -> None:
+    with_split(folder, r"(a+)+$")
+    with pytest.raises(TesseraError, match=r"cannot encode a plain text|takes for ever"):
+        load_tokenizer(folder)
+    with pytest.raises(TesseraError, match=r"cannot encode a plain text|takes for ever"):
+        tessera.load(folder, device="cpu")
+
+
+def test_one_that_shows_only_later_is_an_error_like_others(folder: Path) -> None:
+    """The library panics, which no `except Exception` hears."""
+    with_split(folder, r"(?:(?:a|a)(?:a|a)?){1}" + r"(?:b|b|bb)" * 40 + "c$")
+    bomb = PieceEncoder(load_tokenizer(folder))
+    with pytest.raises(TesseraError, match="cannot encode this text"):
+        bomb._ids_and_offsets("a" + "b" * 70)
+
+
+def test_a_repeated_group_that_is_harmless_is_tried_and_taken(folder: Path) -> None:
+    with_split(folder, r"(?:ab)+|\p{N}{1,3}|.")
+    assert load_tokenizer(folder).encode("abab1").ids
