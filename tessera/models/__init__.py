@@ -37,9 +37,27 @@ def family_of(model_type: str) -> ModelSpec:
         f"no model family reads model_type {model_type!r}",
         where="config.json",
         allowed=sorted(known),
-        nearest=nearest(model_type, known),
-        fix="model.family=transformers runs the library's own class",
+        nearest=None if model_type in _OTHER_LAYOUTS else nearest(model_type, known),
+        fix=_OTHER_LAYOUTS.get(model_type) or _advice(model_type),
     )
+
+
+# Published twice: in a layout of their makers with code of its own, which is never run, and in that of transformers.
+_OTHER_LAYOUTS = {
+    "internvl_chat": "this is the layout of the first InternVL folders, whose code is never run: take the same weights "
+    "in the layout of transformers, which their makers publish as folders that end in -hf (OpenGVLab/InternVL3-1B-hf)"
+}
+
+
+def _advice(model_type: str) -> str:
+    """What will work for a model that no family here reads."""
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    except ImportError:
+        return "model.family=transformers runs the library's own class, if the library is installed and has one"
+    if model_type in CONFIG_MAPPING_NAMES:
+        return "model.family=transformers runs the library's own class"
+    return "no class of the installed transformers reads it either: model.family=module runs a class of yours"
 
 
 def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:

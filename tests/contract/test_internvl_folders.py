@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hub_layouts import billions, changed, preset_of
 from internvl_cases import InternVL
 from parity import from_foreign, same_weights, saved
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from tessera.core.errors import TesseraError
+from tessera.core.run_config import ModelSection
+from tessera.models import resolve
 from tessera.models.internvl import SPEC
 from tessera.models.internvl.config import InternVLConfig
 
@@ -140,3 +145,18 @@ def test_a_head_is_tied_only_if_nobody_denies_it() -> None:
 def test_what_we_do_not_compute_is_an_error(key: str, value: Any) -> None:
     with pytest.raises(TesseraError):
         InternVLConfig.from_hf(changed(HUB, key, value))
+
+
+def test_the_advice_for_a_folder_in_another_layout_is_true(tmp_path: Path) -> None:
+    """It advised a setting that was refused next: the library has no class for it."""
+    for model_type, advised in (
+        ("internvl_chat", "-hf"),
+        ("gemma3", "model.family=transformers runs"),
+        ("nobody_knows", "model.family=module"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        with pytest.raises(TesseraError) as caught:
+            resolve(ModelSection(path=tmp_path))
+        assert advised in str(caught.value.fix)
+        assert ("transformers runs" in str(caught.value.fix)) == (model_type in CONFIG_MAPPING_NAMES)
+        assert model_type != "internvl_chat" or caught.value.nearest is None
