@@ -10,11 +10,12 @@ The folder belongs to one run at a time and, on several machines, lies on a file
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,41 +60,81 @@ class SaveReport:
 class CheckpointManager:
     """All methods are collective: every rank calls them, and every rank gets the same answer or the same error."""
 
-    def __init__(self, folder: Path, keep: int, *, fault: Fault = no_fault) -> None:
+    def __init__(
+        self, folder: Path, keep: int, *, fault: Fault = no_fault, free: Callable[[Path], int] = free_bytes
+    ) -> None:
         assert keep >= 1, "at least one checkpoint must be kept"
         self.folder = folder
         self.report: SaveReport | None = None  # of the last save
+        self.newest: Path | None = None  # what was saved or resumed from last: its bytes are known to be good
         self._keep = keep
         self._fault = fault
+        self._free = free
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config_text: str) -> Path:
-        """Writes, publishes, then removes what is beyond `keep`. `state` and `config_text` are taken from rank 0."""
+        """Writes, publishes, then removes what is beyond `keep`. `state` and `config_text` are taken from rank 0.
+
+        Where the room is not enough, older checkpoints go before the new one is written; the newest good one never.
+        """
         ranks = Ranks.current()
         started = time.perf_counter()
-        staging: Path | None = None
+        needed = total_bytes(tensors)
+        ranks.once(lambda: self._make_room(needed))
         try:
-            staging = ranks.once(lambda: self._begin(step))
-            writer = ShardWriter(staging, self._fault)
-            save_tensors(tensors, writer)
-            path, size = ranks.once(lambda: self._publish(staging, step, writer, state, config_text))
-        except BaseException as error:
-            # By now no rank writes any more: failures are gathered from all of them before they are raised.
-            if ranks.rank == 0 and staging is not None:
-                remove_folder(staging)
-            told = self._explain(ranks, error, step, total_bytes(tensors)) if isinstance(error, RankFailure) else None
-            if told is not None:
-                raise told from error
-            raise
+            path, size = self._write(ranks, step, tensors, state, config_text)
+        except RankFailure as error:
+            # A quota can be full where the disk is not: then it shows only now.
+            if not (_is_full(error) and ranks.once(lambda: self._make_room(needed, full=True))):
+                raise self._explain(ranks, error, step, needed) or error from error
+            try:
+                path, size = self._write(ranks, step, tensors, state, config_text)
+            except RankFailure as again:
+                raise self._explain(ranks, again, step, needed) or again from again
+        self.newest = path
         self.report = SaveReport(path, size, time.perf_counter() - started)
         if ranks.rank == 0:
             speed = human_bytes(self.report.bytes_per_second)
             _log.info("saved %s: %s in %.2f s (%s/s)", path.name, human_bytes(size), self.report.seconds, speed)
         return path
 
+    def _write(
+        self, ranks: Ranks, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config_text: str
+    ) -> tuple[Path, int]:
+        staging: Path | None = None
+        try:
+            staging = ranks.once(lambda: self._begin(step))
+            writer = ShardWriter(staging, self._fault)
+            save_tensors(tensors, writer)
+            return ranks.once(lambda: self._publish(staging, step, writer, state, config_text))
+        except BaseException:
+            # By now no rank writes any more: failures are gathered from all of them before they are raised.
+            if ranks.rank == 0 and staging is not None:
+                remove_folder(staging)
+            raise
+
     def latest(self) -> Path | None:
         """The newest checkpoint whose every byte is as written. Damaged ones are named in a warning and passed over."""
         found = self._newest_good(Ranks.current())
         return None if found is None else found[0]
+
+    def newest_config(self) -> Path | None:
+        """The recipe inside of the newest checkpoint that has a good one. Not collective, and cheap: no tensor is
+        read."""
+        for path, _ in self._candidates():
+            try:
+                records = [record for record in read_manifest(path).files if record.name == CONFIG]
+            except TesseraError:
+                continue
+            if records and not problems_in(path, records):
+                return path / CONFIG
+        return None
+
+    def load_newest(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+        """Fills `tensors` from the newest good checkpoint and returns its state; None when there is none. Removes
+        nothing, unlike `resume`: the run may be another's, and at work."""
+        ranks = Ranks.current()
+        found = self._newest_good(ranks)
+        return None if found is None else self._load(ranks, found[0], tensors)
 
     def load(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Fills `tensors` in place and returns the state, after checking the files."""
@@ -118,6 +159,7 @@ class CheckpointManager:
             stored = read_table(path).state_dict_metadata
             tensors = {**tensors, **{name: tensor for name, tensor in may_lack.items() if name in stored}}
         state = self._load(ranks, path, tensors)
+        self.newest = path
         if ranks.rank == 0:
             _log.info("resumed from %s", path)
         return step, state
@@ -212,16 +254,49 @@ class CheckpointManager:
         worth = [path for path, serial in older if serial is not None and path.name.split(".")[0] != step]
         kept = set(worth[: self._keep - 1])
         for path, _ in older:
-            if path in kept:
-                continue
-            trash = self.folder / f".trash-{path.name}~{uuid.uuid4().hex[:8]}"
+            if path not in kept:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> bool:
+        trash = self.folder / f".trash-{path.name}~{uuid.uuid4().hex[:8]}"
+        try:
+            rename(path, trash, self._fault)
+        except OSError as error:
+            _log.warning("could not remove the old checkpoint %s: %s", path, error)
+            return False
+        self._fault(f"remove {path.name}")
+        remove_folder(trash)
+        return True
+
+    def _make_room(self, needed: int, full: bool = False) -> bool:
+        """Remove old checkpoints, the oldest first, if that makes room for a new one; return whether any went. The
+        newest whose bytes are good stays in any case. `full`: a write has failed, whatever the disk says is free."""
+        if not self.folder.is_dir():
+            return False
+        self._clean()
+        free = self._free(self.folder)
+        if not full and free >= needed:
+            return False
+        spare: list[tuple[Path, int]] = []
+        found_good = False
+        for path, _ in self._candidates():
             try:
-                rename(path, trash, self._fault)
-            except OSError as error:
-                _log.warning("could not remove the old checkpoint %s: %s", path, error)
+                files = read_manifest(path).files
+            except TesseraError:
                 continue
-            self._fault(f"remove {path.name}")
-            remove_folder(trash)
+            if found_good:
+                spare.append((path, sum(record.size for record in files)))
+            else:
+                found_good = not problems_in(path, files)
+        if not full and free + sum(size for _, size in spare) < needed:
+            return False  # it would not help
+        freed = 0
+        for path, size in reversed(spare):
+            if freed >= needed if full else self._free(self.folder) >= needed:
+                break
+            _log.warning("removing %s before its time: there is no room for the next checkpoint", path.name)
+            freed += size if self._remove(path) else 0
+        return freed > 0
 
     def _clean(self) -> None:
         """Removes what a dead run left half-written or half-removed."""
@@ -247,6 +322,11 @@ class CheckpointManager:
             fix=f"it needs {human_bytes(needed)} ({needed} bytes); {human_bytes(free)} ({free} bytes) are free there: "
             "make room, raise the limit, or lower checkpoint.keep",
         )
+
+
+def _is_full(failure: RankFailure) -> bool:
+    errors = [told.error for told in failure.failures]
+    return all(isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) for error in errors)
 
 
 def _step_of(path: Path) -> int:

@@ -53,13 +53,11 @@ def fill_from(
             raise TesseraError("this family has no weight map: it cannot read Hugging Face folders", where=str(path))
         load_folder(path, tensors, weight_map, tied=tied, expected=expected)
         return
-    if origin == "run":
-        manager = CheckpointManager(path / "checkpoints", keep=1)
-        newest = manager.latest()
-        if newest is None:
-            raise TesseraError("this run has no checkpoint yet", where=str(path))
-        path = newest
-    CheckpointManager(path.parent, keep=1).load(path, {f"model.{name}": tensor for name, tensor in tensors.items()})
+    named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    if origin == "checkpoint":
+        CheckpointManager(path.parent, keep=1).load(path, named)
+    elif CheckpointManager(path / "checkpoints", keep=1).load_newest(named) is None:
+        raise TesseraError("this run has no checkpoint yet", where=str(path))
 
 
 def _nothing_here(path: Path) -> TesseraError:

@@ -185,6 +185,7 @@ def check_fit(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def total_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Of the whole tensors, not of this rank's part."""
+    _refuse_other_things(tensors)
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
 
 

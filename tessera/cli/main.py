@@ -69,10 +69,10 @@ def train(
         )
     if cluster.launches:
         from tessera.cli.launch import launch
-        from tessera.train.run import check_fresh
+        from tessera.train.run_folder import check_fresh
 
         if not or_resume and cluster.node_rank == 0 and not cluster.elastic:
-            check_fresh(config, overwrite)
+            check_fresh(config.folder, overwrite)
         # Ranks that are started again must go on with what the first attempt has saved.
         again = or_resume or cluster.elastic or restarts > 0
         flags = [*(["--overwrite"] if overwrite else []), *(["--or-resume"] if again else [])]
@@ -80,9 +80,9 @@ def train(
         launch(words, cluster, config)
         return
     from tessera.core.trust import named_code
-    from tessera.train.build import run_exists
     from tessera.train.run import resume as go_on
     from tessera.train.run import train as run
+    from tessera.train.run_folder import run_exists
 
     if or_resume and run_exists(config.folder):
         _finish(go_on(config.folder, settings, trust=named_code(config)))  # the recipe at hand says the same

@@ -207,21 +207,32 @@ def sum_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "npu" else torch.float64
 
 
-def look_at(values: torch.Tensor) -> Callable[[], list[float]]:
+class HostCopy:
+    """A few numbers on their way to the host, where they can be waited for without what was queued behind them."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self._event: Any = None
+        if values.device.type != "cpu":
+            module: Any = torch.get_device_module(values.device)
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = module.Event()
+            self._event.record(module.current_stream(values.device))
+
+    def ready(self) -> bool:
+        """Return whether a call would not have to wait."""
+        return self._event is None or bool(self._event.query())
+
+    def __call__(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return list(self._values.tolist())
+
+
+def look_at(values: torch.Tensor) -> HostCopy:
     """Begins to copy a few numbers to the host. Calling the result waits for them, not for what was queued after."""
-    if values.device.type == "cpu":
-        return values.tolist
-    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    there.copy_(values, non_blocking=True)
-    module: Any = torch.get_device_module(values.device)
-    done = module.Event()
-    done.record(module.current_stream(values.device))
-
-    def wait() -> list[float]:
-        done.synchronize()
-        return list(there.tolist())
-
-    return wait
+    return HostCopy(values)
 
 
 class SideCopies:

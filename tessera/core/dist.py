@@ -172,17 +172,17 @@ def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return table
 
 
-def agree_on_step(step: int, flag: bool) -> bool:
-    """True on every rank if `flag` is true on one. Ranks that are not at the same step are named instead: their
-    collectives would pair up all the same, and mix one step's numbers into another's."""
+def agree_on_step(step: int, *flags: bool) -> list[bool]:
+    """Return each flag, true on every rank if it is true on one. Ranks that are not at the same step are named instead:
+    their collectives would pair up all the same, and mix one step's numbers into another's."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return flag
-    vote = torch.tensor([float(flag), step, -step], dtype=torch.float64)
+        return list(flags)
+    vote = torch.tensor([step, -step, *map(float, flags)], dtype=torch.float64)
     dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-    raised, highest, lowest = vote.tolist()
+    highest, lowest, *raised = vote.tolist()
     if highest != -lowest:
         raise OutOfStep(gather_over_ranks(torch.tensor([step]))[:, 0].tolist())
-    return bool(raised)
+    return [bool(flag) for flag in raised]
 
 
 class RankFailure(TesseraError):

@@ -12,6 +12,7 @@ from tessera.core.config import Section, apply_overrides, build, read_mapping
 from tessera.core.fsdp2_file import with_fsdp2_file
 from tessera.core.values import Ahead, Count, Ranks, Rate, Seconds, Steps, StepsOrNone
 
+NAME_PATTERN, NAME_LENGTH = r"^[^\W_][\w.\-]*$", 128  # of runs: a name is a folder's, and not .. or -rf
 DType = Literal["float32", "bfloat16"]
 AdapterRank = Annotated[int, Field(gt=0, le=10**5)]
 AdapterAlpha = Annotated[float, Field(gt=0, le=1e6)]
@@ -353,10 +354,25 @@ class OptimSection(Section):
 
 
 class CheckpointSection(Section):
-    every: StepsOrNone = Field(0, description="steps between checkpoints; 0: none before the end")
+    every: StepsOrNone = Field(0, description="steps between checkpoints; 0: only by `minutes`")
+    minutes: float | None = Field(
+        None,
+        ge=0,
+        le=10**6,
+        description="minutes between checkpoints, longer where saving would take more than a twentieth of the time; "
+        "0: none; default: 10, and none where `every` is given or `at_end` is off",
+    )
     at_end: bool = Field(True, description="save when the run ends or is stopped; off for runs that only measure")
     keep: int = Field(2, gt=0, le=10**6, description="how many of the newest to keep")
     export: bool = Field(False, description="also write a Hugging Face folder at the end")
+
+    @property
+    def minutes_between(self) -> float:
+        """Minutes between checkpoints, 0 for none. By default a kill costs ten minutes; who says when to save, or that
+        nothing is saved, is not overruled."""
+        if self.minutes is not None:
+            return self.minutes
+        return 10.0 if self.every == 0 and self.at_end else 0.0
 
 
 class GuardSection(Section):
@@ -419,7 +435,12 @@ class ProfileSection(Section):
 
 
 class RunConfig(Section):
-    name: str = Field("run", pattern=r"^[\w.\-]+$", description="the run's folder is out/name")
+    name: str = Field(
+        "run",
+        pattern=NAME_PATTERN,
+        max_length=NAME_LENGTH,
+        description="the run's folder is out/name; begins with a letter or a digit",
+    )
     out: Path = Path("runs")
     model: ModelSection
     data: DataSection = DataSection()

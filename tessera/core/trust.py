@@ -10,11 +10,14 @@ A run without code of its own has no id, leaves nothing in the user's folder and
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
 import logging
 import os
 import re
 import secrets
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,8 +88,9 @@ def remember(folder: Path, code: Mapping[str, str]) -> None:
     try:
         state = _state_folder()
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        note = {"folder": str(folder.absolute()), "code": sorted(code), "roots": _import_roots(code)}
         fresh = state / f"{name}.{os.getpid()}.new"
-        fresh.write_text(json.dumps({"folder": str(folder.absolute()), "code": sorted(code)}), encoding="utf-8")
+        fresh.write_text(json.dumps(note), encoding="utf-8")
         os.replace(fresh, state / f"{name}.json")
     except (OSError, RuntimeError) as error:
         log.warning(
@@ -95,6 +99,44 @@ def remember(folder: Path, code: Mapping[str, str]) -> None:
             error,
             STATE_VARIABLE,
         )
+
+
+def find_code(folder: Path, code: Mapping[str, str]) -> None:
+    """Let the code of a run be imported from where it was when the run was started, whatever the working folder and
+    PYTHONPATH are now. What can be imported as it is stays as it is. The places are this user's own note of them, and
+    never what a folder says."""
+    roots = _note(folder).get("roots", {})
+    for module in sorted({_top(path) for path in code}):
+        root = roots.get(module) if isinstance(roots, dict) else None
+        if isinstance(root, str) and root not in sys.path and not _is_importable(module) and os.path.isdir(root):
+            sys.path.append(root)
+
+
+def _import_roots(code: Mapping[str, str]) -> dict[str, str]:
+    """Top-level modules of import paths -> the folder that each is imported from."""
+    found: dict[str, str] = {}
+    for module in sorted({_top(path) for path in code}):
+        if (spec := _spec(module)) is not None:
+            inside = next(iter(spec.submodule_search_locations or ()), None)
+            place = inside if inside is not None else spec.origin
+            if place is not None and os.path.exists(place):
+                found[module] = os.path.dirname(os.path.abspath(place))
+    return found
+
+
+def _spec(module: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # a module that was put into sys.modules by hand has no specification
+        return None
+
+
+def _is_importable(module: str) -> bool:
+    return module in sys.modules or _spec(module) is not None
+
+
+def _top(path: str) -> str:
+    return path.partition(":")[0].partition(".")[0]
 
 
 def write_run_id(folder: Path) -> None:
@@ -107,14 +149,20 @@ def write_run_id(folder: Path) -> None:
 
 def remembered(folder: Path) -> set[str]:
     """Import paths that this user ran before in the run that `folder` is, or is a checkpoint of."""
+    code = _note(folder).get("code", [])
+    return {str(path) for path in code} if isinstance(code, list) else set()
+
+
+def _note(folder: Path) -> dict[str, Any]:
+    """What this user's own folder says of a run."""
     name = _read_id(folder) or _read_id(folder.parent.parent)
     if name is None:
-        return set()
+        return {}
     try:
         note = json.loads((_state_folder() / f"{name}.json").read_text(encoding="utf-8"))
-        return {str(path) for path in note["code"]}
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError):
-        return set()
+    except (OSError, ValueError, RuntimeError):
+        return {}
+    return note if isinstance(note, dict) else {}
 
 
 def _state_folder() -> Path:

@@ -67,7 +67,7 @@ def evaluate(
     if not rows:
         raise TesseraError("no held-out sample could be used", where=", ".join(str(s.path) for s in sources))
     if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
-        record = JsonLines(folder / "answers.jsonl", keep=lambda row: False)
+        record = JsonLines(folder / "answers.jsonl", anew=True)
         for row in rows:
             record.write(row, flush=False)
         record.close()

@@ -16,6 +16,7 @@ from tessera.checkpoint.hf import stored_dtype
 from tessera.checkpoint.model_state import model_tensors, tied_names
 from tessera.checkpoint.origin import fill_from, origin_of
 from tessera.checkpoint.peft import base_of, fill_adapters, settled
+from tessera.checkpoint.run_files import saved_config
 from tessera.core import device as devices
 from tessera.core.adapters import Adapter, Adapters, is_factor
 from tessera.core.config import Section, build, read_mapping
@@ -23,7 +24,7 @@ from tessera.core.dist import environment_ranks, rank_on_machine
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.meta import computed_buffers, put_back_buffers
 from tessera.core.run_config import ModelSection, RunConfig, load_config
-from tessera.core.trust import Trust, check_trusted, model_code
+from tessera.core.trust import Trust, check_trusted, find_code, model_code
 from tessera.core.types import Batch, ModelSpec, Processor, Sample
 from tessera.data.media.images import Limits
 from tessera.data.media.read import read_media
@@ -166,8 +167,10 @@ def load(
         options: dict[str, Any] = {}
         limits = Limits()
     else:
-        settings = load_config(read_mapping(folder / RUN_CONFIG))
+        kept = saved_config(folder) if origin == "run" else None  # the shape is that of the newest checkpoint
+        settings = load_config(kept or read_mapping(folder / RUN_CONFIG))
         check_trusted(folder, model_code(settings.model), trust)
+        find_code(folder, model_code(settings.model))
         section, options = settings.model, settings.data.processor
         kind = kind or DTYPES[section.dtype]
         files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)

@@ -79,7 +79,7 @@ class Answers(Callback):
                 trainer.module.train()
         exact = sum(bool(row["correct"]) for row in rows) / len(rows)
         if trainer.world.is_main:
-            record = JsonLines(answers_file(trainer.config.folder, trainer.step), keep=lambda row: False)
+            record = JsonLines(answers_file(trainer.config.folder, trainer.step), anew=True)
             for row in rows:
                 record.write(row, flush=False)
             record.close()

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.core.arguments import check_arguments
-from tessera.core.config import dump_yaml
-from tessera.core.dist import World, barrier, main_rank_first
+from tessera.core.dist import World, main_rank_first
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig
-from tessera.core.trust import named_code, remember, write_run_id
 from tessera.core.types import Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader, decodes_media
@@ -35,7 +33,7 @@ from tessera.parallel.mesh import Mesh, build_mesh
 from tessera.parallel.plan import Plan
 from tessera.tasks import TASKS
 from tessera.train.callbacks import Callback
-from tessera.train.describe import Described, with_model_resolved
+from tessera.train.describe import Described
 from tessera.train.ema import Ema
 from tessera.train.export import Export
 from tessera.train.first_weights import first_weights
@@ -54,7 +52,8 @@ log = logging.getLogger("tessera")
 
 
 def build_trainer(config: RunConfig, described: Described, world: World, extra: Sequence[Callback] = ()) -> Trainer:
-    """`described` is used up: its module becomes this rank's part of the model."""
+    """`described` is used up: its module becomes this rank's part of the model. `config` is the recipe with every field
+    of the model (see `with_model_resolved`)."""
     spec, plan = described.spec, described.plan
     make_task, options = TASKS.get(config.train.task or spec.task), config.train.task_options
     check_arguments(make_task, options, f"task {config.train.task or spec.task}", "train.task_options")
@@ -64,16 +63,10 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
         check(described.module)
     if plan.compiled and hasattr(task, "compile"):
         task.compile()
-    config = with_model_resolved(config, described)
     if config.data.workers not in (0, "auto"):
         begin_early()
-    if world.is_main:
-        write_run_folder(config)
-    barrier()
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once on every machine: each may be the one that resumes the run
-        remember(config.folder, named_code(config))
     processor = build_processor(config, described)
-    own_copy = config.folder / "processor"
+    own_copy = Path(os.path.abspath(config.folder / "processor"))  # as the paths of a located recipe are
     # A resumed run reads its own copy: writing it again would pull it from under the ranks that are still reading.
     if world.is_main and config.model.tokenizer != own_copy:
         keep_side_files(config, described, processor, own_copy)
@@ -139,15 +132,6 @@ def _finish(
         return norm
 
     return finish
-
-
-def write_run_folder(config: RunConfig) -> None:
-    config.folder.mkdir(parents=True, exist_ok=True)
-    fresh = config.folder / "config.yaml.new"
-    fresh.write_text(dump_yaml(config), encoding="utf-8")
-    if named_code(config):
-        write_run_id(config.folder)
-    os.replace(fresh, config.folder / "config.yaml")  # a run killed here is still one that can be resumed
 
 
 def build_processor(config: RunConfig, described: Described) -> Processor | None:
@@ -235,8 +219,3 @@ def _profile(config: RunConfig, plan: Plan) -> list[Callback]:
 def _watch(config: RunConfig, world: World, plan: Plan) -> list[Callback]:
     """Last of all, so that it still watches while the others end."""
     return [Watch(plan.blocks, config.parallel)] if config.parallel.watch and world.size > 1 else []
-
-
-def run_exists(folder: Path) -> bool:
-    checkpoints = folder / "checkpoints"
-    return checkpoints.is_dir() and any(checkpoints.glob("step-*"))

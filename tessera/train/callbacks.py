@@ -3,7 +3,7 @@ checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,15 +19,25 @@ if TYPE_CHECKING:
     from tessera.train.trainer import Trainer
 
 
-Look = Callable[[], dict[str, float]]
+class Look:
+    """Named numbers on their way to the host: calling it waits for them. See `begin_look`."""
+
+    def __init__(self, names: Sequence[str], copy: devices.HostCopy) -> None:
+        self._names, self._copy = names, copy
+
+    def __call__(self) -> dict[str, float]:
+        return dict(zip(self._names, self._copy(), strict=True))
+
+    def ready(self) -> bool:
+        """Return whether a call would not have to wait."""
+        return self._copy.ready()
 
 
 def begin_look(numbers: Mapping[str, Tensor]) -> Look:
     """Sends numbers to the host. Calling the result waits for them and not for what the device is told to do later:
     begun before an update is queued, a look at the loss does not leave the device idle behind that update."""
     wide = devices.sum_dtype(next(iter(numbers.values())).device)
-    look = devices.look_at(torch.stack([number.detach().to(wide) for number in numbers.values()]))
-    return lambda: dict(zip(numbers, look(), strict=True))
+    return Look(list(numbers), devices.look_at(torch.stack([number.detach().to(wide) for number in numbers.values()])))
 
 
 @dataclass(frozen=True)

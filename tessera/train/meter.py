@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -17,7 +18,7 @@ from tessera.core.dist import gather_over_ranks
 from tessera.core.errors import TesseraError
 from tessera.core.types import Batch
 from tessera.train.callbacks import Callback, StepResult
-from tessera.train.jsonl import JsonLines, read_jsonl
+from tessera.train.jsonl import JsonLines, last_step, truncate_after
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -35,7 +36,8 @@ class Meter(Callback):
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self._pending: list[StepResult] = []
+        self._pending: list[StepResult] = []  # not yet in the file
+        self._measured = 0  # steps since the speed was last told
         self._counts: dict[str, int] = {}
         self._flops = 0.0
         self._work: list[float] = []  # of each step
@@ -44,6 +46,7 @@ class Meter(Callback):
         self._unwritten: list[dict[str, Any]] = []  # rows that the checkpoint knew and the file may not
         self._since = 0.0
         self._waited = 0.0
+        self._waiting = 0.0  # after the last step: at the end of a run the loader that knows it is gone
 
     def on_start(self, trainer: Trainer) -> None:
         self._restart_clock(trainer)
@@ -53,7 +56,8 @@ class Meter(Callback):
             self._bar = _terminal_bar(trainer)
 
     def on_rewind(self, trainer: Trainer) -> None:
-        self._pending, self._counts, self._flops, self._work = [], {}, 0.0, []
+        self._pending, self._measured = [], 0
+        self._counts, self._flops, self._work = {}, 0.0, []
         self._restart_clock(trainer)
         if self._file is not None:
             self._file.close()
@@ -62,8 +66,9 @@ class Meter(Callback):
     def _open(self, trainer: Trainer) -> JsonLines:
         path = trainer.config.folder / "metrics.jsonl"
         # Steps after the state that training goes on from will happen again: their old lines must not stay.
-        file = JsonLines(path, keep=lambda row: row["step"] <= trainer.step)
-        known = max((row["step"] for row in read_jsonl(path) if row["kind"] == "train"), default=0)
+        truncate_after(path, trainer.step)
+        file = JsonLines(path)
+        known = last_step(path, lambda row: row.get("kind") == "train")
         for row in self._unwritten:
             if known < row["step"] <= trainer.step:
                 file.write(row)
@@ -77,6 +82,8 @@ class Meter(Callback):
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         self._pending.append(result)
+        self._measured += 1
+        self._waiting = _waiting_time(trainer)
         for batch in result.microbatches:
             for name, value in batch.counts.items():
                 self._counts[name] = self._counts.get(name, 0) + value
@@ -88,15 +95,31 @@ class Meter(Callback):
             self._report(trainer)
 
     def on_eval(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        self._write_pending()  # rows stay in the order of steps, which lets a resume read the end of the file alone
         if self._file is not None:
             self._file.write({"kind": "eval", "step": trainer.step, **{f"eval_{k}": v for k, v in metrics.items()}})
             log.info("step %d  held-out %s", trainer.step, "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:
+        """What led to an error is in the last steps before it. Numbers that the device has not sent yet are given up:
+        after an error it may never send them."""
+        with contextlib.suppress(Exception):  # the error at hand matters more than one from here
+            self._write_pending(only_ready=True)
         self._close()
 
     def on_end(self, trainer: Trainer) -> None:
+        self._report(trainer)  # of a run that was stopped between two lines; every rank comes here
         self._close()
+
+    def _write_pending(self, only_ready: bool = False) -> None:
+        pending, self._pending = self._pending, []
+        if self._file is None:
+            return
+        for result in pending:
+            if only_ready and not result.numbers.ready():
+                break
+            self._file.write(_to_host([result])[0], flush=False)
+        self._file.flush()
 
     def _close(self) -> None:
         if self._file is not None:
@@ -108,15 +131,16 @@ class Meter(Callback):
 
     def _restart_clock(self, trainer: Trainer) -> None:
         self._since = _training_time(trainer)
-        self._waited = _waiting_time(trainer)
+        self._waited = self._waiting = _waiting_time(trainer)
 
     def _report(self, trainer: Trainer) -> None:
-        if not self._pending:
+        if not self._measured:
             return
         pending, self._pending = self._pending, []
+        steps, self._measured = self._measured, 0
         values = _to_host(pending)  # waits for the last step's backward, not for its update
         elapsed = max(_training_time(trainer) - self._since, 1e-9)
-        waited = _waiting_time(trainer) - self._waited
+        waited = self._waiting - self._waited
         names = sorted(self._counts)
         local = torch.tensor([self._flops, *(self._counts[n] for n in names), *self._work], dtype=torch.float64)
         by_rank = gather_over_ranks(local)
@@ -124,7 +148,7 @@ class Meter(Callback):
         balance = balance_of(by_rank[:, 1 + len(names) :])
         self._counts, self._flops, self._work = {}, 0.0, []
         self._restart_clock(trainer)
-        if self._file is None:
+        if self._file is None or not values:
             return
         memory = devices.memory(trainer.world.device)
         speed: dict[str, Any] = {f"{n}_per_s": total / elapsed for n, total in zip(names, sums[1:], strict=True)}
@@ -132,7 +156,7 @@ class Meter(Callback):
             "data_wait": min(1.0, waited / elapsed),
             "memory_gib": memory.used / 2**30,
             "peak_memory_gib": memory.peak / 2**30,
-            "step_seconds": elapsed / len(pending),
+            "step_seconds": elapsed / steps,
         }
         if balance is not None:
             speed["balance"] = balance

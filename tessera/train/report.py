@@ -16,7 +16,7 @@ from tessera.core.errors import TesseraError
 from tessera.data.media.images import Limits, read_image
 from tessera.train.callbacks import Callback
 from tessera.train.charts import Series, line_chart, smooth
-from tessera.train.jsonl import read_jsonl
+from tessera.train.jsonl import read_jsonl, read_metrics
 
 if TYPE_CHECKING:
     from tessera.train.trainer import Trainer
@@ -63,7 +63,7 @@ def write_report(folder: str | Path) -> Path:
     folder = Path(folder)
     if not (folder / "metrics.jsonl").is_file():
         raise TesseraError(f"{folder} is not a run: it has no metrics.jsonl")
-    rows = list(read_jsonl(folder / "metrics.jsonl"))
+    rows = read_metrics(folder / "metrics.jsonl")
     answers = list(read_jsonl(_newest_answers(folder)))
     config = read_mapping(folder / "config.yaml")
     body = [

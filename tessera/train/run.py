@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
+import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tessera.checkpoint.ranks import Ranks
+from tessera.checkpoint.run_files import CONFIG, RUN_FILE, find_file, saved_config
 from tessera.core import dist, log
-from tessera.core.config import dump_yaml, read_mapping
+from tessera.core.config import dump_yaml
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.run_config import RunConfig, load_config
-from tessera.core.trust import Trust, check_trusted, named_code
-from tessera.train.build import build_trainer, run_exists
+from tessera.core.run_paths import located, moved
+from tessera.core.trust import Trust, check_trusted, find_code, named_code, remember
+from tessera.train.build import build_trainer
 from tessera.train.callbacks import Callback
-from tessera.train.describe import describe
+from tessera.train.describe import describe, with_model_resolved
 from tessera.train.first_weights import check_first_weights
-from tessera.train.jsonl import read_jsonl
+from tessera.train.jsonl import read_metrics
+from tessera.train.run_folder import Proof, RunFolder, check_fresh, writable
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        return list(read_jsonl(self.folder / "metrics.jsonl"))
+        return read_metrics(self.folder / "metrics.jsonl")
 
 
 def train(
@@ -44,7 +49,7 @@ def train(
 ) -> Run:
     """Trains from the start. A folder that already holds a run is left alone unless `overwrite` says otherwise."""
     config = load_config(recipe, overrides)
-    check_fresh(config, overwrite)
+    check_fresh(config.folder, overwrite)  # again when the folder is locked; here before anything is built
     return _run(config, resume=False, overwrite=overwrite, callbacks=callbacks)
 
 
@@ -62,28 +67,36 @@ def resume(
     return _run(resume_config(run, overrides, trust), resume=True, overwrite=False, callbacks=callbacks)
 
 
-def check_fresh(config: RunConfig, overwrite: bool) -> None:
-    if run_exists(config.folder) and not overwrite:
-        raise TesseraError(
-            f"{config.folder} already holds a run with checkpoints",
-            where="out, name",
-            fix=f"`tessera resume {config.folder}` goes on with it; name=NEW starts another; --overwrite replaces it",
-        )
-
-
 def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, trust: Trust = False) -> RunConfig:
+    """The configuration that a run goes on with, from wherever it lies now and whatever the working folder is."""
     folder = Path(run)
-    if not (folder / "config.yaml").is_file():
+    if folder.name in ("", ".."):
+        folder = folder.resolve()
+    kept = saved_config(folder)
+    if kept is None:
         raise TesseraError(
             f"{folder} is not a run: it has no config.yaml", fix="name the folder that `tessera train` made"
         )
+    kept["name"] = "run"  # a folder may have been given a name since that no recipe may have
+    code = named_code(load_config(kept))
+    check_trusted(find_file(folder, CONFIG).parent, code, trust)  # what `overrides` name, the user has said
+    find_code(find_file(folder, CONFIG).parent, code)
+    config = load_config(kept, overrides)
+    if (was := _folder_before(folder)) is not None and was != folder.absolute():
+        config = moved(config, was, folder.absolute())
+    model = config.model
+    if find_file(folder, "processor").is_dir():  # its own copy, should the first one be gone
+        model = model.model_copy(update={"tokenizer": folder / "processor"})
     # The folder may have been moved since: where it lies now counts, not where it lay.
-    placed = {"out": str(folder.parent), "name": folder.name}
-    if (folder / "processor").is_dir():
-        placed["model.tokenizer"] = str(folder / "processor")  # its own copy, should the first one be gone
-    kept = read_mapping(folder / "config.yaml")
-    check_trusted(folder, named_code(load_config(kept)), trust)  # what `overrides` name, the user has said
-    return load_config(kept, {**(overrides or {}), **placed})
+    return config.model_copy(update={"out": folder.parent, "name": folder.name, "model": model})
+
+
+def _folder_before(folder: Path) -> Path | None:
+    """Where a run lay when its configuration was written."""
+    try:
+        return Path(json.loads(find_file(folder, RUN_FILE).read_bytes())["folder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def fingerprint(config: RunConfig) -> str:
@@ -107,18 +120,24 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequenc
     if not resume:
         check_first_weights(config, described)
     with join(config) as world:
-        if overwrite and world.is_main and run_exists(config.folder):
-            shutil.rmtree(config.folder)
-        dist.barrier()
-        log.setup(world.rank, config.folder / "logs")
+        folder = RunFolder(config.folder)  # in the hands of the main rank
         try:
-            trainer = build_trainer(config, described, world, callbacks)
-            if not (resume and trainer.resume()):
-                if resume:
-                    log.logger().warning("%s has no checkpoint yet: starting from the beginning", config.folder)
-                trainer.begin()
-            trainer.run()
-            return Run(config.folder, trainer.checkpoints.latest(), trainer.stop_reason)
+            Ranks.current().once(lambda: folder.open(overwrite=overwrite, resume=resume))
+            config = located(with_model_resolved(config, described), Path.cwd())
+            with writable(config.folder):
+                log.setup(world.rank, config.folder / "logs")
+                Ranks.current().once(lambda: folder.begin(config, resume=resume))
+                if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once on every machine, each of which may resume the run
+                    remember(config.folder, named_code(config))
+                own = [Proof(folder)] if world.is_main else []
+                trainer = build_trainer(config, described, world, [*callbacks, *own])
+                if not (resume and trainer.resume()):
+                    if resume:
+                        log.logger().warning("%s has no checkpoint yet: starting from the beginning", config.folder)
+                    trainer.begin()
+                trainer.run()
+            dist.barrier()  # whoever left earlier would look lost to ranks that have not ended their watch yet
+            return Run(config.folder, trainer.checkpoints.newest, trainer.stop_reason)
         except RuntimeError as error:
             if not dist.is_peer_error(error):
                 raise
@@ -127,4 +146,5 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequenc
                 f"another rank is gone: {first_line(error)}", fix="look at what the other ranks said"
             ) from error
         finally:
+            folder.close()
             log.close()

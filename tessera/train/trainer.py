@@ -15,10 +15,10 @@ from torch import nn
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.model_state import training_tensors
 from tessera.core import log, rng
-from tessera.core.config import dump_yaml
 from tessera.core.dist import World, agree_on_step
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig
+from tessera.core.run_paths import kept_text
 from tessera.core.types import Batch, Task
 from tessera.data.loader.loader import Loader
 from tessera.optim.schedule import factor, set_learning_rate
@@ -70,6 +70,7 @@ class Trainer:
         self._finish_gradients = finish_gradients
         self._eval_batches = eval_batches
         self._saved_step = -1
+        self._saved_at = time.monotonic()
 
     # ------------------------------------------------------------------------------------------ the loop
 
@@ -95,7 +96,8 @@ class Trainer:
 
     def _loop(self) -> None:
         settings = self.config.train
-        while self.step < settings.steps and not self._should_stop():
+        self._saved_at = time.monotonic()
+        while self.step < settings.steps and self._goes_on():
             self.doing = "loading data"
             assert self.loader is not None
             microbatches = next(self.loader)
@@ -137,13 +139,24 @@ class Trainer:
         for follower in self.followers:
             follower(what)
 
-    def _should_stop(self) -> bool:
-        """A stop asked of one rank (a signal reaches each at another moment) is a stop of all, before the same step."""
+    def _goes_on(self) -> bool:
+        """Agree with all ranks on what comes before the next step. A stop asked of one rank (a signal reaches each at
+        another moment) is a stop of all. That it is time to save, the main rank's clock says."""
         self.doing = "agreeing to go on"
-        if agree_on_step(self.step, self.stop_reason is not None):
+        stop, save = agree_on_step(self.step, self.stop_reason is not None, self.world.is_main and self._save_is_due())
+        if stop:
             self.stop_reason = self.stop_reason or "another rank was asked to stop"
-            return True
-        return False
+            return False
+        if save:
+            self.save()
+        return True
+
+    def _save_is_due(self) -> bool:
+        """Return whether enough minutes have passed: as many as the recipe says, and 20 times as long as a save takes,
+        so that saving a large model cannot eat up the run."""
+        minutes, report = self.config.checkpoint.minutes_between, self.checkpoints.report
+        wait = max(60 * minutes, 0.0 if report is None else 20 * report.seconds)
+        return minutes > 0 and time.monotonic() - self._saved_at >= wait
 
     def request_stop(self, reason: str) -> None:
         """From a signal handler or a callback: finish this step, save, leave."""
@@ -203,7 +216,7 @@ class Trainer:
             "step": self.step,
             "rows_drawn": self.rows_drawn,
             "seed": self.config.train.seed,  # with the step, this is the state of every random stream
-            "schedule": self.config.optim.schedule.model_dump(mode="json"),
+            "schedule": {**self.config.optim.schedule.model_dump(mode="json"), "steps": self.config.train.steps},
             "world": self.world.size,
             "data": self.data_identity,
             "callbacks": {c.name: c.state_dict() for c in self.callbacks},
@@ -214,8 +227,8 @@ class Trainer:
             return None
         with self.paused("saving"):
             tensors = {**self.tensors(), **self.side_tensors()}
-            path = self.checkpoints.save(self.step, tensors, self.state_dict(), dump_yaml(self.config))
-        self._saved_step = self.step
+            path = self.checkpoints.save(self.step, tensors, self.state_dict(), kept_text(self.config))
+        self._saved_step, self._saved_at = self.step, time.monotonic()
         self._tell("on_save", path)
         return path
 
@@ -244,9 +257,27 @@ class Trainer:
                 "of which some may come again and some not in this pass",
                 step,
             )
+        self._tell_changes(step, state)
         self.take_up(step, state)
         self._saved_step = step
         return True
+
+    def _tell_changes(self, step: int, state: Mapping[str, Any]) -> None:
+        """Say what is allowed to differ from the run that saved `state`, and what follows from it."""
+        before, now = dict(state["schedule"]), self.state_dict()["schedule"]
+        changed = [f"{key} {before[key]} -> {now[key]}" for key in now if key in before and before[key] != now[key]]
+        if changed:
+            log.logger().warning(
+                "the schedule has changed since step %d was saved (%s): the learning rate goes on from its new value",
+                step,
+                ", ".join(changed),
+            )
+        if state["world"] != self.world.size:
+            log.logger().info(
+                "saved by %d ranks, resumed on %d: samples and their order are the same, sums are so to rounding",
+                state["world"],
+                self.world.size,
+            )
 
     def take_up(self, step: int, state: Mapping[str, Any]) -> None:
         """Stands where `state` (see `state_dict`) was taken; the tensors are filled already."""

@@ -76,7 +76,7 @@ def test_where_nothing_can_be_written(run: Any, recipe: Path, data: Path) -> Non
     [
         ("optim.lrr=1", "did you mean lr"),
         ("train.steps=soon", "train.steps"),
-        ("data.train.0.path=missing.jsonl", "no such data file: missing.jsonl"),
+        ("data.train.0.path=missing.jsonl", "missing.jsonl\n"),
         ("data.train.0.path=README.mdd", "did you mean: README.md"),
         ("model.tokenizer=nowhere", "no tokenizer.json"),
         ("model.path=nowhere", "nowhere"),

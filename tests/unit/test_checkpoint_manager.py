@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -152,6 +153,67 @@ def test_killed_at_any_point_a_whole_checkpoint_remains(tmp_path: Path) -> None:
         assert len(list(folder.glob("step-*"))) == 2
         shutil.rmtree(folder)
     assert outcomes == {4, 5}
+
+
+# ---------------------------------------------------------------------------------------------- no room
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("step-*"))
+
+
+def test_old_checkpoints_go_first_where_that_makes_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=9)
+    each = sum(path.stat().st_size for path in (tmp_path / "step-00000001").iterdir())
+    room = 4 * each  # of a disk that holds four
+
+    def free(folder: Path) -> int:
+        return room - sum(path.stat().st_size for path in folder.glob("step-*/*"))
+
+    manager = CheckpointManager(tmp_path, 9, free=free)
+    manager.save(5, tensors(5), {"rows": 50}, "")
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004", "step-00000005"]
+    assert "removing step-00000001 before its time" in caplog.text
+    room = each  # it would not help: nothing is removed for it
+    manager.save(6, tensors(6), {"rows": 60}, "")
+    assert len(names(tmp_path)) == 5
+
+
+def test_the_newest_good_checkpoint_stays_whatever_room_it_takes(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=9)
+    flip(tmp_path / "step-00000003" / "shard-00000.safetensors")
+    calls: list[str] = []
+
+    def full(point: str) -> None:
+        if point == "open shard-00000.safetensors":
+            calls.append(point)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(TesseraError, match="No space left"):
+        save(tmp_path, 4, keep=9, fault=full)
+    assert len(calls) == 2, "tried again after something was removed"
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert CheckpointManager(tmp_path, 9).resume(blank()) == (2, {"rows": 20})
+    with pytest.raises(TesseraError, match="No space left"):
+        save(tmp_path, 4, keep=9, fault=full)
+    assert len(calls) == 3, "nothing more to remove"
+
+
+def test_a_save_that_meets_a_full_quota_is_tried_again(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    left = [1]
+
+    def full_once(point: str) -> None:
+        if point == "flush shard-00000.safetensors" and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    save(tmp_path, 3, fault=full_once)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert not list(tmp_path.glob(".*"))
 
 
 # ---------------------------------------------------------------------------------------------- damaged afterwards

@@ -1,0 +1,91 @@
+"""Paths of a recipe, made such that a run finds them again: from any working folder, and after a project was moved."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tessera.core.config import dump_yaml
+from tessera.core.run_config import NAME_LENGTH, NAME_PATTERN, DataSection, ModelSection, RunConfig, SourceSection
+
+_PATTERN = re.compile(r"[*?\[{]")  # a path that names several files
+
+
+def located(config: RunConfig, base: Path) -> RunConfig:
+    """Return the recipe with its paths absolute: relative ones begin at `base`, the folder that the run is started in.
+
+    Where a data kind or a task has options of its own, a word among them is a path if something lies there. `out` and
+    `name` stay as they are: a run is found by its folder, wherever that is.
+    """
+    base = base.absolute()
+    return _with_paths(config, lambda path: Path(os.path.normpath(base / path)), lambda tree: _words(tree, base))
+
+
+def moved(config: RunConfig, was: Path, now: Path) -> RunConfig:
+    """Return the recipe of a run whose folder was moved from `was` to `now`: a path that is gone and is found in the
+    same place beside the run's new folder has moved with it."""
+
+    def follow(path: Path) -> Path:
+        if not path.is_absolute() or _is_there(path):
+            return path
+        beside = Path(os.path.normpath(now / os.path.relpath(path, was)))
+        return beside if _is_there(beside) else path
+
+    return _with_paths(config, follow, lambda tree: tree)
+
+
+def kept_text(config: RunConfig) -> str:
+    """Return the recipe as a run keeps it. A folder may have been given a name since that no recipe may have."""
+    named = re.fullmatch(NAME_PATTERN, config.name) and len(config.name) <= NAME_LENGTH
+    return dump_yaml(config if named else config.model_copy(update={"name": "run"}))
+
+
+def _with_paths(config: RunConfig, path: Callable[[Path], Path], words: Callable[[Any], Any]) -> RunConfig:
+    def maybe(given: Path | None) -> Path | None:
+        return None if given is None else path(given)
+
+    def model(section: ModelSection) -> ModelSection:
+        lora = section.lora and section.lora.model_copy(update={"path": maybe(section.lora.path)})
+        changes = {"path": maybe(section.path), "tokenizer": maybe(section.tokenizer), "lora": lora}
+        changes["config"] = words(section.config)
+        return section.model_copy(update=changes)
+
+    def source(section: SourceSection) -> SourceSection:
+        return section.model_copy(update={"path": path(section.path), "root": maybe(section.root)})
+
+    def data(section: DataSection) -> DataSection:
+        sets = {"train": [source(one) for one in section.train], "eval": [source(one) for one in section.eval]}
+        return section.model_copy(update={**sets, "options": words(section.options)})
+
+    changes = {
+        "model": model(config.model),
+        "data": data(config.data),
+        "train": config.train.model_copy(update={"task_options": words(config.train.task_options)}),
+        "parallel": config.parallel.model_copy(update={"fsdp2_config": maybe(config.parallel.fsdp2_config)}),
+    }
+    return config.model_copy(update=changes)
+
+
+def _words(tree: Any, base: Path) -> Any:
+    """Options of the user's own: only a word with a slash or a dot in it, at which something lies, is a path."""
+    if isinstance(tree, dict):
+        return {key: _words(value, base) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_words(value, base) for value in tree]
+    if not isinstance(tree, str) or not ("/" in tree or "." in tree) or "\0" in tree or os.path.isabs(tree):
+        return tree
+    try:
+        return os.path.normpath(base / tree) if (base / tree).exists() else tree
+    except OSError:  # too long for a name: a text
+        return tree
+
+
+def _is_there(path: Path) -> bool:
+    """Of a pattern: whether the folder is there that its fixed part names."""
+    fixed = path
+    while _PATTERN.search(str(fixed)) and fixed != fixed.parent:
+        fixed = fixed.parent
+    return fixed.exists()

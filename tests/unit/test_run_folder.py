@@ -1,0 +1,376 @@
+"""A failed attempt changes nothing of a run, a run folder has one owner, and it is found from anywhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tessera
+from tessera.checkpoint.run_files import find_file, run_exists
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import CheckpointSection, load_config
+from tessera.train.callbacks import Callback
+from tessera.train.lock import OWNER
+from tessera.train.run_folder import RunFolder, check_fresh, describe_saving
+from tests.toys.chat_set import chat_recipe, write_chat_set
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_set(tmp_path_factory.mktemp("chat"), samples=12)
+
+
+def quick_recipe(data: Path, out: Path, **train: Any) -> dict[str, Any]:
+    """Without worker processes and held-out rows: a run of three steps in a fraction of a second."""
+    made = chat_recipe(data, out, **{"steps": 3, "global_batch": 1, **train})
+    made["data"] |= {"workers": 0, "eval": []}
+    made["guard"] = {"coverage": "off"}
+    return made
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tessera.train(quick_recipe(data, tmp_path_factory.mktemp("runs"))).folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A run of three steps, one copy for each test."""
+    return Path(shutil.copytree(finished, tmp_path / "runs" / "chat"))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of a run but the logs and the lock."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "logs"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if not path.name.startswith(".")}
+
+
+class FailAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, trainer: Any) -> None:
+        if trainer.step == self.step:
+            raise RuntimeError("planted")
+
+
+# ---------------------------------------------------------------------------------------------- a resume that fails
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        {"data.train": [{"path": "no-such-file.jsonl"}]},
+        {"model.config.text.hidden_size": 64},
+        {"train.seed": 5},
+        {"train.steps": 9, "data.length": 3},
+    ],
+    ids=["data that is not there", "another shape", "another seed", "rows too short"],
+)
+def test_a_resume_that_fails_leaves_the_run_as_it_was(folder: Path, override: dict[str, Any], tmp_path: Path) -> None:
+    before = content(folder)
+    with pytest.raises(TesseraError):
+        tessera.resume(folder, override)
+    after = content(folder)
+    assert {name: text for name, text in after.items() if not name.startswith("index")} == {
+        name: text for name, text in before.items() if not name.startswith("index")
+    }
+    assert tessera.resume(folder, {"train.steps": 4}).checkpoint == folder / "checkpoints" / "step-00000004"
+    tessera.convert(folder, tmp_path / "hf")
+
+
+def test_a_resume_that_fails_in_its_first_step_leaves_the_configuration(folder: Path) -> None:
+    before = (folder / "config.yaml").read_text()
+    with pytest.raises(RuntimeError, match="planted"):
+        tessera.resume(folder, {"train.steps": 5, "optim.lr": 0.5}, callbacks=[FailAt(3)])
+    assert (folder / "config.yaml").read_text() == before
+    with pytest.raises(RuntimeError, match="planted"):
+        tessera.resume(folder, {"train.steps": 5, "optim.lr": 0.5}, callbacks=[FailAt(4)])
+    assert yaml.safe_load((folder / "config.yaml").read_text())["optim"]["lr"] == 0.5
+
+
+def test_the_shape_of_the_model_is_that_of_the_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """Also where an earlier version has left a configuration that fits no checkpoint, or none at all."""
+    spoiled = yaml.safe_load((folder / "config.yaml").read_text())
+    spoiled["model"]["config"]["text"]["hidden_size"] = 64
+    (folder / "config.yaml").write_text(yaml.safe_dump(spoiled))
+    tessera.convert(folder, tmp_path / "hf")
+    tessera.resume(folder, {"train.steps": 4})
+    assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["config"]["text"]["hidden_size"] == 32
+    (folder / "config.yaml").unlink()
+    assert tessera.resume(folder, {"train.steps": 5}).checkpoint == folder / "checkpoints" / "step-00000005"
+
+
+# ---------------------------------------------------------------------------------------------- replacing a run
+
+
+def test_a_run_that_fails_before_its_first_step_gives_back_what_it_was_to_replace(data: Path, folder: Path) -> None:
+    before = content(folder)
+    with pytest.raises(RuntimeError, match="planted"):
+        tessera.train(quick_recipe(data, folder.parent), overwrite=True, callbacks=[FailAt(0)])
+    assert content(folder) == before
+    with pytest.raises(TesseraError, match="no tokenizer"):
+        tessera.train(quick_recipe(data / "nowhere", folder.parent), overwrite=True)
+    assert content(folder) == before
+    with pytest.raises(RuntimeError, match="planted"):  # this one has proved itself: it is the run now
+        tessera.train(quick_recipe(data, folder.parent, seed=1), overwrite=True, callbacks=[FailAt(1)])
+    assert not run_exists(folder)
+    assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["seed"] == 1
+
+
+def test_a_killed_attempt_to_replace_a_run_is_undone_by_the_next_start(data: Path, folder: Path) -> None:
+    before = content(folder)
+    for stage in ("aside", "begun", "half aside"):
+        taken = RunFolder(folder)
+        taken.open(overwrite=True)
+        if stage == "begun":
+            (folder / "config.yaml").write_text("name: new\n")
+            (folder / "ledger").mkdir()
+        if stage == "half aside":
+            (folder / ".replaced").rename(folder / ".replacing")
+            (folder / ".replacing" / "metrics.jsonl").rename(folder / "metrics.jsonl")
+        taken._lock.release()  # as the system does for a process that is killed
+        assert run_exists(folder)
+        assert find_file(folder, "config.yaml").read_bytes() == before["config.yaml"]
+        again = RunFolder(folder)
+        again.open(resume=True)
+        again.close()
+        assert content(folder) == before, stage
+        assert not [path for path in folder.iterdir() if path.name.startswith((".rep", ".res", ".trash"))]
+    taken.open(overwrite=True)
+    taken._lock.release()
+    with pytest.raises(TesseraError, match="already holds a run"):
+        tessera.train(quick_recipe(data, folder.parent))
+    assert tessera.resume(folder, {"train.steps": 4}).checkpoint == folder / "checkpoints" / "step-00000004"
+
+
+@pytest.mark.parametrize("name", ["..", ".", ".hidden", "-rf", "_private", "a/b", "", "a" * 129, "a\nb"])
+def test_a_name_that_could_lead_elsewhere_is_refused(name: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match="name"):
+        load_config(quick_recipe(data, tmp_path) | {"name": name})
+
+
+@pytest.mark.parametrize("name", ["a", "0", "run-2.1_b", "a" * 128, "größer", "模型"])
+def test_other_names_are_fine(name: str, data: Path, tmp_path: Path) -> None:
+    assert load_config(quick_recipe(data, tmp_path) | {"name": name}).name == name
+
+
+def test_only_a_run_is_replaced_and_never_where_we_stand(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "thesis"
+    (other / "checkpoints" / "step-1").mkdir(parents=True)
+    (other / "config.yaml").write_text("my: own\n")
+    with pytest.raises(TesseraError, match="other things than a run"):
+        check_fresh(other, overwrite=True)
+    (folder / "run.json").unlink()
+    check_fresh(folder, overwrite=True)  # its checkpoints tell that it is one
+    for place in (folder, folder / "checkpoints"):
+        monkeypatch.chdir(place)
+        with pytest.raises(TesseraError, match="working folder"):
+            check_fresh(folder, overwrite=True)
+        with pytest.raises(TesseraError, match="working folder"):
+            check_fresh(Path("..") / folder.name if place == folder else Path(".."), overwrite=True)
+
+
+# ---------------------------------------------------------------------------------------------- one owner
+
+
+def command(*words: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    root = str(Path(__file__).parents[2])
+    return subprocess.Popen(
+        [sys.executable, "-m", "tessera.cli.main", *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": root, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_a_killed_one_goes_on(data: Path, tmp_path: Path) -> None:
+    recipe = quick_recipe(data, tmp_path / "runs", steps=100000) | {"checkpoint": {"every": 1, "keep": 2}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    folder = tmp_path / "runs" / "chat"
+    first = command("train", tmp_path / "recipe.yaml")
+    try:
+        deadline = time.monotonic() + 120
+        while not (folder / "checkpoints" / "latest").exists():
+            assert first.poll() is None, first.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for attempt in (
+            lambda: tessera.resume(folder),
+            lambda: tessera.train(recipe, overwrite=True),
+            lambda: tessera.train(recipe | {"name": "chat"}, overwrite=True),
+        ):
+            with pytest.raises(TesseraError, match=f"process {first.pid} on "):
+                attempt()
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+    assert (folder / OWNER).is_file()
+    step = max(int(path.name[5:13]) for path in (folder / "checkpoints").glob("step-*"))
+    run = tessera.resume(folder, {"train.steps": step + 2})
+    assert run.checkpoint == folder / "checkpoints" / f"step-{step + 2:08d}"
+    assert not (folder / OWNER).exists()
+
+
+# ---------------------------------------------------------------------------------------------- found from anywhere
+
+
+def test_a_run_is_resumed_from_any_working_folder_and_after_it_was_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    write_chat_set(project / "data", samples=12)
+    monkeypatch.chdir(project)
+    recipe = quick_recipe(Path("data"), Path("runs"))
+    recipe["data"]["train"] = [{"path": "data/*.jsonl", "root": "data"}]
+    tessera.train(recipe)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "project" / "runs" / "chat"
+    tessera.resume("project/runs/chat", {"train.steps": 4})
+    monkeypatch.chdir(folder)
+    assert tessera.resume(".", {"train.steps": 5}).checkpoint is not None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    away = folder.rename(tmp_path / "elsewhere" / "_an old name")
+    run = tessera.resume(away, {"train.steps": 6})
+    assert run.checkpoint == away / "checkpoints" / "step-00000006"
+    tessera.load(away, device="cpu")
+    away.rename(folder)
+    tessera.resume(folder, {"train.steps": 7})
+    project.rename(tmp_path / "moved")  # the data with it
+    run = tessera.resume(tmp_path / "moved" / "runs" / "chat", {"train.steps": 8})
+    assert [row["step"] for row in run.metrics if row["kind"] == "train"] == list(range(1, 9))
+
+
+def test_code_that_a_recipe_names_is_found_where_it_was(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the note that this user has of the run, and never from what its folder says."""
+    monkeypatch.setenv("TESSERA_STATE_DIR", str(tmp_path / "state"))
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "rows_of_a_project.py").write_text("from tessera.data.kinds.chat import KIND as ROWS\n")
+    recipe = quick_recipe(data, tmp_path / "runs")
+    recipe["data"]["kind"] = "rows_of_a_project:ROWS"
+    before = list(sys.path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "project"), *before])
+    folder = tessera.train(recipe).folder
+    monkeypatch.setattr(sys, "path", list(before))
+    sys.modules.pop("rows_of_a_project")
+    assert tessera.resume(folder, {"train.steps": 4}).checkpoint == folder / "checkpoints" / "step-00000004"
+    sys.modules.pop("rows_of_a_project")
+    monkeypatch.setattr(sys, "path", list(before))
+    shutil.rmtree(tmp_path / "state")
+    with pytest.raises(TesseraError, match="trust"):
+        tessera.resume(folder, {"train.steps": 5})
+
+
+# ---------------------------------------------------------------------------------------------- saving by the clock
+
+
+@pytest.mark.parametrize(
+    ("given", "minutes", "said"),
+    [
+        ({}, 10, "every 10 minutes and at the end; the newest 2 are kept"),
+        ({"every": 100}, 0, "every 100 steps and at the end"),
+        ({"every": 100, "minutes": 30}, 30, "every 100 steps and every 30 minutes and at the end"),
+        ({"at_end": False}, 0, "none"),
+        ({"minutes": 0}, 0, "at the end"),
+        ({"minutes": 0.5, "at_end": False, "keep": 1}, 0.5, "every 0.5 minutes; the newest 1"),
+    ],
+)
+def test_how_often_a_run_saves_is_said(given: dict[str, Any], minutes: float, said: str) -> None:
+    section = CheckpointSection.model_validate(given)
+    assert section.minutes_between == minutes
+    assert said in describe_saving(section)
+
+
+def test_a_run_saves_by_the_clock(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = quick_recipe(data, tmp_path) | {"checkpoint": {"minutes": 1e-9, "keep": 9}}
+
+    class Quick(Callback):
+        def on_save(self, trainer: Any, path: Path) -> None:
+            assert trainer.checkpoints.report is not None
+            object.__setattr__(trainer.checkpoints.report, "seconds", 0.0)  # or it would be seen to take too long
+
+    tessera.train(recipe, callbacks=[Quick()])
+    assert "checkpoints   every 1e-09 minutes and at the end" in capsys.readouterr().err
+    saved = sorted(path.name for path in (tmp_path / "chat" / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000000", "step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_saving_takes_no_more_than_a_twentieth_of_the_time(data: Path, tmp_path: Path) -> None:
+    recipe = quick_recipe(data, tmp_path, steps=5) | {"checkpoint": {"minutes": 1e-9, "keep": 9}}
+
+    class Slow(Callback):
+        def on_save(self, trainer: Any, path: Path) -> None:
+            object.__setattr__(trainer.checkpoints.report, "seconds", 1000.0)
+
+    tessera.train(recipe, callbacks=[Slow()])
+    saved = sorted(path.name for path in (tmp_path / "chat" / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000000", "step-00000005"]
+
+
+# ---------------------------------------------------------------------------------------------- the folder itself
+
+
+def test_a_finished_run_does_not_read_its_checkpoint_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    real = tessera.checkpoint.manifest.hash_file  # type: ignore[attr-defined]
+    monkeypatch.setattr("tessera.checkpoint.manifest.hash_file", lambda path: read.append(path) or real(path))
+    run = tessera.train(quick_recipe(data, tmp_path))
+    assert run.checkpoint == tmp_path / "chat" / "checkpoints" / "step-00000003"
+    assert read == []
+    assert tessera.resume(run.folder).checkpoint == run.checkpoint
+    assert len([path for path in read if path.suffix == ".safetensors"]) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_the_users_to_mend(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TesseraError, match="cannot be written to: Not a directory") as raised:
+        tessera.train(quick_recipe(data, tmp_path / "file" / "runs"))
+    assert raised.value.exit_code == 2
+
+
+def test_a_disk_that_fills_up_while_a_run_goes_on_is_said(data: Path, tmp_path: Path) -> None:
+    class Full(Callback):
+        def on_step_end(self, trainer: Any, result: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(TesseraError, match="No space left"):
+        tessera.train(quick_recipe(data, tmp_path), callbacks=[Full()])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_at_the_start_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        handle = os.open("/dev/full", os.O_WRONLY)
+        try:
+            return os.write(handle, b"x")
+        finally:
+            os.close(handle)
+
+    monkeypatch.setattr("os.pwrite", full)
+    with pytest.raises(TesseraError, match="No space left"):
+        RunFolder(tmp_path / "run").open()
+
+
+def test_a_changed_schedule_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tessera.resume(folder, {"train.steps": 4, "optim.schedule": {"kind": "cosine", "warmup": 2}})
+    said = capsys.readouterr().err
+    assert "the schedule has changed since step 3 was saved (kind constant -> cosine, warmup 0 -> 2" in said
