@@ -90,7 +90,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    given, changes = parser.parse_known_args()
+    changes = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
+    given = parser.parse_args([word for word in sys.argv[1:] if word not in changes])
     data = given.data.resolve()
     if given.one is not None:
         print(json.dumps(train(given.one, data, changes, given.out)))

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import tessera
+from tessera.optim.adamw import AdamW
 from tessera.train.callbacks import Callback, StepResult
-from tessera.train.guard.check import acts_on_flag
+from tessera.train.guard.check import Limits, acts_on_flag, update_within
 from tessera.train.jsonl import read_jsonl
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.faults import FlipBit
@@ -76,3 +77,26 @@ def test_a_flipped_bit_is_undone_from_host_memory(data: Path, tmp_path: Path) ->
     assert event["back_to"] in (6, 8)
     losses = [row["loss"] for row in run.metrics if row["kind"] == "train"]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_spike_is_clipped_or_held_back_on_the_device_as_on_the_host(together: bool) -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+
+    def update(place: torch.device, limits: Limits) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(64, device=place))
+        groups = [{"params": [weight], "lr": 1.0, "weight_decay": 0.0}]
+        optimizer = AdamW(groups, (0.0, 0.0), 1e3, together=together and place.type != "cpu")  # as SGD / 1000
+        weight.grad = torch.full((64,), 5.0, device=place)
+        norm = weight.grad.norm().double()
+        optimizer.scale = 1 / norm  # clipped to 1
+        verdict = update_within(optimizer, torch.tensor(3.0, device=place), norm, limits)
+        assert verdict.applied == (not limits.hold)
+        assert acts_on_flag(optimizer, place) == (place.type != "cpu")
+        return weight.detach().cpu()
+
+    host = torch.device("cpu")
+    for limits in (Limits(), Limits(2.0, 99.0, 1.0, 0.25), Limits(2.0, 99.0, 1.0, 0.25, hold=True)):
+        torch.testing.assert_close(update(accelerator, limits), update(host, limits), rtol=1e-5, atol=0)
+    assert not update(accelerator, Limits(2.0, 99.0, 1.0, 0.25, hold=True)).any()
