@@ -82,12 +82,12 @@ def model_flops(preset: str, folder: Path) -> float:
     measures = {
         "tokens": np.array(LENGTH),
         "trained": np.array(LENGTH - PICTURES * (28 * 28 + 2) - 64),  # the letters of the answer
-        "token_pairs": np.array(LENGTH**2 / 2),
+        "token_pairs": np.array(LENGTH**2),
         "patches": np.array(patches),
         "patch_pairs": np.array(PICTURES * (56 * 56) ** 2),
         "window_pairs": np.array(near),
     }
-    return float(sum(part.sum() for part in spec.work(config, measures).values()))
+    return float(sum(part.sum() for part in spec.work(config, measures, {}).values()))
 
 
 def facts(seconds: list[float], flops: float, peak: float, first: float, losses: list[float]) -> dict[str, Any]:

@@ -246,6 +246,22 @@ class ModelPlan:
     tied: Mapping[str, str] = field(default_factory=dict)  # path of the reader -> path of what it reads
 
 
+@dataclass(frozen=True)
+class Passes:
+    """How often a step of training computes a product of the forward pass: once forward, once more for the gradient of
+    what went in, where something before it is trained, and once more for the gradient of a weight that is trained."""
+
+    weights: float = 3.0  # products with weights
+    attention: float = 3.0  # of queries with keys, and of what follows with values
+    first: float = 2.0  # the product that a tower begins with: nobody asks for the gradient of pixels
+
+
+# By part of a model, as its module is called ("text", "head", "vision", "projector"); parts that are left out are
+# trained as a whole.
+Training = Mapping[str, Passes]
+FULL = Passes()
+
+
 @runtime_checkable
 class Processor(Protocol):
     """Turns samples into batches. The same object serves training, evaluation and serving."""
@@ -297,9 +313,13 @@ class ModelSpec:
     plan: Callable[[Any], ModelPlan]
     weights: Callable[[Any], WeightMap] | None = None
     processor: Callable[..., Processor] | None = None  # (config, folder, **options of the `data.processor` section)
-    flops: Callable[[Any, Batch], float] | None = None  # of one forward + backward over the batch
-    # (config, measures of samples by name) -> FLOPs of each sample in each tower; adds up over the samples of a row.
-    work: Callable[[Any, Mapping[str, np.ndarray]], dict[str, np.ndarray]] | None = None
+    # (config, batch, training: Training) -> FLOPs of one forward and backward pass: products of the model itself, with
+    # half the square of causal attention, without recomputation, untrained positions of the head and gradients that
+    # nobody asks for. One definition for the step line, benchmarks and balance.
+    flops: Callable[..., float] | None = None
+    # (config, measures of samples by name, training: Training) -> the same for each sample in each tower; adds up over
+    # the samples of a row.
+    work: Callable[..., dict[str, np.ndarray]] | None = None
     # (config, tokens) -> a micro-batch of so many tokens, made up: what forecasts and dry runs work on.
     example: Callable[[Any, int], Batch] | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -115,7 +115,9 @@ def build_trainer(config: RunConfig, described: Described, world: World, extra: 
 
 def _local(rows: RowSource, described: Described, mesh: Mesh) -> RowSource:
     """What of the rows is this rank's."""
-    flops = None if described.spec.flops is None else functools.partial(described.spec.flops, described.config)
+    flops = None
+    if described.spec.flops is not None:
+        flops = functools.partial(described.spec.flops, described.config, training=described.training)
     context = described.plan.context
     return LocalRows(rows, mesh.axes, mesh.root.get_rank(), reports=mesh.reports, context=context, flops=flops)
 
@@ -164,7 +166,9 @@ def _processor_source(config: RunConfig) -> Path | None:
 def build_rows(
     config: RunConfig, described: Described, split: Literal["train", "eval"], processor: Processor | None
 ) -> RowSource:
-    work = None if described.spec.work is None else functools.partial(described.spec.work, described.config)
+    work = None
+    if described.spec.work is not None:
+        work = functools.partial(described.spec.work, described.config, training=described.training)
     request = RowRequest(config.data, split, processor, config.train.seed, config.folder / "index", work)
     return KINDS.get(config.data.kind)(request)
 

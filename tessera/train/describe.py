@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from tessera.checkpoint.examine import check_numbers
 from tessera.core.adapters import Adapters
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import LoraSection, RunConfig
-from tessera.core.types import ModelSpec
+from tessera.core.types import ModelSpec, Training
 from tessera.models import build_on_meta, read_folder_config, resolve
+from tessera.parallel.passes import training_of
 from tessera.parallel.plan import Plan, Workload, make_plan
 from tessera.tasks.lora import adapt
 
@@ -28,6 +30,12 @@ class Described:
     plan: Plan
     lora: LoraSection | None = None  # with every target named
     adapters: Adapters = field(default_factory=dict)
+
+    @cached_property
+    def training(self) -> Training:
+        """How much of the model's products a step computes, given what is frozen. Asked before it is dealt out."""
+        trained = [piece.name for piece in self.plan.pieces if piece.trained]
+        return training_of(self.module, self.spec.plan(self.config), trained)
 
 
 def describe(config: RunConfig, world_size: int) -> Described:

@@ -187,7 +187,7 @@ def step_line(row: dict[str, Any], steps: int, told: Sequence[str] = ()) -> str:
     ]
     parts += [f"{name} {row[name]:.4g}" for name in told]
     parts += [f"{_short(v)} {k.removesuffix('_per_s')}/s" for k, v in row.items() if k.endswith("_per_s") and v]
-    parts += [f"wait {row['data_wait']:.1%}", f"mem {row['memory_gib']:.2f} GiB"]
+    parts += [f"wait {row['data_wait']:.1%}", f"mem {row['peak_memory_gib']:.2f} GiB"]
     if "balance" in row:
         parts.append(f"balance {row['balance']:.2f}")
     if "mfu" in row:

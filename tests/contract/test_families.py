@@ -17,10 +17,11 @@ from transformers import AutoConfig
 from tessera.core.config import Section
 from tessera.core.errors import TesseraError
 from tessera.core.pattern import matches, select
-from tessera.core.run_config import ModelSection
-from tessera.core.types import Batch, ModelSpec, Segments
+from tessera.core.run_config import ModelSection, load_config
+from tessera.core.types import Batch, ModelSpec, Passes, Segments
 from tessera.models import FAMILIES, family_of, resolve
 from tessera.ops.loss import linear_cross_entropy
+from tessera.train.describe import describe
 
 # Families without presets run other people's classes; `test_third_party.py` is theirs.
 NAMES = [name for name in FAMILIES.names() if FAMILIES.get(name).presets]
@@ -195,7 +196,56 @@ def test_flops_agree_with_the_counter_of_torch(name: str) -> None:
     batch = BATCHES[name](config)
     with FlopCounterMode(display=False) as counter:
         loss_of(model, batch).backward()
-    assert spec.flops(config, batch) == pytest.approx(counter.get_total_flops(), rel=0.02)
+    found = spec.flops(config, batch, {}) + squares(config, batch, Passes())
+    assert found == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def squares(config: Any, batch: Batch, passes: Passes) -> float:
+    """What torch's counter counts beyond us: of causal attention all of the square, and not half."""
+    text = config.text
+    pairs = sum(length**2 for length in batch.segments["text"].lengths)
+    return passes.attention * 2 * text.num_hidden_layers * text.num_attention_heads * text.head_size * pairs
+
+
+LAYERS = 12  # enough that one layer more or less is little
+PARTLY: dict[str, tuple[str, dict[str, Any]]] = {
+    "all": ("qwen2_vl", {}),
+    "frozen tower": ("qwen2_vl", {"freeze": ["vision"]}),
+    "text alone": ("qwen2_vl", {"freeze": ["vision", "projector"]}),
+    "projector alone": ("qwen2_vl", {"freeze": ["vision", "text", "head"]}),
+    "lora": ("qwen2_vl", {"lora": {"rank": 4}}),
+    "lora, language": ("llama", {"lora": {"rank": 4}}),
+    "upper layers": ("llama", {"freeze": ["text.embed", "text.layers.{0-7}"]}),
+    "lora, qwen3": ("qwen3", {"lora": {"rank": 4}}),
+}
+
+
+@pytest.mark.parametrize("case", PARTLY)
+def test_gradients_that_nobody_asks_for_are_not_counted(case: str) -> None:
+    """Against torch's counter, which sees what is computed: LoRA and frozen parts compute less than three passes."""
+    family, told = PARTLY[case]
+    model = {
+        "family": family,
+        "preset": "quickstart",
+        "config": {"text": {"num_hidden_layers": LAYERS}, "tie_word_embeddings": False, "attention": "eager"},
+        **told,
+    }
+    described = describe(load_config({"model": model, "train": {"steps": 1}}), 1)
+    module, spec, config = described.module.to_empty(device="cpu"), described.spec, described.config
+    trained = {piece.name for piece in described.plan.pieces if piece.trained}
+    training = described.training
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.normal_(0, 0.05)
+            parameter.requires_grad_(name in trained)
+    batch = language_batch(config) if family == "qwen2_vl" else text_batch(config)
+    with FlopCounterMode(display=False) as counter:
+        loss_of(module, batch).backward()
+    assert spec.flops is not None
+    found = spec.flops(config, batch, training) + squares(config, batch, training["text"])
+    assert found == pytest.approx(counter.get_total_flops(), rel=0.06)
+    whole = spec.flops(config, batch, {})
+    assert (spec.flops(config, batch, training) == pytest.approx(whole)) == (case == "all")
 
 
 def test_a_family_is_found_by_its_model_type() -> None:

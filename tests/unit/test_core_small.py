@@ -133,6 +133,8 @@ def test_devices() -> None:
     memory = devices.memory(torch.device("cpu"))
     assert 0 < memory.used <= memory.peak <= memory.total
     assert devices.peak_flops(torch.device("cpu")) is None
+    words = [word for word, _ in devices._PEAKS]
+    assert not [(a, b) for at, a in enumerate(words) for b in words[at + 1 :] if a in b]  # a GB200 is no B200
     assert devices.backend(torch.device("cpu")) == "gloo"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -13,7 +14,7 @@ from pydantic import Field
 
 from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
-from tessera.core.types import Batch, ModelPlan, ModelSpec, Processor, Segments
+from tessera.core.types import Batch, ModelPlan, ModelSpec, Processor, Segments, Training
 from tessera.core.weightmap import WeightMap
 from tessera.data.chat import ChatTemplate
 from tessera.models._text.build import build_head, build_text
@@ -131,12 +132,14 @@ def _weights(config: LanguageConfig) -> WeightMap:
     return text_weights(config.text, config.tie_word_embeddings)
 
 
-def _work(config: LanguageConfig, measures: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {"text": text_work(config.text, measures)}
+def _work(
+    config: LanguageConfig, measures: Mapping[str, np.ndarray], training: Training = MappingProxyType({})
+) -> dict[str, np.ndarray]:
+    return {"text": text_work(config.text, measures, training)}
 
 
-def _flops(config: LanguageConfig, batch: Batch) -> float:
-    return float(_work(config, measures_of(batch))["text"])
+def _flops(config: LanguageConfig, batch: Batch, training: Training = MappingProxyType({})) -> float:
+    return float(_work(config, measures_of(batch), training)["text"])
 
 
 def _example(config: LanguageConfig, tokens: int) -> Batch:

@@ -1,7 +1,7 @@
 """Floating-point operations of a text tower in one forward and backward pass.
 
-Counted are the matrix products of the model itself: attention inside each segment (all of its square, with no discount
-for causality), no recomputation, no padding of shorter segments.
+Counted are the matrix products of the model itself: half the square of attention inside each segment, since it is
+causal; no recomputation, no padding of shorter segments, no gradient that nobody asks for (`core.types.Passes`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tessera.core.types import Batch
+from tessera.core.types import FULL, Batch, Training
 from tessera.models._text.config import TextConfig
 from tessera.models._text.plan import layer_weights
 
 
-def text_work(text: TextConfig, measures: Mapping[str, np.ndarray]) -> np.ndarray:
+def text_work(text: TextConfig, measures: Mapping[str, np.ndarray], training: Training) -> np.ndarray:
     """The head reads those positions alone that are trained, where their number is told."""
     tokens = measures["tokens"].astype(np.float64)
     routers = 0
@@ -24,12 +24,13 @@ def text_work(text: TextConfig, measures: Mapping[str, np.ndarray]) -> np.ndarra
         routers = sparse * text.hidden_size * text.experts.num_experts
     weights = text.num_hidden_layers * layer_weights(text) + routers
     width = text.num_attention_heads * text.head_size
-    forward: np.ndarray = (
-        2 * tokens * weights
-        + 2 * measures.get("trained", tokens) * text.hidden_size * text.vocab_size
-        + 4 * text.num_hidden_layers * width * _pairs(measures)
+    layers, head = training.get("text", FULL), training.get("head", FULL)
+    total: np.ndarray = (
+        layers.weights * 2 * tokens * weights
+        + head.weights * 2 * measures.get("trained", tokens) * text.hidden_size * text.vocab_size
+        + layers.attention * 4 * text.num_hidden_layers * width * _pairs(measures) / 2
     )
-    return 3.0 * forward
+    return total
 
 
 def measures_of(batch: Batch) -> dict[str, np.ndarray]:
@@ -47,5 +48,6 @@ def measures_of(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def _pairs(measures: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Of tokens that attend to each other. Samples are one segment each, unless it is told."""
+    """Squares of segments: of pairs of tokens, half attend to each other. Samples are one segment each, unless it is
+    told."""
     return measures.get("token_pairs", measures["tokens"].astype(np.float64) ** 2)

@@ -57,4 +57,6 @@ def _prepared(config: RunConfig) -> ForModel:
     if training_on is not None:
         processor = training_on(config.data.train_on, last_only=config.data.mask_history)
     work = described.spec.work
-    return ForModel(processor, None if work is None else functools.partial(work, described.config), config.data)
+    if work is not None:
+        work = functools.partial(work, described.config, training=described.training)
+    return ForModel(processor, work, config.data)

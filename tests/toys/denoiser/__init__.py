@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.config import Section
-from tessera.core.types import Batch, ModelPlan, ModelSpec
+from tessera.core.types import Batch, ModelPlan, ModelSpec, Training
 
 
 class DenoiserConfig(Section):
@@ -36,7 +36,7 @@ class Denoiser(nn.Module):
             tensor.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)
 
 
-def _flops(config: DenoiserConfig, batch: Batch) -> float:
+def _flops(config: DenoiserConfig, batch: Batch, training: Training) -> float:
     """Goes to worker processes with the rows, so it is no lambda."""
     return 6.0 * len(batch["clean"]) * config.width * (2 * config.side**2 + 1 + config.depth * config.width)
 
