@@ -60,7 +60,7 @@ class Spelling:
         fields = {**self.defaults, **fields}
         if fields["num_key_value_heads"] is None or ("num_key_value_heads" in data and not data["num_key_value_heads"]):
             fields["num_key_value_heads"] = fields["num_attention_heads"]
-        if self.defaults.get("head_dim") is None and fields.get("head_dim") == _derived_head(fields):
+        if "head_dim" not in self.defaults and fields.get("head_dim") == _derived_head(fields):
             del fields["head_dim"]  # said, but it goes without saying
         theta = rope.get("rope_theta") or data.get("rope_theta")
         if theta is not None:
