@@ -42,10 +42,12 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl") if row["kind"] == "train"]
 
 
-def save(rank: int, world: int, folder: Path, name: str) -> None:
+def save(rank: int, world: int, folder: Path, names: list[str]) -> None:
+    """All layouts of one number of ranks, one after another in the same processes."""
     with contextlib.redirect_stderr(io.StringIO()):
-        recipe = recipe_of(folder, folder / "saved" / slug(name))
-        train(recipe, {"parallel": LAYOUTS[name][1]}, callbacks=[StopAt(SAVED)])
+        for name in names:
+            recipe = recipe_of(folder, folder / "saved" / slug(name))
+            train(recipe, {"parallel": LAYOUTS[name][1]}, callbacks=[StopAt(SAVED)])
 
 
 def go_on(rank: int, world: int, folder: Path, pairs: list[tuple[str, str]]) -> None:
@@ -69,8 +71,9 @@ def run(pairs: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str], flo
     with contextlib.redirect_stderr(io.StringIO()):
         train(recipe_of(folder, folder / "whole"))
     right = losses(folder / "whole" / "chat")
-    for source in dict.fromkeys(source for source, _ in pairs):
-        run_ranks(save, LAYOUTS[source][0], folder, source)
+    sources = dict.fromkeys(source for source, _ in pairs)
+    for world in sorted({LAYOUTS[source][0] for source in sources}):
+        run_ranks(save, world, folder, [source for source in sources if LAYOUTS[source][0] == world])
     for source, target in pairs:
         shutil.copytree(folder / "saved" / slug(source), place(folder, source, target))
     for world in sorted({LAYOUTS[target][0] for _, target in pairs}):

@@ -37,7 +37,8 @@ OWN = [name for name in FAMILIES.names() if "quickstart" in FAMILIES.get(name).p
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.detach() - theirs.detach()).abs().max() / theirs.abs().max().clamp(min=1e-12))
+    ours, theirs = ours.detach(), theirs.detach()
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-12))
 
 
 def foreign(config: Any, seed: int = 0) -> transformers.PreTrainedModel:
