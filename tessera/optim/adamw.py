@@ -174,7 +174,14 @@ def _multiply(grads: Iterable[Tensor | None], scale: Tensor) -> None:
             local = local_part(grad)
             by_place.setdefault((local.device, local.dtype), []).append(local)
     for (device, dtype), tensors in by_place.items():
-        torch._foreach_mul_(tensors, scale.to(device=device, dtype=dtype))
+        if dtype.itemsize >= 4:
+            torch._foreach_mul_(tensors, scale.to(device=device, dtype=dtype))
+            continue
+        # A factor that is rounded to bf16 first would be off by the same part of a percent for every gradient of the
+        # step: products are made in fp32 and rounded once.
+        factor = scale.to(device=device, dtype=torch.float32)
+        for tensor in tensors:
+            tensor.copy_(tensor.float() * factor)
 
 
 def _send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -153,6 +153,8 @@ def test_what_is_left_out_means_what_it_means_to_transformers(family: str, prese
     told, config = FORMS[form](full(family, preset)), FAMILIES.get(family).config
     wrong, refused = [], set()
     for path in [(), *paths(told)]:
+        if form != "as written" and not {"rope", "eps", "tie", "heads", "token"} & set("_".join(path).split("_")):
+            continue  # the same keys in another place are asked once
         if path == ("model_type",) or (path[-1:] and path[-1] in NOISE):
             continue
         terse = without(told, path) if path else told
