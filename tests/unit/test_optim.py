@@ -51,7 +51,8 @@ def test_a_group_for_nothing_is_an_error() -> None:
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 def test_schedules(kind: str) -> None:
-    section = ScheduleSection.model_validate({"kind": kind, "warmup": 10, "final": 0.1})
+    final = {} if kind == "constant" else {"final": 0.1}
+    section = ScheduleSection.model_validate({"kind": kind, "warmup": 10, **final})
     values = [factor(section, step, 110) for step in range(110)]
     assert values[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert values[10] == pytest.approx(1.0)
