@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,22 @@ def check_regular(path: Path) -> os.stat_result:
     if not stat.S_ISREG(found.st_mode):
         raise TesseraError(f"this is {_kind(found.st_mode)}, not a regular file", where=str(path))
     return found
+
+
+def keep_inside(path: Path) -> None:
+    """Before a file of a run is written to: what is written there must not reach a file elsewhere. A link, which a
+    folder of somebody else may hold, becomes a file with what it led to; a pipe or a device is refused."""
+    if path.is_symlink():
+        if not path.exists():
+            path.unlink()
+            return
+        check_regular(path)
+        fresh = path.with_name(f"{path.name}.unlinked")
+        fresh.unlink(missing_ok=True)
+        shutil.copyfile(path, fresh)
+        os.replace(fresh, path)
+    elif path.exists():
+        check_regular(path)
 
 
 def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:

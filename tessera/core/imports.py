@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import types
 import typing
@@ -18,6 +19,9 @@ from typing import Any
 
 from tessera.core.errors import TesseraError
 
+# The one spelling of things that are found by name. Whoever imports by a path holds it against this, and so does
+# whoever decides whether a folder may name code: what is not found by the latter must not be imported by the former.
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
 
 

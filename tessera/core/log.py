@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from tessera.core.files import keep_inside
+
 LOGGER_NAME = "tessera"
 
 
@@ -39,7 +41,9 @@ def setup(rank: int = 0, folder: Path | None = None, level: int = logging.INFO) 
         log.addHandler(screen)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(folder / f"rank-{rank:05d}.log", encoding="utf-8")
+        path = folder / f"rank-{rank:05d}.log"
+        keep_inside(path)
+        file = logging.FileHandler(path, encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
     return log

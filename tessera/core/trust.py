@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.core.errors import TesseraError
+from tessera.core.imports import IMPORT_PATH
 from tessera.core.run_config import ModelSection, RunConfig
 
 Trust = bool | Collection[str]  # True: whatever the folder names; otherwise the import paths that are trusted
@@ -30,7 +31,6 @@ Trust = bool | Collection[str]  # True: whatever the folder names; otherwise the
 RUN_ID = "run-id"
 STATE_VARIABLE = "TESSERA_STATE_DIR"
 _ID = re.compile(r"[0-9a-f]{32}")
-_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _OWN = re.compile(r"tessera(\.\w+)*(:\w+)?")  # without a dot behind the colon, which could lead out again
 
 log = logging.getLogger("tessera")
@@ -143,6 +143,7 @@ def write_run_id(folder: Path) -> None:
     """Give a run an id, if it has none."""
     if _read_id(folder) is None:
         fresh = folder / f"{RUN_ID}.new"
+        fresh.unlink(missing_ok=True)  # not through a link that may lie there
         fresh.write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
         os.replace(fresh, folder / RUN_ID)
 
@@ -195,7 +196,7 @@ def _outside(found: Mapping[str, str]) -> dict[str, str]:
 def _paths_in(tree: Any, at: str) -> Iterator[tuple[str, str]]:
     """Every word below a key that could be an import path, whatever the key is called."""
     if isinstance(tree, str):
-        if _IMPORT_PATH.fullmatch(tree):
+        if IMPORT_PATH.fullmatch(tree):
             yield at, tree
     elif isinstance(tree, Mapping):
         for key, value in tree.items():

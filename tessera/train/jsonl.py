@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tessera.core.files import keep_inside
+
 _BLOCK_BYTES = 1 << 16
 _log = logging.getLogger("tessera")
 
@@ -81,6 +83,7 @@ def rows_from_end(path: Path) -> Iterator[tuple[int, Row | None]]:
 
 def truncate_after(path: Path, step: int) -> None:
     """Cut off the rows of steps later than `step`, in place. Only the rows that go are read, and one more."""
+    keep_inside(path)
     keep = 0
     for behind, row in rows_from_end(path):
         found = step_of(row)
@@ -107,6 +110,7 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         if anew:
             path.unlink(missing_ok=True)
+        keep_inside(path)
         self._file = path.open("a", encoding="utf-8")
         if _ends_torn(path):
             self._file.write("\n")  # the next row must not become a part of the torn line

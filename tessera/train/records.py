@@ -137,6 +137,7 @@ def _unpacked(segment: Path) -> bytes:
 
 def _replace(path: Path, content: bytes) -> None:
     fresh = path.with_name(path.name + ".new")
+    fresh.unlink(missing_ok=True)  # not through a link that may lie there
     fresh.write_bytes(content)
     os.replace(fresh, path)
 

@@ -13,6 +13,7 @@ from PIL import Image
 
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError
+from tessera.core.files import keep_inside
 from tessera.data.media.images import Limits, read_image
 from tessera.train.callbacks import Callback
 from tessera.train.charts import Series, line_chart, smooth
@@ -81,6 +82,7 @@ def write_report(folder: str | Path) -> Path:
         f"<body>{''.join(body)}</body></html>"
     )
     path = folder / "report.html"
+    keep_inside(path)
     path.write_text(page, encoding="utf-8")
     return path
 

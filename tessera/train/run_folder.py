@@ -199,6 +199,7 @@ def _replace(path: Path, text: str) -> None:
     if path.is_file() and path.read_bytes() == text.encode():
         return
     fresh = path.with_name(f"{path.name}.new")
+    fresh.unlink(missing_ok=True)  # not through a link that may lie there
     fresh.write_text(text, encoding="utf-8")
     os.replace(fresh, path)
 

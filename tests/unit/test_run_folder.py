@@ -374,3 +374,20 @@ def test_a_changed_schedule_is_said(folder: Path, capsys: pytest.CaptureFixture[
     tessera.resume(folder, {"train.steps": 4, "optim.schedule": {"kind": "cosine", "warmup": 2}})
     said = capsys.readouterr().err
     assert "the schedule has changed since step 3 was saved (kind constant -> cosine, warmup 0 -> 2" in said
+
+
+# ---------------------------------------------------------------------------------------------- links in a run folder
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "report.html", "ledger/rank-00000.jsonl", "logs/rank-00000.log", "config.yaml.new"]
+)
+def test_nothing_is_written_through_a_link_in_a_run_folder(name: str, folder: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    text = '{"kind": "train", "step": 100}\nwritten by the user\n'
+    precious.write_text(text)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(precious)
+    tessera.resume(folder, {"train.steps": 4})
+    assert precious.read_text() == text
+    assert not (folder / name).is_symlink()

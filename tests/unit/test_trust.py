@@ -122,6 +122,23 @@ def test_modules_of_python_itself_are_refused_before_they_are_imported() -> None
     assert "antigravity" not in sys.modules
 
 
+@pytest.mark.parametrize("name", ["évil", "evil-x", "1evil", ".evil", "evil x", "package..evil"])
+def test_what_is_imported_by_a_path_is_asked_about_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every path that is imported is one that `resume` of a foreign folder shows and asks about."""
+    mark = tmp_path / "mark"
+    (tmp_path / f"{name}.py").write_text(FOREIGN.format(mark=str(mark)), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = f"{name}:Set"
+    config = load_config(recipe(tmp_path, data={"kind": "own", "options": {"dataset": path}}))
+    if path in named_code(config):
+        return
+    with pytest.raises(TesseraError, match="not an import path"):
+        rows(dataset=path)
+    assert not mark.exists()
+
+
 def test_own_functions_may_say_what_they_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = tmp_path / "mark"
     (tmp_path / "my_foreign_set.py").write_text(FOREIGN.format(mark=str(mark)))

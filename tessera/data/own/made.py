@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tessera.core.arguments import check_arguments
 from tessera.core.errors import TesseraError, first_line, nearest
-from tessera.core.imports import Maker, check_callable, refuse_standard_library
+from tessera.core.imports import IMPORT_PATH, Maker, check_callable, refuse_standard_library
 
 DATA = Maker(
     "data set or loader",
@@ -56,7 +56,7 @@ class Made:
 
     def find(self) -> Any:
         module_name, _, name = self.path.partition(":")
-        if not module_name or not name:
+        if not IMPORT_PATH.fullmatch(self.path):
             raise TesseraError(f"not an import path: {self.path!r}", where=self.where, fix="write package.module:name")
         refuse_standard_library(self.path, self.where)
         try:
