@@ -114,22 +114,31 @@ def test_a_spike_is_clipped_and_told_and_its_samples_are_named_on_request(data: 
     assert held_out(named) == held_out(run)  # looking for the cause changes nothing
 
 
-@pytest.mark.parametrize("every", [10, 17])
-def test_a_resume_after_a_stop_does_not_stop_at_the_same_step(data: Path, tmp_path: Path, every: int) -> None:
-    """Step 18 is bad: also where a checkpoint of step 17 was written before the guard knew of it."""
-    settings = recipe(data, tmp_path, {"absurd_labels": ["sample-7"]}, policy="stop")
+def test_a_resume_after_a_stop_does_not_stop_at_the_same_step(data: Path, tmp_path: Path) -> None:
+    """Also where a checkpoint of the step before was written before the guard knew of it. Which step has the bad sample
+    is the packing's affair: the first run tells."""
+    step = stopped_and_resumed(data, tmp_path / "a", every=10)
+    assert step > 1
+    assert stopped_and_resumed(data, tmp_path / "b", every=step - 1) == step
+
+
+def stopped_and_resumed(data: Path, out: Path, every: int) -> int:
+    """The step at which the guard stopped; the resumed run has passed it."""
+    settings = recipe(data, out, {"absurd_labels": ["sample-7"]}, policy="stop")
     settings["checkpoint"] = {"every": every}
     with pytest.raises(GuardStop) as caught:
         tessera.train(settings)
-    folder = tmp_path / "chat"
+    folder = out / "chat"
     (stop,) = events(folder)
-    assert (stop["step"], stop["samples"]) == (18, ["sample-7"])
+    assert stop["samples"] == ["sample-7"]
     assert "tessera resume" in str(caught.value.fix)
     with contextlib.suppress(GuardStop):  # at a later step: the sample comes again in the next pass
         tessera.resume(folder)
     after = events(folder)[1:]
     assert (after[0]["step"], after[0]["action"]) == (stop["step"], "clipped")
     assert all(event["step"] > stop["step"] for event in after[1:])
+    found: int = stop["step"]
+    return found
 
 
 def test_nan_in_every_sample_is_not_blamed_on_one(data: Path, tmp_path: Path) -> None:
