@@ -47,6 +47,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise ValueError("far too large")
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise ValueError("this is not a regular file")
         content = json.loads(path.read_bytes())
         claimed = content.pop("checksum")
         if claimed != _checksum(content):
@@ -64,7 +66,7 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(int(content["step"]), int(content["serial"]), files)
     except FileNotFoundError:
         raise TesseraError("no manifest: this is not a complete checkpoint", where=str(folder)) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise TesseraError(f"the manifest is damaged: {error}", where=str(path)) from error
 
 
@@ -77,6 +79,8 @@ def problems_in(folder: Path, files: Iterable[FileRecord]) -> list[str]:
             size = path.stat().st_size
             if size != expected.size:
                 problems.append(f"{expected.name} has {size} bytes instead of {expected.size}")
+            elif not path.is_file():
+                problems.append(f"{expected.name} is not a regular file")
             elif hash_file(path).sha256 != expected.sha256:
                 problems.append(f"{expected.name} has been altered")
         except FileNotFoundError:

@@ -18,9 +18,10 @@ def state_to_json(state: Mapping[str, Any]) -> bytes:
 def read_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TesseraError(f"the state cannot be read: {error}", where=str(path)) from error
-    assert isinstance(state, dict)
+    if not isinstance(state, dict):
+        raise TesseraError(f"the state is a {type(state).__name__}, not a mapping", where=str(path))
     return state
 
 

@@ -53,7 +53,11 @@ def parse_yaml(text: str, where: str) -> Any:
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """A YAML or JSON file as a plain dict (JSON is YAML)."""
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except OSError as error:  # a name that no file system takes
+        raise TesseraError(f"cannot be opened: {error.strerror}", where=str(path)[:200]) from None
+    if not found:
         beside = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise TesseraError(
             f"no such configuration file: {path}",

@@ -41,6 +41,8 @@ class Tables(Mapping[str, np.ndarray]):
 
     def __init__(self, file: Path) -> None:
         """`ValueError` or `OSError` when the file is not whole."""
+        if file.exists() and not file.is_file():  # opening a pipe would wait for ever
+            raise ValueError(f"not a regular file: {file.name}")
         try:
             with safe_open(file, framework="numpy") as checked:  # the library checks the header against the size
                 self.about: dict[str, str] = checked.metadata() or {}

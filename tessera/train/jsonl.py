@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tessera.core.files import keep_inside
+from tessera.core.files import check_regular, keep_inside
 
 _BLOCK_BYTES = 1 << 16
 _log = logging.getLogger("tessera")
@@ -41,6 +41,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
     """Yield the rows of a record. Broken lines are counted in a warning; a last line torn by a kill is passed over."""
     if not path.exists():
         return
+    check_regular(path)
     broken = 0
     with path.open("rb") as file:
         for line in file:
@@ -65,6 +66,7 @@ def rows_from_end(path: Path) -> Iterator[tuple[int, Row | None]]:
     of a broken line is None, and so is that of a last line without an end."""
     if not path.exists():
         return
+    check_regular(path)
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)  # where the bytes begin that were read already
         behind = end

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tessera.core.errors import TesseraError
+from tessera.core.files import read_json_mapping
 from tessera.core.process import Process
 
 LOCK = ".lock"
@@ -45,9 +46,9 @@ class Owner:
     @staticmethod
     def read(path: Path) -> Owner | None:
         try:
-            fields = json.loads(path.read_bytes())
+            fields = read_json_mapping(path)
             return Owner(Process.load(fields["process"]), str(fields["nonce"]), int(fields["beat"]))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (TesseraError, ValueError, KeyError, TypeError, OverflowError):
             return None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tessera.core.files import check_regular
 from tessera.train.callbacks import Callback, StepResult
 from tessera.train.jsonl import JsonLines, last_step, parse_row, read_jsonl, step_of, truncate_after
 
@@ -122,6 +123,7 @@ def _ranks_in(folder: Path) -> dict[str, list[Segment]]:
 
 def _unpacked(segment: Path) -> bytes:
     """The lines of a segment, as far as it can be read."""
+    check_regular(segment)
     parts: list[bytes] = []
     unpack = zlib.decompressobj(wbits=31)
     with segment.open("rb") as file:

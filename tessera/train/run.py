@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from tessera.checkpoint.run_files import CONFIG, RUN_FILE, find_file, saved_conf
 from tessera.core import dist, log
 from tessera.core.config import dump_yaml
 from tessera.core.errors import TesseraError, first_line
+from tessera.core.files import read_json_mapping
 from tessera.core.run_config import RunConfig, load_config
 from tessera.core.run_paths import located, moved
 from tessera.core.trust import Trust, check_trusted, find_code, named_code, remember
@@ -94,8 +94,8 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, t
 def _folder_before(folder: Path) -> Path | None:
     """Where a run lay when its configuration was written."""
     try:
-        return Path(json.loads(find_file(folder, RUN_FILE).read_bytes())["folder"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return Path(read_json_mapping(find_file(folder, RUN_FILE))["folder"])
+    except (TesseraError, KeyError, TypeError):
         return None
 
 

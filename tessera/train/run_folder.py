@@ -25,6 +25,7 @@ from tessera.checkpoint.manifest import read_manifest
 from tessera.checkpoint.run_files import ASIDE, CONFIG, REPLACED, REPLACING, RESTORING, RUN_FILE, find_file
 from tessera.checkpoint.run_files import run_exists as run_exists  # the command line asks here
 from tessera.core.errors import TesseraError
+from tessera.core.files import read_json_mapping
 from tessera.core.run_config import CheckpointSection, RunConfig
 from tessera.core.run_paths import kept_text
 from tessera.core.trust import named_code, write_run_id
@@ -176,9 +177,9 @@ def check_fresh(folder: Path, overwrite: bool) -> None:
 
 def _is_ours(folder: Path) -> bool:
     try:
-        if json.loads(find_file(folder, RUN_FILE).read_bytes())["format"] == FORMAT:
+        if read_json_mapping(find_file(folder, RUN_FILE)).get("format") == FORMAT:
             return True
-    except (OSError, ValueError, KeyError, TypeError):
+    except TesseraError:
         pass
     for path in find_file(folder, "checkpoints").glob("step-*"):  # of a version that wrote no run file
         try:

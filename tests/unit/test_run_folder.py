@@ -391,3 +391,27 @@ def test_nothing_is_written_through_a_link_in_a_run_folder(name: str, folder: Pa
     tessera.resume(folder, {"train.steps": 4})
     assert precious.read_text() == text
     assert not (folder / name).is_symlink()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "tensors.json", "rows", "run.json", "metrics.jsonl"])
+@pytest.mark.parametrize("kind", ["pipe", "deep"])
+def test_a_pipe_or_a_bomb_among_the_files_of_a_run_is_never_waited_for(kind: str, name: str, folder: Path) -> None:
+    """What can be done without is done without; the rest is said. (A pipe would hang, a bomb end in a traceback.)"""
+    path = [one for one in sorted(folder.rglob("*")) if one.name.startswith(name)][-1]  # of the newest checkpoint
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(b"[" * 200_000)
+    if name == "metrics.jsonl" and kind == "pipe":
+        with pytest.raises(TesseraError, match="this is a pipe"):
+            tessera.resume(folder, {"train.steps": 4})
+    else:
+        assert [row["step"] for row in tessera.resume(folder, {"train.steps": 4}).metrics][-1] == 4
+
+
+def test_an_owner_that_cannot_be_read_keeps_nobody_out(folder: Path) -> None:
+    (folder / OWNER).write_bytes(b"[" * 200_000)
+    assert tessera.resume(folder, {"train.steps": 4}).checkpoint is not None
+    os.mkfifo(folder / OWNER)
+    assert tessera.resume(folder, {"train.steps": 5}).checkpoint is not None
