@@ -70,7 +70,7 @@ class FailAt(Callback):
     "override",
     [
         {"data.train": [{"path": "no-such-file.jsonl"}]},
-        {"model.config.text.hidden_size": 64},
+        {"model.config.text.intermediate_size": 96},
         {"train.seed": 5},
         {"train.steps": 9, "data.length": 3},
     ],
