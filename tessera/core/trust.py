@@ -73,7 +73,7 @@ def check_trusted(folder: Path, code: Mapping[str, str], trust: Trust) -> None:
         f"this folder names code to import and call, and it is no run that you made here:{shown}",
         where=str(folder),
         fix="if you know where it comes from and what this code does, say --trust (in Python trust=True); "
-        "a recipe may also name the code itself",
+        "a recipe for `tessera train` names the code itself",
     )
 
 

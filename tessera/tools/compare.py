@@ -48,6 +48,12 @@ def compare(
     """Both sides answer greedily from the same messages and pictures. We read the files and decode the pictures for
     both; all that follows is done here, and again by transformers' own processor, chat template and model."""
     folder = Path(folder)
+    if (folder / "config.yaml").is_file():
+        raise TesseraError(
+            "this is a run or a checkpoint, which transformers cannot load",
+            where=str(folder),
+            fix=f"`tessera convert {folder} FOLDER` writes a Hugging Face folder; with checkpoint.export it is RUN/hf",
+        )
     sources = held_out_sources(folder, data, root, max_samples)
     asked = [q for q in questions(sources) if isinstance(q, Question)]
     if not asked:

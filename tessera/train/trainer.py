@@ -274,7 +274,7 @@ class Trainer:
             )
         if state["world"] != self.world.size:
             log.logger().info(
-                "saved by %d ranks, resumed on %d: samples and their order are the same, sums are so to rounding",
+                "world size was %d and is %d now: samples and their order are the same, sums are so to rounding",
                 state["world"],
                 self.world.size,
             )

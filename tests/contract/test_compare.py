@@ -99,3 +99,10 @@ def test_sampling_advice_of_a_folder_does_not_change_the_comparison(data: Path, 
     (folder / "generation_config.json").write_text(json.dumps(settings))
     torch.manual_seed(0)
     assert tessera.compare(folder, data / "text.jsonl", max_new_tokens=8).complete
+
+
+def test_a_run_folder_is_refused_with_the_way_to_a_hugging_face_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: mine\n", encoding="utf-8")
+    with pytest.raises(TesseraError, match="a run or a checkpoint") as refused:
+        tessera.compare(tmp_path, tmp_path / "held_out.jsonl")
+    assert "tessera convert" in str(refused.value)

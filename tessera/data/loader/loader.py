@@ -243,7 +243,8 @@ def _check_split(global_batch: int, micro_batch: int, ranks: int) -> None:
         share = global_batch // ranks
         values = [f"micro_batch={m}" for m in range(1, share + 1) if share % m == 0]
     raise TesseraError(
-        f"global_batch {global_batch} does not split into micro-batches of {micro_batch} rows on {ranks} ranks",
+        f"global_batch {global_batch} does not split over {ranks} ranks with micro_batch {micro_batch}",
         where="train",
         allowed=values,
+        fix="take one of these, or let several ranks share a row: parallel.tp, parallel.cp or parallel.pp",
     )
