@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tessera")
 DROPS = 3  # spikes whose updates may be dropped within a window: a run is never starved of updates
 BACK_TO_ONE_STATE = 3  # times that damaged weights may bring the run back to one and the same state
-INVESTIGATIONS = 5  # within a window: each may take as long as `guard.probes` steps
+INVESTIGATIONS = 10  # within a window: each may take as long as `guard.probes` steps
 SLOWER = 0.5  # of the learning rate, after going back from a loss that rose and stayed
 
 
