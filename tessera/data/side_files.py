@@ -7,6 +7,7 @@ that say something else than what the recipe trained with.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.core.errors import TesseraError
-from tessera.core.files import read_json
+from tessera.core.files import read_json, read_json_mapping
 from tessera.core.types import Processor
 
 IMAGE_FILE = "preprocessor_config.json"
@@ -25,6 +26,7 @@ BOTH_FILE = "processor_config.json"  # newer folders keep both in one
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
+SEAL = ".sha256.json"  # of a run's own copy: what each of its files was when the run was started
 # Further places of templates; they are not handed on where the processor's own template takes their place.
 _OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates")
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -94,6 +96,31 @@ def copy_side_files(source: Path, target: Path, wanted: Callable[[str], bool] = 
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target / name)
     return [name for name, _ in copied]
+
+
+def seal_side_files(folder: Path) -> None:
+    """Note the hash of every file in `folder`, so that a resume knows whether they are still what was trained with."""
+    hashes = {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != SEAL}
+    (folder / SEAL).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
+
+
+def damaged_side_files(folder: Path) -> list[str]:
+    """Return the names of files that are gone or not what `seal_side_files` saw; none, where nothing was noted."""
+    if not (folder / SEAL).is_file():
+        return []
+    try:
+        hashes = read_json_mapping(folder / SEAL)
+    except TesseraError:
+        return [SEAL]
+    return [name for name, known in hashes.items() if not _is_whole(folder / Path(name).name, known)]
+
+
+def _is_whole(path: Path, known: object) -> bool:
+    return path.is_file() and _sha256(path) == known
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def write_side_files(

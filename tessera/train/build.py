@@ -21,7 +21,7 @@ from tessera.core.types import Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader, decodes_media
 from tessera.data.processes.launch import begin_early
-from tessera.data.side_files import side_folder, write_side_files
+from tessera.data.side_files import seal_side_files, side_folder, write_side_files
 from tessera.optim.adamw import AdamW
 from tessera.optim.clip import norm_and_factor
 from tessera.optim.groups import build_optimizer
@@ -157,6 +157,7 @@ def keep_side_files(config: RunConfig, described: Described, processor: Processo
         return
     read = None if make is None else functools.partial(make, described.config)
     write_side_files(folder, processor, read=read, own=_processor_source(config), weights=weights)
+    seal_side_files(folder)
 
 
 def _processor_source(config: RunConfig) -> Path | None:

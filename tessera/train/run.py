@@ -16,9 +16,10 @@ from tessera.core import dist, log
 from tessera.core.config import dump_yaml
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.files import read_json_mapping
-from tessera.core.run_config import RunConfig, load_config
+from tessera.core.run_config import ModelSection, RunConfig, load_config
 from tessera.core.run_paths import located, moved
 from tessera.core.trust import Trust, check_trusted, find_code, named_code, remember
+from tessera.data.side_files import SEAL, damaged_side_files
 from tessera.train.build import build_trainer
 from tessera.train.callbacks import Callback
 from tessera.train.describe import describe, with_model_resolved
@@ -84,11 +85,29 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, t
     config = load_config(kept, overrides)
     if (was := _folder_before(folder)) is not None and was != folder.absolute():
         config = moved(config, was, folder.absolute())
-    model = config.model
-    if find_file(folder, "processor").is_dir():  # its own copy, should the first one be gone
-        model = model.model_copy(update={"tokenizer": folder / "processor"})
+    model = _with_own_copy(config.model, folder)
     # The folder may have been moved since: where it lies now counts, not where it lay.
     return config.model_copy(update={"out": folder.parent, "name": folder.name, "model": model})
+
+
+def _with_own_copy(model: ModelSection, folder: Path) -> ModelSection:
+    """A run reads its own copy of what lies beside the weights, should the first one be gone. A damaged copy would
+    train on with another tokenizer or template: then the first one serves, if it is there."""
+    copy = find_file(folder, "processor")
+    if not copy.is_dir():
+        return model
+    damaged = damaged_side_files(copy)
+    if not damaged:
+        return model.model_copy(update={"tokenizer": folder / "processor"})
+    first = model.tokenizer or model.path
+    if first is not None and first.exists():
+        log.logger().warning("%s of %s changed since the run began: %s is read again", ", ".join(damaged), copy, first)
+        return model
+    raise TesseraError(
+        f"{', '.join(damaged)} changed since the run began: it would go on with other tokens",
+        where=str(copy),
+        fix=f"put the files back; if the change is meant, remove {copy / SEAL}",
+    )
 
 
 def _folder_before(folder: Path) -> Path | None:

@@ -265,6 +265,8 @@ class Trainer:
     def _tell_changes(self, step: int, state: Mapping[str, Any]) -> None:
         """Say what is allowed to differ from the run that saved `state`, and what follows from it."""
         before, now = dict(state["schedule"]), self.state_dict()["schedule"]
+        if before.get("kind") == now["kind"] == "constant":
+            now.pop("steps")  # a constant rate does not ask how long the run is
         changed = [f"{key} {before[key]} -> {now[key]}" for key in now if key in before and before[key] != now[key]]
         if changed:
             log.logger().warning(

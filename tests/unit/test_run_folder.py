@@ -20,6 +20,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import CheckpointSection, load_config
 from tessera.train.callbacks import Callback
 from tessera.train.lock import OWNER
+from tessera.train.run import resume_config
 from tessera.train.run_folder import RunFolder, check_fresh, describe_saving
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -415,3 +416,19 @@ def test_an_owner_that_cannot_be_read_keeps_nobody_out(folder: Path) -> None:
     assert tessera.resume(folder, {"train.steps": 4}).checkpoint is not None
     os.mkfifo(folder / OWNER)
     assert tessera.resume(folder, {"train.steps": 5}).checkpoint is not None
+
+
+def test_a_damaged_copy_of_the_tokenizer_is_not_trained_on(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = folder / "processor" / "chat_template.jinja"
+    kept, whole = template.read_bytes(), load_config(folder / "config.yaml")
+    template.write_bytes(b"")
+    assert resume_config(folder).model.tokenizer == whole.model.tokenizer  # where the run read it first
+    assert "chat_template.jinja" in caplog.text
+    assert whole.model.tokenizer is not None
+    gone = {"model.tokenizer": str(tmp_path / "gone")}
+    with pytest.raises(TesseraError, match="changed since the run began"):
+        resume_config(folder, gone)
+    template.write_bytes(kept)
+    assert resume_config(folder, gone).model.tokenizer == folder / "processor"
