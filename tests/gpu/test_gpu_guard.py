@@ -93,7 +93,7 @@ def test_a_spike_is_clipped_or_held_back_on_the_device_as_on_the_host(together: 
         optimizer.scale = 1 / norm  # clipped to 1
         verdict = update_within(optimizer, torch.tensor(3.0, device=place), norm, limits)
         assert verdict.applied == (not limits.hold)
-        assert acts_on_flag(optimizer, place) == (place.type != "cpu")
+        assert acts_on_flag(optimizer, weight.device) == (place.type != "cpu")
         return weight.detach().cpu()
 
     host = torch.device("cpu")
