@@ -66,6 +66,7 @@ def chat_recipe(data: Path, out: Path, **train: Any) -> dict[str, Any]:
             "eval": [{"path": str(data / "train.jsonl"), "max_samples": 6}],
             "length": 192,
             "processor": {"min_pixels": 64, "max_pixels": 1024},
+            "workers": 0,  # by default each rank has a process that decodes: it would take longer to start than the run
         },
         "train": {"steps": 6, "global_batch": 4, "micro_batch": 1, "device": "cpu", "eval_rows": 2, **train},
         "optim": {"lr": 1e-3, "schedule": {"kind": "constant"}},
