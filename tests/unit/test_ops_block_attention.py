@@ -114,7 +114,7 @@ def test_flash_equals_eager(kind: str, dim: int) -> None:
 
     def plain(dtype: torch.dtype) -> list[Tensor]:
         """Products and a softmax in `dtype`, whose rounding is that of kernels of this type."""
-        own = [x.to(dtype).requires_grad_() for x in block]
+        own = [x.detach().to(dtype).requires_grad_() for x in block]
         if segments is None:
             out = _attend_explicitly(*own, None, how["scale"])
         else:
