@@ -17,6 +17,7 @@ def check(pairs: list[tuple[str, str]], folder: Path) -> None:
     assert {pair: worst for pair, worst in found.items() if worst > 1e-5} == {}
 
 
+@pytest.mark.slow  # test_checkpoint_reshard does the same with one tensor
 def test_six_layouts_in_a_circle(tmp_path: Path) -> None:
     check(NEXT, tmp_path)
     names = set()

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tessera.train.run import train
@@ -19,6 +20,7 @@ def run(rank: int, world: int, recipe: dict[str, Any]) -> list[float]:
     return [row["loss"] for row in train(recipe).metrics if row["kind"] == "train"]
 
 
+@pytest.mark.slow  # that its keys are real and its layouts train is tested elsewhere, and fast
 def test_the_recipe_of_the_memory_page_trains(tmp_path: Path) -> None:
     section = PAGE.read_text(encoding="utf-8").split("## A recipe to begin with")[1]
     shown = re.search(r"```yaml\n(.*?)```", section, re.DOTALL)

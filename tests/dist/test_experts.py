@@ -178,6 +178,7 @@ def test_a_run_with_fewer_experts_than_ranks_goes_on_in_one_process(tmp_path: Pa
     assert {name for name in late if relative(two.tensors[name], one.tensors[name]) > LIMIT} == set()
 
 
+@pytest.mark.slow  # with fewer experts than ranks, below, is the harder case
 def test_a_run_with_dealt_experts_goes_on_in_one_process(tmp_path: Path) -> None:
     one = Record()
     quietly(experts_recipe(tmp_path / "one"), {"model.config": STEERED}, one)

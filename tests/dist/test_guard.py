@@ -75,7 +75,7 @@ def alone(data: Path, victim: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 CASES = [
     ("rollback", 2, {}),
-    ("skip", 2, {"tp": 2}),
+    pytest.param("skip", 2, {"tp": 2}, marks=pytest.mark.slow),
     ("rollback", 2, {"pp": 2}),
     pytest.param("skip", 2, {}, marks=pytest.mark.slow),
     pytest.param("rollback", 2, {"tp": 2}, marks=pytest.mark.slow),

@@ -161,7 +161,7 @@ def test_packed_equals_unpacked(data: Path, tmp_path: Path) -> None:
     assert_within_rounding(tensors(all_in_one), tensors(one), tensors(near))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_mixed_precision_saves_after_an_evaluation(world: int, data: Path, tmp_path: Path) -> None:
     """bf16 computation over fp32 master weights; evaluation leaves weights gathered, and saving must not mind."""
     need_half_attention()
