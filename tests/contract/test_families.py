@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,19 @@ from tessera.train.describe import describe
 # Families without presets run other people's classes; `test_third_party.py` is theirs.
 NAMES = [name for name in FAMILIES.names() if FAMILIES.get(name).presets]
 PRESETS = [(name, preset) for name in NAMES for preset in FAMILIES.get(name).presets]
+
+
+def built(presets: list[tuple[str, str]]) -> Iterator[Any]:
+    """Every kind of model of each family: its tiny ones, its first published one, and one with experts. Presets that
+    only have other sizes take long to build and are for `make test-all`."""
+    seen: set[tuple[str, str]] = set()
+    for name, preset in presets:
+        kind = (name, "tiny" + preset if "quickstart" in preset else "experts" if "-a" in preset else "published")
+        yield pytest.param(name, preset, marks=[pytest.mark.slow] if kind in seen else [])
+        seen.add(kind)
+
+
+BUILT = list(built(PRESETS))
 
 
 def language_batch(config: Any) -> Batch:
@@ -93,7 +106,7 @@ def on_meta(name: str, preset: str, **changes: Any) -> tuple[ModelSpec, Section,
         return spec, config, spec.build(config)
 
 
-@pytest.mark.parametrize(("name", "preset"), PRESETS)
+@pytest.mark.parametrize(("name", "preset"), BUILT)
 def test_builds_on_meta_with_parameters_only(name: str, preset: str) -> None:
     _, _, model = on_meta(name, preset)
     parameters = dict(model.named_parameters())
@@ -103,7 +116,7 @@ def test_builds_on_meta_with_parameters_only(name: str, preset: str) -> None:
     assert sorted(model.state_dict()) == sorted(parameters)
 
 
-@pytest.mark.parametrize(("name", "preset"), PRESETS)
+@pytest.mark.parametrize(("name", "preset"), BUILT)
 def test_the_plan_covers_every_parameter_once_and_names_modules_that_exist(name: str, preset: str) -> None:
     spec, config, model = on_meta(name, preset)
     plan = spec.plan(config)
@@ -119,7 +132,7 @@ def test_the_plan_covers_every_parameter_once_and_names_modules_that_exist(name:
         assert sum(path.startswith(owner + ".") for owner in owners) == 1, path
 
 
-@pytest.mark.parametrize(("name", "preset"), PRESETS)
+@pytest.mark.parametrize(("name", "preset"), BUILT)
 def test_the_weight_map_names_every_parameter_and_no_foreign_tensor_twice(name: str, preset: str) -> None:
     spec, config, model = on_meta(name, preset)
     if spec.weights is None:

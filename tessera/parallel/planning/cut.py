@@ -289,8 +289,6 @@ def _check_list(tower: str, numbers: Sequence[int], layers: int, count: int) -> 
             where=where,
             fix=f"{count} numbers, one a stage",
         )
-    if min(numbers) < 0:
-        raise TesseraError(f"a stage cannot have {min(numbers)} layers", where=where, allowed=["0 and above"])
     if sum(numbers) != layers:
         raise TesseraError(
             f"{list(numbers)} adds up to {sum(numbers)} layers, {tower} has {layers}",
