@@ -1,4 +1,4 @@
-"""What ranks of tests need, imported once by the fork server: each rank then starts with it, and saves 1.6 s of CPU.
+"""What ranks of tests need, imported once by the fork server: each rank then starts with it, and saves 0.8 s of CPU.
 
 Nothing here may start a thread: a fork keeps only the one that forks.
 """
