@@ -30,14 +30,14 @@ types: $(READY)
 	$(BIN)/mypy
 
 # Files go to workers in the order of tests/conftest.py.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # Compared a second time with the plainest kernels that torch has for this CPU, which add in another order. Not what is
 # compiled: the compiler takes the instructions of the machine all the same, and mixes them up with headers for others.
 NUMERIC := tests/unit/test_ops_attention.py tests/unit/test_ops_loss.py tests/unit/test_ops_pointwise.py \
-	tests/unit/test_ops_products.py tests/unit/test_ops_block_attention.py \
+	tests/unit/test_ops_linear.py tests/unit/test_ops_block_attention.py \
 	tests/unit/test_preference.py::test_loss_and_gradients_are_those_of_the_formula \
-	tests/contract/test_seeing_numerics.py::test_packed_batches_of_everything \
-	tests/contract/test_seeing_numerics.py::test_bf16_weights_take_fp32_pixels_and_stay_near_fp32
+	tests/contract/test_vision_language_numerics.py::test_packed_batches_of_everything \
+	tests/contract/test_vision_language_numerics.py::test_bf16_weights_take_fp32_pixels_and_stay_near_fp32
 
 test: lint types
 	$(PYTEST) -m "not slow and not gpu"

@@ -23,13 +23,12 @@ VOCABULARY = 151936
 SIDE = 56 * 14  # of the pictures of even rows
 
 
-def model_section(family: str, preset: str, tokenizer: Path, dtype: str) -> dict[str, Any]:
+def model_section(family: str, preset: str, tokenizer: Path) -> dict[str, Any]:
     ids = {word: VOCABULARY - len(SPECIAL) + at for at, word in enumerate(SPECIAL)}
     return {
         "family": family,
         "preset": preset,
         "tokenizer": str(tokenizer),
-        "dtype": dtype,
         "config": {
             "vision_start_token_id": ids["vision_start"],
             "vision_end_token_id": ids["vision_end"],

@@ -34,7 +34,7 @@ from tessera.core.types import Part, Processor, RowSource
 from tessera.data.index.build import build_index
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
-from tessera.data.media.images import Limits
+from tessera.data.media.files import Limits
 from tessera.data.media.read import probe
 from tessera.data.tokenizer import train_tokenizer
 from tessera.models import resolve
@@ -178,7 +178,7 @@ def compare(
 
 
 def _rows(data: Path, processor: Processor, cache: Path, draft: bool = False, length: int = LENGTH) -> RowSource:
-    section = DataSection(train=[SourceSection(path=data)], length=length, draft=draft)
+    section = DataSection(train=[SourceSection(path=data)], length=length, jpeg_draft=draft)
     return KINDS.get("chat")(RowRequest(section, "train", processor, 0, cache))
 
 
@@ -275,7 +275,7 @@ def _their_processor(folder: Path) -> tuple[str, Call]:
 
 def headers(folder: Path, scale: Scale) -> dict[str, Any]:
     """Sizes of pictures from headers, on one core, files in the page cache: JPEG of two sizes and PNG."""
-    from tessera.data.media.video import VideoSampling
+    from tessera.data.media.video_frames import VideoSampling
 
     count = min(200, scale.headers)
     names = []
@@ -304,7 +304,7 @@ def index_speed(data: Path, processor: Any, folder: Path, scale: Scale) -> Itera
             [SourceSection(path=many)],
             processor,
             length=LENGTH,
-            too_long="drop",
+            truncate="never",
             limits=Limits(),
             on_bad_sample="fail",
             cache_folder=folder / f"many-{workers}",

@@ -28,12 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from tessera.data.loader.deal import deal
-from tessera.data.order.order import Order
-from tessera.data.order.table import Rules, Samples, row_table
+from tessera.data.order.order import Order, PackingConfig, Samples, row_table
+from tessera.data.order.packing import split_rows
+from tessera.models.qwen2_vl import PRESETS, SPEC
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
-from tessera.models.qwen2_vl.flops import work
-from tessera.models.qwen2_vl.presets import PRESETS
 
 RANKS = 64
 TEXT_MOST = 8192  # tokens of a text: published sets are cut there or earlier
@@ -76,10 +74,11 @@ def mixture(count: int, length: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 def samples_of(measures: dict[str, np.ndarray], preset: str) -> Samples:
     config = Qwen2VLConfig.model_validate(PRESETS[preset])
+    assert SPEC.work is not None
     one = {name: np.array([int(name == "tokens")]) for name in measures}
-    token_work = {tower: float(flops[0]) for tower, flops in work(config, one).items()}
+    token_work = {stream: float(flops[0]) for stream, flops in SPEC.work(config, one).items()}
     tokens = measures["tokens"]
-    return Samples(tokens, np.array([0, len(tokens)]), None, work(config, measures), token_work)
+    return Samples(tokens, np.array([0, len(tokens)]), None, SPEC.work(config, measures), token_work)
 
 
 def work_of_rows(order: Order, samples: Samples, length: int) -> np.ndarray:
@@ -100,9 +99,9 @@ def steps(order: Order, by_place: np.ndarray, micro_batches: int, dealt: bool) -
     """The busiest rank over the mean, of each step of the first pass."""
     rows = RANKS * micro_batches
     for first in range(0, len(order) - rows + 1, rows):
-        weights = by_place[[order.place(row)[1] for row in range(first, first + rows)]]
+        weights = by_place[[order.index(row)[1] for row in range(first, first + rows)]]
         told = order.work(range(first, first + rows)) if dealt else None
-        totals = weights[deal(told, rows, RANKS, 1)].sum(axis=(1, 2))
+        totals = weights[split_rows(told, rows, RANKS, 1)].sum(axis=(1, 2))
         yield float(totals.max() / totals.mean())
 
 
@@ -110,7 +109,7 @@ def compare(preset: str, length: int, count: int) -> Iterator[dict[str, Any]]:
     samples = samples_of(mixture(count, length), preset)
     for balance in (False, True):
         began = time.perf_counter()
-        table = row_table(samples, Rules(length, balance=balance))
+        table = row_table(samples, PackingConfig(length, balance=balance))
         seconds = time.perf_counter() - began
         order = Order(table, 0)
         by_place = work_of_rows(order, samples, length)
@@ -129,9 +128,9 @@ def compare(preset: str, length: int, count: int) -> Iterator[dict[str, Any]]:
                 "max_over_mean": round(float(found.mean()), 4),
                 "worst_step": round(float(found.max()), 4),
                 "share_of_steps_over_1.05": round(float((found > 1.05).mean()), 4),
-                "bound": round(table.promise.work or 0.0, 4),
+                "bound": round(table.stats.work or 0.0, 4),
                 "heaviest_sample": round(floor, 4),
-                "padding": round(table.promise.padding, 4),
+                "padding": round(table.stats.padding, 4),
                 "pack_seconds": round(seconds, 2),
             }
 
@@ -143,10 +142,10 @@ def pack_and_seek(count: int) -> dict[str, Any]:
     samples = replace(samples, starts=np.array([0, half, len(samples.tokens)]), weights=(1.0, 1.0))
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        row_table(samples, Rules(16384), Path(folder))
+        row_table(samples, PackingConfig(16384), Path(folder))
         packed = time.perf_counter() - began
         began = time.perf_counter()
-        order = Order(row_table(samples, Rules(16384), Path(folder)), 0)
+        order = Order(row_table(samples, PackingConfig(16384), Path(folder)), 0)
         opened = time.perf_counter() - began
         times = []
         for step in (10**9, 10**9 + 1, 10**9 + 2, 5 * 10**9):

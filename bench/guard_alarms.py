@@ -166,7 +166,8 @@ def _case(
 def write_data(folder: Path) -> None:
     """Conversations and pairs of answers, with images and without, and a tokenizer for each family."""
     from tessera.data.tokenizer import train_tokenizer
-    from tessera.models._chat.templates import GLM4V, LLAMA3
+    from tessera.models.glm4v.processor import GLM4V
+    from tessera.models.llama import LLAMA3
     from tests.toys.pair_set import write_pair_set
 
     write_pair_set(folder, samples=96)
@@ -243,7 +244,7 @@ def run_once(settings: dict[str, Any], callbacks: list[Any] | None = None) -> di
     """Train; return the exit code, the losses and what the guard recorded."""
     import tessera
     from tessera.core.errors import TesseraError
-    from tessera.train.jsonl import read_jsonl
+    from tessera.core.files import read_jsonl
 
     folder = Path(settings["out"]) / settings["name"]
     changes = settings.pop("changes", {})

@@ -18,7 +18,7 @@ import torch
 from conversations import model_section, write_even, write_tokenizer
 
 import tessera
-from tessera.train.callbacks import Callback
+from tessera.core.callback import Callback
 
 WARM = 6
 
@@ -43,9 +43,9 @@ def measure(preset: str, length: int, steps: int, dtype: str, policy: str, folde
     recipe = {
         "name": "guard",
         "out": str(folder / "runs"),
-        "model": model_section("qwen2_vl", preset, folder / "tokenizer", dtype),
+        "model": model_section("qwen2_vl", preset, folder / "tokenizer"),
         "data": {"train": str(folder / "even.jsonl"), "length": length, "workers": 4},
-        "parallel": {"param_dtype": "bfloat16"},
+        "precision": {"weights": dtype, "compute": "bfloat16"},
         "train": {"steps": steps},
         "checkpoint": {"at_end": False},
         "guard": {"policy": policy, "window": 10 * steps},

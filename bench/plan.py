@@ -14,15 +14,16 @@ import time
 from typing import Any
 
 import tessera
-from tessera.parallel.traffic.forecast import forecast
-from tessera.tools.dry_run import forecast_error
+from tessera.parallel.plan_text import estimate_communication
+from tessera.tools.dry_run import estimate_error
 
 WORLD = 1024
 RECIPE: dict[str, Any] = {
     "model": {"family": "qwen2_vl", "preset": "72b"},
     "data": {"length": 8192},
     "train": {"steps": 1, "global_batch": 256},
-    "parallel": {"tp": 8, "sequence_parallel": True, "pp": 8, "shard": 4, "param_dtype": "bfloat16"},
+    "parallel": {"tp": 8, "sequence_parallel": True, "pp": 8, "shard": 4},
+    "precision": {"compute": "bfloat16"},
 }
 
 
@@ -33,14 +34,16 @@ def main(dry: bool) -> None:
     seconds = round(time.perf_counter() - began, 2)
     facts: dict[str, Any] = {"case": "qwen2_vl 72b", "ranks": WORLD, "plan_seconds": seconds}
     positions = range(plan.axes.size("pp"))
-    facts["forecast_gib"] = [round(sum(line.bytes for line in forecast(plan, at)) / 2**30, 2) for at in positions]
+    facts["forecast_gib"] = [
+        round(sum(line.bytes for line in estimate_communication(plan, at)) / 2**30, 2) for at in positions
+    ]
     if dry:
         began = time.perf_counter()
         roles = tessera.dry_run(RECIPE, world=WORLD)
         facts |= {
             "dry_run_seconds": round(time.perf_counter() - began, 1),
             "roles": len(roles),
-            "apart": forecast_error(plan, roles),
+            "apart": estimate_error(plan, roles),
         }
     print(json.dumps(facts))
 

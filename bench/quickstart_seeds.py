@@ -33,7 +33,7 @@ def train(seed: int, data: Path, changes: list[str], out: Path) -> dict[str, Any
 
     import tessera
     from tessera.core.config import parse_overrides
-    from tessera.train.jsonl import read_jsonl
+    from tessera.core.files import read_jsonl
 
     torch.set_num_threads(1)
     settings = {
@@ -57,8 +57,8 @@ def train(seed: int, data: Path, changes: list[str], out: Path) -> dict[str, Any
     late = [row["loss"] for row in rows[len(rows) // 5 :]]
     return {
         "held_out": next(row["eval_loss"] for row in reversed(run.metrics) if "eval_loss" in row),
-        "accuracy": score.accuracy("1 picture"),
-        "sums": score.accuracy("2 pictures"),
+        "accuracy": score.accuracy("1 image"),
+        "sums": score.accuracy("2 images"),
         "alarms": len(events),
         "dropped": sum(event["action"] == "skipped" for event in events),
         "highest_late_loss": max(late),

@@ -26,9 +26,10 @@ def measure(preset: str, length: int, case: dict[str, Any], folder: Path, steps:
     recipe = {
         "name": "bench",
         "out": str(folder / "runs"),
-        "model": model_section("qwen2_vl", preset, folder / "tokenizer", case["dtype"]),
+        "model": model_section("qwen2_vl", preset, folder / "tokenizer"),
         "data": {"train": str(folder / "even.jsonl"), "length": length, "workers": 4},
-        "parallel": case["parallel"],
+        "parallel": case.get("parallel", {}),
+        "precision": case["precision"],
         "train": {"steps": steps},
         "checkpoint": {"at_end": False},
         "log": {"every": 1},
@@ -49,14 +50,14 @@ def measure(preset: str, length: int, case: dict[str, Any], folder: Path, steps:
 
 
 LAYERS = ["text.layers.{*}", "vision.blocks.{*}"]
-MASTER = {"param_dtype": "bfloat16"}  # computed in bf16 over fp32 master weights
+MASTER = {"weights": "float32", "compute": "bfloat16"}  # computed in bf16 over fp32 master weights
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "precision": {
-        "bf16 weights": {"dtype": "bfloat16", "parallel": {"reduce_dtype": "bfloat16"}},
-        "fp32 master weights": {"dtype": "float32", "parallel": MASTER},
+        "bf16 weights": {"precision": {"weights": "bfloat16", "reduce": "bfloat16"}},
+        "fp32 master weights": {"precision": MASTER},
     },
     "memory": {
-        name: {"dtype": "float32", "parallel": {**MASTER, **form}}
+        name: {"precision": MASTER, "parallel": form}
         for name, form in {
             "nothing": {},
             "recompute_activation": {"recompute_activation": ["text.layers.{*}.mlp", "vision.blocks.{*}.mlp"]},
@@ -64,8 +65,8 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "recompute, keep matmul": {"recompute": [{"modules": m, "keep": "matmul"} for m in LAYERS]},
             "recompute, keep attention": {"recompute": [{"modules": m, "keep": "attention"} for m in LAYERS]},
             "recompute": {"recompute": LAYERS},
-            "swap attention": {"swap": ["text.layers.{*}.attn", "vision.blocks.{*}.attn"]},
-            "swap layers": {"swap": LAYERS},
+            "offload attention": {"activation_offload": ["text.layers.{*}.attn", "vision.blocks.{*}.attn"]},
+            "offload layers": {"activation_offload": LAYERS},
             "recompute, offload": {"recompute": LAYERS, "offload": True},
         }.items()
     },

@@ -24,9 +24,9 @@ import torch
 from conversations import SIDE, SPECIAL, VOCABULARY, apart, model_section, write_even, write_mixed, write_tokenizer
 
 import tessera
+from tessera.core.callback import Callback, StepResult
 from tessera.core.run_config import ModelSection
 from tessera.models import resolve
-from tessera.train.callbacks import Callback, StepResult
 
 FAMILY = "qwen2_5_vl"
 LENGTH, PICTURES = 8192, 4
@@ -34,19 +34,20 @@ LAYERS = ["text.layers.{*}", "vision.blocks.{*}"]
 # The host looks at the device once in so many steps, in all cases: a look at every step would be timed with it.
 EVERY, WARM_UP, STEPS = 4, 8, 20
 
+BF16 = {"weights": "bfloat16", "reduce": "bfloat16"}
 TESSERA: dict[str, dict[str, Any]] = {
-    "3b-bf16": {"preset": "3b", "dtype": "bfloat16", "parallel": {"reduce_dtype": "bfloat16", "compile": True}},
+    "3b-bf16": {"preset": "3b", "precision": BF16, "parallel": {"compile": True}},
     "3b-fp32-master": {
         "preset": "3b",
-        "dtype": "float32",
+        "precision": {"weights": "float32", "compute": "bfloat16"},
         # One rank has nothing to gather: casting the weights once a step is enough where they fit.
-        "parallel": {"param_dtype": "bfloat16", "compile": True, "reshard_after_forward": False},
+        "parallel": {"compile": True, "reshard_after_forward": False},
     },
-    "3b-bf16-plain": {"preset": "3b", "dtype": "bfloat16", "parallel": {"reduce_dtype": "bfloat16"}},
+    "3b-bf16-plain": {"preset": "3b", "precision": BF16, "parallel": {}},
     "7b-bf16-recompute": {
         "preset": "7b",
-        "dtype": "bfloat16",
-        "parallel": {"reduce_dtype": "bfloat16", "compile": True, "recompute": LAYERS},
+        "precision": BF16,
+        "parallel": {"compile": True, "recompute": LAYERS},
     },
 }
 REFERENCE: dict[str, dict[str, Any]] = {
@@ -76,7 +77,7 @@ def matmul_peak() -> float:
 
 def model_flops(preset: str, folder: Path) -> float:
     """Of one row of the even set."""
-    spec, config = resolve(ModelSection.model_validate(model_section(FAMILY, preset, folder / "tokenizer", "bfloat16")))
+    spec, config = resolve(ModelSection.model_validate(model_section(FAMILY, preset, folder / "tokenizer")))
     assert spec.work is not None
     patches, near = PICTURES * 56 * 56, PICTURES * 49 * 64**2
     measures = {
@@ -118,7 +119,7 @@ def ours(
     recipe = {
         "name": "bench",
         "out": str(folder / "runs"),
-        "model": model_section(FAMILY, case["preset"], folder / "tokenizer", case["dtype"]),
+        "model": model_section(FAMILY, case["preset"], folder / "tokenizer"),
         "data": {
             "train": str(folder / f"{file}.jsonl"),
             "length": LENGTH,
@@ -126,6 +127,7 @@ def ours(
             "processor": {"max_pixels": SIDE * SIDE},
         },
         "parallel": case["parallel"],
+        "precision": case["precision"],
         "train": {"steps": steps},
         "checkpoint": {"at_end": False},
         "log": {"every": every},
@@ -152,9 +154,7 @@ def measure_reference(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
         apply_liger_kernel_to_qwen2_5_vl()
     peak = matmul_peak()
-    _, config = resolve(
-        ModelSection.model_validate(model_section(FAMILY, case["preset"], folder / "tokenizer", "bfloat16"))
-    )
+    _, config = resolve(ModelSection.model_validate(model_section(FAMILY, case["preset"], folder / "tokenizer")))
     hf = config.to_hf()  # type: ignore[attr-defined]
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):

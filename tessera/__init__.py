@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         evaluate,
         generate,
         load,
+        migrate,
         plan,
         preflight,
         report,
@@ -37,6 +38,7 @@ __all__ = [
     "evaluate",
     "generate",
     "load",
+    "migrate",
     "plan",
     "preflight",
     "report",
@@ -45,12 +47,7 @@ __all__ = [
 ]
 
 
-_ROOMS = ("evaluate", "train")  # packages that can be called; the other verbs are functions
-
-
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return importlib.import_module(f"tessera.{name}")
     if name in __all__:
         return getattr(importlib.import_module("tessera.api"), name)
     raise AttributeError(f"module 'tessera' has no attribute {name!r}")

@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tessera.compat.mindspeed_mm.migrate import migrate
 from tessera.core.run_config import load_config
-from tessera.evaluate.answers import evaluate
-from tessera.infer.ask import generate
-from tessera.infer.load import load
+from tessera.evaluation.evaluate import evaluate
+from tessera.inference.load import generate, load
+from tessera.observe.report import write_report as report
 from tessera.parallel.plan import Plan
 from tessera.tools.compare import compare
 from tessera.tools.convert import convert
-from tessera.tools.dry_run import dry_run
-from tessera.tools.preflight import preflight
-from tessera.train.describe import describe
-from tessera.train.report import write_report as report
-from tessera.train.run import Run, resume, train
+from tessera.tools.dry_run import dry_run, preflight
+from tessera.training.run import Run, resume, train
+from tessera.training.setup import build_meta_model
 
 __all__ = [
     "Run",
@@ -27,6 +26,7 @@ __all__ = [
     "evaluate",
     "generate",
     "load",
+    "migrate",
     "plan",
     "preflight",
     "report",
@@ -36,5 +36,5 @@ __all__ = [
 
 
 def plan(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, world: int = 1) -> Plan:
-    """How a recipe would be dealt out over `world` ranks. Starts nothing."""
-    return describe(load_config(recipe, overrides), world).plan
+    """Return how a recipe would be split over `world` ranks. Nothing is started."""
+    return build_meta_model(load_config(recipe, overrides), world).plan

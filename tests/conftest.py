@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,14 @@ def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         del os.environ[STATE_VARIABLE]
     else:
         os.environ[STATE_VARIABLE] = before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_ranks() -> Iterator[None]:
+    """Ranks serve the tests of one file: what one leaves behind in them reaches no other."""
+    yield
+    if "tests.dist.spawn" in sys.modules:  # it imports torch, which some workers never need
+        sys.modules["tests.dist.spawn"].end_ranks()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -30,7 +30,7 @@ class Feature:
     parallel: dict[str, Any]
     model: dict[str, Any] = field(default_factory=dict)
     needs_experts: bool = False
-    needs_tower: bool = False
+    needs_encoder: bool = False
 
 
 FEATURES = [
@@ -45,12 +45,12 @@ FEATURES = [
     Feature("ulysses", {"cp": 2}),
     Feature("ring", {"cp": 2, "ulysses": 1}),
     Feature("ep", {"ep": 2}, needs_experts=True),
-    Feature("tower split", {"tp": 2, "towers": {"vision": {"tp": 1}}}, needs_tower=True),
+    Feature("encoder split", {"tp": 2, "encoders": {"vision": {"tp": 1}}}, needs_encoder=True),
     Feature("recompute", {"recompute": [LAYERS + ".mlp"]}),
     Feature("reentrant", {"recompute": [LAYERS + ".mlp"], "use_reentrant": True}),
-    Feature("swap", {"swap": [LAYERS + ".attn"]}),
+    Feature("activation offload", {"activation_offload": [LAYERS + ".attn"]}),
     Feature("offload", {"offload": True}),
-    Feature("frozen tower", {}, {"freeze": ["vision"]}, needs_tower=True),
+    Feature("frozen encoder", {}, {"freeze": ["vision"]}, needs_encoder=True),
 ]
 
 
@@ -74,7 +74,7 @@ def refusal(one: Feature, other: Feature) -> str | None:
 
 def asked(one: Feature, other: Feature) -> bool:
     """Two values of one key are not a combination."""
-    if (one.needs_experts or other.needs_experts) and (one.needs_tower or other.needs_tower):
+    if (one.needs_experts or other.needs_experts) and (one.needs_encoder or other.needs_encoder):
         return False  # no model has both yet
     return all(other.parallel.get(key, value) == value for key, value in one.parallel.items())
 

@@ -1,31 +1,49 @@
-"""Files that survive a power cut: written, hashed and synced, with a hook before and after each step that can fail.
+"""Write files that survive a power cut, list them in a manifest with their hashes, and read and write safetensors.
 
-A test hands in a `Fault` that kills the process or raises at a named point; in production the hook does nothing.
+Files are written, hashed and synced, with a hook before and after each step that can fail: a test passes a `Fault` that
+kills the process or raises at a named point; in a real run the hook does nothing. Safetensors are written as a stream
+(one tensor in host memory at a time) and read by slices. Nothing that a file states about itself is trusted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
+import json
 import os
 import shutil
-from collections.abc import Callable
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedWriter
+from math import prod
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
+from tessera.core.files import check_regular, refuse_pickle
 
 Fault = Callable[[str], None]
 CHUNK_BYTES = 16 << 20
+MANIFEST = "manifest.json"
+FORMAT = "tessera-checkpoint"
+VERSION = 1
+MAX_MANIFEST_BYTES = 256 << 20
 
 
 def no_fault(point: str) -> None:
-    """The hook of every real run."""
+    """Do nothing: the hook of every real run."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says of a file."""
+    """State the size and the hash of a file, as a manifest lists them."""
 
     name: str
     size: int
@@ -33,31 +51,34 @@ class FileRecord:
 
 
 class DurableFile:
-    """A new file that is hashed while it is written and synced when it is closed. `record` is filled by then."""
+    """Write a new file inside a `with` block: it is hashed on the way and synced at the end. Then `record` is set."""
+
+    record: FileRecord
 
     def __init__(self, path: Path, fault: Fault = no_fault) -> None:
         self._path = path
         self._fault = fault
         self._hash = hashlib.sha256()
         self._size = 0
-        self._file: BufferedWriter | None = None
-        self.record: FileRecord | None = None
 
-    def open(self) -> None:
+    def __enter__(self) -> Self:
         self._fault(f"open {self._path.name}")
         self._file = self._path.open("xb")
+        return self
 
     def write(self, data: bytes | memoryview) -> None:
-        assert self._file is not None, "the file is not open"
         view = memoryview(data).cast("B")
         for start in range(0, len(view), CHUNK_BYTES):
-            piece = view[start : start + CHUNK_BYTES]
-            self._file.write(piece)
-            self._hash.update(piece)
+            block = view[start : start + CHUNK_BYTES]
+            self._file.write(block)
+            self._hash.update(block)
         self._size += len(view)
 
-    def close(self) -> None:
-        assert self._file is not None, "the file is not open"
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # what cannot be flushed is lost, and the first error is the one to raise
+            with contextlib.suppress(OSError):
+                self._file.close()
+            return
         name = self._path.name
         with self._file:
             self._fault(f"flush {name}")
@@ -67,36 +88,17 @@ class DurableFile:
         self._fault(f"closed {name}")
         self.record = FileRecord(name, self._size, self._hash.hexdigest())
 
-    def abandon(self) -> None:
-        """Closes what is open; what cannot be flushed any more is lost, as it should be."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-
-    def __enter__(self) -> Self:
-        self.open()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
-
-    def finished(self) -> FileRecord:
-        assert self.record is not None, "the file is still open"
-        return self.record
-
 
 def write_file(path: Path, data: bytes, fault: Fault = no_fault) -> FileRecord:
+    """Write a small file durably and return its record."""
     with DurableFile(path, fault) as file:
         fault(f"write {path.name}")
         file.write(data)
-    return file.finished()
+    return file.record
 
 
 def sync_folder(folder: Path, fault: Fault = no_fault) -> None:
-    """Makes the names in a folder durable; syncing a file alone does not."""
+    """Make the names in a folder durable; syncing a file alone does not."""
     fault(f"fsync folder {_plain(folder)}")
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -106,7 +108,7 @@ def sync_folder(folder: Path, fault: Fault = no_fault) -> None:
 
 
 def rename(source: Path, target: Path, fault: Fault = no_fault) -> None:
-    """One atomic step, made durable at once."""
+    """Rename atomically and make the new name durable."""
     fault(f"rename {_plain(source)}")
     os.rename(source, target)
     fault(f"renamed {_plain(source)}")
@@ -117,14 +119,14 @@ def hash_file(path: Path) -> FileRecord:
     digest = hashlib.sha256()
     size = 0
     with path.open("rb") as file:
-        while piece := file.read(CHUNK_BYTES):
-            digest.update(piece)
-            size += len(piece)
+        while block := file.read(CHUNK_BYTES):
+            digest.update(block)
+            size += len(block)
     return FileRecord(path.name, size, digest.hexdigest())
 
 
 def remove_folder(folder: Path) -> None:
-    """Best effort: what cannot be removed now is removed at the next start."""
+    """Remove a folder as far as possible; the next start removes the rest."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -143,5 +145,207 @@ def human_bytes(count: float) -> str:
 
 
 def _plain(path: Path) -> str:
-    """A name without its random part, so that fault points have the same names in every run."""
+    """Return a name without its random part, so that fault points have the same names in every run."""
     return path.name.split("~")[0]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """List the files of a checkpoint with size and hash, as `manifest.json` does. A folder without is no checkpoint.
+
+    `serial` counts the saves of a run, so that the newest is known even after training went back to an older step.
+    """
+
+    step: int
+    serial: int
+    files: tuple[FileRecord, ...]
+
+    def to_json(self) -> bytes:
+        content: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "serial": self.serial,
+            "tessera": _version("tessera-mm"),
+            "torch": torch.__version__,
+            "files": {f.name: {"size": f.size, "sha256": f.sha256} for f in self.files},
+        }
+        return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise ValueError("far too large")
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise ValueError("this is not a regular file")
+        content = json.loads(path.read_bytes())
+        claimed = content.pop("checksum")
+        if claimed != _checksum(content):
+            raise ValueError("its own checksum does not fit")
+        if content["format"] != FORMAT or content["version"] > VERSION:
+            raise TesseraError(
+                f"a checkpoint of format {content['format']} version {content['version']}",
+                where=str(path),
+                allowed=[f"{FORMAT} up to version {VERSION}"],
+                fix="use the version of Tessera that wrote it, or a newer one",
+            )
+        files = tuple(FileRecord(name, int(f["size"]), str(f["sha256"])) for name, f in content["files"].items())
+        if any(Path(f.name).name != f.name for f in files):
+            raise ValueError("it names files outside of the checkpoint")
+        return Manifest(int(content["step"]), int(content["serial"]), files)
+    except FileNotFoundError:
+        raise TesseraError("no manifest: this is not a complete checkpoint", where=str(folder)) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise TesseraError(f"the manifest is damaged: {error}", where=str(path)) from error
+
+
+def problems_in(folder: Path, files: Iterable[FileRecord]) -> list[str]:
+    """Return what is wrong with these files, in words; empty when all are as written."""
+    problems = []
+    for expected in files:
+        path = folder / expected.name
+        try:
+            size = path.stat().st_size
+            if size != expected.size:
+                problems.append(f"{expected.name} has {size} bytes instead of {expected.size}")
+            elif not path.is_file():
+                problems.append(f"{expected.name} is not a regular file")
+            elif hash_file(path).sha256 != expected.sha256:
+                problems.append(f"{expected.name} has been altered")
+        except FileNotFoundError:
+            problems.append(f"{expected.name} is missing")
+        except OSError as error:
+            problems.append(f"{expected.name} cannot be read: {error.strerror}")
+    return problems
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+CODES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES: Mapping[str, torch.dtype] = {code: dtype for dtype, code in CODES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Describe a tensor that a file will hold, before its data exists in host memory."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def storage_order(entries: Sequence[Entry]) -> list[Entry]:
+    """Return entries with the widest elements first: readers require tensors to be aligned to their element size."""
+    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+
+
+class SafetensorsFile(DurableFile):
+    """Write a safetensors file whose entries are known ahead; `put` takes their tensors one after another, in order."""
+
+    def __init__(self, path: Path, entries: Sequence[Entry], fault: Fault = no_fault) -> None:
+        assert sys.byteorder == "little", "safetensors is a little-endian format"
+        super().__init__(path, fault)
+        self._waiting = list(reversed(storage_order(entries)))
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        try:
+            self._fault(f"write {self._path.name} header")
+            self.write(_header(list(reversed(self._waiting))))
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
+        return self
+
+    def put(self, key: str, tensor: Tensor) -> None:
+        entry = self._waiting.pop()
+        assert (entry.key, entry.dtype, entry.shape) == (key, tensor.dtype, tuple(tensor.shape)), f"not next: {key}"
+        self._fault(f"write {self._path.name} {key}")
+        if tensor.numel():
+            flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+            self.write(flat.view(torch.uint8).numpy().data)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        assert kind is not None or not self._waiting, "some tensors were announced but not written"
+        super().__exit__(kind)
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for entry in entries:
+        if entry.key in table:
+            raise TesseraError(f"two tensors with the name {entry.key!r} in one file")
+        table[entry.key] = {
+            "dtype": code_of(entry.dtype, entry.key),
+            "shape": list(entry.shape),
+            "data_offsets": [at, at + entry.nbytes],
+        }
+        at += entry.nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def code_of(dtype: torch.dtype, name: str) -> str:
+    """Return how safetensors names a type. `name`: of the tensor, for the error."""
+    if dtype not in CODES:
+        known = [str(known).removeprefix("torch.") for known in CODES]
+        raise TesseraError(f"{name}: safetensors cannot hold {dtype}", allowed=known)
+    return CODES[dtype]
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file, and raise errors of the library, which checks header and size, as `TesseraError`."""
+    refuse_pickle(path)
+    check_regular(path)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise TesseraError(
+            f"not a readable safetensors file: {error}",
+            where=str(path),
+            fix="fetch or convert the file again; it is damaged or something else",
+        ) from error
+
+
+def read_box(file: Any, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Return a box of a tensor, reading no more than that."""
+    view = file.get_slice(key)
+    whole = tuple(view.get_shape()) == tuple(sizes)
+    tensor: Tensor = file.get_tensor(key) if whole else view[box_slices(offsets, sizes)]
+    return tensor
+
+
+def box_slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))

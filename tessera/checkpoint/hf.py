@@ -1,12 +1,14 @@
-"""Hugging Face folders: read directly into any layout, written directly from any. Safetensors only, never a pickle."""
+"""Read and write folders of published models, directly into and from any parallel layout.
+
+Safetensors alone are read and written, never a pickle.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,9 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tessera.checkpoint.collective import CollectiveError, Failure, Ranks, raise_together
 from tessera.checkpoint.files import (
+    DTYPES,
+    Entry,
     Fault,
-    free_bytes,
+    SafetensorsFile,
     human_bytes,
     no_fault,
     remove_folder,
@@ -27,25 +32,22 @@ from tessera.checkpoint.files import (
     sync_folder,
     write_file,
 )
-from tessera.checkpoint.ranks import Failure, RankFailure, Ranks, raise_together
-from tessera.checkpoint.safetensors_file import (
-    DTYPES,
-    PICKLE_SUFFIXES,
-    Entry,
-    SafetensorsStream,
-    open_safetensors,
-    read_box,
-    refuse_pickle,
+from tessera.checkpoint.folder_tensors import FolderTensors
+from tessera.checkpoint.weights import (
+    Counts,
+    ReadBox,
+    Shape,
+    check_stored_kind,
+    fill,
+    judge_non_finite,
+    non_finite,
+    plan_reading,
 )
-from tessera.checkpoint.sound import Counts, check_kind, judge_non_finite, non_finite
-from tessera.checkpoint.weights import ReadBox, Shape, cast_to, fill, foreign_entries, plan_reading
 from tessera.core.errors import TesseraError
+from tessera.core.layouts import CONFIG_FILE, ROOT, FolderLayout, TransformersFolder
 from tessera.core.weightmap import WeightMap
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-MARK = "tessera_export.json"  # tells an earlier export, which may be replaced, from a folder of someone else
-MAX_INDEX_BYTES = 256 << 20
+MARK = "tessera_export.json"  # marks an export, which a later one may replace
 _COMPARED = 16 << 20  # numbers of two tables that are compared at a time
 _log = logging.getLogger("tessera")
 
@@ -60,8 +62,9 @@ def load_folder(
     *,
     tied: Mapping[str, str] | None = None,
     expected: Iterable[str] = (),
+    component: str = ROOT,
 ) -> None:
-    """Fills `tensors` (plain or sharded, of any float type) in place from the safetensors of a folder.
+    """Fill `tensors` (plain or sharded, of any float type) in place from the safetensors of a folder's component.
 
     `tied`: further names of shared tensors -> the name in `tensors`. `expected`: all names of the model, when `tensors`
     is only a part of it. Each rank reads for itself; a failure of one is raised on all.
@@ -69,60 +72,53 @@ def load_folder(
     ranks, counts = Ranks.current(), Counts()
 
     def work() -> list[str]:
-        _load(folder, tensors, weight_map, tied or {}, expected, counts)
+        _load(folder, component, tensors, weight_map, tied or {}, expected, counts)
         return [name for name, (_, nan, infinite) in counts.items() if nan or infinite]
 
-    suspects = {name for found in ranks.each(work) for name in found}
+    suspects = {name for found in ranks.on_all(work) for name in found}
     if suspects:  # a shard may be ruined where the whole is not: all ranks add up what they have read
-        told = judge_non_finite(ranks.each(lambda: {n: c for n, c in counts.items() if n in suspects}), str(folder))
-        if told and ranks.rank == 0:
-            _log.warning("weights that are not finite, in %s:\n    %s", folder, "\n    ".join(told[:20]))
+        warnings = judge_non_finite(
+            ranks.on_all(lambda: {n: c for n, c in counts.items() if n in suspects}), str(folder)
+        )
+        if warnings and ranks.rank == 0:
+            _log.warning("weights that are not finite, in %s:\n    %s", folder, "\n    ".join(warnings[:20]))
 
 
 def _load(
     folder: Path,
+    component: str,
     tensors: Mapping[str, Tensor],
     weight_map: WeightMap,
     tied: Mapping[str, str],
     expected: Iterable[str],
     counts: Counts,
 ) -> None:
-    with ExitStack() as stack:
-        files = {path: stack.enter_context(open_safetensors(path)) for path in weight_files(folder)}
-        holder: dict[str, Any] = {}
-        shapes: dict[str, Shape] = {}
-        kinds: dict[str, str] = {}
-        for path, file in files.items():
-            for key in file.keys():  # noqa: SIM118 - not a dict
-                if key in holder:
-                    raise TesseraError(f"{key} is stored in two files", where=str(path))
-                holder[key] = file
-                view = file.get_slice(key)
-                shapes[key], kinds[key] = tuple(view.get_shape()), str(view.get_dtype())
-        recipes = plan_reading(tensors.keys(), shapes, weight_map, tied=tied, expected=expected, where=str(folder))
+    with FolderTensors(folder, component) as stored:
+        shapes, kinds = stored.shapes, stored.kinds
+        sources = plan_reading(tensors.keys(), shapes, weight_map, tied=tied, expected=expected, where=str(folder))
 
         def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-            piece = read_box(holder[name], name, offsets, sizes)
-            (read, nan, infinite), (more_nan, more_infinite) = counts.get(name, (0, 0, 0)), non_finite(piece)
-            counts[name] = (read + piece.numel(), nan + more_nan, infinite + more_infinite)
-            return piece
+            box = stored.read(name, offsets, sizes)
+            (read, nan, infinite), (more_nan, more_infinite) = counts.get(name, (0, 0, 0)), non_finite(box)
+            counts[name] = (read + box.numel(), nan + more_nan, infinite + more_infinite)
+            return box
 
         if Ranks.current().rank == 0:
             _check_copies(weight_map, shapes, read, folder)
-        for recipe in recipes:
-            for name in recipe.theirs:
-                check_kind(name, kinds[name], tensors[recipe.ours].dtype, str(folder))
-            fill(tensors[recipe.ours], recipe, shapes, read, str(folder))
+        for source in sources:
+            for name in source.foreign:
+                check_stored_kind(name, kinds[name], tensors[source.native].dtype, str(folder))
+            fill(tensors[source.native], source, shapes, read, str(folder))
 
 
 def _check_copies(weight_map: WeightMap, shapes: Mapping[str, Shape], read: ReadBox, folder: Path) -> None:
-    """Where config.json says that two tables are one and the folder has both, they must be equal."""
-    spelled = {weight_map.canonical(name): name for name in shapes}
-    for copied, ours in weight_map.copies:
-        found = weight_map.to_foreign(ours)
-        if found is None or copied not in spelled or found[1][0] not in spelled:
+    """Raise if config.json ties two tables and the folder stores both with different numbers."""
+    stored_names = {weight_map.canonical(name): name for name in shapes}
+    for copied, native in weight_map.copies:
+        found = weight_map.rule_for(native)
+        if found is None or copied not in stored_names or found[1][0] not in stored_names:
             continue
-        one, other = spelled[copied], spelled[found[1][0]]
+        one, other = stored_names[copied], stored_names[found[1][0]]
         shape, rows = shapes[one], max(1, _COMPARED // max(1, prod(shapes[one][1:])))
         same = shape == shapes[other]
         for start in range(0, shape[0] if same else 0, rows):
@@ -139,64 +135,27 @@ def _check_copies(weight_map: WeightMap, shapes: Mapping[str, Shape], read: Read
             )
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up a model: by its index, or the one file, or all there are."""
-    if folder.is_file():
-        refuse_pickle(folder)
-    if not folder.is_dir():
-        raise TesseraError(f"no such folder: {folder}")
-    index = folder / INDEX
-    if index.is_file():
-        return _indexed(index)
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    found = sorted(folder.glob("*.safetensors"))
-    if found:
-        return found
-    for path in sorted(folder.iterdir()):
-        if path.suffix in PICKLE_SUFFIXES:
-            refuse_pickle(path)
-    raise TesseraError(
-        "no safetensors file here",
-        where=str(folder),
-        allowed=[INDEX, SINGLE, "*.safetensors"],
-        fix="name the model's folder",
-    )
-
-
-def stored_dtype(folder: Path) -> torch.dtype:
-    """The floating point type that most weights of a folder are stored in."""
+def stored_dtype(folder: Path, component: str = ROOT) -> torch.dtype:
+    """Return the floating point type that most weights of a component are stored in."""
     counts: dict[torch.dtype, int] = {}
-    for path in weight_files(folder):
-        with open_safetensors(path) as file:
-            for key in file.keys():  # noqa: SIM118 - not a dict
-                view = file.get_slice(key)
-                dtype = DTYPES.get(view.get_dtype())
-                if dtype is not None and dtype.is_floating_point:
-                    counts[dtype] = counts.get(dtype, 0) + prod(view.get_shape())
+    with FolderTensors(folder, component) as stored:
+        for name, kind in stored.kinds.items():
+            dtype = DTYPES.get(kind)
+            if dtype is not None and dtype.is_floating_point:
+                counts[dtype] = counts.get(dtype, 0) + prod(stored.shapes[name])
     return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32
 
 
-def _indexed(index: Path) -> list[Path]:
-    try:
-        if index.stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError("far too large")
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TesseraError(f"not an index of weights: {error!r}", where=str(index)) from error
-    paths = []
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-            raise TesseraError(f"the index names a file outside of its folder: {name!r}", where=str(index))
-        path = index.parent / name
-        refuse_pickle(path)
-        if not path.is_file():
-            raise TesseraError(f"the index names {name}, which is not there", where=str(index))
-        paths.append(path)
-    return paths
-
-
 # ---------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class ComponentWeights:
+    """Hold what is written of one component: this rank's tensors, their weight map and the config.json."""
+
+    tensors: Mapping[str, Tensor]
+    weight_map: WeightMap
+    config: Mapping[str, Any]
 
 
 def save_folder(
@@ -204,63 +163,81 @@ def save_folder(
     tensors: Mapping[str, Tensor],
     weight_map: WeightMap,
     config: Mapping[str, Any],
+    **options: Any,
+) -> None:
+    """Write a transformers folder of one component; see `save_components` for the options."""
+    save_components(folder, {ROOT: ComponentWeights(tensors, weight_map, config)}, **options)
+
+
+def save_components(
+    folder: Path,
+    components: Mapping[str, ComponentWeights],
     *,
+    layout: Callable[[Path], FolderLayout] = TransformersFolder,
     shard_bytes: int = 5_000_000_000,
-    metadata: Mapping[str, str] | None = None,
-    dtype: torch.dtype | None = None,
     overwrite: bool = False,
     extras: Callable[[Path], None] | None = None,
     prepare: Callable[[str, Tensor], Tensor] | None = None,
     fault: Fault = no_fault,
 ) -> None:
-    """Writes config.json and safetensors with an index; the folder appears whole, by one rename.
+    """Write configurations and safetensors with an index, as `layout` names them; the folder appears by one rename.
 
     Every rank calls this with what it has, which together is the whole model; each tensor is gathered, written by rank
-    0 and let go. `dtype` casts floating point weights. `extras` (on rank 0) may put further files, such as the
-    tokenizer's, into the folder before it is published. `prepare` gives what is written in the place of a tensor.
+    0 and freed. `extras` (on rank 0) may add further files, such as those of the
+    tokenizer, before the folder is published. `prepare` returns what is written instead of a tensor.
     """
     ranks = Ranks.current()
     staging: Path | None = None
-    holders = _holders(ranks, tensors)
-    shards = _deal({name: holder.blank for name, holder in holders.items()}, weight_map, shard_bytes, dtype)
+    plans: dict[str, tuple[dict[str, _Holder], list[_Shard]]] = {}
+    for name, given in components.items():
+        holders = _holders(ranks, given.tensors)
+        blanks = {key: holder.blank for key, holder in holders.items()}
+        plans[name] = holders, _split_into_files(blanks, given.weight_map, shard_bytes)
+    size = sum(_bytes_of(shards) for _, shards in plans.values())
     try:
-        staging = ranks.once(lambda: _begin(folder, overwrite))
-        table: dict[str, str] = {}
-        for number, shard in enumerate(shards, start=1):
-            name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            _write_shard(ranks, staging / name, shard, tensors, holders, weight_map, metadata, dtype, prepare, fault)
-            table.update(dict.fromkeys((entry.key for entries in shard.values() for entry in entries), name))
-        size = sum(entry.nbytes for shard in shards for entries in shard.values() for entry in entries)
-        ranks.once(lambda: _finish(staging, folder, table, size, config, extras, fault))
+        staging = ranks.on_rank0(lambda: _begin(folder, overwrite))
+        target = layout(staging)
+        for name, (holders, shards) in plans.items():
+            inside, given = target.component_folder(name), components[name]
+            ranks.on_rank0(lambda inside=inside: inside.mkdir(exist_ok=True))  # type: ignore[misc]
+            table: dict[str, str] = {}
+            for number, shard in enumerate(shards, start=1):
+                path = inside / target.shard_file(number, len(shards), name)
+                _write_shard(ranks, path, shard, given, holders, prepare, fault)
+                table.update(dict.fromkeys((entry.key for made in shard.values() for entry in made), path.name))
+            files = {CONFIG_FILE: _pretty(given.config)}
+            if len(shards) > 1:
+                index = {"metadata": {"total_size": _bytes_of(shards)}, "weight_map": dict(sorted(table.items()))}
+                files[target.index_file(name)] = _pretty(index)
+            ranks.on_rank0(lambda inside=inside, files=files: _write_all(inside, files, fault))  # type: ignore[misc]
+        root_files = target.root_files({name: given.config for name, given in components.items()})
+        ranks.on_rank0(lambda: _finish(target.folder, folder, root_files, extras, fault))
     except BaseException as error:
         if ranks.rank == 0 and staging is not None:
             remove_folder(staging)
-        told = _explain(ranks, error, folder, shards) if isinstance(error, RankFailure) else None
-        if told is not None:
-            raise told from error
+        if isinstance(error, CollectiveError):
+            raise error.about_writing(ranks, "the export", folder, size) or error from error
         raise
     if ranks.rank == 0:
         _log.info("exported %s to %s", human_bytes(size), folder)
 
 
-_Shard = dict[tuple[str, ...], list[Entry]]  # our names that go together -> what they become in the file, in order
+_Shard = dict[tuple[str, ...], list[Entry]]  # native names that go together -> what they become in the file, in order
 
 
-def _deal(
-    tensors: Mapping[str, Tensor], weight_map: WeightMap, shard_bytes: int, dtype: torch.dtype | None
-) -> list[_Shard]:
-    """Fills one file after another. What comes from one of our tensors stays together, so that it is gathered once."""
+def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shard_bytes: int) -> list[_Shard]:
+    """Return the contents of the files. What one native tensor becomes stays together, so that it is gathered once."""
     shards: list[_Shard] = [{}]
-    room = shard_bytes
-    for names in dict.fromkeys(weight_map.together(name) for name in tensors):
-        theirs = foreign_entries({name: tensors[name] for name in names}, weight_map, dtype)
-        entries = [Entry(key, blank.dtype, tuple(blank.shape)) for key, blank in theirs.items()]
+    space = shard_bytes
+    for names in dict.fromkeys(weight_map.group_of(name) for name in tensors):
+        foreign = weight_map.to_foreign({name: tensors[name] for name in names})
+        entries = [Entry(key, blank.dtype, tuple(blank.shape)) for key, blank in foreign.items()]
         size = sum(entry.nbytes for entry in entries)
-        if size > room and shards[-1]:
+        if size > space and shards[-1]:
             shards.append({})
-            room = shard_bytes
+            space = shard_bytes
         shards[-1][names] = entries
-        room -= size
+        space -= size
     return [dict(sorted(shard.items(), key=lambda item: -item[1][0].dtype.itemsize)) for shard in shards]
 
 
@@ -268,58 +245,48 @@ def _write_shard(
     ranks: Ranks,
     path: Path,
     shard: _Shard,
-    tensors: Mapping[str, Tensor],
+    given: ComponentWeights,
     holders: Mapping[str, _Holder],
-    weight_map: WeightMap,
-    metadata: Mapping[str, str] | None,
-    dtype: torch.dtype | None,
     prepare: Callable[[str, Tensor], Tensor] | None,
     fault: Fault,
 ) -> None:
-    """Gathering is collective, writing is not: when rank 0 cannot write, it gathers on to the end of the file."""
-    stream = SafetensorsStream(path, [entry for made in shard.values() for entry in made], metadata, fault)
-    failures: list[Failure] = []
+    """Gather the tensors of one file, which rank 0 writes."""
 
-    def guarded(work: Callable[..., Any], *arguments: Any) -> None:
-        if ranks.rank != 0 or failures:
-            return
+    def gathered() -> Iterator[dict[str, Tensor]]:
+        for names in shard:
+            ready = {name: given.tensors.get(name) for name in names}
+            if prepare is not None:
+                ready = {name: None if tensor is None else prepare(name, tensor) for name, tensor in ready.items()}
+            whole = {name: _gather(ranks, tensor, holders[name]) for name, tensor in ready.items()}
+            yield {name: tensor for name, tensor in whole.items() if tensor is not None}
+
+    groups, failures = gathered(), list[Failure]()
+    if ranks.rank == 0:
         try:
-            work(*arguments)
+            with SafetensorsFile(path, [entry for made in shard.values() for entry in made], fault) as file:
+                for group in groups:
+                    for key, tensor in given.weight_map.to_foreign(group).items():
+                        file.put(key, tensor)
         except Exception as error:
             failures.append(Failure.of(error, 0))
-            stream.abandon()
-
-    def put(whole: Mapping[str, Tensor]) -> None:
-        cast = {name: tensor.to(cast_to(tensor, dtype)) for name, tensor in whole.items()}
-        for key, tensor in weight_map.theirs(cast).items():
-            stream.put(key, tensor)
-
-    guarded(stream.open)
-
-    def ready(name: str) -> Tensor | None:
-        tensor = tensors.get(name)
-        return tensor if tensor is None or prepare is None else prepare(name, tensor)
-
-    for names in shard:
-        gathered = {name: _gather(ranks, ready(name), holders[name]) for name in names}
-        guarded(put, {name: whole for name, whole in gathered.items() if whole is not None})
-    guarded(stream.close)
-    raise_together(ranks.once(lambda: failures))
+    for _ in groups:  # gathering is collective: it goes on after a failed write, and on ranks that do not write
+        pass
+    raise_together(ranks.on_rank0(lambda: failures))
 
 
 @dataclass(frozen=True)
 class _Holder:
-    """Which rank brings a tensor, and its likeness: shape and type without data."""
+    """Name the rank that provides a tensor, with its shape and type."""
 
     rank: int
     blank: Tensor
 
 
 def _holders(ranks: Ranks, tensors: Mapping[str, Tensor]) -> dict[str, _Holder]:
-    """Of every tensor that any rank has, the same on all ranks: the stages of a pipeline have different ones."""
+    """Return the holder of every tensor that any rank has: the stages of a pipeline have different ones."""
     found: dict[str, _Holder] = {}
     here = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    for rank, table in enumerate(ranks.each(lambda: here)):
+    for rank, table in enumerate(ranks.on_all(lambda: here)):
         for name, (shape, dtype) in table.items():
             if name not in found:
                 found[name] = _Holder(rank, torch.empty(shape, dtype=dtype, device="meta"))
@@ -328,7 +295,7 @@ def _holders(ranks: Ranks, tensors: Mapping[str, Tensor]) -> dict[str, _Holder]:
 
 @torch.no_grad()
 def _gather(ranks: Ranks, tensor: Tensor | None, holder: _Holder) -> Tensor | None:
-    """The whole tensor on rank 0. All ranks that have it gather it; where rank 0 is not among them, one sends it."""
+    """Return the whole tensor on rank 0. Ranks that hold it gather it, and one sends it if rank 0 has none of it."""
     whole = None
     if tensor is not None:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
@@ -342,15 +309,15 @@ def _gather(ranks: Ranks, tensor: Tensor | None, holder: _Holder) -> Tensor | No
     return whole
 
 
-def gather(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors on rank 0, of all that the ranks have together; nothing on the others. For what is small."""
+def gather_on_rank0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return on rank 0 the whole tensors of all ranks together, and nothing on the others. For small ones."""
     ranks = Ranks.current()
     found = {name: _gather(ranks, tensors.get(name), holder) for name, holder in _holders(ranks, tensors).items()}
     return {name: whole for name, whole in found.items() if whole is not None and ranks.rank == 0}
 
 
 def publish(folder: Path, write: Callable[[Path], None], *, overwrite: bool = False, fault: Fault = no_fault) -> None:
-    """A folder of files that `write` makes, on rank 0; it appears whole, by one rename."""
+    """Publish a folder of the files that `write` makes on rank 0, by one rename."""
 
     def work() -> None:
         staging = _begin(folder, overwrite)
@@ -361,7 +328,7 @@ def publish(folder: Path, write: Callable[[Path], None], *, overwrite: bool = Fa
             remove_folder(staging)
             raise
 
-    Ranks.current().once(work)
+    Ranks.current().on_rank0(work)
 
 
 def _begin(folder: Path, overwrite: bool) -> Path:
@@ -369,7 +336,7 @@ def _begin(folder: Path, overwrite: bool) -> Path:
         raise TesseraError(f"there is a file in the way: {folder}")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite and not (folder / MARK).is_file():
         raise TesseraError(
-            "the folder is not empty and not an earlier export of ours",
+            "the folder is not empty and not an earlier export of Tessera",
             where=str(folder),
             fix="name another folder, or allow to overwrite this one (everything in it is replaced)",
         )
@@ -380,22 +347,24 @@ def _begin(folder: Path, overwrite: bool) -> Path:
 
 
 def _finish(
-    staging: Path | None,
+    staging: Path,
     folder: Path,
-    table: Mapping[str, str],
-    size: int,
-    config: Mapping[str, Any],
+    files: Mapping[str, bytes],
     extras: Callable[[Path], None] | None,
     fault: Fault,
 ) -> None:
-    assert staging is not None
-    write_file(staging / "config.json", _pretty(config), fault)
-    if len(set(table.values())) > 1:
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(table.items()))}
-        write_file(staging / INDEX, _pretty(index), fault)
+    for name, content in files.items():
+        write_file(staging / name, content, fault)
     if extras is not None:
         extras(staging)
     _show(staging, folder, fault)
+
+
+def _write_all(folder: Path, files: Mapping[str, bytes], fault: Fault) -> None:
+    """Write small files, and make the names in their folder durable."""
+    for name, content in files.items():
+        write_file(folder / name, content, fault)
+    sync_folder(folder, fault)
 
 
 def _show(staging: Path, folder: Path, fault: Fault) -> None:
@@ -415,14 +384,5 @@ def _pretty(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _explain(ranks: Ranks, failure: RankFailure, folder: Path, shards: list[_Shard]) -> TesseraError | None:
-    causes = [f.error for f in failure.failures if isinstance(f.error, OSError)]
-    if not causes:
-        return None
-    needed = sum(entry.nbytes for shard in shards for entries in shard.values() for entry in entries)
-    free = ranks.once(lambda: free_bytes(folder.parent))
-    return TesseraError(
-        f"the export could not be written: {causes[0].strerror or causes[0]}",
-        where=str(folder),
-        fix=f"it needs {human_bytes(needed)}; {human_bytes(free)} are free there",
-    )
+def _bytes_of(shards: Sequence[_Shard]) -> int:
+    return sum(entry.nbytes for shard in shards for entries in shard.values() for entry in entries)

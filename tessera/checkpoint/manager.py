@@ -1,4 +1,4 @@
-"""Saving and resuming a run. A checkpoint exists wholly or not at all.
+"""Save and resume a run. A checkpoint exists wholly or not at all.
 
     RUN/checkpoints/
         step-00000100/    shard-00000.safetensors ..., tensors.json, state.json, config.yaml, manifest.json
@@ -11,8 +11,10 @@ The folder belongs to one run at a time and, on several machines, lies on a file
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -20,23 +22,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from tessera.checkpoint.collective import CollectiveError, Ranks
 from tessera.checkpoint.files import (
+    MANIFEST,
     Fault,
+    FileRecord,
+    Manifest,
     free_bytes,
     human_bytes,
     no_fault,
+    problems_in,
+    read_manifest,
     remove_folder,
     rename,
     sync_folder,
     write_file,
 )
-from tessera.checkpoint.manifest import MANIFEST, Manifest, problems_in, read_manifest
-from tessera.checkpoint.ranks import RankFailure, Ranks
+from tessera.checkpoint.frozen import STATE_KEY, FrozenSource, FrozenWeights
 from tessera.checkpoint.state import read_state, state_to_json
-from tessera.checkpoint.storage import ShardWriter, load_tensors, read_table, save_tensors, total_bytes
-from tessera.core.errors import TesseraError
+from tessera.checkpoint.storage import TensorSave, load_tensors, plan_save, read_table, total_bytes
+from tessera.core import device as devices
+from tessera.core.errors import TesseraError, few_names
 
 STATE = "state.json"
 CONFIG = "config.yaml"
@@ -50,76 +59,202 @@ _log = logging.getLogger("tessera")
 class SaveReport:
     path: Path
     bytes: int
-    seconds: float
+    seconds: float  # until it was published
+    paused_seconds: float  # that the caller waited
 
     @property
     def bytes_per_second(self) -> float:
         return self.bytes / self.seconds if self.seconds else 0.0
 
 
+@dataclass(frozen=True)
+class _Request:
+    """Describe one save: what is written, and when it began."""
+
+    step: int
+    tensors: TensorSave
+    needed: int  # bytes of the whole checkpoint
+    files: Mapping[str, bytes]  # on rank 0: small files by name
+    started: float
+
+
 class CheckpointManager:
-    """All methods are collective: every rank calls them, and every rank gets the same answer or the same error."""
+    """Save and resume one run. Methods are collective: every rank calls them, and gets the same result or error."""
 
     def __init__(
-        self, folder: Path, keep: int, *, fault: Fault = no_fault, free: Callable[[Path], int] = free_bytes
+        self,
+        folder: Path,
+        keep: int,
+        *,
+        frozen_source: FrozenSource | None = None,
+        fault: Fault = no_fault,
+        free: Callable[[Path], int] = free_bytes,
     ) -> None:
+        """Make a manager. `frozen_source`: where frozen weights are that a checkpoint does not store."""
         assert keep >= 1, "at least one checkpoint must be kept"
         self.folder = folder
         self.report: SaveReport | None = None  # of the last save
         self.newest: Path | None = None  # what was saved or resumed from last: its bytes are known to be good
+        self._frozen_source = frozen_source
+        self._frozen: FrozenWeights | None = None  # what the checkpoints of this run do not store
         self._keep = keep
         self._fault = fault
         self._free = free
+        self._thread: threading.Thread | None = None
+        self._outcome: list[SaveReport | Exception] = []  # of the thread
+        self._thread_ranks: Ranks | None = None
+
+    # ------------------------------------------------------------------------------------------ saving
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config_text: str) -> Path:
-        """Writes, publishes, then removes what is beyond `keep`. `state` and `config_text` are taken from rank 0.
+        """Write and publish a checkpoint, then remove what is beyond `keep`. `state` and `config_text`: of rank 0.
 
-        Where the room is not enough, older checkpoints go before the new one is written; the newest good one never.
+        Where the disk space is not enough, older checkpoints are removed before the new one is written; the newest good
+        one never.
         """
+        assert self._thread is None, "finish_background comes first"
         ranks = Ranks.current()
-        started = time.perf_counter()
-        needed = total_bytes(tensors)
-        ranks.once(lambda: self._make_room(needed))
-        try:
-            path, size = self._write(ranks, step, tensors, state, config_text)
-        except RankFailure as error:
-            # A quota can be full where the disk is not: then it shows only now.
-            if not (_is_full(error) and ranks.once(lambda: self._make_room(needed, full=True))):
-                raise self._explain(ranks, error, step, needed) or error from error
-            try:
-                path, size = self._write(ranks, step, tensors, state, config_text)
-            except RankFailure as again:
-                raise self._explain(ranks, again, step, needed) or again from again
-        self.newest = path
-        self.report = SaveReport(path, size, time.perf_counter() - started)
-        if ranks.rank == 0:
-            speed = human_bytes(self.report.bytes_per_second)
-            _log.info("saved %s: %s in %.2f s (%s/s)", path.name, human_bytes(size), self.report.seconds, speed)
-        return path
+        request = self._request(ranks, step, tensors, state, config_text)
+        report = self._complete(ranks, request, None)
+        self.report, self.newest = report, report.path
+        return report.path
 
-    def _write(
-        self, ranks: Ranks, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config_text: str
-    ) -> tuple[Path, int]:
+    def save_in_background(
+        self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config_text: str
+    ) -> None:
+        """Copy the tensors and return; a thread writes and publishes them.
+
+        There is one save at a time: `finish_background` ends it. Where there is no memory for the copies, the
+        checkpoint is written at once.
+        """
+        assert self._thread is None, "one save at a time"
+        ranks = Ranks.current()
+        request = self._request(ranks, step, tensors, state, config_text)
+        host = torch.device("cpu")
+        if not all(ranks.on_all(lambda: request.tensors.host_bytes() < devices.free_memory(host) // 2)):
+            if ranks.rank == 0:
+                _log.warning("no host memory for a save in the background: training waits for this one")
+            try:
+                self._outcome = [self._complete(ranks, request, None)]
+            except Exception as error:
+                self._outcome = [error]
+            return
+        ranks.on_all(request.tensors.copy_chunks)
+        paused = time.perf_counter() - request.started
+        if self._thread_ranks is None:
+            self._thread_ranks = ranks.for_thread()
+        thread_ranks, device = self._thread_ranks, _device_of(tensors)
+        copied = devices.queued(device)
+
+        def work() -> None:
+            try:
+                with devices.own_stream(device, after=copied):
+                    self._outcome = [self._complete(thread_ranks, request, paused)]
+            except Exception as error:  # `finish_background` raises it
+                self._outcome = [error]
+
+        # A daemon: a process that ends by an error does not wait for other ranks here.
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def in_background(self) -> bool:
+        """Return whether a save was begun that `finish_background` has not ended."""
+        return self._thread is not None or bool(self._outcome)
+
+    @property
+    def is_writing(self) -> bool:
+        """Return whether this rank still writes in the background. Not collective."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def finish_background(self, timeout_s: float | None = None) -> Path | None:
+        """Wait for the save in the background; return its path, or raise its error.
+
+        Return None if there is none, or if it takes longer than the timeout.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return None
+            self._thread = None
+        if not self._outcome:
+            return None
+        outcome = self._outcome.pop()
+        if isinstance(outcome, Exception):
+            raise outcome
+        self.report, self.newest = outcome, outcome.path
+        return outcome.path
+
+    def _request(
+        self,
+        ranks: Ranks,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        config_text: str,
+    ) -> _Request:
+        started = time.perf_counter()
+        if self._frozen is not None:
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in self._frozen.names}
+            state = {**state, STATE_KEY: self._frozen.dump()}
+        files: dict[str, bytes] = {}
+        # Written down now: what is trained on meanwhile changes the state.
+        ranks.on_rank0(lambda: files.update({STATE: state_to_json(state), CONFIG: config_text.encode()}))
+        return _Request(step, plan_save(ranks, tensors), total_bytes(tensors), files, started)
+
+    def _complete(self, ranks: Ranks, request: _Request, paused: float | None) -> SaveReport:
+        """Write a checkpoint, if need be a second time after older ones were removed."""
+        ranks.on_rank0(lambda: self._free_space(request.needed))
+        for first_attempt in (True, False):
+            try:
+                path, size = self._write(ranks, request)
+                break
+            except CollectiveError as error:
+                # A quota can be full where the disk is not: then it shows only now.
+                may_help = first_attempt and _is_full(error)
+                if may_help and ranks.on_rank0(lambda: self._free_space(request.needed, full=True)):
+                    continue
+                advice = "earlier ones are untouched; make room, raise the limit, or lower checkpoint.keep"
+                what = f"the checkpoint of step {request.step}"
+                raise error.about_writing(ranks, what, self.folder, request.needed, advice) or error from error
+        seconds = time.perf_counter() - request.started
+        report = SaveReport(path, size, seconds, seconds if paused is None else paused)
+        if ranks.rank == 0:
+            waited = "" if paused is None else f"; training waited {paused:.2f} s"
+            speed = human_bytes(report.bytes_per_second)
+            _log.info("saved %s: %s in %.2f s (%s/s%s)", path.name, human_bytes(size), seconds, speed, waited)
+        return report
+
+    def _write(self, ranks: Ranks, request: _Request) -> tuple[Path, int]:
         staging: Path | None = None
         try:
-            staging = ranks.once(lambda: self._begin(step))
-            writer = ShardWriter(staging, self._fault)
-            save_tensors(tensors, writer)
-            return ranks.once(lambda: self._publish(staging, step, writer, state, config_text))
+            staging = ranks.on_rank0(lambda: self._begin(request.step))
+            written = ranks.on_all(lambda: request.tensors.write(staging, self._fault))
+            records = [record for of_rank in written for record in of_rank]
+            return ranks.on_rank0(lambda: self._publish(staging, request, records))
         except BaseException:
             # By now no rank writes any more: failures are gathered from all of them before they are raised.
             if ranks.rank == 0 and staging is not None:
                 remove_folder(staging)
             raise
 
+    def leave_out_frozen(self) -> None:
+        """Hash the files that frozen weights were filled from: checkpoints of this run will not store these weights.
+
+        A run that begins calls this when its weights are filled; a resumed run goes on as its checkpoint says.
+        """
+        if self._frozen_source is not None:
+            self._frozen = FrozenWeights.of_source(Ranks.current(), self._frozen_source)
+
+    # ------------------------------------------------------------------------------------------ resuming
+
     def latest(self) -> Path | None:
-        """The newest checkpoint whose every byte is as written. Damaged ones are named in a warning and passed over."""
+        """Return the newest checkpoint whose every byte is as written. A warning names damaged ones."""
         found = self._newest_good(Ranks.current())
         return None if found is None else found[0]
 
     def newest_config(self) -> Path | None:
-        """The recipe inside of the newest checkpoint that has a good one. Not collective, and cheap: no tensor is
-        read."""
+        """Return the recipe of the newest checkpoint that has a good one. Not collective; no tensor is read."""
         for path, _ in self._candidates():
             try:
                 records = [record for record in read_manifest(path).files if record.name == CONFIG]
@@ -130,14 +265,16 @@ class CheckpointManager:
         return None
 
     def load_newest(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """Fills `tensors` from the newest good checkpoint and returns its state; None when there is none. Removes
-        nothing, unlike `resume`: the run may be another's, and at work."""
+        """Fill `tensors` from the newest good checkpoint and return its state; None when there is none.
+
+        Unlike `resume` it removes nothing: the run may belong to someone else and be active.
+        """
         ranks = Ranks.current()
         found = self._newest_good(ranks)
         return None if found is None else self._load(ranks, found[0], tensors)
 
     def load(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Fills `tensors` in place and returns the state, after checking the files."""
+        """Fill `tensors` in place and return the state, after checking the files."""
         ranks = Ranks.current()
         problems = _verify(ranks, path)
         if problems:
@@ -147,19 +284,34 @@ class CheckpointManager:
     def resume(
         self, tensors: Mapping[str, Tensor], may_lack: Mapping[str, Tensor] | None = None, before: int | None = None
     ) -> tuple[int, dict[str, Any]] | None:
-        """Fills `tensors` from the newest good checkpoint; None when there is none at all. `may_lack`: further ones,
-        left as they are where the checkpoint has none of that name. `before`: of an earlier step than that."""
+        """Fill `tensors` from the newest good checkpoint; return its step and state, or None when there is none.
+
+        `may_lack`: further tensors, unchanged where the checkpoint does not have them. `before`: only checkpoints of
+        an earlier step.
+        """
         ranks = Ranks.current()
-        ranks.once(self._clean)
+        ranks.on_rank0(self._clean)
         found = self._newest_good(ranks, before)
         if found is None:
             return None
         path, step = found
-        if may_lack:
-            stored = read_table(path).state_dict_metadata
-            tensors = {**tensors, **{name: tensor for name, tensor in may_lack.items() if name in stored}}
-        state = self._load(ranks, path, tensors)
-        self.newest = path
+        if ranks.on_rank0(lambda: read_state(path / STATE)).get("weights_only"):
+            raise TesseraError(
+                f"{path.name} holds weights alone, without the optimizer: the run cannot be resumed from it",
+                where=str(path),
+                fix=f"begin another run from these weights: model.path={path}",
+            )
+        stored = {*read_table(path).state_dict_metadata}
+        asked = ranks.on_all(lambda: {name.split(".")[0] for name in (*tensors, *(may_lack or ()))})
+        unknown = {name.split(".")[0] for name in stored} - set[str]().union(*asked)
+        if unknown and ranks.rank == 0:
+            _log.warning("%s has tensors %s, which this run does not use", path.name, few_names(sorted(unknown)))
+        optional = {name: tensor for name, tensor in (may_lack or {}).items() if name in stored}
+        state = self._load(ranks, path, {**tensors, **optional})
+        frozen = FrozenWeights.of_state(state, path)
+        if frozen is not None and self._frozen_source is not None:
+            frozen = frozen.still_frozen(self._frozen_source.names)
+        self._frozen, self.newest = frozen, path
         if ranks.rank == 0:
             _log.info("resumed from %s", path)
         return step, state
@@ -167,27 +319,27 @@ class CheckpointManager:
     # ------------------------------------------------------------------------------------------ reading
 
     def _newest_good(self, ranks: Ranks, before: int | None = None) -> tuple[Path, int] | None:
-        candidates = ranks.once(self._candidates)
-        told: list[str] = []
+        candidates = ranks.on_rank0(self._candidates)
+        damaged: list[str] = []
         for path, _ in candidates:
             if before is not None and _step_of(path) >= before:
                 continue
             problems = _verify(ranks, path)
             if not problems:
-                return path, ranks.once(lambda path=path: read_manifest(path).step)  # type: ignore[misc]
-            told.append(f"{path.name}: {'; '.join(problems)}")
+                return path, ranks.on_rank0(lambda path=path: read_manifest(path).step)  # type: ignore[misc]
+            damaged.append(f"{path.name}: {'; '.join(problems)}")
             if ranks.rank == 0:
                 _log.warning("checkpoint %s is damaged and passed over: %s", path, "; ".join(problems))
-        if told:
+        if damaged:
             raise TesseraError(
-                "there are checkpoints, but every one of them is damaged:\n    " + "\n    ".join(told),
+                "there are checkpoints, but every one of them is damaged:\n    " + "\n    ".join(damaged),
                 where=str(self.folder),
                 fix="restore one from a copy, or move this folder away to start anew",
             )
         return None
 
     def _candidates(self) -> list[tuple[Path, int | None]]:
-        """Newest first, with serial numbers. An unreadable manifest comes first, so as not to be passed in silence."""
+        """Return the checkpoints with serial numbers, newest first; before them, to be reported, unreadable ones."""
         if not self.folder.is_dir():
             return []
         found: list[tuple[Path, int | None]] = []
@@ -200,8 +352,14 @@ class CheckpointManager:
         return sorted(found, key=lambda entry: (entry[1] is None, entry[1] or 0, entry[0].name), reverse=True)
 
     def _load(self, ranks: Ranks, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        load_tensors(path, tensors)
-        return ranks.once(lambda: read_state(path / STATE))
+        state = ranks.on_rank0(lambda: read_state(path / STATE))
+        frozen = FrozenWeights.of_state(state, path)
+        not_stored = {} if frozen is None else {n: t for n, t in tensors.items() if n in frozen.names}
+        if frozen is not None and any(ranks.on_all(lambda: bool(not_stored))):
+            assert self._frozen_source is not None, "whoever loads a model says where frozen weights are"
+            frozen.fill(ranks, self._frozen_source, not_stored, path)
+        load_tensors(path, {name: tensor for name, tensor in tensors.items() if name not in not_stored})
+        return state
 
     # ------------------------------------------------------------------------------------------ writing (rank 0)
 
@@ -213,16 +371,10 @@ class CheckpointManager:
         staging.mkdir()
         return staging
 
-    def _publish(
-        self, staging: Path | None, step: int, writer: ShardWriter, state: Mapping[str, Any], config_text: str
-    ) -> tuple[Path, int]:
-        assert staging is not None
-        existing = self._candidates()
-        records = [
-            *writer.records,
-            write_file(staging / STATE, state_to_json(state), self._fault),
-            write_file(staging / CONFIG, config_text.encode(), self._fault),
-        ]
+    def _publish(self, staging: Path, request: _Request, shards: list[FileRecord]) -> tuple[Path, int]:
+        existing, step = self._candidates(), request.step
+        records = [*shards, request.tensors.write_table(staging, self._fault)]
+        records += [write_file(staging / name, content, self._fault) for name, content in request.files.items()]
         serial = 1 + max((serial or 0 for _, serial in existing), default=0)
         manifest = Manifest(step, serial, tuple(records))
         write_file(staging / MANIFEST, manifest.to_json(), self._fault)
@@ -241,15 +393,12 @@ class CheckpointManager:
         return target, sum(record.size for record in records)
 
     def _free_name(self, step: int) -> Path:
-        target = self.folder / f"step-{step:08d}"
-        attempt = 1
-        while target.exists():
-            attempt += 1
-            target = self.folder / f"step-{step:08d}.{attempt}"
-        return target
+        numbers = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
+        paths = (self.folder / f"step-{step:08d}{number}" for number in numbers)
+        return next(path for path in paths if not path.exists())
 
     def _prune(self, newest: Path, older: list[tuple[Path, int | None]]) -> None:
-        """Keeps the newest; one of the same step as `newest`, or without a readable manifest, is not worth a place."""
+        """Remove all but the newest. One of the same step as `newest`, or without a readable manifest, is not kept."""
         step = newest.name.split(".")[0]
         worth = [path for path, serial in older if serial is not None and path.name.split(".")[0] != step]
         kept = set(worth[: self._keep - 1])
@@ -268,9 +417,12 @@ class CheckpointManager:
         remove_folder(trash)
         return True
 
-    def _make_room(self, needed: int, full: bool = False) -> bool:
-        """Remove old checkpoints, the oldest first, if that makes room for a new one; return whether any went. The
-        newest whose bytes are good stays in any case. `full`: a write has failed, whatever the disk says is free."""
+    def _free_space(self, needed: int, full: bool = False) -> bool:
+        """Remove old checkpoints, the oldest first, if that frees enough space for a new one.
+
+        Return whether any was removed. The newest whose bytes are good is kept in any case. `full`: a write has failed,
+        however much space the disk reports.
+        """
         if not self.folder.is_dir():
             return False
         self._clean()
@@ -294,12 +446,12 @@ class CheckpointManager:
         for path, size in reversed(spare):
             if freed >= needed if full else self._free(self.folder) >= needed:
                 break
-            _log.warning("removing %s before its time: there is no room for the next checkpoint", path.name)
+            _log.warning("removing %s before its time: there is no space for the next checkpoint", path.name)
             freed += size if self._remove(path) else 0
         return freed > 0
 
     def _clean(self) -> None:
-        """Removes what a dead run left half-written or half-removed."""
+        """Remove what a dead run left half-written or half-removed."""
         if not self.folder.is_dir():
             return
         for path in self.folder.iterdir():
@@ -309,23 +461,9 @@ class CheckpointManager:
                 else:
                     path.unlink(missing_ok=True)
 
-    def _explain(self, ranks: Ranks, failure: RankFailure, step: int, needed: int) -> TesseraError | None:
-        """The user's view of a failed write; None when it was no write that failed."""
-        causes = [(f.rank, f.error) for f in failure.failures if isinstance(f.error, OSError)]
-        if not causes:
-            return None
-        told = "; ".join(f"rank {rank}: {cause.strerror or cause}" for rank, cause in causes)
-        free = ranks.once(lambda: free_bytes(self.folder))
-        return TesseraError(
-            f"the checkpoint of step {step} could not be written ({told}). Earlier ones are untouched",
-            where=str(self.folder),
-            fix=f"it needs {human_bytes(needed)} ({needed} bytes); {human_bytes(free)} ({free} bytes) are free there: "
-            "make room, raise the limit, or lower checkpoint.keep",
-        )
 
-
-def _is_full(failure: RankFailure) -> bool:
-    errors = [told.error for told in failure.failures]
+def _is_full(failure: CollectiveError) -> bool:
+    errors = [one.error for one in failure.failures]
     return all(isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) for error in errors)
 
 
@@ -336,7 +474,7 @@ def _step_of(path: Path) -> int:
 
 
 def _verify(ranks: Ranks, path: Path) -> list[str]:
-    """What is wrong with a checkpoint; the files are shared out among the ranks, each is read once."""
+    """Return what is wrong with a checkpoint. Its files are divided among the ranks, so that each is read once."""
 
     def check() -> list[str]:
         try:
@@ -349,4 +487,10 @@ def _verify(ranks: Ranks, path: Path) -> list[str]:
             problems.append(f"its manifest is that of step {manifest.step}")
         return problems
 
-    return [problem for found in ranks.each(check) for problem in found]
+    return [problem for found in ranks.on_all(check) for problem in found]
+
+
+def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
+    """Return the accelerator that holds some of the tensors, otherwise the host."""
+    found = (tensor.device for tensor in tensors.values() if tensor.device.type != "cpu")
+    return next(found, torch.device("cpu"))

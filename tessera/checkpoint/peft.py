@@ -1,5 +1,8 @@
-"""Adapters as PEFT keeps them: `adapter_config.json` beside `adapter_model.safetensors`, under the names that modules
-have in the classes of `transformers`. Read into any layout, written from any.
+"""Read and write LoRA adapters as PEFT keeps them, in any layout, and merge them into weights.
+
+A folder holds `adapter_config.json` and `adapter_model.safetensors`, under the names that modules have in the classes
+of `transformers`. Where one native layer is several foreign ones, or the other way round, matrices are put side by
+side: their ranks add up, and the product is exactly the same.
 """
 
 from __future__ import annotations
@@ -8,26 +11,126 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from tessera.checkpoint.adapter_forms import Factors, check_operation, join_to_ours, to_peft
-from tessera.checkpoint.files import write_file
-from tessera.checkpoint.hf import gather, publish
+from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.files import MANIFEST, Entry, SafetensorsFile, box_slices, open_safetensors, write_file
+from tessera.checkpoint.hf import gather_on_rank0, publish
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.checkpoint.manifest import MANIFEST
-from tessera.checkpoint.ranks import Ranks
-from tessera.checkpoint.safetensors_file import Entry, SafetensorsStream, open_safetensors
-from tessera.checkpoint.weights import Recipe, fill
+from tessera.checkpoint.weights import TensorSource, add_product, fill
 from tessera.core.adapters import Adapter, Adapters, factor_names, spelled_out
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError, nearest
-from tessera.core.foreign_regex import first_matches
+from tessera.core.pattern import first_matches
 from tessera.core.run_config import LoraSection, load_config
-from tessera.core.weightmap import Same, WeightMap
+from tessera.core.weightmap import (
+    Concat,
+    GroupByHead,
+    Identity,
+    InterleavedToHalfRope,
+    Operation,
+    TensorChunk,
+    WeightMap,
+)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Hold one adapter with its two matrices."""
+
+    adapter: Adapter
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+
+
+def to_peft(native: Mapping[str, Factors], weight_map: WeightMap, where: str) -> dict[str, Factors]:
+    """Return adapters by the names that modules have in the classes of transformers."""
+    made: dict[str, Factors] = {}
+    for path, factors in native.items():
+        match = weight_map.rule_for(f"{path}.weight")
+        if match is None:
+            raise TesseraError(f"the weight map has no rule for {path}.weight", where=where)
+        rule, foreign = match
+        check_operation(rule.op, path, where)
+        modules = [weight_map.in_memory(name).removesuffix(".weight") for name in foreign]
+        if isinstance(rule.op, TensorChunk):
+            if modules[0] not in made:
+                members = [native.get(n.removesuffix(".weight")) for n in weight_map.group_of(f"{path}.weight")]
+                adapter, a, blocks = _side_by_side(members, [factors.b.shape[0]] * len(members))
+                made[modules[0]] = Factors(adapter, a, rule.op.join_chunks(blocks)[0])
+            continue
+        for module, b in zip(modules, rule.op.to_foreign(factors.b), strict=True):
+            made[module] = Factors(factors.adapter, factors.a, b)
+    return made
+
+
+def _side_by_side(present: Sequence[Factors | None], rows: Sequence[int]) -> tuple[Adapter, Tensor, list[Tensor]]:
+    """Return an adapter whose rank is the sum of all ranks, matrix A, and a block of matrix B for each layer.
+
+    `rows`: how many outputs each layer has. A layer without an adapter has a block of zeros.
+    """
+    given = [factors for factors in present if factors is not None]
+    like, rank = given[0].adapter, sum(factors.adapter.rank for factors in given)
+    blocks, at = [], 0
+    for factors, outputs in zip(present, rows, strict=True):
+        block = given[0].b.new_zeros(outputs, rank)
+        if factors is not None:
+            block[:, at : at + factors.adapter.rank] = factors.b * (factors.adapter.scale / like.scale)
+            at += factors.adapter.rank
+        blocks.append(block)
+    # Of the rank that adds up, and with the scale of the first.
+    adapter = Adapter(rank, like.scale * (math.sqrt(rank) if like.rslora else rank), like.rslora)
+    return adapter, torch.cat([factors.a for factors in given]), blocks
+
+
+def join_to_native(op: Operation, present: Sequence[Factors | None]) -> Factors:
+    """Return one native adapter from those of the foreign layers that the native layer is made of."""
+    given = [factors for factors in present if factors is not None]
+    first = given[0]
+    alike = all(torch.equal(one.a, first.a) and one.adapter == first.adapter for one in given)
+    if len(given) == len(present) and alike:
+        return Factors(first.adapter, first.a, op.to_native([factors.b for factors in given]))
+    rows = op.sizes if isinstance(op, Concat) else [first.b.shape[0]] * len(present)
+    adapter, a, blocks = _side_by_side(present, rows)
+    return Factors(adapter, a, op.to_native(blocks))
+
+
+def check_operation(op: Operation, path: str, where: str) -> None:
+    if not _of_outputs(op):
+        raise TesseraError(
+            f"{path} is no linear layer there ({type(op).__name__}): its adapter has no PEFT form",
+            where=where,
+            fix="leave it out of model.lora.targets, or export with model.lora.merge",
+        )
+
+
+def _of_outputs(op: Operation) -> bool:
+    """Return whether an operation only reorders and joins the outputs of layers: then it does the same to matrix B."""
+    if isinstance(op, TensorChunk):
+        return op.dim == 0 and _of_outputs(op.op)
+    return isinstance(op, (Identity, GroupByHead, InterleavedToHalfRope)) or (isinstance(op, Concat) and op.dim == 0)
+
+
+@torch.no_grad()
+def merge_adapter(name: str, weight: Tensor, tensors: Mapping[str, Tensor], adapters: Adapters) -> Tensor:
+    """Return a new weight with its adapter added; the weight itself if it has none.
+
+    All ranks that hold the weight call this together.
+    """
+    path = name.removesuffix(".weight")
+    if path not in adapters or path == name:
+        return weight
+    factors = (tensors[factor] for factor in factor_names(path))
+    a, b = (factor.full_tensor() if isinstance(factor, DTensor) else factor.detach() for factor in factors)
+    return add_product(weight.detach().clone(), b, a, adapters[path].scale)
+
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -54,7 +157,7 @@ def is_adapter_folder(path: Path) -> bool:
 
 
 def base_of(folder: Path) -> Path:
-    """The folder of the model that adapters belong to. Only what lies on this machine is opened."""
+    """Return the folder of the model that adapters belong to. Only folders of this machine are opened."""
     named = _read_config(folder).get("base_model_name_or_path")
     base = Path(str(named or ""))
     for candidate in (base, folder / base):
@@ -71,7 +174,10 @@ def base_of(folder: Path) -> Path:
 
 
 def settled(section: LoraSection, parameters: Iterable[str], weight_map: WeightMap | None) -> LoraSection:
-    """The section with its targets, where it only says which adapters to start from. `parameters`: of the model."""
+    """Return the section with its targets filled in if it only names adapters to start from.
+
+    `parameters`: names of all parameters of the model.
+    """
     path = section.path
     if path is None or section.targets:
         return section
@@ -84,9 +190,9 @@ def settled(section: LoraSection, parameters: Iterable[str], weight_map: WeightM
         section = section.model_copy(update={"rank": first.rank, "alpha": first.alpha, "rslora": rslora})
         return spelled_out(section, adapters)
     if (path / "config.yaml").is_file():
-        theirs = load_config(read_mapping(path / "config.yaml")).model.lora
-        if theirs is not None:
-            return theirs.model_copy(update={"path": path, "dropout": section.dropout, "merge": section.merge})
+        trained = load_config(read_mapping(path / "config.yaml")).model.lora
+        if trained is not None:
+            return trained.model_copy(update={"path": path, "dropout": section.dropout, "merge": section.merge})
     raise TesseraError(
         f"no adapters at {path}",
         where="model.lora.path",
@@ -101,8 +207,11 @@ def fill_adapters(
     parameters: Iterable[str],
     weight_map: WeightMap | None,
 ) -> None:
-    """Fills the factors among `tensors` (plain or sharded) from a PEFT folder, a run or a checkpoint. `adapters`: those
-    of the whole model, when `tensors` is only a part of it."""
+    """Fill the matrices of adapters among `tensors` (plain or sharded) from a PEFT folder, a run or a checkpoint.
+
+    `tensors` may belong to a pipeline stage; `adapters`, and `parameters`, the names of all parameters, are those of
+    the whole model. A PEFT folder must have the same adapters as `adapters`; `weight_map` translates its names.
+    """
     wanted = {name for layer in adapters for name in factor_names(layer)}
     here = {name: tensor for name, tensor in tensors.items() if name in wanted}
     if not is_adapter_folder(path):
@@ -111,7 +220,7 @@ def fill_adapters(
             raise TesseraError("this run has no checkpoint yet", where=str(path))
         CheckpointManager(checkpoint.parent, keep=1).load(checkpoint, {f"model.{n}": t for n, t in here.items()})
         return
-    Ranks.current().each(lambda: _fill(path, here, adapters, list(parameters), weight_map))
+    Ranks.current().on_all(lambda: _fill(path, here, adapters, list(parameters), weight_map))
 
 
 def _fill(
@@ -129,7 +238,7 @@ def _fill(
             raise TesseraError(
                 f"the folder {what} {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" * (len(missing) > 5)),
                 where=str(folder),
-                fix="leave out model.lora.targets: the folder says which layers it adapts",
+                fix="leave out model.lora.targets: the folder names the layers that it adapts",
             )
     whole: dict[str, Tensor] = {}
     for path, factors in found.items():
@@ -137,42 +246,43 @@ def _fill(
             raise TesseraError(
                 f"{path}: the folder scales by {factors.adapter.scale:g}, the recipe by {adapters[path].scale:g}",
                 where="model.lora.alpha",
-                fix="leave out model.lora.targets, rank and alpha: the folder says them",
+                fix="leave out model.lora.targets, rank and alpha: the folder states them",
             )
         a, b = factor_names(path)
         whole |= {a: factors.a, b: factors.b}
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
 
     def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        return whole[name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        return whole[name][box_slices(offsets, sizes)]
 
     for name, target in tensors.items():
-        fill(target, Recipe(name, (name,), Same()), shapes, read, str(folder))
+        fill(target, TensorSource(name, (name,), Identity()), shapes, read, str(folder))
 
 
 def read_adapters(folder: Path, paths: Sequence[str], weight_map: WeightMap | None) -> dict[str, Factors]:
-    """By the paths of our layers, which are among `paths`. They are small: each rank reads all of them."""
+    """Read all adapters of a PEFT folder and return them by the paths of native layers.
+
+    `paths`: the layers of the model. An adapter for a layer that is not among them is an error.
+    """
     table, where = _needed(weight_map, str(folder)), str(folder / WEIGHTS)
     config = _read_config(folder)
-    theirs = _read_factors(folder, config, table)
+    foreign_factors = _read_factors(folder, config, table)
     used: set[str] = set()
     found: dict[str, Factors] = {}
     for path in paths:
-        match = table.to_foreign(f"{path}.weight")
+        match = table.rule_for(f"{path}.weight")
         if match is None:
             continue
         rule, foreign = match
         modules = [name.removesuffix(".weight") for name in foreign]
-        present = [theirs.get(module) for module in modules]
+        present = [foreign_factors.get(module) for module in modules]
         if any(present):
             check_operation(rule.op, path, where)
             used.update(modules)
-            found[path] = join_to_ours(rule.op, present)
-    left = [module for module in theirs if module not in used]
+            found[path] = join_to_native(rule.op, present)
+    left = [module for module in foreign_factors if module not in used]
     if left:
-        known = [
-            n.removesuffix(".weight") for path in paths for n in (table.to_foreign(f"{path}.weight") or (0, ()))[1]
-        ]
+        known = [n.removesuffix(".weight") for path in paths for n in (table.rule_for(f"{path}.weight") or (0, ()))[1]]
         raise TesseraError(
             f"adapters for {', '.join(left[:5])}, which this model does not have",
             where=where,
@@ -185,9 +295,9 @@ def read_adapters(folder: Path, paths: Sequence[str], weight_map: WeightMap | No
 
 
 def _read_factors(folder: Path, config: Mapping[str, Any], weight_map: WeightMap) -> dict[str, Factors]:
-    """By the names of their layers in the spelling that the rules use."""
+    """Return the matrices by the names of their layers, in the spelling that the rules use."""
     path = folder / WEIGHTS
-    with open_safetensors(path):  # says so where this is no such file
+    with open_safetensors(path):  # raises where this is no such file
         tensors = load_file(path)
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -211,7 +321,7 @@ def _read_factors(folder: Path, config: Mapping[str, Any], weight_map: WeightMap
         own = weight_map.in_memory(f"{module}.weight").removesuffix(".weight")
         if ranks[own] != rank:
             raise TesseraError(
-                f"{own}: {CONFIG} says rank {ranks[own]}, the weights have {rank}",
+                f"{own}: {CONFIG} states rank {ranks[own]}, the weights have {rank}",
                 where=str(folder / CONFIG),
                 fix="check that the two files belong together",
             )
@@ -222,8 +332,10 @@ def _read_factors(folder: Path, config: Mapping[str, Any], weight_map: WeightMap
 def _by_pattern(
     config: Mapping[str, Any], key: str, modules: Collection[str], default: Any, path: Path
 ) -> dict[str, Any]:
-    """A number for each module by the rule of PEFT: the first of the patterns that matches the end of its name from a
-    dot on, each a regular expression; `default` where none does."""
+    """Return a number for each module by PEFT's rule: that of the first pattern that matches the end of its name.
+
+    The match begins at a dot. `default` is for modules that no pattern matches.
+    """
     patterns = config.get(key) or {}
     numbers = list(patterns.values()) if isinstance(patterns, dict) else [None]
     if any(isinstance(n, bool) or not isinstance(n, int | float) or not 0 < n < math.inf for n in [*numbers, default]):
@@ -261,13 +373,17 @@ def save_adapters(
     dropout: float = 0.0,
     overwrite: bool = False,
 ) -> None:
-    """Every rank calls this with what it has of the model; `adapters` are those of all of it."""
+    """Write adapters as a PEFT folder. Every rank calls this with its part of the model and all `adapters`."""
     table = _needed(weight_map, str(folder))
     wanted = {name for path in adapters for name in factor_names(path)}
-    whole = gather({name: tensor for name, tensor in tensors.items() if name in wanted})
+    whole = gather_on_rank0({name: tensor for name, tensor in tensors.items() if name in wanted})
 
     def write(staging: Path) -> None:
-        made = to_peft({path: _factors(path, adapters, whole) for path in adapters}, table, str(folder))
+        native = {}
+        for path, adapter in adapters.items():
+            a, b = factor_names(path)
+            native[path] = Factors(adapter, whole[a].cpu(), whole[b].cpu())
+        made = to_peft(native, table, str(folder))
         config = _config(made, _all_modules(tensors, table), base, dropout)
         write_file(staging / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
         sides = {
@@ -275,11 +391,10 @@ def save_adapters(
             for module, factors in made.items()
             for side, tensor in (("lora_A", factors.a), ("lora_B", factors.b))
         }
-        stream = SafetensorsStream(staging / WEIGHTS, [Entry(key, t.dtype, tuple(t.shape)) for key, t in sides.items()])
-        stream.open()
-        for key, tensor in sides.items():
-            stream.put(key, tensor)
-        stream.close()
+        entries = [Entry(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in sides.items()]
+        with SafetensorsFile(staging / WEIGHTS, entries) as file:
+            for key, tensor in sides.items():
+                file.put(key, tensor)
 
     publish(folder, write, overwrite=overwrite)
 
@@ -308,25 +423,20 @@ def _config(made: Mapping[str, Factors], others: Collection[str], base: str, dro
 
 
 def _targets(made: Collection[str], others: Collection[str]) -> list[str]:
-    """By how their names end, where no other module ends so; PEFT would adapt that one too."""
+    """Return the endings of names by which PEFT finds the adapted modules; whole names if others end alike."""
     ends = {module.rpartition(".")[2] for module in made}
     ambiguous = any(module not in made and module.rpartition(".")[2] in ends for module in others)
     return sorted(made) if ambiguous or any(end.isdigit() for end in ends) else sorted(ends)
 
 
 def _all_modules(tensors: Mapping[str, Tensor], weight_map: WeightMap) -> set[str]:
-    """Of what this rank has of the model: its other stages are alike."""
-    found = [weight_map.to_foreign(name) for name in tensors if name.endswith(".weight")]
+    """Return the modules that this rank has of the model: those of other stages have the same endings."""
+    found = [weight_map.rule_for(name) for name in tensors if name.endswith(".weight")]
     return {weight_map.in_memory(name).removesuffix(".weight") for match in found if match for name in match[1]}
 
 
 def _plain(number: float) -> float | int:
     return int(number) if float(number).is_integer() else number
-
-
-def _factors(path: str, adapters: Adapters, whole: Mapping[str, Tensor]) -> Factors:
-    a, b = factor_names(path)
-    return Factors(adapters[path], whole[a].cpu(), whole[b].cpu())
 
 
 def _needed(weight_map: WeightMap | None, where: str) -> WeightMap:

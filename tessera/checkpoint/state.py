@@ -1,4 +1,8 @@
-"""`state.json`: everything stateful but tensors. What comes back must be what went in, so only true JSON passes."""
+"""Name what a checkpoint contains: tensors of model and optimizer, and everything else as JSON.
+
+Names of tensors do not depend on wrappers, layout or device. The JSON of `state.json` must come back as it went in, so
+only true JSON is accepted.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,120 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
 from tessera.core.errors import TesseraError
+from tessera.core.modules import clean_name
+
+MODEL = "model."  # names of the model's tensors in a checkpoint begin with it; those of the optimizer with "optim."
+
+
+def model_tensors(parts: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name.
+
+    A tensor shared by two modules appears once, by its first name; of two copies that a pipeline made, the first
+    appears (the engine keeps the other equal).
+    """
+    reshard(parts)
+    found: dict[str, Tensor] = {}
+    for name, parameter in parts.named_parameters():
+        found.setdefault(clean_name(name), parameter)
+    persistent = {clean_name(name) for name in parts.state_dict(keep_vars=True)}
+    for name, buffer in parts.named_buffers():
+        if clean_name(name) in persistent:
+            found[clean_name(name)] = buffer
+    return found
+
+
+def reshard(parts: nn.Module) -> None:
+    """Free gathered weights, which a pass without backward (evaluation) leaves instead of the sharded parameters.
+
+    The optimizer and the checkpoint know the sharded ones alone.
+    """
+    for part in parts.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def tied_names(parts: nn.Module) -> dict[str, str]:
+    """Return further names of shared parameters -> the name that `model_tensors` gives them."""
+    first: dict[Tensor, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in parts.named_parameters(remove_duplicate=False):
+        known = first.setdefault(tensor, clean_name(name))
+        if known != clean_name(name):
+            aliases[clean_name(name)] = known
+    return aliases
+
+
+def training_tensors(parts: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return all tensors of a run as a checkpoint names them: `model.<name>` and `optim.<name>.<key>`."""
+    tensors = model_tensors(parts)
+    names = {tensor: name for name, tensor in tensors.items()}
+    return {
+        **{f"{MODEL}{name}": tensor for name, tensor in tensors.items()},
+        **optimizer_tensors(optimizer, names),
+    }
+
+
+def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    """Return the optimizer's tensors, created now if it has not stepped yet, so that loading can be in place."""
+    _create_state(optimizer)
+    found: dict[str, Tensor] = {}
+    for parameter in _trained(optimizer):
+        if parameter not in names:
+            continue  # a copy of one that has a name
+        for key, value in optimizer.state[parameter].items():
+            if value is None:
+                continue
+            if not isinstance(value, Tensor):
+                raise TesseraError(
+                    f"{type(optimizer).__name__} keeps {key!r} of {names[parameter]} as a {type(value).__name__}",
+                    fix="a checkpoint holds tensors: use an optimizer that keeps its state in them",
+                )
+            found[f"optim.{names[parameter]}.{key}"] = value
+    return found
+
+
+def _trained(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+@torch.no_grad()
+def _create_state(optimizer: Optimizer) -> None:
+    """Let the optimizer create its state by a step that changes nothing: zero gradients, no learning rate.
+
+    One parameter at a time, each restored afterwards: even adding zero can turn -0.0 into 0.0, and a copy of all of
+    them at once might not fit.
+    """
+    fresh = [p for p in _trained(optimizer) if not optimizer.state.get(p)]
+    if not fresh:
+        return
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in everything]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for parameter in everything:
+            parameter.grad = None
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for parameter in fresh:
+            before = parameter.detach().clone()
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            parameter.grad = None
+            parameter.detach().copy_(before)
+            step = optimizer.state[parameter].get("step")
+            if isinstance(step, Tensor):
+                step.zero_()
+    finally:
+        for parameter, gradient in zip(everything, gradients, strict=True):
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def state_to_json(state: Mapping[str, Any]) -> bytes:
@@ -26,7 +143,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _check(value: Any, where: str) -> None:
-    """Tuples come back as lists; numbers, also nan and infinity, come back exactly."""
+    """Raise unless a value is plain JSON. Tuples come back as lists; numbers, also nan and infinity, exactly."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):

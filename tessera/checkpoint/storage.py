@@ -1,168 +1,209 @@
-"""Torch's distributed checkpoint planners over our files: any layout is written, any other reads it back.
+"""Store tensors by torch's distributed checkpoint planners: written in any layout, read back in any other.
 
 Torch decides which rank writes which chunk and which boxes of which chunks a rank needs. Here those become one
-safetensors file per writing rank and slices of such files. Only tensors pass, so nothing is ever pickled.
+safetensors file per writing rank, slices of such files, and `tensors.json`, which names every chunk. Only tensors pass,
+so nothing is ever pickled.
 """
 
 from __future__ import annotations
 
-import os
-import warnings
+import json
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
-from tessera.checkpoint import metadata as tensor_table
-from tessera.checkpoint.files import Fault, FileRecord, no_fault, write_file
-from tessera.checkpoint.metadata import Place
-from tessera.checkpoint.ranks import Failure, Ranks, raise_together
-from tessera.checkpoint.safetensors_file import Entry, SafetensorsStream, open_safetensors, read_box, storage_order
+from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.files import (
+    CODES,
+    Entry,
+    Fault,
+    FileRecord,
+    SafetensorsFile,
+    open_safetensors,
+    read_box,
+    storage_order,
+    write_file,
+)
+from tessera.core import device as devices
 from tessera.core.errors import TesseraError, nearest
 
 TABLE = "tensors.json"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
+_MARGIN, _LEFT_FREE = 1.1, 1 << 30  # of device memory, for copies that are written in the background
 
 
-@dataclass(frozen=True)
-class _Written:
-    place: Place
-    file: FileRecord
+# ---------------------------------------------------------------------------------------------- writing
 
 
-class ShardWriter(StorageWriter):
-    """Writes each rank's share into `folder`. Afterwards, on rank 0, `records` describes every file written."""
+class TensorSave:
+    """Write what one rank stores of a checkpoint: the chunks that torch's planner gave it, and on rank 0 the table."""
 
-    def __init__(self, folder: Path, fault: Fault = no_fault) -> None:
-        self._folder = folder
-        self._fault = fault
-        self.records: list[FileRecord] = []
+    def __init__(self, file: str, chunks: dict[str, Tensor], table: bytes | None) -> None:
+        self.file = file
+        self.chunks = chunks
+        self._table = table
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+    def copy_chunks(self) -> None:
+        """Replace the live tensors by copies, so that training can go on while they are written.
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+        Copies on the device are made at the speed of its memory, and go to the host from there while training goes on.
+        They are made if they fit into memory that was never used; otherwise they are made in host memory.
+        """
+        for device in {chunk.device for chunk in self.chunks.values()}:
+            here = {key: chunk for key, chunk in self.chunks.items() if chunk.device == device}
+            size = sum(chunk.nbytes for chunk in here.values())
+            fits = device.type == "cpu" or devices.free_memory(device) > _MARGIN * size + _LEFT_FREE
+            for key, chunk in here.items():
+                if fits:
+                    try:
+                        self.chunks[key] = chunk.detach().clone()
+                        continue
+                    except torch.OutOfMemoryError:  # free memory may be in parts that are too small
+                        fits = False
+                self.chunks[key] = chunk.detach().to("cpu", copy=True)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
+    def host_bytes(self) -> int:
+        """Return how much host memory copies of all chunks need at most."""
+        return sum(chunk.nbytes for chunk in self.chunks.values())
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [replace(plan, storage_data=f"shard-{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan, planner) if plan.items else [])
-        return done
-
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        name: str = plan.storage_data
-        items = {_key(item): item for item in plan.items}
-        entries = storage_order([_entry(key, item) for key, item in items.items()])
-        stream = SafetensorsStream(self._folder / name, entries, fault=self._fault)
-        try:
-            stream.open()
+    def write(self, folder: Path, fault: Fault) -> list[FileRecord]:
+        """Write this rank's file, if it has chunks; return what was written."""
+        if not self.chunks:
+            return []
+        entries = storage_order([Entry(key, chunk.dtype, tuple(chunk.shape)) for key, chunk in self.chunks.items()])
+        with SafetensorsFile(folder / self.file, entries, fault) as file:
             for entry in entries:
-                tensor = planner.resolve_data(items[entry.key])
-                assert isinstance(tensor, Tensor)
-                stream.put(entry.key, tensor)
-            record = stream.close()
-        except BaseException:
-            stream.abandon()
-            raise
-        return [WriteResult(items[e.key].index, e.nbytes, _Written(Place(name, e.key), record)) for e in entries]
+                file.put(entry.key, self.chunks[entry.key])
+        return [file.record]
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        written = {result.index: result.storage_data for share in results for result in share}
-        places = {index: w.place for index, w in written.items()}
-        files = {w.file.name: w.file for w in written.values()}
-        table = write_file(self._folder / TABLE, tensor_table.to_json(metadata, places), self._fault)
-        self.records = [*(files[name] for name in sorted(files)), table]
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return Path(checkpoint_id).is_dir()
+    def write_table(self, folder: Path, fault: Fault) -> FileRecord:
+        assert self._table is not None, "rank 0 has it"
+        return write_file(folder / TABLE, self._table, fault)
 
 
-class ShardReader(StorageReader):
-    """Reads from `folder` the boxes that this rank needs and no others."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._places: dict[MetadataIndex, Place] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_table(self._folder)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._places = metadata.storage_data
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
-            by_file[self._places[item.storage_index].file].append(item)
-        for name, items in by_file.items():
-            if Path(name).name != name:
-                raise TesseraError(f"a file outside of the checkpoint: {name!r}", where=str(self._folder / TABLE))
-            with open_safetensors(self._folder / name) as file:
-                for item in items:
-                    source = read_box(file, self._places[item.storage_index].key, item.storage_offsets, item.lengths)
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(source)
-                    planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return (Path(checkpoint_id) / TABLE).is_file()
-
-
-def save_tensors(tensors: Mapping[str, Tensor], writer: ShardWriter) -> None:
-    """Every rank's share, then the table; a failure of any rank is raised on all of them."""
-    _refuse_other_things(tensors)
+def plan_save(ranks: Ranks, tensors: Mapping[str, Tensor]) -> TensorSave:
+    """Return what this rank writes of the given tensors. Every rank calls this; nothing is copied or written yet."""
+    assert all(isinstance(tensor, Tensor) for tensor in tensors.values()), "only tensors are stored"
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _together():
-        dcp_save(dict(tensors), storage_writer=writer, planner=planner, no_dist=Ranks.current().alone)
+
+    def local_plan() -> SavePlan:
+        planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=ranks.rank == 0)
+        return planner.create_local_plan()
+
+    def global_plan(local_plans: list[SavePlan]) -> list[tuple[SavePlan, bytes | None]]:
+        plans, metadata = planner.create_global_plan(local_plans)
+        locations = {
+            item.index: (_shard_file(rank), _key(item)) for rank, plan in enumerate(plans) for item in plan.items
+        }
+        table = _table_to_json(metadata, locations)
+        return [(plan, table if rank == 0 else None) for rank, plan in enumerate(plans)]
+
+    plan, table = ranks.through_rank0(local_plan, global_plan)
+    chunks: dict[str, Tensor] = {}
+    for item in planner.finish_plan(plan).items:
+        chunk = planner.resolve_data(item)
+        assert isinstance(chunk, Tensor), "only tensors are stored"
+        chunks[_key(item)] = chunk
+    return TensorSave(_shard_file(ranks.rank), chunks, table)
+
+
+def _table_to_json(metadata: Metadata, locations: Mapping[MetadataIndex, tuple[str, str]]) -> bytes:
+    tensors: dict[str, Any] = {}
+    for name, tensor in sorted(metadata.state_dict_metadata.items()):
+        assert isinstance(tensor, TensorStorageMetadata), "only tensors are stored"
+        chunks = []
+        for chunk in tensor.chunks:
+            file, key = locations[MetadataIndex(name, chunk.offsets)]
+            chunks.append({"offsets": list(chunk.offsets), "shape": list(chunk.sizes), "file": file, "key": key})
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
+    return json.dumps({"tensors": tensors}, indent=1).encode()
+
+
+def _shard_file(rank: int) -> str:
+    return f"shard-{rank:05d}.safetensors"
+
+
+def _key(item: WriteItem) -> str:
+    assert item.tensor_data is not None, "only tensors are stored"
+    chunk = item.tensor_data.chunk
+    if chunk.sizes == item.tensor_data.size:
+        return item.index.fqn
+    return f"{item.index.fqn}@{','.join(map(str, chunk.offsets))}"
+
+
+def total_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the size of the whole tensors, not of this rank's shards."""
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+
+
+# ---------------------------------------------------------------------------------------------- reading
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fills the given tensors in place from a checkpoint written in any layout."""
-    _refuse_other_things(tensors)
-    Ranks.current().each(lambda: check_fit(folder, tensors))
+    """Fill tensors in place from a checkpoint written in any layout. A failure of one rank is raised on all."""
+    ranks = Ranks.current()
+    ranks.on_all(lambda: _check_fit(folder, tensors))
+    ranks.on_all(lambda: _read_boxes(folder, tensors))
+
+
+def _read_boxes(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read the boxes that this rank needs and no others."""
+    table = read_table(folder)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _together():
-        dcp_load(dict(tensors), storage_reader=ShardReader(folder), planner=planner, no_dist=Ranks.current().alone)
+    planner.set_up_planner(dict(tensors), table)
+    by_file: dict[str, list[ReadItem]] = defaultdict(list)
+    for item in planner.create_local_plan().items:
+        by_file[table.storage_data[item.storage_index][0]].append(item)
+    for name, items in by_file.items():
+        if Path(name).name != name:
+            raise TesseraError(f"a file outside of the checkpoint: {name!r}", where=str(folder / TABLE))
+        with open_safetensors(folder / name) as file:
+            for item in items:
+                _, key = table.storage_data[item.storage_index]
+                source = read_box(file, key, item.storage_offsets, item.lengths)
+                planner.resolve_tensor(item).detach().copy_(source)
 
 
 def read_table(folder: Path) -> Metadata:
+    """Read the table of a checkpoint: shape, type and chunks of each tensor, but no values.
+
+    `storage_data` of the result maps each chunk to its file and its key there.
+    """
     path = folder / TABLE
+    tensors: dict[str, Any] = {}
+    locations: dict[MetadataIndex, tuple[str, str]] = {}
     try:
-        return tensor_table.from_json(path.read_bytes(), str(path))
+        for name, entry in json.loads(path.read_bytes())["tensors"].items():
+            chunks = []
+            for chunk in entry["chunks"]:
+                chunks.append(ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["shape"])))
+                locations[MetadataIndex(name, chunk["offsets"])] = str(chunk["file"]), str(chunk["key"])
+            properties = TensorProperties(dtype=_DTYPES[entry["dtype"]])
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
     except OSError as error:
         raise TesseraError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TesseraError(f"not a table of tensors: {error!r}", where=str(path)) from error
+    return Metadata(tensors, storage_data=locations)
 
 
-def check_fit(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Every tensor asked for is there, whole, in its shape."""
+def _check_fit(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise unless every tensor is there, complete and in its shape."""
     stored = read_table(folder).state_dict_metadata
     problems: list[str] = []
     for name, tensor in tensors.items():
@@ -181,44 +222,3 @@ def check_fit(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             where=str(folder),
             fix="use the configuration that the checkpoint was written with (config.yaml in its folder)",
         )
-
-
-def total_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Of the whole tensors, not of this rank's part."""
-    _refuse_other_things(tensors)
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-
-
-def _refuse_other_things(tensors: Mapping[str, Any]) -> None:
-    for name, value in tensors.items():
-        assert isinstance(value, Tensor), f"{name} is a {type(value).__name__}; only tensors are stored here"
-
-
-def _key(item: WriteItem) -> str:
-    assert item.tensor_data is not None, "only tensors are stored"
-    chunk = item.tensor_data.chunk
-    if chunk.sizes == item.tensor_data.size:
-        return item.index.fqn
-    return f"{item.index.fqn}@{','.join(map(str, chunk.offsets))}"
-
-
-def _entry(key: str, item: WriteItem) -> Entry:
-    assert item.tensor_data is not None
-    return Entry(key, item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes))
-
-
-class _together:
-    """Torch gathers failures of all ranks into a `CheckpointException`; here they become the one error that fits."""
-
-    def __enter__(self) -> None:
-        self._quiet = warnings.catch_warnings()
-        self._quiet.__enter__()
-        # Working without a process group is meant, not forgotten.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        # So are ranks that have other names: the stages of a pipeline.
-        warnings.filterwarnings("ignore", message="Detected mismatched keys")
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._quiet.__exit__(kind, error, trace)
-        if isinstance(error, CheckpointException):
-            raise_together([Failure.of(cause, rank) for rank, (cause, _) in error.failures.items()])

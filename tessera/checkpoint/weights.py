@@ -1,77 +1,82 @@
-"""The engine of `core.weightmap`: which foreign tensors make ours, what is missing and what is left over.
+"""Fill a model's tensors by a `core.weightmap`, and check that files hold what they claim.
 
-It knows rules and shapes, no files; `hf` joins it to folders.
+The first part finds which foreign tensors make a native one, what is missing and what is left over. The second compares
+the config.json of a folder with the headers of its weight files, before layers are built and before memory is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.utils import find_tensor_shard
 
+from tessera.checkpoint.files import DTYPES, box_slices
+from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.torch_internals import local_chunks, tensor_of_chunk
 from tessera.core.weightmap import ByBox, Operation, WeightMap, can_read_boxes, shape_of
 
 Shape = tuple[int, ...]
-ReadBox = Callable[[str, Sequence[int], Sequence[int]], Tensor]  # (their name, offsets, sizes) -> that part of it
+ReadBox = Callable[[str, Sequence[int], Sequence[int]], Tensor]  # (foreign name, offsets, sizes) -> that part of it
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """One tensor of ours: from which foreign tensors (names as they stand in the files), by which operation."""
+class TensorSource:
+    """Name the foreign tensors (as the files spell them) and the operation that make one native tensor."""
 
-    ours: str
-    theirs: tuple[str, ...]
+    native: str
+    foreign: tuple[str, ...]
     op: Operation
 
 
 def plan_reading(
-    ours: Collection[str],
+    native: Collection[str],
     available: Collection[str],
     weight_map: WeightMap,
     *,
     tied: Mapping[str, str],
     expected: Iterable[str],
     where: str,
-) -> list[Recipe]:
-    """A recipe for each of `ours`. `expected`: all names of the whole model, as what others load is not left over."""
-    spelled = {weight_map.canonical(name): name for name in available}
+) -> list[TensorSource]:
+    """Return a source for each of `native`. `expected`: all names of the model, of which other ranks may load some."""
+    stored_names = {weight_map.canonical(name): name for name in available}
     twins: dict[str, list[str]] = {}
     for alias, name in tied.items():
         twins.setdefault(name, []).append(alias)
-    recipes: list[Recipe] = []
+    sources: list[TensorSource] = []
     missing: list[str] = []
     used: set[str] = set()
-    for name in dict.fromkeys([*ours, *expected]):
+    for name in dict.fromkeys([*native, *expected]):
         # A tied tensor may be stored under either of its names, or under both.
         found = None
         for candidate in (name, *twins.get(name, ())):
-            match = weight_map.to_foreign(candidate)
+            match = weight_map.rule_for(candidate)
             if match is None:
                 continue
             rule, foreign = match
             used.update(foreign)
-            if found is None and all(f in spelled for f in foreign):
-                found = Recipe(name, tuple(spelled[f] for f in foreign), rule.op)
+            if found is None and all(f in stored_names for f in foreign):
+                found = TensorSource(name, tuple(stored_names[f] for f in foreign), rule.op)
         if found is None:
             missing.append(name)
-        elif name in ours:
-            recipes.append(found)
-    left_over = [spelled[f] for f in spelled if f not in used and not weight_map.skips(f)]
+        elif name in native:
+            sources.append(found)
+    left_over = [stored_names[f] for f in stored_names if f not in used and not weight_map.skips(f)]
     if missing or left_over:
         raise _misfit(missing, left_over, weight_map, where)
-    return recipes
+    return sources
 
 
 def _misfit(missing: list[str], left_over: list[str], weight_map: WeightMap, where: str) -> TesseraError:
     lines: list[str] = []
     for name in missing[:10]:
-        match = weight_map.to_foreign(name)
-        wanted = ", ".join(match[1]) if match else "no rule of the weight map speaks of it"
+        match = weight_map.rule_for(name)
+        wanted = ", ".join(match[1]) if match else "the weight map has no rule for it"
         near = nearest(match[1][0], left_over) if match else None
         lines.append(f"missing: {name} ({wanted})" + (f"; the folder has {near}" if near else ""))
     lines += [f"unexpected: {name}" for name in left_over[:10]]
@@ -86,77 +91,156 @@ def _misfit(missing: list[str], left_over: list[str], weight_map: WeightMap, whe
 
 
 @torch.no_grad()
-def fill(target: Tensor, recipe: Recipe, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:
-    """Makes one tensor of ours. Where the operation can, a rank reads only the bytes of what it holds."""
-    shapes_fit(recipe, tuple(target.shape), shapes, where)
-    theirs = [shapes[name] for name in recipe.theirs]
-    boxes = _boxes(target)
-    if can_read_boxes(recipe.op):
-        assert isinstance(recipe.op, ByBox)
+def fill(target: Tensor, source: TensorSource, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:
+    """Make one native tensor. Where the operation can, a rank reads only the bytes of what it holds."""
+    shapes_fit(source, tuple(target.shape), shapes, where)
+    foreign_shapes = [shapes[name] for name in source.foreign]
+    boxes = local_chunks(target)
+    if can_read_boxes(source.op):
+        assert isinstance(source.op, ByBox)
         for box in boxes:
-            needed = recipe.op.boxes(box.offsets, box.sizes, theirs)
-            pieces = [read(recipe.theirs[number], offsets, sizes) for number, offsets, sizes in needed]
-            _shard(target, recipe.ours, box).copy_(recipe.op.joined(pieces, theirs))
+            needed = source.op.boxes(box.offsets, box.sizes, foreign_shapes)
+            read_boxes = [read(source.foreign[number], offsets, sizes) for number, offsets, sizes in needed]
+            tensor_of_chunk(target, box.offsets).copy_(source.op.join_boxes(read_boxes, foreign_shapes))
         return
     if not boxes:
         return
-    made = recipe.op.to_ours([read(name, [0] * len(shapes[name]), shapes[name]) for name in recipe.theirs])
+    made = source.op.to_native([read(name, [0] * len(shapes[name]), shapes[name]) for name in source.foreign])
     for box in boxes:
-        _shard(target, recipe.ours, box).copy_(_cut(made, box.offsets, box.sizes))
+        tensor_of_chunk(target, box.offsets).copy_(made[box_slices(box.offsets, box.sizes)])
 
 
-def shapes_fit(recipe: Recipe, ours: Shape, shapes: Mapping[str, Shape], where: str) -> None:
-    """Refuses foreign tensors that do not make one of this shape, before a byte of them is read."""
+def shapes_fit(source: TensorSource, native: Shape, shapes: Mapping[str, Shape], where: str) -> None:
+    """Raise, before any data is read, if foreign tensors do not make one of this shape."""
     try:
-        made = shape_of(recipe.op, [shapes[name] for name in recipe.theirs])
+        made = shape_of(source.op, [shapes[name] for name in source.foreign])
     except RuntimeError as error:
-        told = ", ".join(f"{name} {list(shapes[name])}" for name in recipe.theirs)
-        raise TesseraError(f"{recipe.ours} cannot be made from {told}: {error}", where=where) from error
-    if ours != made:
+        shown = ", ".join(f"{name} {list(shapes[name])}" for name in source.foreign)
+        raise TesseraError(f"{source.native} cannot be made from {shown}: {error}", where=where) from error
+    if native != made:
         raise TesseraError(
-            f"{recipe.ours} has shape {list(ours)}, {' + '.join(recipe.theirs)} gives {list(made)}",
+            f"{source.native} has shape {list(native)}, {' + '.join(source.foreign)} gives {list(made)}",
             where=where,
             fix="check that config.json belongs to these weights",
         )
 
 
-def _cut(made: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    return made[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-
-
 @torch.no_grad()
 def add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """Adds `scale` x left @ right, both whole, to a tensor that may be sharded. Each rank computes what it holds."""
-    for box in _boxes(target):
-        rows = slice(box.offsets[0], box.offsets[0] + box.sizes[0])
-        columns = slice(box.offsets[1], box.offsets[1] + box.sizes[1])
-        held = _shard(target, "", box)
-        held.copy_(held.float() + scale * (left[rows].float() @ right[:, columns].float()))
+    """Add `scale` * left @ right, both whole, to a tensor that may be sharded. Each rank computes its own shard."""
+    for box in local_chunks(target):
+        rows, columns = box_slices(box.offsets, box.sizes)
+        shard = tensor_of_chunk(target, box.offsets)
+        shard.copy_(shard.float() + scale * (left[rows].float() @ right[:, columns].float()))
     return target
 
 
-def _boxes(target: Tensor) -> list[ChunkStorageMetadata]:
-    """The parts of the whole tensor that this rank holds; torch's own checkpoint protocol answers for sharded ones."""
-    chunks = getattr(target, "__create_chunk_list__", None)
-    if chunks is not None:
-        return [box for box in chunks() if 0 not in box.sizes]
-    return [ChunkStorageMetadata(torch.Size([0] * target.dim()), target.shape)]
+Counts = dict[str, tuple[int, int, int]]  # by names of foreign tensors: numbers read, NaN, infinite
 
 
-def _shard(target: Tensor, name: str, box: ChunkStorageMetadata) -> Tensor:
-    return find_tensor_shard(target.detach(), MetadataIndex(name, box.offsets))
+def check_stored_kind(name: str, stored: str, wanted: torch.dtype, where: str) -> None:
+    """Raise if a weight is stored as integers or a counter as floats: read as the other, its bytes mean nothing."""
+    dtype = DTYPES.get(stored)
+    if dtype is None or dtype.is_floating_point != wanted.is_floating_point:
+        raise TesseraError(
+            f"{name} is stored as {stored}, the model has {str(wanted).removeprefix('torch.')} there",
+            where=where,
+            fix="the file is damaged, or quantized in a way that is not read: fetch the weights in bf16, fp16 or fp32",
+        )
 
 
-def foreign_entries(
-    tensors: Mapping[str, Tensor], weight_map: WeightMap, dtype: torch.dtype | None
-) -> Mapping[str, Tensor]:
-    """What tensors of ours that belong together become on writing, as tensors without data: names, shapes and types."""
-    blanks = {
-        name: torch.empty(tensor.shape, dtype=cast_to(tensor, dtype), device="meta") for name, tensor in tensors.items()
-    }
-    return weight_map.theirs(blanks)
+def non_finite(tensor: Tensor) -> tuple[int, int]:
+    """Return how many numbers are NaN, and how many are infinite, by one pass over sound weights and without a copy."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0, 0
+    if tensor.dtype.itemsize == 1:  # no sums of these
+        tensor = tensor.float()
+    if math.isfinite(float(tensor.sum(dtype=torch.float32))):
+        return 0, 0
+    return int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
 
 
-def cast_to(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Only weights change their type; counters and masks keep theirs."""
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+def judge_non_finite(counts: Iterable[Mapping[str, tuple[int, int, int]]], where: str) -> list[str]:
+    """Return warnings about tensors with numbers that are not finite; raise if one holds nothing but NaN.
+
+    `counts`: of each rank, by names of tensors, how many numbers were read, were NaN and were infinite. Few such
+    numbers may be limits, or rows that are never used.
+    """
+    sums: dict[str, list[int]] = {}
+    for table in counts:
+        for name, found in table.items():
+            sums[name] = [a + b for a, b in zip(sums.get(name, [0, 0, 0]), found, strict=True)]
+    ruined = [name for name, (read, nan, _) in sums.items() if nan == read]
+    if ruined:
+        raise TesseraError(
+            f"nothing but NaN in {len(ruined)} of the tensors: " + ", ".join(ruined[:5]),
+            where=where,
+            fix="these weights are ruined: fetch them again, or take an earlier checkpoint",
+        )
+    return [
+        f"{name}: {nan} NaN and {infinite} infinite of {read} numbers"
+        for name, (read, nan, infinite) in sums.items()
+        if nan or (infinite and read > 1)  # a single infinite number is a limit that is not set
+    ]
+
+
+# Numbers of layers, as configurations call them: each layer is built, and has a tensor at least.
+_LAYERS = frozenset(
+    {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "depths", "layers", "encoder_layers"}
+    | {"decoder_layers", "num_encoder_layers", "num_decoder_layers"}
+)
+_LAYERS_ANYWAY = 4096  # so many are built in a moment, and a misfit is then reported by names
+_LARGEST = 1 << 53  # of any number in a configuration: beyond, not even its double is exact
+
+
+def check_config_numbers(data: Mapping[str, Any], folder: Path) -> None:
+    """Raise if a config.json has a number beyond all sense, or more layers than there are tensors."""
+    most: int | None = None
+    for name, number in _numbers(data, ""):
+        if not math.isfinite(number) or abs(number) > _LARGEST:
+            raise TesseraError(f"{name} = {str(number)[:30]} is beyond all sense", where=str(folder / "config.json"))
+        if name.rpartition(".")[2] not in _LAYERS or number <= _LAYERS_ANYWAY:
+            continue
+        if most is None:
+            most = sum(1 for _ in _headers(folder))
+        if number > most:
+            raise TesseraError(
+                f"{name} = {number}, and the weights are {most} tensors in all",
+                where=str(folder / "config.json"),
+                fix="check that config.json and the weights belong together",
+            )
+
+
+def check_folder_fit(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    weight_map: WeightMap,
+    *,
+    tied: Mapping[str, str],
+) -> None:
+    """Raise unless a folder fits a model that has no memory yet, by names, shapes and types in the headers."""
+    headers = dict(_headers(folder))
+    shapes = {name: shape for name, (shape, _) in headers.items()}
+    sources = plan_reading(tensors.keys(), shapes, weight_map, tied=tied, expected=(), where=str(folder))
+    for source in sources:
+        shapes_fit(source, tuple(tensors[source.native].shape), shapes, str(folder))
+        for name in source.foreign:
+            check_stored_kind(name, headers[name][1], tensors[source.native].dtype, str(folder))
+
+
+def _headers(folder: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
+    with FolderTensors(folder) as stored:
+        for name, shape in stored.shapes.items():
+            yield name, (shape, stored.kinds[name])
+
+
+def _numbers(data: Any, name: str) -> Iterator[tuple[str, int | float]]:
+    """Yield all numbers with their dotted names; those of a list have the name of the list."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _numbers(value, f"{name}.{key}".lstrip("."))
+    elif isinstance(data, Sequence) and not isinstance(data, str):
+        for value in data:
+            yield from _numbers(value, name)
+    elif isinstance(data, int | float) and not isinstance(data, bool):
+        yield name, data

@@ -1,1 +1,1 @@
-"""The verbs from the shell. Each is a few lines over the same functions that `import tessera` offers."""
+"""Offer the verbs on the command line, each a few lines over the functions of `import tessera`."""

@@ -1,36 +1,50 @@
-"""Which machines a run is started on: the words of the command line, checked before anything starts."""
+"""Describe the machines of a run: check the options of the command line, and write jobs for Slurm and Kubernetes."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import yaml
 
 from tessera.core.errors import TesseraError
 
 _ENDPOINT = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?):(?P<port>\d{1,5})")
 _MAX_NODES = 100_000
+_SLURM_WORD = re.compile(r"[\w.,:@%/\-]+")
+_SLURM_NAME = re.compile(r"[\w.\-]+")
+_DNS_LABEL = re.compile(
+    r"[a-z0-9](?:[a-z0-9\-]{0,51}[a-z0-9])?"
+)  # shorter than the limit: the operator adds -worker-NNN
+_IMAGE = re.compile(r"[\w][\w./:@\-]*")
+_RESOURCE = re.compile(r"[a-z0-9.\-]+/[A-Za-z0-9._\-]+")
+_MASTER_PORT = 29500
+_RESTARTS = 3
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """One machine, several with fixed numbers (static), or as many as come within a range (elastic)."""
+    """Describe the machines: one, several with fixed numbers (static), or any number within a range (elastic)."""
 
     nproc: int = 1
     min_nodes: int = 1
     max_nodes: int = 1
     node_rank: int = 0
-    endpoint: str | None = None  # HOST:PORT where the machines meet
+    endpoint: str | None = None  # HOST:PORT of the rendezvous
     elastic: bool = False
     restarts: int = 0
 
     @property
     def ranks(self) -> int | None:
-        """In all; None where that depends on who comes."""
+        """Return the number of all ranks; None where it depends on how many machines come."""
         return self.nproc * self.max_nodes if self.min_nodes == self.max_nodes else None
 
     @property
     def launches(self) -> bool:
-        """Whether the ranks are children of this process; otherwise it is itself the one rank."""
+        """Return whether the ranks are children of this process; otherwise it is the only rank."""
         return self.nproc > 1 or self.endpoint is not None or self.restarts > 0
 
 
@@ -56,7 +70,7 @@ def parse_cluster(
         return Cluster(nproc, low, high, 0, _endpoint(rdzv, "--rdzv"), True, restarts)
     if low != high:
         raise TesseraError(
-            f"a range of machines ({nnodes}) needs a place for them to meet",
+            f"a range of machines ({nnodes}) needs a rendezvous",
             where="--nnodes",
             fix="add --rdzv HOST:PORT",
         )
@@ -100,3 +114,149 @@ def _endpoint(text: str, where: str) -> str:
     if found is None or not 0 < int(found["port"]) < 65536:
         raise TesseraError(f"not HOST:PORT: {text!r}", where=where, allowed=["node-0:29500", "10.0.0.1:29500"])
     return text
+
+
+# ------------------------------------------------------------------------------------------ jobs of a scheduler
+
+
+@dataclass(frozen=True)
+class Job:
+    """Describe a job for any scheduler. `words`: arguments of `tessera train` without those about machines."""
+
+    words: Sequence[str]
+    name: str
+    nodes: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise TesseraError(f"{self.nodes} machines", where="--nodes", allowed=["1 or more"])
+        if self.ranks_per_node < 1:
+            raise TesseraError(f"{self.ranks_per_node} devices", where="--gpus-per-node", allowed=["1 or more"])
+
+    def start_line(self, node_rank: str, endpoint: str) -> str:
+        """Return LINE of `sh -c LINE sh WORDS...`: the shell sees the words only as "$@", whatever they contain.
+
+        A scheduler starts a job again after a machine was lost; then the run is resumed.
+        """
+        line = f'exec tessera train "$@" --or-resume --nproc {self.ranks_per_node}'
+        if self.nodes > 1:
+            line += f' --nnodes {self.nodes} --node-rank "{node_rank}" --master "{endpoint}"'
+        return line
+
+
+def slurm_script(
+    job: Job,
+    *,
+    partition: str | None = None,
+    account: str | None = None,
+    time_limit: str | None = None,
+    cpus_per_rank: int | None = None,
+    setup: str | None = None,
+) -> str:
+    _check(_SLURM_NAME, job.name, "--name", "letters, digits, dots, dashes")
+    options: list[tuple[str, object]] = [
+        ("job-name", job.name),
+        ("nodes", job.nodes),
+        ("ntasks-per-node", 1),
+        ("gpus-per-node", job.ranks_per_node),
+        ("output", "%x-%j.log"),
+    ]
+    for name, value in (("partition", partition), ("account", account), ("time", time_limit)):
+        if value is not None:
+            options.append((name, _check(_SLURM_WORD, value, f"--{name}", "one word")))
+    if cpus_per_rank is not None:
+        if cpus_per_rank < 1:
+            raise TesseraError(f"{cpus_per_rank} cores per rank", where="--cpus-per-rank", allowed=["1 or more"])
+        options.append(("cpus-per-task", cpus_per_rank * job.ranks_per_node))
+    start = shlex.quote(job.start_line("$SLURM_NODEID", "$MASTER"))
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{name}={value}" for name, value in options),
+        "#SBATCH --requeue",
+        "",
+        "set -euo pipefail",
+        *([setup] if setup else []),
+        "# The first machine holds the rendezvous; the port differs from job to job.",
+        'FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
+        'export MASTER="$FIRST:$((20000 + SLURM_JOB_ID % 20000))"',
+        "# One launcher per machine; when one ends badly, Slurm ends the others.",
+        f"srun --kill-on-bad-exit=1 sh -c {start} sh {shlex.join(job.words)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def kubernetes_manifest(
+    job: Job,
+    *,
+    image: str | None,
+    pvc: str | None = None,
+    mount: str = "/data",
+    namespace: str | None = None,
+    resource: str = "nvidia.com/gpu",
+    workdir: str | None = None,
+) -> str:
+    label = "a lower-case name of letters, digits and dashes, at most 53"
+    _check(_DNS_LABEL, job.name, "--name", label)
+    if image is None:
+        raise TesseraError("Kubernetes needs a container image", where="--image", fix="add --image REGISTRY/NAME:TAG")
+    container: dict[str, Any] = {
+        "name": "pytorch",  # the operator looks for this name
+        "image": _check(_IMAGE, image, "--image", "REGISTRY/NAME:TAG"),
+        # The operator sets these variables in every pod; RANK there is the pod's number.
+        "command": ["sh", "-c", job.start_line("$RANK", "$MASTER_ADDR:$MASTER_PORT"), "sh"],
+        "args": list(job.words),
+        "ports": [{"name": "pytorchjob-port", "containerPort": _MASTER_PORT}],
+        "resources": {
+            "limits": {_check(_RESOURCE, resource, "--resource", "such as nvidia.com/gpu"): job.ranks_per_node}
+        },
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    # Loader workers pass batches in shared memory; by default a pod has 64 MiB of it.
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    if workdir is not None:
+        container["workingDir"] = _absolute(workdir, "--workdir")
+    if pvc is not None:
+        claim = _check(_DNS_LABEL, pvc, "--pvc", label)
+        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": claim}})
+        container["volumeMounts"].append({"name": "data", "mountPath": _absolute(mount, "--mount")})
+    metadata: dict[str, Any] = {"name": job.name}
+    if namespace is not None:
+        metadata["namespace"] = _check(_DNS_LABEL, namespace, "--namespace", label)
+
+    def replicas(count: int) -> dict[str, Any]:
+        pod = {"spec": {"containers": [container], "volumes": volumes}}
+        return {"replicas": count, "restartPolicy": "OnFailure", "template": pod}
+
+    roles = {"Master": replicas(1)}
+    if job.nodes > 1:
+        roles["Worker"] = replicas(job.nodes - 1)
+    manifest = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": metadata,
+        "spec": {
+            "runPolicy": {"backoffLimit": _RESTARTS, "cleanPodPolicy": "Running"},
+            "pytorchReplicaSpecs": roles,
+        },
+    }
+    return yaml.dump(manifest, Dumper=_NoAliases, sort_keys=False)
+
+
+class _NoAliases(yaml.SafeDumper):
+    """Write shared objects out each time, so that the file is easy to read."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _check(pattern: re.Pattern[str], value: str, where: str, allowed: str) -> str:
+    if not pattern.fullmatch(value):
+        raise TesseraError(f"not usable here: {value!r}", where=where, allowed=[allowed])
+    return value
+
+
+def _absolute(path: str, where: str) -> str:
+    if not re.fullmatch(r"/[\w./\-]*", path) or ".." in path.split("/"):
+        raise TesseraError(f"not an absolute path inside a container: {path!r}", where=where, allowed=["/data"])
+    return path

@@ -1,4 +1,4 @@
-"""`tessera data …`: look at data sets before a run does, and turn them into other forms."""
+"""Offer the verbs `tessera data …`: examine data sets before a run does, and convert them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tessera.cli.options import TrustFlag
-from tessera.cli.output import check_output, write_output
+from tessera.cli.run import TrustFlag, check_output, write_output
 from tessera.core.errors import TesseraError
 
 data_app = typer.Typer(help="Examine and convert data sets.", no_args_is_help=True)
@@ -24,15 +23,14 @@ def doctor(
     length: Annotated[
         int | None, typer.Option("--length", help="tokens of a row; default: the recipe's, or 2048")
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="write the page with pictures and histograms")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="write the page with images and histograms")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the findings for programs")] = None,
     samples: Annotated[int, typer.Option("--samples", help="samples to show as the model will see them")] = 20,
     decode: Annotated[bool, typer.Option("--decode", help="decode all media, and not only their headers")] = False,
     trust: TrustFlag = False,
 ) -> None:
     """Say what is wrong with data sets before a run finds out. Exit code 1 if samples would be lost."""
-    from tessera.tools.data_doctor.examine import examine
-    from tessera.tools.data_doctor.for_model import for_model, for_recipe, sets_of
+    from tessera.tools.data_doctor.examine import examine, for_model, for_recipe, sets_of
 
     check_output(html, "--html")
     check_output(json_file, "--json")
@@ -76,13 +74,15 @@ def convert(
     """Write a data set in another form."""
     from tessera.tools.data_convert import convert as as_messages
     from tessera.tools.data_convert import convert_llava
-    from tessera.tools.data_doctor.for_model import sets_of
+    from tessera.tools.data_doctor.examine import sets_of
 
     if to not in ("messages", "mllm"):
         raise TesseraError(f"no such form: {to!r}", where="--to", allowed=["messages", "mllm"])
     if to == "mllm":
         if images is None:
-            raise TesseraError("where are the pictures?", where="--images", fix="give the folder that holds train2017")
+            raise TesseraError(
+                "mllm needs a folder of images", where="--images", fix="give the one that holds train2017"
+            )
         done = convert_llava(source, images, target, check_images=check, overwrite=overwrite)
     else:
         sections = sets_of([source])

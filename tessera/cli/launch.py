@@ -1,4 +1,4 @@
-"""Starting this program under torch's own launcher, one process per rank, on one machine or as one of several."""
+"""Start the ranks of this machine under torch's launcher, one process per rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -22,61 +22,61 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tessera.cli.cluster import Cluster
 from tessera.core.dist import RankFailure, free_port, port_is_free
 from tessera.core.errors import TesseraError, first_line
-from tessera.core.join import reach, serve_store, spans
+from tessera.core.rendezvous import reach, serve_store, spans
 from tessera.core.run_config import RunConfig
-from tessera.train.describe import describe
-from tessera.train.watch import FAILURE_FILE
+from tessera.observe.watchdog.watchdog import FAILURE_FILE
+from tessera.training.setup import build_meta_model
 
 
 def launch(words: Sequence[str], cluster: Cluster, config: RunConfig) -> None:
-    """Runs `tessera WORDS` on this machine's ranks and waits; a rank's exit code becomes ours.
+    """Run `tessera WORDS` on the ranks of this machine, and exit with the code of a rank that failed.
 
-    What cannot run on so many ranks is refused here, once. After a failure the ranks' own verdict is read from the
-    run's folder.
+    A recipe that cannot run on so many ranks is refused here, once. After a failure the verdict of the watchdog is read
+    from the folder of the run.
     """
     if cluster.ranks is not None:
-        describe(config, cluster.ranks)
+        build_meta_model(config, cluster.ranks)
     folder, join_timeout_s = config.folder, config.parallel.join_timeout_s
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // cluster.nproc)))
     began = time.time()
-    meeting = None
+    rendezvous_store = None
     if cluster.endpoint is None:
         cluster = replace(cluster, endpoint=f"127.0.0.1:{free_port()}")
     try:
-        # Kept until the end: where this machine serves the meeting point, torch's launcher shares its open port.
-        meeting = _meet_nodes(cluster, join_timeout_s)
+        # Kept until the end: where this machine serves the store, torch's launcher shares its open port.
+        rendezvous_store = _check_nodes(cluster, join_timeout_s)
         elastic_launch(_settings(cluster, join_timeout_s), sys.executable)("-m", "tessera.cli.main", *words)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
-        if not _told(folder, began):
+        if not _is_reported(folder, began):
             print(f"rank {rank} {_how_it_ended(first.exitcode)}", file=sys.stderr)
         raise SystemExit(first.exitcode if first.exitcode > 0 else RankFailure.exit_code) from None
     except (RendezvousError, dist.DistNetworkError, dist.DistStoreError) as error:
         raise TesseraError(
             f"{cluster.min_nodes} machines did not come together at {cluster.endpoint} within {join_timeout_s:g} s "
             f"({first_line(error)})",
-            fix="start the same command on every machine; --nnodes says how many are needed",
+            fix="start the same command on every machine; --nnodes is how many are needed",
         ) from None
     except SignalException as error:
-        # The ranks were told to stop and have saved by now.
+        # The ranks received the signal too and have saved by now.
         print(f"stopped by {error.sigval.name}; `tessera resume` goes on", file=sys.stderr)
         raise SystemExit(0) from None
     finally:
-        del meeting
+        del rendezvous_store
 
 
 def _settings(cluster: Cluster, join_timeout_s: float) -> LaunchConfig:
-    patience = int(join_timeout_s) + 1
+    timeout = int(join_timeout_s) + 1
     if cluster.elastic:
-        rendezvous: dict[str, object] = {"join_timeout": patience, "last_call_timeout": 3, "timeout": patience}
-        rendezvous["read_timeout"] = patience
+        rendezvous: dict[str, object] = {"join_timeout": timeout, "last_call_timeout": 3, "timeout": timeout}
+        rendezvous["read_timeout"] = timeout
     else:
-        rendezvous = {"rank": cluster.node_rank, "timeout": patience}
+        rendezvous = {"rank": cluster.node_rank, "timeout": timeout}
     return LaunchConfig(
         min_nodes=cluster.min_nodes,
         max_nodes=cluster.max_nodes,
         nproc_per_node=cluster.nproc,
-        run_id="tessera",  # the machines of one run must use the same word; the meeting point tells runs apart
+        run_id="tessera",  # equal on all machines of a run; the endpoint differs between runs
         rdzv_backend="c10d" if cluster.elastic else "static",
         rdzv_endpoint=cluster.endpoint or "",
         rdzv_configs=rendezvous,
@@ -85,23 +85,25 @@ def _settings(cluster: Cluster, join_timeout_s: float) -> LaunchConfig:
     )
 
 
-def _meet_nodes(cluster: Cluster, patience_s: float) -> Store | None:
-    """Machines with fixed numbers: all are there, each once, with as many ranks; or the ones amiss are named. A single
-    machine has the meeting point to itself, out of reach of others."""
+def _check_nodes(cluster: Cluster, timeout_s: float) -> Store | None:
+    """Wait until all machines with fixed numbers are there, each once and with equally many ranks, or name the rest.
+
+    A single machine serves its own store, out of reach of others. Elastic machines return None.
+    """
     if cluster.elastic:
         return None
     assert cluster.endpoint is not None
     host, _, port = cluster.endpoint.rpartition(":")
-    timeout = datetime.timedelta(seconds=patience_s + 5)
+    timeout = datetime.timedelta(seconds=timeout_s + 5)
     if cluster.node_rank == 0 and not port_is_free(int(port), ""):
         where = "--port" if cluster.max_nodes == 1 else "--master"
         raise TesseraError(f"port {port} is in use", where=where, fix="choose another, or leave --port out")
     if cluster.max_nodes == 1:
         return serve_store(host, int(port), timeout)
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     serves = cluster.node_rank == 0
     if not serves:
-        reach(host.strip("[]"), int(port), patience_s, "machine 0 is missing")
+        reach(host.strip("[]"), int(port), timeout_s, "machine 0 is missing")
     store = TCPStore(host.strip("[]"), int(port), None, serves, timeout, wait_for_workers=False, multi_tenant=True)
     mine = f"nodes/{cluster.node_rank}"
     if store.add(f"{mine}/taken", 1) > 1:
@@ -114,7 +116,7 @@ def _meet_nodes(cluster: Cluster, patience_s: float) -> Store | None:
             word = f"machines {spans(missing)} are" if len(missing) > 1 else f"machine {missing[0]} is"
             raise TesseraError(
                 f"{word} missing: {len(keys) - len(missing)} of {len(keys)} came to {cluster.endpoint} "
-                f"within {patience_s:g} s",
+                f"within {timeout_s:g} s",
                 fix="start the same command there, with its own --node-rank",
             )
         time.sleep(0.05)
@@ -129,8 +131,8 @@ def _meet_nodes(cluster: Cluster, patience_s: float) -> Store | None:
     return store
 
 
-def _told(folder: Path, began: float) -> bool:
-    """Whether the ranks themselves have named who failed, on the screen, since `began`."""
+def _is_reported(folder: Path, began: float) -> bool:
+    """Return whether the watchdog has named the failed rank since `began`."""
     try:
         return float(json.loads((folder / FAILURE_FILE).read_text(encoding="utf-8"))["time"]) >= began
     except (OSError, ValueError, KeyError):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tessera.core.errors import TesseraError
-from tessera.core.pattern import matches, select_trees
+from tessera.core.pattern import ancestors, matches, select_trees
 from tessera.core.run_config import LoraSection, LoraTarget
 
 A, B = "lora_a", "lora_b"
@@ -32,28 +32,31 @@ Adapters = Mapping[str, Adapter]  # path of a layer -> its adapter
 
 
 def factor_names(path: str) -> tuple[str, str]:
-    """The parameters of the adapter of a layer."""
+    """Return the names of the two parameters of a layer's adapter."""
     return f"{path}{_TAILS[0]}", f"{path}{_TAILS[1]}"
 
 
 def is_factor(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """Return whether a parameter belongs to an adapter."""
     return name.endswith(_TAILS)
 
 
 def choose(
     section: LoraSection, layers: Sequence[str], default: Sequence[str], refused: Mapping[str, str]
 ) -> dict[str, Adapter]:
-    """The adapters that a recipe asks for, among `layers`; `default`: those it means when it names none. `refused`:
-    other paths -> why nothing there can have an adapter. Of several patterns that name a layer the last one wins."""
+    """Return the adapters that a recipe asks for, among `layers`; `default`: those it means when it names none.
+
+    `refused`: other paths -> why nothing there can have an adapter. Of several patterns that match a layer the last one
+    wins.
+    """
     chosen: dict[str, Adapter] = {}
     for number, target in enumerate(section.targets):
         given = target if isinstance(target, LoraTarget) else LoraTarget(modules=target)
         where = f"model.lora.targets.{number}"
         adapter = Adapter(given.rank or section.rank, given.alpha or section.alpha, section.rslora)
-        if not any(matches(given.modules, above) for path in layers for above in _above(path)):
+        if not any(matches(given.modules, above) for path in layers for above in ancestors(path)):
             for path, why in refused.items():
-                if any(matches(given.modules, above) for above in _above(path)):
+                if any(matches(given.modules, above) for above in ancestors(path)):
                     raise TesseraError(f"{path} cannot have an adapter: {why}", where=where)
         chosen.update(dict.fromkeys(select_trees([given.modules], layers, where), adapter))
     if not section.targets:
@@ -68,15 +71,10 @@ def choose(
 
 
 def spelled_out(section: LoraSection, adapters: Adapters) -> LoraSection:
-    """The same section with every layer named: what a run keeps of it, and needs no other file to understand."""
+    """Return the same section with every layer named, as a run keeps it: no other file is needed to understand it."""
     plain = Adapter(section.rank, section.alpha, section.rslora)
     targets: list[str | LoraTarget] = [
         path if adapter == plain else LoraTarget(modules=path, rank=adapter.rank, alpha=adapter.alpha)
         for path, adapter in adapters.items()
     ]
     return section.model_copy(update={"targets": targets})
-
-
-def _above(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[: n + 1]) for n in range(len(parts))]

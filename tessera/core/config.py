@@ -1,4 +1,4 @@
-"""One typed tree, strictly read. YAML, JSON and `key=value` are only spellings of it.
+"""Read configuration strictly into one typed tree. YAML, JSON and `key=value` are only spellings of it.
 
 This file is the reader; the tree itself is `core.run_config`. An unknown key is an error that names file, key and the
 nearest known key. Nothing here imports torch, so that `tessera --help` and `tessera config schema` answer at once.
@@ -10,21 +10,23 @@ import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from tessera.core.errors import TesseraError, first_line, nearest
 from tessera.core.values import allowed_values, check_kind, members_of, plain_copy
-from tessera.core.yaml12 import Dumper, Loader
+from tessera.core.yaml12 import StrictDumper, StrictLoader
 
 MAX_CONFIG_BYTES = 4 << 20
 C = TypeVar("C", bound="Section")
 
 
 class Section(BaseModel):
-    """A strict, frozen piece of configuration."""
+    """Hold a part of the configuration, strict and frozen."""
+
+    renamed: ClassVar[Mapping[str, str]] = {}  # key that this section once had -> dotted path of the key to use now
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
@@ -40,11 +42,11 @@ def parse_yaml(text: str, where: str) -> Any:
     if "\t" in text:  # at the end of a line it means nothing to anyone but the scanner, and published files have it
         text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
     try:
-        return yaml.load(text, Loader=Loader)
+        return yaml.load(text, Loader=StrictLoader)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-        raise TesseraError(f"not readable as YAML: {getattr(error, 'problem', None) or error}", where=place) from None
+        problem, mark = (error.problem, error.problem_mark) if isinstance(error, yaml.MarkedYAMLError) else (None, None)
+        position = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        raise TesseraError(f"not readable as YAML: {problem or error}", where=position) from None
     except (ValueError, KeyError, ArithmeticError) as error:  # a tag (!!float x) that its text does not fit
         raise TesseraError(f"not readable as YAML: {first_line(error)}", where=where) from None
     except RecursionError:
@@ -52,7 +54,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """A YAML or JSON file as a plain dict (JSON is YAML)."""
+    """Return a YAML or JSON file as a plain dict (JSON is YAML)."""
     try:
         found = path.is_file()
     except OSError as error:  # a name that no file system takes
@@ -80,7 +82,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
 def apply_overrides(
     data: Mapping[str, Any], overrides: Mapping[str, Any], where: str = "configuration"
 ) -> dict[str, Any]:
-    """A new tree with dotted keys set: {"optim.lr": 1e-4}. Lists are reached by number: data.train.0.path."""
+    """Return a new tree with dotted keys set: {"optim.lr": 1e-4}. Items of lists are reached by number:
+    data.train.0.path."""
     tree: dict[str, Any] = plain_copy(data, where)
     for dotted, value in overrides.items():
         value = plain_copy(value, where, dotted)
@@ -113,7 +116,8 @@ def _list_index(items: list[Any], part: str, path: str) -> int:
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words of a command line; values are read as YAML: 1e-5, true and [1, 2] mean what they look like."""
+    """Parse `key=value` words of a command line; values are read as YAML: 1e-5, true and [1, 2] mean what they look
+    like."""
     out: dict[str, Any] = {}
     for word in arguments:
         key, sign, text = word.partition("=")
@@ -126,7 +130,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def build(section: type[C], data: Mapping[str, Any], where: str) -> C:
-    """Validates `data` as `section`; every problem becomes one readable error that lists them all."""
+    """Validate `data` as `section`; raise one readable error that lists every problem."""
     try:
         return section.model_validate(dict(data))
     except ValidationError as error:
@@ -134,12 +138,12 @@ def build(section: type[C], data: Mapping[str, Any], where: str) -> C:
 
 
 def _explain(section: type[Section], error: ValidationError, where: str) -> TesseraError:
-    """One line for each key, though pydantic tells about each kind that a key may have."""
+    """Return one line for each key; pydantic reports one for each type that a key may have."""
     problems: dict[str, list[Any]] = {}
     for problem in error.errors(include_url=False):
         path = _key_path(section, problem["loc"])
         problems.setdefault(".".join(map(str, path)), []).append((path, problem))
-    lines = {key: _line(section, key, told) for key, told in problems.items()}
+    lines = {key: _line(section, key, reports) for key, reports in problems.items()}
     if len(lines) > 1:
         shown = [text for text, _, _ in lines.values()]
         return TesseraError(f"{len(shown)} problems in the configuration:\n    " + "\n    ".join(shown), where=where)
@@ -148,17 +152,21 @@ def _explain(section: type[Section], error: ValidationError, where: str) -> Tess
 
 
 def _line(
-    section: type[Section], key: str, told: Sequence[tuple[list[Any], Any]]
+    section: type[Section], key: str, reports: Sequence[tuple[list[Any], Any]]
 ) -> tuple[str, list[str] | None, str | None]:
-    """What is wrong with one key, what is allowed there, and the nearest of it."""
-    path, first = told[0]
+    """Return what is wrong with one key, what is allowed there, and the nearest of it."""
+    path, first = reports[0]
     if first["type"] == "extra_forbidden":
-        known = sorted(_keys_at(section, path[:-1]))
+        at = _section_at(section, path[:-1])
+        new = None if at is None else at.renamed.get(str(path[-1]))
+        if new is not None:
+            return f"{key} is now called {new}", None, new
+        known = [] if at is None else sorted(field.alias or name for name, field in at.model_fields.items())
         near = nearest(str(path[-1]), known)
         text = f"unknown key: {key}" + (f" (did you mean {near}?)" if near else "")
         return text, known, None if near is None else ".".join([*map(str, path[:-1]), near])
-    words = [word for _, one in told if one["type"] == "literal_error" for word in _words(one["ctx"]["expected"])]
-    said = list(dict.fromkeys(_said(one) for _, one in told))
+    words = [word for _, one in reports if one["type"] == "literal_error" for word in _words(one["ctx"]["expected"])]
+    said = list(dict.fromkeys(_said(one) for _, one in reports))
     given = first.get("input")
     if isinstance(given, (str, int, float)) and first["type"] != "missing":
         said[-1] += f", got {str(given).lower() if isinstance(given, bool) else repr(given)[:200]}"
@@ -188,7 +196,7 @@ def _words(expected: str) -> list[str]:
 
 
 def _key_path(section: type[Section], location: Sequence[Any]) -> list[Any]:
-    """Where a problem lies, in keys and numbers: without the names of kinds that pydantic puts in between."""
+    """Return the path of a problem in keys and numbers, without the type names that pydantic inserts."""
     path: list[Any] = []
     kind: Any = section
     for part in location:
@@ -204,7 +212,7 @@ def _key_path(section: type[Section], location: Sequence[Any]) -> list[Any]:
 
 
 def _allowed_at(section: type[Section], path: Sequence[Any]) -> list[str]:
-    """What the key at `path` may be, read off its annotation."""
+    """Return what the key at `path` may be, from its annotation."""
     kind: Any = section
     for part in path[:-1]:
         kind = next((one for one in members_of(_below(kind, part)) if one not in (type(None), str)), Any)
@@ -215,7 +223,7 @@ def _allowed_at(section: type[Section], path: Sequence[Any]) -> list[str]:
 
 
 def _below(kind: Any, part: Any) -> Any:
-    """The annotation of what lies under `part` of something of this kind."""
+    """Return the annotation of what lies under `part` of something of this type."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         fields = {field.alias or name: field for name, field in kind.model_fields.items()} | kind.model_fields
         return fields[part].annotation if part in fields else Any
@@ -223,19 +231,17 @@ def _below(kind: Any, part: Any) -> Any:
     return inner[-1] if inner and typing.get_origin(kind) in (list, tuple, dict) else Any
 
 
-def _keys_at(section: type[Section], path: Iterable[Any]) -> list[str]:
-    """Known keys of the section that lies at `path` below `section`."""
+def _section_at(section: type[Section], path: Iterable[Any]) -> type[Section] | None:
+    """Return the class of the section that lies at `path` below `section`; None where no section lies."""
     kind: Any = section
     for part in path:
         kind = next((one for one in members_of(_below(kind, part)) if one is not type(None) and one is not str), Any)
-    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-        return []
-    return [field.alias or name for name, field in kind.model_fields.items()]
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def dump_yaml(section: Section) -> str:
     data = section.model_dump(mode="json")
-    return yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return yaml.dump(data, Dumper=StrictDumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def schema(section: type[Section]) -> dict[str, Any]:

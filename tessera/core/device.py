@@ -1,13 +1,14 @@
-"""The only file that names devices. Everyone else asks here what a device is called, can do, has and how fast it is."""
+"""Answer every question about devices: names, capabilities, memory and speed. No other file names a kind of device."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
 import os
 import resource
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ log = logging.getLogger("tessera")
 
 _BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
 COLLECTIVE_BACKENDS = tuple(_BACKENDS.values())  # the words by which errors of collectives are known
+ACCELERATORS = tuple(kind for kind in _BACKENDS if kind != "cpu")
 
 # Dense bf16 matrix peak in FLOP/s as vendors state it, by a word in the device's name, most telling word first. Unknown
 # devices report no peak, and MFU is left out.
@@ -46,7 +48,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. On an accelerator: what tensors hold and held at most. On a CPU: resident memory of this process."""
+    """Hold bytes of memory: on an accelerator those of tensors, on a CPU the resident memory of this process."""
 
     used: int
     peak: int
@@ -59,7 +61,7 @@ def _accelerator() -> str | None:
 
 
 def resolve(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` or a device type -> the device of this process, checked to be there."""
+    """Return the device of this process for `auto` or a device type; raise if it is not there."""
     kind = name
     if kind == "auto":
         kind = _accelerator() or "cpu"
@@ -90,9 +92,23 @@ def resolve(name: str, local_rank: int = 0) -> torch.device:
     return torch.device(kind, local_rank)
 
 
+def current() -> torch.device:
+    """Return the device on which this process computes now: that of its accelerator if there is one, or the CPU."""
+    kind = _accelerator()
+    return torch.device("cpu") if kind is None else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def is_accelerator(name: str) -> bool:
+    """Return whether a value of `train.device` means an accelerator: "auto" if this machine has one, "cpu" never.
+
+    Any other name counts as an accelerator, also where there is none of that type.
+    """
+    return _accelerator() is not None if name == "auto" else name.partition(":")[0] != "cpu"
+
+
 def resolve_shared(name: str, local_rank: int) -> torch.device:
-    """The same in a process group of the caller's, who may have shown each process only its own device, or may want
-    several ranks on one."""
+    """Return the device in a process group of the caller's, who may have shown each process only its own device, or
+    may want several ranks on one."""
     kind = _accelerator() if name == "auto" else name
     if kind not in (None, "cpu") and _accelerator() == kind and torch.accelerator.device_count() == 1:
         local_rank = 0
@@ -107,15 +123,36 @@ def _load_npu() -> None:
 
 
 def backend(device: torch.device, with_host: bool = False) -> str:
-    """The collective backend of a device; with the host's one beside it where checkpoints move host tensors."""
+    """Return the collective backend of a device, with that of the host beside it where checkpoints move host
+    tensors."""
     name = _BACKENDS[device.type]
     if with_host and device.type != "cpu":
         return f"cpu:gloo,{device.type}:{name}"
     return name
 
 
+def pci_addresses(ranks: int) -> list[str | None]:
+    """Return the PCI addresses of this machine's devices, or None for each that does not tell its address. Without an
+    accelerator each of the `ranks` on this machine counts as a device."""
+    count = max(ranks, torch.accelerator.device_count())
+    addresses: list[str | None] = [None] * count
+    if _accelerator() == "cuda":
+        for number in range(torch.accelerator.device_count()):
+            properties: Any = torch.cuda.get_device_properties(number)
+            with contextlib.suppress(AttributeError):  # older releases of torch do not tell
+                addresses[number] = (
+                    f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+                )
+    return addresses
+
+
+def binds_cores_itself() -> bool:
+    """Return whether torch's extension for the accelerator reads CPU_AFFINITY_CONF and binds threads by itself."""
+    return _accelerator() == "npu" or importlib.util.find_spec("torch_npu") is not None
+
+
 def supports(device: torch.device, what: str) -> bool:
-    """Capabilities that `ops` asks for by name. An unknown word is a programming error."""
+    """Return whether a device has a capability that `ops` asks for by name. An unknown name is a programming error."""
     if what == "flash_attention":
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if what == "cudnn_attention":  # at 1.9 times the speed of flash attention on these chips, slower on others
@@ -137,7 +174,8 @@ def supports(device: torch.device, what: str) -> bool:
 
 @functools.cache
 def _builds_kernels(device: torch.device) -> bool:
-    """Whether Triton is there and finds what it needs, a C compiler and Python's headers: many images lack them."""
+    """Return whether Triton is there and finds what it needs, a C compiler and Python's headers: many images lack
+    them."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:
@@ -161,13 +199,14 @@ def name(device: torch.device) -> str:
 
 
 def profiler_activities(device: torch.device) -> list[ProfilerActivity]:
-    """What torch's profiler records where this device computes."""
+    """Return what torch's profiler records on this device."""
     own = {"cuda": ProfilerActivity.CUDA, "npu": ProfilerActivity.PrivateUse1}.get(device.type)
     return [ProfilerActivity.CPU] if own is None else [ProfilerActivity.CPU, own]
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Stated dense bf16 peak, or None where we know none: then no MFU is reported rather than a wrong one."""
+    """Return the stated dense bf16 peak; None if it is not known, so that no MFU is reported rather than a wrong
+    one."""
     label = name(device)
     return next((peak for word, peak in _PEAKS if word in label), None)
 
@@ -185,15 +224,51 @@ def memory(device: torch.device) -> Memory:
     )
 
 
+def free_memory(device: torch.device) -> int:
+    """Return how many bytes can be allocated without touching what this process has reserved already."""
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        return int(module.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux
+        return 0
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device, after: Any) -> Iterator[None]:
+    """Queue what this thread does on a stream of its own, behind the event that `queued` gave to another thread."""
+    if device.type == "cpu":
+        yield
+        return
+    module: Any = torch.get_device_module(device)
+    stream = module.Stream(device=device)
+    stream.wait_event(after)
+    with module.device(device), module.stream(stream):
+        yield
+
+
+def queued(device: torch.device) -> Any:
+    """Return an event behind all that this thread has queued on an accelerator; None for the host."""
+    if device.type == "cpu":
+        return None
+    module: Any = torch.get_device_module(device)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    return event
+
+
 def reset_peak_memory(device: torch.device) -> None:
-    """A run's peak is its own, not that of what the process did before. A CPU process cannot forget its peak."""
+    """Begin a new peak for a run, whatever the process did before. A CPU process cannot reset its peak."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 def has_unfinished_work(device: torch.device) -> bool:
-    """Whether an accelerator still computes what was queued on its default stream; asked from any thread. One that
-    cannot say so now (it records a graph, say) counts as working."""
+    """Return whether an accelerator still computes what was queued on its default stream; any thread may ask. One
+    that cannot answer now (it records a graph, for example) counts as working."""
     if device.type == "cpu":
         return False
     module: Any = torch.get_device_module(device)
@@ -204,12 +279,12 @@ def has_unfinished_work(device: torch.device) -> bool:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The widest type in which this device can add up scalars over ranks."""
+    """Return the widest type in which this device can add up scalars over ranks."""
     return torch.float32 if device.type == "npu" else torch.float64
 
 
 class HostCopy:
-    """A few numbers on their way to the host, where they can be waited for without what was queued behind them."""
+    """Copy a few numbers to the host. They can be waited for without waiting for what was queued behind them."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -231,13 +306,14 @@ class HostCopy:
         return list(self._values.tolist())
 
 
-def look_at(values: torch.Tensor) -> HostCopy:
-    """Begins to copy a few numbers to the host. Calling the result waits for them, not for what was queued after."""
-    return HostCopy(values)
+def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of these numbers on the device, without waiting for it."""
+    made = torch.tensor(values, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if supports(device, "pinned_memory") else made.to(device)
 
 
 class SideCopies:
-    """Copies from the host that an accelerator makes beside its computation, on a stream of their own."""
+    """Copy from the host to an accelerator beside its computation, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -245,7 +321,7 @@ class SideCopies:
         self._stream = self._module.Stream(device=device)
 
     def start(self, copy: Callable[[], _T]) -> tuple[_T, Any]:
-        """What `copy` gives, made with the side stream as the current one, and an event to hand to `finish`."""
+        """Run `copy` on the side stream; return its result and an event for `finish`."""
         with self._module.stream(self._stream):  # also makes the device this thread's
             copied = copy()
             done = self._module.Event()
@@ -253,7 +329,7 @@ class SideCopies:
         return copied, done
 
     def finish(self, done: Any, tensors: Iterable[torch.Tensor]) -> None:
-        """What this thread queues from now on comes after the copy; the host does not wait."""
+        """Order what this thread queues from now on behind the copy; the host does not wait."""
         current = self._module.current_stream(self._device)
         current.wait_event(done)
         for tensor in tensors:

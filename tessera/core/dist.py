@@ -1,4 +1,4 @@
-"""Ranks: joining a world, leaving it, and the few small exchanges that need no mesh."""
+"""Join and leave a world of ranks, and exchange small values without a mesh."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed import HashStore, PrefixStore, Store
 
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError
-from tessera.core.join import JOIN_TIMEOUT_S, make_card, meet, open_store
+from tessera.core.rendezvous import JOIN_TIMEOUT_S, check_ranks, open_store, rank_info
+from tessera.core.torch_internals import default_store, fake_store
 
-# How torch's backends speak when a partner or a link is lost: a place in the source of the backend, or its own report.
+# Error texts of torch's backends when a peer or a connection is lost: a line of the backend's source, or its report.
 # The name of a backend alone says nothing: errors of one's own may contain it as well.
 _BACKENDS = "|".join(devices.COLLECTIVE_BACKENDS)
 _PEER_WORDS = re.compile(
@@ -34,7 +34,7 @@ _PEER_WORDS = re.compile(
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is. Handed around explicitly; nothing reads it from thin air."""
+    """Identify this process among all ranks. It is passed explicitly; nothing reads it from global state."""
 
     rank: int
     size: int
@@ -47,15 +47,15 @@ class World:
 
 
 def environment_ranks(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
-    """(rank, world size, local rank) as torchrun sets them; (0, 1, 0) when started plainly."""
+    """Return (rank, world size, local rank) as torchrun sets them; (0, 1, 0) without a launcher."""
     try:
         return int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0))
     except ValueError:
         raise TesseraError("RANK, WORLD_SIZE and LOCAL_RANK must be numbers", where="environment") from None
 
 
-def coming_size() -> int:
-    """Ranks of the world that `world` joins, known before it does."""
+def expected_world_size() -> int:
+    """Return the size of the world that `world` will join, before it does."""
     return dist.get_world_size() if dist.is_initialized() else environment_ranks()[1]
 
 
@@ -68,11 +68,11 @@ def world(
     config: str = "",
     folder: Path | None = None,
 ) -> Iterator[World]:
-    """Joins the world that the environment describes; leaves it at the end, whatever happened.
+    """Join the world that the environment describes; leave it at the end, whatever happened.
 
     A single process gets a group of one as well, over an in-process store: no port, and one path for one or many ranks.
     A group that the caller has set up already (tests, a user's own program) is used and left alone. Ranks that do not
-    come within `join_timeout_s`, or that differ in `config` or in the shared `folder`, are named (see `core.join`).
+    come within `join_timeout_s`, or that differ in `config` or in the shared `folder`, are named in an error.
     """
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -87,7 +87,7 @@ def world(
         store: Store = HashStore()
     else:
         store = open_store(rank, size, join_timeout_s)
-        meet(store, make_card(rank, size, local, here, config), join_timeout_s, folder)
+        check_ranks(store, rank_info(rank, size, local, here, config), join_timeout_s, folder)
         store.set_timeout(timeout)
     with _one_excepthook(size):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -99,8 +99,8 @@ def world(
 
 @contextlib.contextmanager
 def _one_excepthook(size: int) -> Iterator[None]:
-    """Torch wraps the hook for uncaught errors with every process group, to name the rank, and never takes that back.
-    Here it is taken back, but for the error of one of several ranks that is just on its way there."""
+    """Restore the hook for uncaught errors, which torch wraps with every process group to name the rank, and never
+    restores. The hook stays for an error of one of several ranks that is just being raised."""
     before = sys.excepthook
     named = getattr(before, "__module__", "") == dist.distributed_c10d.__name__
     try:
@@ -113,25 +113,23 @@ def _one_excepthook(size: int) -> Iterator[None]:
 
 
 def rank_on_machine() -> int:
-    """This rank's place among the ranks of its machine, in the group that is there: as the launcher says, or counted,
-    which all ranks do together."""
+    """Return this rank's number among the ranks of its machine: as the launcher says, or counted, which all ranks do
+    together."""
     if "LOCAL_RANK" in os.environ:
         return environment_ranks()[2]
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1:
         return 0
     # Through the store and not by a collective: those of an accelerator need to know the device already.
-    store = PrefixStore("machines", _get_default_store())
+    store = PrefixStore("machines", default_store())
     store.set(str(rank), socket.gethostname())
     return sum(store.get(str(other)).decode() == socket.gethostname() for other in range(rank))
 
 
 @contextlib.contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[World]:
-    """A world of any size in one process: collectives return at once and move nothing. For plans and dry runs."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    """Make a world of any size in one process, for plans and dry runs: collectives return at once and move nothing."""
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
     try:
         yield World(rank, size, 0, torch.device("cpu"))
     finally:
@@ -155,15 +153,15 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """In place; a no-op without a group."""
+    """Sum a tensor over ranks in place; do nothing without a group."""
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(values, group=group)
     return values
 
 
 def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """[n] of each rank -> [ranks, n] on every rank. By a sum: should ranks be out of step, gloo ends the process where
-    a gather meets one of another size, and says of a sum that it does not fit."""
+    """Return [ranks, n] on every rank from [n] of each. It is done by a sum: if ranks are out of step, gloo ends the
+    process when a gather meets one of another size, and raises an error for a sum."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values[None]
     table = values.new_zeros(dist.get_world_size(), *values.shape)
@@ -186,7 +184,7 @@ def agree_on_step(step: int, *flags: bool) -> list[bool]:
 
 
 class RankFailure(TesseraError):
-    """Another rank, or the agreement between ranks, failed; not something in this rank's own work."""
+    """Raised when another rank, or the agreement between ranks, failed; not for an error in this rank's own work."""
 
     exit_code = 3
 
@@ -204,7 +202,7 @@ class OutOfStep(RankFailure):
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Whether a collective broke because its partner did; then the cause lies on another rank."""
+    """Return whether a collective broke because its partner did; then the cause lies on another rank."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
     return isinstance(error, RuntimeError) and bool(_PEER_WORDS.search(str(error)))
@@ -212,12 +210,12 @@ def is_peer_error(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def main_rank_first(world: World) -> Iterator[None]:
-    """The main rank goes through the block, then the others. However long that takes: they ask now and then instead of
-    standing in a collective, which has a time limit."""
+    """Let the main rank run the block, then the others. They poll instead of waiting in a collective, which has a
+    timeout."""
     if world.size == 1:
         yield
         return
-    store = PrefixStore("main-rank-first", _get_default_store())
+    store = PrefixStore("main-rank-first", default_store())
     done = f"done/{store.add(f'turns/{world.rank}', 1)}"  # every rank counts its own turns, and all come to each
     if world.is_main:
         try:
@@ -235,7 +233,8 @@ def main_rank_first(world: World) -> Iterator[None]:
 
 
 def wait_for(works: Iterable[dist.Work | None]) -> None:
-    """Until what was begun has ended. The watchdog knows a rank that stands here as one that waits for others."""
+    """Wait for collectives that were begun. The watchdog treats a rank in this function as one that waits for
+    others."""
     for work in works:
         if work is not None:
             work.wait()

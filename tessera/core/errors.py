@@ -1,26 +1,29 @@
-"""A user's mistake is answered with what, where, what would have been right, and how to mend it."""
+"""Report mistakes of users: what, where, the allowed values, the nearest match and a fix."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 
 def nearest(name: str, options: Iterable[str]) -> str | None:
-    """The known word closest to `name`, or None when nothing is close enough to be worth suggesting."""
+    """Return the option closest to `name`, or None when nothing is close enough to suggest."""
     found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
     return found[0] if found else None
 
 
 def first_line(error: BaseException) -> str:
-    """Foreign errors may carry pages of stack in their text, or nothing."""
+    """Return the first line of an error: those of other libraries may hold pages of stack, or nothing."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class TesseraError(Exception):
-    """Something the user can mend. The command line prints it without a traceback and exits with code 2.
+    """Report a mistake that the user can mend. The command line prints it without a traceback and exits with code 2.
 
-    Programmer errors are plain asserts; they never wear this class.
+    Programmer errors are plain asserts.
     """
 
     exit_code = 2
@@ -67,3 +70,22 @@ def _rebuild(
     fix: str | None,
 ) -> TesseraError:
     return kind(what, where=where, allowed=allowed, nearest=near, fix=fix)
+
+
+def few_names(names: Sequence[str], most: int = 8) -> str:
+    """Return the first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Print a `TesseraError` of the block without its traceback, and exit with its code."""
+    try:
+        yield
+    except TesseraError as error:
+        if os.environ.get("TESSERA_TRACEBACK"):
+            raise
+        rank = os.environ.get("RANK")
+        prefix = f"rank {rank}: " if rank not in (None, "0") else ""
+        print(f"{prefix}error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None

@@ -1,4 +1,4 @@
-"""One logger for the house. Only the main rank speaks on the screen; every rank can write to its own file."""
+"""Set up the library's logger. Only the main rank writes to the screen; every rank can write to its own file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOGGER_NAME = "tessera"
 
 
 class _Screen(logging.StreamHandler[TextIO]):
-    """Writes to whatever stderr is at the moment: a progress bar puts itself in between, so that lines go above it."""
+    """Write to whatever stderr is at the moment: a progress bar replaces it, so that lines go above the bar."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -28,7 +28,7 @@ def logger() -> logging.Logger:
 
 
 def setup(rank: int = 0, folder: Path | None = None, level: int = logging.INFO) -> logging.Logger:
-    """Called once by whoever owns the process (command line, trainer), never at import."""
+    """Configure the logger; the owner of the process (command line, trainer) calls this once, never an import."""
     log = logger()
     for handler in list(log.handlers):
         log.removeHandler(handler)
@@ -50,7 +50,7 @@ def setup(rank: int = 0, folder: Path | None = None, level: int = logging.INFO) 
 
 
 def to_file(level: int, message: str) -> None:
-    """To this rank's own file alone, for what one rank says on the screen for all."""
+    """Write to this rank's own file alone, for what the main rank shows on the screen for all."""
     log = logger()
     record = log.makeRecord(log.name, level, "", 0, message, (), None)
     for handler in log.handlers:

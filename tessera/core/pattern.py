@@ -1,30 +1,24 @@
-"""One path language for sharding, recompute, offload, freezing, LoRA targets and learning-rate groups.
-
-    text.layers.{*}          every child
-    text.layers.{0-23}       a range, both ends included
-    text.layers.{1,3,5}      a list
-    text.layers.{0-20,22-40} both
-    *.attn.{q,k}_proj        words too, and several groups in one path
-    vision.blocks.?.mlp*     * and ? inside one segment
-
-A pattern speaks of whole dotted paths. One that matches nothing is an error that names the nearest path that exists.
-"""
+"""Match module and parameter paths: patterns of recipes, and regular expressions of foreign files."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 
 from tessera.core.errors import TesseraError, nearest
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
+_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*\.[A-Z]\w*")
 _MAX_RANGE = 100_000
 
 
 @lru_cache(maxsize=4096)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """The pattern as a regular expression over whole paths."""
+    """Return the pattern as a regular expression over whole paths."""
     if not pattern or pattern != pattern.strip() or ".." in pattern or pattern[0] == "." or pattern[-1] == ".":
         raise TesseraError(f"not a path pattern: {pattern!r}", fix="write dotted names, such as text.layers.{0-3}.attn")
     out: list[str] = []
@@ -69,12 +63,18 @@ def _group(body: str, pattern: str) -> str:
     return f"(?:{'|'.join(options)})"
 
 
+def is_class_path(name: str) -> bool:
+    """Return whether a name looks like the import path of a class: package.module.Class."""
+    return _CLASS_PATH.fullmatch(name) is not None
+
+
 def matches(pattern: str, path: str) -> bool:
     return compile_pattern(pattern).fullmatch(path) is not None
 
 
 def select(patterns: Sequence[str], paths: Iterable[str], where: str) -> list[str]:
-    """The paths that any pattern matches, in the order of `paths`. A pattern that matches nothing is an error."""
+    """Return the paths that any pattern matches, in the order of `paths`. A pattern that matches nothing is an
+    error."""
     known = list(paths)
     chosen: set[str] = set()
     for pattern in patterns:
@@ -88,29 +88,91 @@ def select(patterns: Sequence[str], paths: Iterable[str], where: str) -> list[st
 
 
 def select_trees(patterns: Sequence[str], paths: Iterable[str], where: str) -> list[str]:
-    """Like `select`, where a pattern that names a module also takes everything below it."""
+    """Return the paths like `select`, where a pattern that names a module also matches everything below it."""
     known = list(paths)
-    ancestors = {path: _ancestors(path) for path in known}
-    modules = sorted({a for above in ancestors.values() for a in above})
+    above = {path: ancestors(path) for path in known}
+    modules = sorted({module for found in above.values() for module in found})
     chosen = set(select(patterns, modules, where))
-    return [path for path in known if chosen.intersection(ancestors[path])]
+    return [path for path in known if chosen.intersection(above[path])]
 
 
-def _ancestors(path: str) -> list[str]:
+def ancestors(path: str) -> list[str]:
+    """Return the path of every module that a path lies in, and the path itself."""
     parts = path.split(".")
     return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
 def home(path: str, modules: Iterable[str]) -> str | None:
-    """The innermost of the modules that a path is, or lies in."""
+    """Return the innermost of the modules that a path is, or lies in."""
     return max((m for m in modules if path == m or path.startswith(m + ".")), key=len, default=None)
 
 
 def nearest_path(pattern: str, paths: Sequence[str]) -> str | None:
-    """The existing path that looks most like the pattern, with the pattern's groups kept where the path has numbers."""
+    """Return the existing path most similar to the pattern, with the pattern's groups kept where the path has
+    numbers."""
     plain = re.sub(r"\{[^}]*\}", "0", pattern)
     found = nearest(plain, paths)
     if found is None:
         return None
     groups = iter(re.findall(r"\{[^}]*\}", pattern))
     return ".".join(next(groups, part) if part.isdigit() else part for part in found.split("."))
+
+
+_SECONDS = 20.0
+_MAX_CHARACTERS = 1000
+_MAX_PATTERNS = 20_000
+# Letters, digits and what stands for itself or for one character: there is one way at most in which these match.
+_PLAIN = re.compile(r"(?:[\w.^$-]|\\[.\-_])*")
+_MATCHER = """
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+found = {}
+compiled = [re.compile(p) for p in patterns]
+for name in names:
+    found[name] = next((n for n, p in enumerate(compiled) if p.match(name)), None)
+json.dump(found, sys.stdout)
+"""
+
+
+def first_matches(
+    written: Sequence[str],
+    names: Collection[str],
+    *,
+    within: str = "{}",
+    where: str,
+    seconds: float = _SECONDS,
+) -> dict[str, int | None]:
+    """Return for each name the number of the first pattern that matches at its beginning, as `re.match` does; None
+    if none does. `within`: a template whose braces are replaced by each pattern."""
+    patterns = [within.replace("{}", pattern) for pattern in written]
+    if len(patterns) > _MAX_PATTERNS:
+        raise TesseraError(f"{len(patterns)} regular expressions", where=where, allowed=[f"{_MAX_PATTERNS} at most"])
+    for pattern in patterns:
+        if len(pattern) > _MAX_CHARACTERS:
+            raise TesseraError(f"a regular expression of {len(pattern)} characters: {pattern[:60]}...", where=where)
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise TesseraError(f"not a regular expression: {pattern!r}: {error}", where=where) from None
+    if all(map(_PLAIN.fullmatch, written)):
+        compiled = [re.compile(pattern) for pattern in patterns]
+        return {name: next((n for n, one in enumerate(compiled) if one.match(name)), None) for name in names}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _MATCHER],
+            input=json.dumps([list(patterns), list(names)]),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise TesseraError(
+            f"regular expressions that take longer than {seconds:g} s to match",
+            where=where,
+            fix="write them without repetitions inside of repetitions, or name the modules one by one",
+        ) from None
+    except (subprocess.CalledProcessError, OSError) as error:
+        raise TesseraError(f"the regular expressions could not be matched: {error}", where=where) from None
+    found: dict[str, int | None] = json.loads(done.stdout)
+    return found

@@ -1,4 +1,4 @@
-"""Processes of this machine, known for certain: a number alone may long belong to another one."""
+"""Identify processes of this machine by more than their number, which may be reused, and count its processors."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ class Process:
         return asdict(self)
 
     def visible(self) -> bool:
-        """Whether this machine can tell anything about it."""
+        """Return whether this machine can know anything about the process."""
         return bool(self.realm) and self.realm == _realm()
 
     def alive(self) -> bool:
-        """For a visible one. One that has ended and was not yet collected by its parent counts as dead."""
+        """Return whether a visible process lives. One that has ended and was not yet collected by its parent counts
+        as dead."""
         stat = _stat(self.pid)
         return stat[_STARTED] == self.started and stat[0] not in ("Z", "X")
 
     def effort_s(self) -> float:
-        """Seconds that a visible one has computed, in all of its threads, or that its main thread wanted to and had no
-        turn, on a machine with more to do than it has cores. Grows for one that works, not for one that waits."""
+        """Return the seconds that a visible process has computed in all of its threads, plus those its main thread
+        waited for a busy core. They grow for one that works, not for one that waits."""
         stat = _stat(self.pid)
         if stat[_STARTED] != self.started or not stat[_USED]:  # it is gone, or this is not Linux
             return 0.0
@@ -57,17 +58,28 @@ class Process:
         return used + held_up
 
     def kill(self) -> None:
-        """Ends it if it is visible and still there: also one that was stopped and would hear no other signal."""
+        """Kill the process if it is visible and alive, even one that is stopped and would not react to another
+        signal."""
         if self.visible() and self.alive():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
+
+
+def usable_cpus() -> float:
+    """Return how many processors this process may use, by its affinity and its container's quota."""
+    cpus = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return min(cpus, int(quota) / int(period))
+    except (OSError, ValueError):  # there is none, or "max"
+        return cpus
 
 
 def _realm() -> str:
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
-    except OSError:  # not Linux: then nobody's life can be told from here
+    except OSError:  # not Linux: then processes cannot be identified
         return ""
 
 

@@ -1,10 +1,10 @@
-"""The tree itself: every key a run can have, with its meaning. `tessera config schema` prints it."""
+"""Declare every key of a recipe, with its meaning and its bounds. `tessera config schema` prints them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -26,12 +26,12 @@ class LoraTarget(Section):
 
 
 class LoraSection(Section):
-    """Two small matrices beside each chosen linear layer are trained, everything else is frozen."""
+    """Train two small matrices beside each chosen linear layer; everything else is frozen."""
 
     targets: list[str | LoraTarget] = Field(
         default_factory=list,
         description="patterns of linear layers that are adapted; {modules: pattern, rank: 64} has settings of its own; "
-        "default: all in the layers of the text tower",
+        "default: all in the layers of the text decoder",
     )
     rank: AdapterRank = 16
     alpha: AdapterAlpha = Field(32, description="adapters are scaled by alpha / rank")
@@ -58,14 +58,18 @@ class LoraSection(Section):
 
 
 class ModelSection(Section):
+    renamed: ClassVar[Mapping[str, str]] = {"dtype": "precision.weights"}
+
     family: str | None = Field(
         None, description="model family, or an import path to a SPEC; found from `path` when left out"
     )
     preset: str | None = Field(None, description="a size the family knows, such as 2b")
     path: Path | None = Field(None, description="Hugging Face folder, run or checkpoint to start from")
+    weights: Path | None = Field(
+        None, description="initial weights in another form than `path`: Megatron-style shards, or a torch DCP folder"
+    )
     tokenizer: Path | None = Field(None, description="folder with tokenizer.json, when `path` is not given")
     config: dict[str, Any] = Field(default_factory=dict, description="fields that differ from the preset or the folder")
-    dtype: DType = Field("float32", description="type the trained weights are kept in")
     freeze: list[str] = Field(
         default_factory=list, description="patterns of modules or parameters that are not trained"
     )
@@ -75,10 +79,12 @@ class ModelSection(Section):
     def _has_origin(self) -> ModelSection:
         if self.family is None and self.path is None:
             raise ValueError("give `family` (with a preset or config), or `path` to a folder")
+        if self.weights is not None and self.path is None:
+            raise ValueError("`weights` do not say which model they are of: give the Hugging Face folder as `path`")
         return self
 
 
-RowForm = Literal["messages", "sharegpt", "llava", "alpaca", "text", "preference"]
+RecordFormat = Literal["messages", "sharegpt", "llava", "alpaca", "text", "preference"]
 
 
 class SourceSection(Section):
@@ -88,7 +94,7 @@ class SourceSection(Section):
     root: Path | None = Field(
         None, description="media paths must lie under this folder; default: the file's own folder"
     )
-    format: Literal["auto"] | RowForm = Field("auto", description="form of the rows")
+    format: Literal["auto"] | RecordFormat = Field("auto", description="format of the records")
     columns: dict[str, str] = Field(
         default_factory=dict, description="our name of a key or tag -> the name it has in these rows"
     )
@@ -99,13 +105,16 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
+    renamed: ClassVar[Mapping[str, str]] = {"draft": "data.jpeg_draft", "too_long": "data.truncate"}
+
     kind: str = Field("chat", description="kind of data set, or an import path to one")
     train: list[SourceSection] = Field(default_factory=list, description="data sets; also written a.json,b.json")
     eval: list[SourceSection] = Field(default_factory=list)
     length: int = Field(2048, gt=0, le=2**28, description="tokens of one packed row")
-    too_long: Literal["drop", "turns"] = Field(
-        "drop",
-        description="samples longer than a row are left out and listed, or cut after the last turn that fits",
+    truncate: Literal["never", "turns"] = Field(
+        "never",
+        description="samples longer than a row: never cut, but left out and listed; or cut after the last turn that "
+        "fits",
     )
     shuffle: bool = True
     pack: bool = Field(True, description="several samples to a row; off: one each")
@@ -121,7 +130,7 @@ class DataSection(Section):
     max_image_pixels: int = Field(
         64_000_000, gt=0, le=10**12, description="larger images are refused from their header"
     )
-    draft: bool = Field(
+    jpeg_draft: bool = Field(
         False,
         description="decode JPEGs at 1/2, 1/4 or 1/8 of their size where that is still enough; photos of 12 megapixels "
         "load some 2.5 times as fast, and pixels are near those of the reference processors, no longer equal",
@@ -139,7 +148,7 @@ class DataSection(Section):
     @field_validator("train", "eval", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:
-        """`a.json,b.json` is two sets, and a set of which only the path is said may be written as the path."""
+        """Accept `a.json,b.json` as two sets, and a path in place of a set of which nothing else is given."""
         if isinstance(value, (str, Path, Mapping)):
             value = [value]
         if not isinstance(value, (list, tuple)):
@@ -158,9 +167,9 @@ class DataSection(Section):
     def _says_nothing_in_vain(self) -> DataSection:
         if self.kind in ("chat", "preference") and self.options:
             raise ValueError(f"`options` has no effect with kind {self.kind}; it is for a data kind of your own")
-        if self.kind == "own" and (self.train or self.eval):
+        if self.kind == "custom" and (self.train or self.eval):
             raise ValueError(
-                "`train` and `eval` have no effect with kind own; data.options says what the data is, and "
+                "`train` and `eval` have no effect with kind custom; data.options says what the data is, and "
                 "data.options.eval what is held out"
             )
         return self
@@ -182,18 +191,67 @@ class RecomputeSection(Section):
     )
 
 
-class TowerSection(Section):
-    """A tower that sees media. Its ranks are those of the model's tp x cp; what tp and cp of its own leave over deals
-    the pictures of a batch among them."""
+class EncoderSection(Section):
+    """Split an encoder in its own way. It has the tp x cp ranks of the model; its input sequences are distributed among
+    the groups that its own tp and cp leave over."""
 
-    tp: Ranks | None = Field(None, description="ranks that compute one picture together; default: as the model")
-    cp: Ranks = Field(1, description="ranks that share the patches of a picture: 1, or the model's cp")
+    tp: Ranks | None = Field(None, description="ranks that compute one layer together; default: as the model")
+    cp: Ranks = Field(1, description="ranks that share each sequence (the patches of an image): 1, or the model's cp")
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv"]
 
 
+class LossScaleSection(Section):
+    """Scale the loss dynamically, for computation in float16: smaller gradients than it can hold would be lost."""
+
+    start: float = Field(65536.0, ge=1, le=2**24, description="the loss is multiplied by so much at first")
+    growth_steps: Steps = Field(2000, description="steps without an overflow after which the scale is doubled")
+
+
+class PrecisionSection(Section):
+    weights: DType = Field("float32", description="type in which the trained weights are kept")
+    compute: DType | Literal["float16", "auto"] = Field(
+        "auto",
+        description="type of computation; auto: bfloat16 on an accelerator, the type of the weights on a CPU",
+    )
+    reduce: DType | Literal["float16"] = Field("float32", description="type in which gradients are summed over ranks")
+    output: DType | Literal["float16"] | None = Field(
+        None, description="type of what the whole model returns; default: as computed"
+    )
+    cast_inputs: bool = Field(False, description="cast what enters the model and each block to the type of computation")
+    modules: dict[str, DType] = Field(
+        default_factory=dict, description="patterns of modules that compute in another type, such as norms in float32"
+    )
+    loss_scale: LossScaleSection = LossScaleSection()
+
+    @model_validator(mode="after")
+    def _scales_what_is_float16(self) -> PrecisionSection:
+        for key in ("reduce", "output"):
+            if getattr(self, key) == "float16" and self.compute != "float16":
+                raise ValueError(
+                    f"{key} float16 would overflow: the loss is scaled only where compute is float16 as well; "
+                    f"set precision.compute: float16, or precision.{key}: float32"
+                )
+        return self
+
+    def resolved(self, accelerator: bool) -> PrecisionSection:
+        """Return the section with a type of computation instead of `auto`."""
+        if self.compute != "auto":
+            return self
+        return self.model_copy(update={"compute": "bfloat16" if accelerator else self.weights})
+
+
 class ParallelSection(Section):
+    renamed: ClassVar[Mapping[str, str]] = {
+        "swap": "parallel.activation_offload",
+        "towers": "parallel.encoders",
+        "param_dtype": "precision.compute",
+        "reduce_dtype": "precision.reduce",
+        "output_dtype": "precision.output",
+        "cast_forward_inputs": "precision.cast_inputs",
+    }
+
     backend: Literal["fsdp2", "megatron"] = Field(
         "fsdp2",
         description="presets for what is not said: megatron keeps gathered weights until the step ends and sums "
@@ -212,25 +270,23 @@ class ParallelSection(Section):
     )
     layers: dict[str, list[Annotated[int, Field(ge=0, le=10**6)]]] | None = Field(
         None,
-        description="layers of each tower on each stage, such as {vision: [32, 0, 0, 0], text: [1, 10, 10, 7]}; "
-        "default: cut by cost",
+        description="layers of each stream on each stage, such as {vision: [32, 0, 0, 0], text: [1, 10, 10, 7]}; "
+        "default: split by cost",
     )
     cp: Ranks = Field(1, description="ranks that share the tokens of each row")
     ulysses: Ranks | None = Field(
-        None, description="of the cp ranks, so many trade heads for tokens, the others form a ring; default: all"
+        None, description="of the cp ranks, so many exchange heads for tokens, the others form a ring; default: all"
     )
-    ep: Ranks = Field(1, description="ranks among which experts are dealt; a part of `shard`")
-    towers: dict[str, TowerSection] = Field(default_factory=dict, description="towers that are split otherwise")
+    ep: Ranks = Field(1, description="ranks among which experts are distributed; a factor of `shard`")
+    encoders: dict[str, EncoderSection] = Field(
+        default_factory=dict, description="encoders that are split in another way than the model, by name"
+    )
     fsdp2_config: Path | None = Field(
         None, description="a MindSpeed-MM fsdp2_config.yaml; what it says becomes part of this section"
     )
     shard: Ranks | Literal["auto"] = Field(
         "auto", description="ranks that share one copy; auto: all that read other rows"
     )
-    param_dtype: DType | None = Field(None, description="type of computation; default: the type of the weights")
-    reduce_dtype: DType = Field("float32", description="type in which gradients are summed over ranks")
-    output_dtype: DType | None = Field(None, description="type of what the whole model returns; default: as computed")
-    cast_forward_inputs: bool = Field(False, description="cast what enters the model and each block to param_dtype")
     wrap: list[str] | None = Field(
         None,
         description="patterns of modules gathered and freed as one, in order of execution; default: the model's blocks",
@@ -254,7 +310,7 @@ class ParallelSection(Section):
         default_factory=list, description="patterns of layers: products and attention are kept, norms are recomputed"
     )
     use_reentrant: bool = Field(False, description="the older form of recompute, which cannot keep anything")
-    swap: list[str] = Field(
+    activation_offload: list[str] = Field(
         default_factory=list, description="patterns of modules whose activations wait in host memory for backward"
     )
     compile: bool | list[str] = Field(
@@ -283,32 +339,22 @@ class ParallelSection(Section):
         "compiles or computes",
     )
 
-    @field_validator("param_dtype", "reduce_dtype", "output_dtype", mode="before")
-    @classmethod
-    def _no_half(cls, value: Any) -> Any:
-        if value in ("float16", "fp16", "half"):
-            raise ValueError("float16 needs loss scaling, which this trainer does not do; use bfloat16")
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_up_file(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and data.get("fsdp2_config") is not None:
-            return with_fsdp2_file(data)
-        return data
-
 
 class EmaSection(Section):
-    """A second set of weights: the running average of the trained ones."""
+    """Keep a second set of weights: the running average of the trained ones."""
 
     decay: float = Field(0.999, gt=0, lt=1, description="share of the average that one step keeps")
     warmup: bool = Field(True, description="keep less of it at first: (1 + n) / (10 + n) after n updates")
     every: Steps = Field(1, description="steps between updates; each then counts for so many")
-    evaluate: bool = Field(True, description="held-out loss and answers come from the average")
+    evaluate: bool = Field(True, description="held-out loss and generated samples come from the average")
     export: bool = Field(True, description="with checkpoint.export, also write the average, to hf-ema")
 
 
 class TrainSection(Section):
+    renamed: ClassVar[Mapping[str, str]] = {
+        f"answers_{key}": f"train.generate_{key}" for key in ("every", "samples", "tokens")
+    }
+
     steps: Steps
     global_batch: Count = Field(1, description="rows in one optimizer step, over all ranks")
     micro_batch: Count = Field(1, description="rows in one forward pass of one rank")
@@ -318,9 +364,9 @@ class TrainSection(Section):
     device: str = Field("auto", max_length=64, description="auto, or a device type")
     eval_every: StepsOrNone = Field(0, description="steps between evaluations of held-out loss; 0: only at the end")
     eval_rows: Count = Field(64, description="rows in one evaluation")
-    answers_every: StepsOrNone = Field(0, description="steps between generated answers to held-out samples; 0: none")
-    answers_samples: Count = Field(16, description="held-out samples that are answered")
-    answers_tokens: int = Field(32, gt=0, le=10**6, description="an answer ends after so many tokens at the latest")
+    generate_every: StepsOrNone = Field(0, description="steps between generations for held-out samples; 0: none")
+    generate_samples: Count = Field(16, description="held-out samples that the model generates an answer for")
+    generate_tokens: int = Field(32, gt=0, le=10**6, description="most tokens of one generated answer")
     ema: EmaSection | None = Field(None, description="keep a running average of the trained weights")
 
 
@@ -364,12 +410,27 @@ class CheckpointSection(Section):
     )
     at_end: bool = Field(True, description="save when the run ends or is stopped; off for runs that only measure")
     keep: int = Field(2, gt=0, le=10**6, description="how many of the newest to keep")
+    asynchronous: bool = Field(
+        True,
+        description="training waits for a copy of its tensors alone, and a thread writes them; off: it waits for the "
+        "whole write. The last save is always waited for",
+    )
+    weights_only: bool = Field(
+        False,
+        description="save the model's weights without the optimizer: such a checkpoint can be loaded, and be the "
+        "`model.path` of another run, but the run cannot be resumed from it",
+    )
+    store_frozen: bool = Field(
+        False,
+        description="store frozen weights in every checkpoint. Off: of those that came from the folder of `model.path` "
+        "a checkpoint keeps that folder and the hashes of its files, and needs them to be loaded",
+    )
     export: bool = Field(False, description="also write a Hugging Face folder at the end")
 
     @property
     def minutes_between(self) -> float:
-        """Minutes between checkpoints, 0 for none. By default a kill costs ten minutes; who says when to save, or that
-        nothing is saved, is not overruled."""
+        """Return the minutes between checkpoints, 0 for none. By default a kill costs ten minutes; a recipe that says
+        when to save, or that nothing is saved, is not overruled."""
         if self.minutes is not None:
             return self.minutes
         return 10.0 if self.every == 0 and self.at_end else 0.0
@@ -418,7 +479,7 @@ class LogSection(Section):
 
 
 class ProfileSection(Section):
-    """Where the time and the memory of a few steps go, by module and by kind of work; written to RUN/profile."""
+    """Record where the time and the memory of a few steps go, by module and by kind of work, in RUN/profile."""
 
     steps: tuple[Steps, Steps] | None = Field(None, description="first and last step to record, such as [10, 12]")
     memory: bool = Field(True, description="also record every allocation")
@@ -445,12 +506,21 @@ class RunConfig(Section):
     model: ModelSection
     data: DataSection = DataSection()
     parallel: ParallelSection = ParallelSection()
+    precision: PrecisionSection = PrecisionSection()
     train: TrainSection
     optim: OptimSection = OptimSection()
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()
     log: LogSection = LogSection()
     profile: ProfileSection = ProfileSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_up_fsdp2_file(cls, data: Any) -> Any:
+        parallel = data.get("parallel") if isinstance(data, Mapping) else None
+        if isinstance(parallel, Mapping) and parallel.get("fsdp2_config") is not None:
+            return with_fsdp2_file(data)
+        return data
 
     @model_validator(mode="after")
     def _batches_divide(self) -> RunConfig:
@@ -475,7 +545,8 @@ class RunConfig(Section):
 
 
 def load_config(recipe: Path | str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """A recipe file (or the same as a dict) with dotted overrides. Its paths are relative to the working folder."""
+    """Return the configuration of a recipe file, or of the same as a dict, with dotted overrides. Its paths are
+    relative to the working folder."""
     if isinstance(recipe, Mapping):
         data, where = dict(recipe), "recipe given as a mapping"
     else:

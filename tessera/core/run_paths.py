@@ -1,4 +1,5 @@
-"""Paths of a recipe, made such that a run finds them again: from any working folder, and after a project was moved."""
+"""Make the paths of a recipe such that a run finds them again: from any working folder, and after a project was
+moved."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def _with_paths(config: RunConfig, path: Callable[[Path], Path], words: Callable
 
 
 def _words(tree: Any, base: Path) -> Any:
-    """Options of the user's own: only a word with a slash or a dot in it, at which something lies, is a path."""
+    """Return the user's own options with paths made absolute: a word is a path if it has a slash or a dot and
+    something exists there."""
     if isinstance(tree, dict):
         return {key: _words(value, base) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -84,7 +86,7 @@ def _words(tree: Any, base: Path) -> Any:
 
 
 def _is_there(path: Path) -> bool:
-    """Of a pattern: whether the folder is there that its fixed part names."""
+    """Return whether a path exists; of a pattern, whether the folder of its fixed part does."""
     fixed = path
     while _PATTERN.search(str(fixed)) and fixed != fixed.parent:
         fixed = fixed.parent

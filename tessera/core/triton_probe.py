@@ -1,4 +1,4 @@
-"""A kernel that does next to nothing, to see whether any can be built."""
+"""Build a Triton kernel that does almost nothing, to find out whether any can be built."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def _write(at):
 
 
 def probe(device: torch.device) -> None:
-    """Raises what Triton raises, which has a piece of C compiled for each kernel. The device is not waited for."""
+    """Raise what Triton raises if it cannot compile the C code of a kernel. The device is not waited for."""
     _write[(1,)](torch.empty(1, dtype=torch.int32, device=device))

@@ -1,11 +1,8 @@
-"""Which run folders may name code: those this user made, and those the user says are trusted.
+"""Decide which code the `config.yaml` of a run folder may name: the folder may come from anywhere.
 
-The `config.yaml` of a run can name code by import path, and a folder may come from anywhere. A run that names code
-outside of this package has a random id in its folder, and the same id with the import paths lies in a folder of the
-user's own. A folder that was downloaded, or that names other code than the run did which was made here, is not
-known there: its import paths are shown, and nothing of them is imported until the user agrees.
-
-A run without code of its own has no id, leaves nothing in the user's folder and is never asked about.
+A run that names code outside of this package has a random id in its folder, and the same id with the import paths lies
+in a folder of the user's own. The import paths of any other folder are shown, and nothing of them is imported until the
+user agrees. A run without code of its own has no id, leaves nothing in the user's folder and is never asked about.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.core.errors import TesseraError
-from tessera.core.imports import IMPORT_PATH
+from tessera.core.registry import IMPORT_PATH
 from tessera.core.run_config import ModelSection, RunConfig
 
 Trust = bool | Collection[str]  # True: whatever the folder names; otherwise the import paths that are trusted
@@ -32,12 +29,11 @@ RUN_ID = "run-id"
 STATE_VARIABLE = "TESSERA_STATE_DIR"
 _ID = re.compile(r"[0-9a-f]{32}")
 _OWN = re.compile(r"tessera(\.\w+)*(:\w+)?")  # without a dot behind the colon, which could lead out again
-
 log = logging.getLogger("tessera")
 
 
 def named_code(config: RunConfig) -> dict[str, str]:
-    """Import paths outside of this package that a configuration names -> the key that names each."""
+    """Return the import paths outside of this package that a configuration names -> the key that names each."""
     found = model_code(config.model)
     for key, name, options in (
         ("data.kind", config.data.kind, config.data.options),
@@ -51,6 +47,7 @@ def named_code(config: RunConfig) -> dict[str, str]:
 
 
 def model_code(section: ModelSection) -> dict[str, str]:
+    """Return the same for the section of the model alone."""
     found = {section.family: "model.family"} if section.family and _is_path(section.family) else {}
     for at, path in _paths_in(section.config, "model.config"):
         found.setdefault(path, at)
@@ -103,24 +100,25 @@ def remember(folder: Path, code: Mapping[str, str]) -> None:
 
 def find_code(folder: Path, code: Mapping[str, str]) -> None:
     """Let the code of a run be imported from where it was when the run was started, whatever the working folder and
-    PYTHONPATH are now. What can be imported as it is stays as it is. The places are this user's own note of them, and
-    never what a folder says."""
+    PYTHONPATH are now. What can be imported as it is stays as it is. The folders are those that this user's own
+    note names, never what a run folder says."""
     roots = _note(folder).get("roots", {})
     for module in sorted({_top(path) for path in code}):
         root = roots.get(module) if isinstance(roots, dict) else None
-        if isinstance(root, str) and root not in sys.path and not _is_importable(module) and os.path.isdir(root):
+        importable = module in sys.modules or _spec(module) is not None
+        if isinstance(root, str) and root not in sys.path and not importable and os.path.isdir(root):
             sys.path.append(root)
 
 
 def _import_roots(code: Mapping[str, str]) -> dict[str, str]:
-    """Top-level modules of import paths -> the folder that each is imported from."""
+    """Return the top-level modules of import paths -> the folder that each is imported from."""
     found: dict[str, str] = {}
     for module in sorted({_top(path) for path in code}):
         if (spec := _spec(module)) is not None:
             inside = next(iter(spec.submodule_search_locations or ()), None)
-            place = inside if inside is not None else spec.origin
-            if place is not None and os.path.exists(place):
-                found[module] = os.path.dirname(os.path.abspath(place))
+            location = inside if inside is not None else spec.origin
+            if location is not None and os.path.exists(location):
+                found[module] = os.path.dirname(os.path.abspath(location))
     return found
 
 
@@ -129,10 +127,6 @@ def _spec(module: str) -> importlib.machinery.ModuleSpec | None:
         return importlib.util.find_spec(module)
     except (ImportError, ValueError):  # a module that was put into sys.modules by hand has no specification
         return None
-
-
-def _is_importable(module: str) -> bool:
-    return module in sys.modules or _spec(module) is not None
 
 
 def _top(path: str) -> str:
@@ -149,13 +143,13 @@ def write_run_id(folder: Path) -> None:
 
 
 def remembered(folder: Path) -> set[str]:
-    """Import paths that this user ran before in the run that `folder` is, or is a checkpoint of."""
+    """Return the import paths that this user ran before in the run that `folder` is, or is a checkpoint of."""
     code = _note(folder).get("code", [])
     return {str(path) for path in code} if isinstance(code, list) else set()
 
 
 def _note(folder: Path) -> dict[str, Any]:
-    """What this user's own folder says of a run."""
+    """Return what this user's own folder says of a run."""
     name = _read_id(folder) or _read_id(folder.parent.parent)
     if name is None:
         return {}
@@ -167,7 +161,8 @@ def _note(folder: Path) -> dict[str, Any]:
 
 
 def _state_folder() -> Path:
-    """Where programs keep what they remember of a user; shared by all machines that share the home folder."""
+    """Return the folder where programs keep what they remember of a user; machines that share the home folder share
+    it."""
     if named := os.environ.get(STATE_VARIABLE):
         return Path(named) / "runs"
     base = os.environ.get("XDG_STATE_HOME")
@@ -194,7 +189,7 @@ def _outside(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def _paths_in(tree: Any, at: str) -> Iterator[tuple[str, str]]:
-    """Every word below a key that could be an import path, whatever the key is called."""
+    """Yield every word below a key that could be an import path, whatever the key is called."""
     if isinstance(tree, str):
         if IMPORT_PATH.fullmatch(tree):
             yield at, tree

@@ -1,12 +1,13 @@
-"""The contracts: what the rooms of this house hand to each other.
+"""Define the contracts between packages: samples, batches, model families and their plans, processors, data sets.
 
-A type lives here when both sides of a border need it. Nothing in this file computes a model or reads a file.
+A type lives here when packages need it that do not import each other. Nothing in this file computes a model or reads a
+file.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -15,9 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tessera.core.errors import TesseraError
+
 if TYPE_CHECKING:
     from tessera.core.config import Section
-    from tessera.core.weightmap import WeightMap
+    from tessera.core.megatron_form import MegatronForm
+from tessera.core.weightmap import WeightMap
 
 IGNORE = -100  # the label of a position that is not trained on
 
@@ -30,8 +34,8 @@ PLAIN = "text"  # the role of text that nobody says: no header, no end of turn, 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a message. `value` is text, or the media: a path inside the data root, where its bytes lie in another
-    file, the bytes themselves, or a decoded object."""
+    """Hold one part of a message. `value` is text, or media: a path inside the data root, the position of its bytes in
+    another file, the bytes themselves, or a decoded object."""
 
     kind: PartKind
     value: Any
@@ -45,7 +49,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation. `id` is unique in its data set and is what ledgers, quarantine lists and errors name."""
+    """Hold one conversation. `id` is unique in its data set and is what ledgers, quarantine lists and errors name."""
 
     id: str
     messages: tuple[Message, ...]
@@ -56,32 +60,30 @@ class Sample:
 
 @dataclass(frozen=True)
 class MediaSize:
-    """What a header tells: enough to know the cost of a picture, clip or sound without decoding it."""
+    """Hold what a header tells: enough to know the cost of an image, a video or a recording without decoding it."""
 
     width: int
     height: int
     frames: int = 1
-    samples: int = 0  # of sound, at the rate it is decoded to
-    total: int = 0  # frames of the whole clip, from which `frames` are taken evenly
-    rate: float | None = None  # how many of those make a second; None: nobody says
+    samples: int = 0  # of audio, at the rate it is decoded to
+    total: int = 0  # frames of the whole video, from which `frames` are taken evenly
+    rate: float | None = None  # how many of those make a second; None: unknown
 
     @property
     def fps(self) -> float | None:
-        """Of the frames that are taken."""
+        """Return the rate of the frames that are taken."""
         return None if self.rate is None or not self.total else self.frames / self.total * self.rate
 
 
 @dataclass
 class Encoded:
-    """One sample after tokenising, not yet packed. `labels[i]` is the label *of* token i (collate shifts them)."""
+    """Hold one sample after tokenising, not yet packed. `labels[i]` is the label *of* token i (collate shifts them)."""
 
     id: str
     tokens: Tensor  # [L] int64
     labels: Tensor  # [L] int64, IGNORE where not trained on
     positions: Tensor  # [L] or [3, L] int64
-    media: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # family-private names; collate of the same family reads them
+    media: dict[str, Tensor] = field(default_factory=dict)  # private to a family: its own `collate` reads them
     counts: dict[str, int] = field(default_factory=dict)
 
 
@@ -90,18 +92,19 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Segments:
-    """Bounds of pieces packed into one long row: piece i is [bounds[i], bounds[i+1]). `longest` and `lengths` stay on
-    the host, so that nobody waits for a device to learn them."""
+    """Hold the bounds of segments of a packed sequence: segment i is [bounds[i], bounds[i+1]). `longest` and `lengths`
+    stay on the host, so that nobody waits for a device to learn them."""
 
     bounds: Tensor  # [S + 1] int32
     longest: int
-    lengths: tuple[int, ...] = ()  # of the pieces; empty where the maker did not know them on the host
-    # If not 0: these are so many rows of one length, each with one piece and then padding, whose results nobody reads.
-    # Causal attention over whole rows is then as good, and has the same shape in every step.
+    lengths: tuple[int, ...] = ()  # of the segments; empty where they were not known on the host
+    # If not 0: these are so many rows of one length, each with one segment and then padding, whose results nobody
+    # reads. Causal attention over whole rows is then as good, and has the same shape in every step.
     rows: int = 0
     # [2] int64, on the host: `longest` and `rows` for an operation that is to be compiled once for all batches; a
-    # compiler takes plain numbers for constants.
-    extent: Tensor = field(init=False, repr=False, compare=False)
+    # compiler takes plain numbers for constants. Always computed; it can be passed, because torch copies dataclasses
+    # field by field when it casts what enters a module.
+    extent: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "extent", torch.tensor([self.longest, self.rows], device="cpu"))
@@ -121,17 +124,17 @@ class Segments:
 
 
 def trained_positions(labels: Tensor) -> Tensor:
+    """Return the positions that have a label."""
     return (labels != IGNORE).nonzero().squeeze(1)
 
 
 @dataclass
 class Batch:
-    """One micro-batch: named tensors, bounds of packed pieces, and what the trainer may read (ids, counts, seeds).
+    """Hold one micro-batch: named tensors, bounds of segments, and what the trainer may read (ids, counts, seeds).
 
-    Language batches carry `tokens`, `labels` (already shifted), `positions` and segments "text"; those that are trained
+    Language batches have `tokens`, `labels` (already shifted), `positions` and segments "text"; those that are trained
     on also `trained`, the positions that have a label: their number is a shape, which the host has to know. With media,
-    tensors of their family. Generation batches carry latents or clips with their conditions. The trainer never looks
-    inside.
+    they have tensors of their family. The trainer reads no tensor.
     """
 
     tensors: dict[str, Tensor]
@@ -140,9 +143,7 @@ class Batch:
     rows: tuple[tuple[int, int], ...] = ()  # (row number, how many of `sample_ids` it holds): a ledger's order
     counts: dict[str, int] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()  # one per global row: randomness in a task depends on the row, never on the layout
-    problems: tuple[
-        tuple[str, str], ...
-    ] = ()  # (sample id, why): samples that left a masked hole; listed in quarantine.jsonl
+    problems: tuple[tuple[str, str], ...] = ()  # (sample id, why) of samples that are masked; goes to quarantine.jsonl
     flops: float = 0.0  # of one forward and backward pass over what this rank reports
 
     def __getitem__(self, name: str) -> Tensor:
@@ -173,11 +174,11 @@ class Batch:
 
 
 class LanguageOutput(NamedTuple):
-    """What a language-producing model returns. `head` is the output projection *module*: the loss multiplies by its
-    weight in chunks, so that the logits of a long row never exist at once. `logits` is filled only when asked for."""
+    """Hold what a language model returns. `head` is the output projection *module*: the loss multiplies by its weight
+    in chunks, so that the logits of a long row never exist at once. `logits` is filled only when asked for."""
 
     hidden: Tensor  # [T, D]
-    head: Any  # nn.Module with .weight [V, D]; a module, so that tree walkers over outputs pass it by
+    head: Any  # nn.Module with .weight [V, D]; a module, because functions over trees of tensors pass it by
     logits: Tensor | None = None
     # Of a model that is trained to use its experts evenly: the loss that asks for it, a sum over rows weighted by their
     # trained labels, and how much of it joins the loss of the labels.
@@ -185,18 +186,9 @@ class LanguageOutput(NamedTuple):
     router_aux_weight: float = 0.0
 
 
-@dataclass(frozen=True)
-class LossOut:
-    """Sum of the loss over what was trained on, how much that was, and further sums to report (divided by count)."""
-
-    sum: Tensor
-    count: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-
-
 # ---------------------------------------------------------------------------------------------- contracts
 
-# How a parameter is dealt out over ranks that compute one tensor together. column, row: the output or input features
+# How a parameter is split over the ranks that compute a layer together. column, row: the output or input features
 # of a linear layer (of stacked experts: of each expert); vocab: entries of a table of tokens; sequence: whole, and
 # applied to a part of the tokens where `parallel.sequence_parallel` is on; heads: whole, and applied to the heads or
 # features that a rank has; replicate: whole, applied to all.
@@ -204,56 +196,100 @@ TensorStyle = Literal["column", "row", "vocab", "sequence", "heads", "replicate"
 
 
 @dataclass(frozen=True)
-class Carry:
-    """What one pipeline stage hands to the next: `rows_per_token` rows for each token of a micro-batch, at most (the
-    model cuts off what it padded), each of `width` numbers."""
+class Stream:
+    """Describe a sequence-like input of a model: the batch tensors that hold it and the modules that compute it.
 
-    rows_per_token: int
+    The main sequence is the stream without `slots`; what computes it is the model itself. Every other stream belongs to
+    an encoder, whose outputs replace elements of the main sequence. A batch may lack the input of an encoder; the model
+    then runs the encoder on `blank`, because ranks that do have such inputs wait for it in collectives.
+    """
+
+    tensors: tuple[str, ...]  # have one entry per element; the first of them says how many elements a batch has
+    segments: str  # key of the bounds of its sequences: images, recordings, samples
+    dim: int = 0  # dimension of these tensors that counts elements
+    module: str = ""  # path of the encoder
+    projector: str = ""  # path of the module that turns the encoder's outputs into elements of the main sequence
+    slots: str = ""  # tensor with the positions in the main sequence that the outputs replace
+    windows: str = ""  # key of finer bounds, which never cross those of `segments`
+    positions: tuple[str, ...] = ()  # tensors with positions in this sequence, in ascending order
+    index: str = ""  # tensor that tells a rank with a part of the sequence which elements it has
+    per_slot: int = 1  # neighbouring elements that make one output, at most
+    width: int = 0  # of what the encoder returns for an element; 0: unknown, then its all-gather is not estimated
+    blank: Callable[[torch.device], Batch] | None = None  # the smallest input that the encoder takes
+
+    @property
+    def slot_sources(self) -> str:
+        """Name the tensor that says which output goes to each slot, where a rank has a part of the slots."""
+        return f"{self.slots}.sources"
+
+    def elements(self, batch: Batch) -> int:
+        """Return how many elements of this stream a batch has."""
+        tensor = batch.get(self.tensors[0])
+        return 0 if tensor is None else tensor.shape[self.dim]
+
+
+@dataclass(frozen=True)
+class StageActivation:
+    """Describe what a pipeline stage sends to the next: a tensor [elements, width], where `per_token` elements for each
+    token of a micro-batch are the most that can be needed. The receiver ignores the padding behind the real ones."""
+
+    per_token: int
     width: int
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A link in the chain that a model computes: a module pattern, and the cost of one match. A pipeline may be cut
-    behind a match if it says what it hands on. Links of one `tower` are what `parallel.layers` counts; those without
-    one (embeddings, norms, heads) go with their neighbours."""
+class PipelineUnit:
+    """Describe a step of the forward pass that a pipeline can assign to a stage: a module pattern, and the cost of one
+    match. A stage may end behind a match if `output` is given. Units with a `stream` are layers, which
+    `parallel.layers` counts; the others (embeddings, norms, heads) stay with the layer before them."""
 
     pattern: str
     cost: float = 1.0
-    tower: str = ""
-    carry: Carry | None = None
+    stream: str = ""
+    output: StageActivation | None = None
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """How a model may be dealt out over devices: plain data in module paths (grammar: `core.pattern`)."""
+    """Describe how a model may be split over devices: plain data in module paths (grammar: `core.pattern`)."""
 
     blocks: tuple[str, ...]  # modules that are the unit of sharding, recompute and compile
     tensor: Mapping[str, TensorStyle]  # parameter pattern -> style; every parameter is matched exactly once
-    stages: tuple[Stage, ...] = ()  # in order of execution
-    idle_groups: tuple[str, ...] = ()  # towers that a batch may leave unused
+    units: tuple[PipelineUnit, ...] = ()  # in order of execution
+    streams: Mapping[str, Stream] = field(default_factory=dict)  # by name, as `parallel.encoders` and units spell it
     experts: tuple[str, ...] = ()  # modules that hold the stacked weights of experts, [experts, ...] each
     # Modules that compute attention and nothing else, forward(q, k, v, segments): what context parallelism wraps.
     attention: tuple[str, ...] = ()
     heads: Mapping[str, int] = field(default_factory=dict)  # module pattern -> heads that its columns hold
-    # Towers that see media and not tokens: they may be split otherwise, and deal the pieces of a batch among ranks.
-    towers: Mapping[str, str] = field(default_factory=dict)  # name in `parallel.towers` -> module path
     # Modules whose weights are read outside of their own forward (a head that the loss multiplies by): these must be
     # gathered with the root and cannot be a shard group of their own.
-    with_root: tuple[str, ...] = ()
+    fsdp_root: tuple[str, ...] = ()
     # Modules that read the weights of another one: a head that is the table of embeddings. In a pipeline the last
     # stage, which has the reader, gets a copy of what it reads.
     tied: Mapping[str, str] = field(default_factory=dict)  # path of the reader -> path of what it reads
+    # Modules as files of other systems call them -> their paths here; none: nothing here has parameters for it. Read
+    # where a pattern matches no path of the model.
+    foreign_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def encoders(self) -> dict[str, Stream]:
+        """Return the streams that an encoder computes, by name."""
+        return {name: stream for name, stream in self.streams.items() if stream.slots}
+
+    @property
+    def main(self) -> Stream | None:
+        """Return the main sequence; None where the family does not describe its batches."""
+        return next((stream for stream in self.streams.values() if not stream.slots), None)
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How often a step of training computes a product of the forward pass: once forward, once more for the gradient of
-    what went in, where something before it is trained, and once more for the gradient of a weight that is trained."""
+    """Count how often a training step computes a product of the forward pass: once forward, once more for the gradient
+    of its input, where something before it is trained, and once more for the gradient of a weight that is trained."""
 
     weights: float = 3.0  # products with weights
     attention: float = 3.0  # of queries with keys, and of what follows with values
-    first: float = 2.0  # the product that a tower begins with: nobody asks for the gradient of pixels
+    first: float = 2.0  # the product that an encoder begins with: its input has no gradient
 
 
 # By part of a model, as its module is called ("text", "head", "vision", "projector"); parts that are left out are
@@ -264,19 +300,19 @@ FULL = Passes()
 
 @runtime_checkable
 class Processor(Protocol):
-    """Turns samples into batches. The same object serves training, evaluation and serving."""
+    """Turn samples into batches. The same object serves training, evaluation and serving."""
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
-        """Cost from headers alone: {"tokens": n, "patches": m, ...}; equals what `encode` will give."""
+        """Return the cost from headers alone: {"tokens": n, "patches": m, ...}; it equals what `encode` will give."""
         ...
 
     def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Encoded:
-        """`media`: one decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order. `sizes`: what
-        their headers told, where pictures were made smaller while they were decoded."""
+        """Tokenise a sample. `media`: one decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in
+        order. `sizes`: what their headers tell, where images were made smaller while they were decoded."""
         ...
 
     def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
-        """Packs each row's samples into `length` tokens (padded), rows one after another."""
+        """Pack each row's samples into `length` tokens (padded), rows one after another."""
         ...
 
     def prompt(
@@ -285,8 +321,8 @@ class Processor(Protocol):
         media: Sequence[Sequence[Any]],
         sizes: Sequence[Sequence[MediaSize]] | None = None,
     ) -> Batch:
-        """A batch to generate from: one unpadded segment per sample, ending where the assistant speaks. `sizes` as for
-        `encode`."""
+        """Return a batch to generate from: one unpadded segment per sample, ending where the assistant speaks. `sizes`
+        as for `encode`."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
@@ -295,105 +331,166 @@ class Processor(Protocol):
     def stop_tokens(self) -> tuple[int, ...]: ...
 
     def save(self, folder: Path) -> None:
-        """Writes tokenizer and preprocessor files that `transformers` reads."""
+        """Write tokenizer and preprocessor files that `transformers` reads."""
         ...
+
+
+@runtime_checkable
+class InitializesByName(Protocol):
+    """Mark a module that draws initial weights by name, so that any part of it can be filled alone."""
+
+    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill a whole parameter of this name in place."""
+        ...
+
+
+@runtime_checkable
+class InitializesItself(Protocol):
+    """Mark a module that draws the initial weights of all its parameters at once."""
+
+    def init_weights(self) -> None:
+        """Fill every parameter in place."""
+        ...
+
+
+@runtime_checkable
+class AdjustsAfterInit(Protocol):
+    """Mark a module that completes what its initial weights or its constructor left open."""
+
+    def post_meta_init(self) -> None:
+        """Adjust parameters or buffers in place.
+
+        It is called on the whole module after initial weights were drawn, and on every rank once memory for the rank's
+        part is allocated and buffers hold what the constructor computed.
+        """
+        ...
+
+
+@runtime_checkable
+class DeclaresPlan(Protocol):
+    """Mark a module that a user made and that says how it may be split over devices."""
+
+    def model_plan(self) -> ModelPlan:
+        """Return the plan in the paths of this module."""
+        ...
+
+
+# Where a frozen component lives between uses: whole on every rank's device, sharded over the ranks as the trained model
+# is, or in host memory, from which each use copies it to the device.
+Residence = Literal["device", "sharded", "offloaded"]
+
+
+@dataclass(frozen=True)
+class Component:
+    """Describe one part of a model family. Most have one, "model"; a video family also has a VAE and text encoders."""
+
+    build: Callable[[Any], nn.Module]  # works on the meta device; has initialize(name, tensor, generator) or `fresh`
+    plan: Callable[[Any], ModelPlan]
+    weights: Mapping[str, Callable[[Any], WeightMap]] = field(default_factory=dict)  # by form: "hf", "original", ...
+    trained: bool = True
+    residence: Residence = "sharded"  # of a frozen component
+    # For classes without `initialize`: a module with the weights its own constructor draws, on the host, whole.
+    fresh: Callable[[Any], nn.Module] | None = None
+    given: bool = False  # whether the caller made the module of `fresh`: its weights come before any `initialize`
+
+    megatron: Callable[[Any], MegatronForm] | None = None  # how Megatron-style jobs keep it
+
+    def weight_map(self, config: Any, form: str = "hf") -> WeightMap | None:
+        """Return the weight map of this form; None where the component has no such files."""
+        make = self.weights.get(form)
+        return None if make is None else make(config)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """All that the rest of the house knows of a model family. A folder under `models/` exposes one as `SPEC`."""
+    """Describe a model family to other packages. A folder under `models/` exposes one as `SPEC`."""
 
     name: str
-    config: type[
-        Section
-    ]  # with classmethod from_hf(dict) and method to_hf() -> dict when the family has a Hugging Face form
-    build: Callable[
-        [Any], nn.Module
-    ]  # works under torch.device("meta"); module has initialize(name, tensor, generator)
-    plan: Callable[[Any], ModelPlan]
-    weights: Callable[[Any], WeightMap] | None = None
+    config: type[Section]  # with a classmethod from_hf(dict) and to_hf() -> dict if the family has a Hugging Face form
+    components: Mapping[str, Component]  # "model" is the trained one
     processor: Callable[..., Processor] | None = None  # (config, folder, **options of the `data.processor` section)
     # (config, batch, training: Training) -> FLOPs of one forward and backward pass: products of the model itself, with
     # half the square of causal attention, without recomputation, untrained positions of the head and gradients that
     # nobody asks for. One definition for the step line, benchmarks and balance.
     flops: Callable[..., float] | None = None
-    # (config, measures of samples by name, training: Training) -> the same for each sample in each tower; adds up over
-    # the samples of a row.
+    # (config, measures of samples by name, training: Training) -> the same for each sample in each stream; adds up
+    # over the samples of a row.
     work: Callable[..., dict[str, np.ndarray]] | None = None
     # (config, tokens) -> a micro-batch of so many tokens, made up: what forecasts and dry runs work on.
     example: Callable[[Any, int], Batch] | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     task: str = "language"  # the objective when the recipe names none
-    # For classes without `initialize`: a module with the weights its own constructor draws, on the host, whole.
-    fresh: Callable[[Any], nn.Module] | None = None
     needs_processor_files: bool = True  # off: a run without tokenizer files goes on without a processor
     hf_types: tuple[str, ...] = ()  # values of "model_type" in config.json that mean this family
 
+    @property
+    def main(self) -> Component:
+        """Return the component that is trained."""
+        return self.components["model"]
 
-class RowSource(Protocol):
-    """A data set as the loader sees it: rows by number, each a pure function of its number.
 
-    Row numbers count draws since the start of training, so that number // len(source) is the epoch. Called in worker
-    processes: holds no open file and no device tensor.
+class RowSource(ABC):
+    """Give a data set to the loader: rows by number, each a pure function of its number.
+
+    Row numbers count draws since the start of training, so that number // len(source) is the epoch. A source is pickled
+    to worker processes and called there: it holds no open file and no device tensor. Only `__len__` and `batch` must be
+    written; the other members are abilities, and their defaults say that the source does not have them.
     """
 
     @property
     def bad_samples(self) -> Sequence[tuple[str, str]]:
-        """(id, why) of samples that were left out before training began."""
-        ...
+        """Return (id, reason) of samples that were left out before training began; a long list may be shortened."""
+        return ()
 
+    @property
+    def bad_count(self) -> int:
+        """Return how many samples were left out before training began, also those that are not listed."""
+        return len(self.bad_samples)
+
+    @property
+    def identity(self) -> str:
+        """Return a hash that changes whenever a row would hold other samples; empty: the source does not know."""
+        return ""
+
+    @property
+    def sequential(self) -> bool:
+        """Return whether rows can only be read one after another, by one process."""
+        return False
+
+    @property
+    def decodes_media(self) -> bool:
+        """Return whether making a batch runs media decoders, which may crash and so belong into a worker process."""
+        return False
+
+    @abstractmethod
     def __len__(self) -> int:
-        """Rows in one pass over the data."""
-        ...
+        """Return the number of rows in one epoch."""
 
+    @abstractmethod
     def batch(self, rows: Sequence[int]) -> Batch:
-        """One micro-batch made of these rows, with `sample_ids`, `rows`, `counts`, `seeds` and `problems` filled."""
-        ...
-
-
-@runtime_checkable
-class WeighedRows(Protocol):
-    """A `RowSource` that knows what its rows cost before they are made: ranks then get equal work."""
-
-    def work(self, rows: Sequence[int]) -> Sequence[float]: ...
-
-
-@runtime_checkable
-class GuardedRows(Protocol):
-    """A `RowSource` whose samples may break whoever reads them: it says which one it is at, and leaves out the lost."""
+        """Return one micro-batch of these rows, with `sample_ids`, `rows`, `counts`, `seeds` and `problems` filled."""
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
-        """As `batch`. `note(n)` is called before sample n is read; samples in `lost` (with the reason) leave holes."""
-        ...
+        """Return `batch(rows)`, made by a process that a sample may crash.
 
+        `note(n)` is called before sample n is read, so that a crash can be attributed; samples in `lost` (with the
+        reason) crashed a process before and leave holes. A source that notes no samples cannot leave any out.
+        """
+        if lost:
+            raise TesseraError(
+                f"making a batch of rows {list(rows)} failed: {next(iter(lost.values()))}",
+                where="data.kind",
+                fix="set data.workers=0 to see where",
+            )
+        return self.batch(rows)
 
-@runtime_checkable
-class SparingRows(Protocol):
-    """A `RowSource` that can pass over samples by name."""
+    def work(self, rows: Sequence[int]) -> Sequence[float] | None:
+        """Return the cost of each row, by which ranks get equal work; None: unknown, all rows count alike."""
+        return None
 
     def without(self, samples: Mapping[str, str]) -> RowSource | None:
-        """The same rows, in which these samples (with the reason) leave masked holes; None where that cannot be."""
-        ...
+        """Return the same rows with these samples (with the reason) masked; None: the source cannot leave any out."""
+        return None
 
-
-class Reference(Protocol):
-    """What a trained model is compared with, when a task has an attribute `reference` that is not None. The engine runs
-    every micro-batch through it first, without gradient."""
-
-    def of(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, `module` computes as the reference does."""
-        ...
-
-    def seen(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """What the loss wants to know of the reference's outputs: tensors that join the batch. They are small."""
-        ...
-
-
-class Task(Protocol):
-    """An objective. The same two methods serve every engine."""
-
-    def inputs(self, batch: Batch) -> Batch:
-        """Without gradient: frozen encoders, noise, targets."""
-        ...
-
-    def loss(self, outputs: Any, batch: Batch) -> LossOut: ...
+    def check_ranks(self, position: int, count: int) -> None:  # noqa: B027  # most sources split nothing
+        """Raise if the source splits its rows over other ranks than rank `position` of `count` data-parallel ones."""

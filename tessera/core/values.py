@@ -1,4 +1,4 @@
-"""Values that no key can mean: they are refused before a section is built of them, whatever the key is."""
+"""Refuse values that no key can mean, before a section is built from them."""
 
 from __future__ import annotations
 

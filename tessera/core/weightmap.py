@@ -2,8 +2,10 @@
 
     Rule("text.layers.{i}.attn.q.weight", "model.layers.{i}.self_attn.q_proj.weight")
 
-`{i}` stands for one dotted segment and must appear on both sides. An operation says how one of our tensors is made from
-one or more foreign ones, and how it goes back. The engine that reads and writes files by such a map is in `checkpoint`.
+`{i}` stands for one dotted segment and must appear on both sides. An operation says how one native tensor is made from
+one or more foreign ones, and how it goes back. `checkpoint.weights` reads and writes files by such a map.
+
+"Native" are names and tensors of this library's modules, "foreign" those of a folder (transformers, diffusers, ...).
 """
 
 from __future__ import annotations
@@ -19,93 +21,93 @@ from torch import Tensor
 
 from tessera.core.errors import TesseraError
 
-Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # which of theirs, and of it: offsets and sizes
+Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # index of a foreign tensor, offsets and sizes in it
 Shapes = Sequence[tuple[int, ...]]
 
 
 class Operation(Protocol):
-    """How ours is made from theirs and back. One that is `ByBox`, too, can make a part of ours from parts of theirs."""
+    """Make one native tensor from foreign ones, and those from it. One that is `ByBox`, too, can make a part of it."""
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor: ...
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor: ...
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]: ...
+    def to_foreign(self, native: Tensor) -> list[Tensor]: ...
 
 
 @runtime_checkable
 class ByBox(Protocol):
-    """Makes a box of ours (offsets and sizes along every dimension) from boxes of theirs, so that a rank which holds a
-    shard reads the bytes of that shard alone, whatever dimensions it is cut along."""
+    """Make a box of the native tensor (offsets and sizes along every dimension) from boxes of foreign ones, so that a
+    rank reads the bytes of its own shard alone, whatever dimensions are sharded."""
 
-    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], theirs: Shapes) -> list[Box]:
-        """What is read for a box that is not empty. `theirs`: the whole shapes."""
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
+        """Return what to read for a box that is not empty. `foreign`: the whole shapes."""
         ...
 
-    def joined(self, pieces: Sequence[Tensor], theirs: Shapes) -> Tensor:
-        """The box of ours from what was read."""
+    def join_boxes(self, boxes: Sequence[Tensor], foreign: Shapes) -> Tensor:
+        """Return the native box from what was read."""
         ...
 
 
-def shape_of(op: Operation, theirs: Shapes) -> tuple[int, ...]:
-    """Of ours, without any data."""
-    return tuple(op.to_ours([torch.empty(shape, device="meta") for shape in theirs]).shape)
+def shape_of(op: Operation, foreign: Shapes) -> tuple[int, ...]:
+    """Return the native shape that foreign shapes give, without any data."""
+    return tuple(op.to_native([torch.empty(shape, device="meta") for shape in foreign]).shape)
 
 
 @dataclass(frozen=True)
-class Same:
-    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], theirs: Shapes) -> list[Box]:
+class Identity:
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
         return [(0, tuple(offsets), tuple(sizes))]
 
-    def joined(self, pieces: Sequence[Tensor], theirs: Shapes) -> Tensor:
-        return pieces[0]
+    def join_boxes(self, boxes: Sequence[Tensor], foreign: Shapes) -> Tensor:
+        return boxes[0]
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        (tensor,) = theirs
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        (tensor,) = foreign
         return tensor
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        return [ours]
+    def to_foreign(self, native: Tensor) -> list[Tensor]:
+        return [native]
 
 
 @dataclass(frozen=True)
 class Reshape:
-    """Same elements in another shape, such as a convolution over whole patches that is really a linear layer."""
+    """Keep the elements and change the shape, such as that of a convolution which is a linear layer over patches."""
 
-    ours: tuple[int, ...]
-    theirs: tuple[int, ...]
+    native: tuple[int, ...]
+    foreign: tuple[int, ...]
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        (tensor,) = theirs
-        return tensor.reshape(self.ours)
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        (tensor,) = foreign
+        return tensor.reshape(self.native)
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        return [ours.reshape(self.theirs)]
+    def to_foreign(self, native: Tensor) -> list[Tensor]:
+        return [native.reshape(self.foreign)]
 
 
 @dataclass(frozen=True)
 class Transpose:
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        (tensor,) = theirs
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        (tensor,) = foreign
         return tensor.t().contiguous()
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        return [ours.t().contiguous()]
+    def to_foreign(self, native: Tensor) -> list[Tensor]:
+        return [native.t().contiguous()]
 
 
 @dataclass(frozen=True)
 class GroupByHead:
-    """Rows of a product that makes `kinds` things (queries, keys, values) for each of `heads` heads: theirs lie kind by
-    kind, each in a tensor of its own if they are `apart`, ours head by head."""
+    """Order the output rows of a fused projection (queries, keys, values: `kinds`) by head. Foreign rows are
+    ordered by kind, each kind in a tensor of its own if `separate`."""
 
     heads: int
     kinds: int = 3
-    apart: bool = False
+    separate: bool = False
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        return _regroup(torch.cat(list(theirs)) if self.apart else theirs[0], self.kinds, self.heads)
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        return _regroup(torch.cat(list(foreign)) if self.separate else foreign[0], self.kinds, self.heads)
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        joined = _regroup(ours, self.heads, self.kinds)
-        return [kind.contiguous() for kind in joined.chunk(self.kinds)] if self.apart else [joined]
+    def to_foreign(self, native: Tensor) -> list[Tensor]:
+        joined = _regroup(native, self.heads, self.kinds)
+        return [kind.contiguous() for kind in joined.chunk(self.kinds)] if self.separate else [joined]
 
 
 def _regroup(tensor: Tensor, outer: int, inner: int) -> Tensor:
@@ -114,153 +116,174 @@ def _regroup(tensor: Tensor, outer: int, inner: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HalvesOfPairs:
-    """Rows that rotary positions turn, the first `turned` of the `head_dim` of each head: theirs turn in pairs of
-    neighbours, ours turn the first half against the second."""
+class InterleavedToHalfRope:
+    """Order the rows of a projection for rotary embeddings that rotate the first half against the second, as native
+    modules do. Foreign modules rotate neighbouring pairs. Only the first `rotary_dim` of each head are rotated."""
 
     head_dim: int
-    turned: int
+    rotary_dim: int
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        (tensor,) = theirs
-        return self._reorder(tensor, self.turned // 2, 2)
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        (tensor,) = foreign
+        return self._reorder(tensor, self.rotary_dim // 2, 2)
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        return [self._reorder(ours, 2, self.turned // 2)]
+    def to_foreign(self, native: Tensor) -> list[Tensor]:
+        return [self._reorder(native, 2, self.rotary_dim // 2)]
 
     def _reorder(self, tensor: Tensor, outer: int, inner: int) -> Tensor:
         heads = tensor.reshape(-1, self.head_dim, *tensor.shape[1:])
-        turned = heads[:, : self.turned].reshape(-1, outer, inner, *tensor.shape[1:]).transpose(1, 2)
-        turned = turned.reshape(-1, self.turned, *tensor.shape[1:])
-        return torch.cat([turned, heads[:, self.turned :]], dim=1).reshape(tensor.shape)
+        rotated = heads[:, : self.rotary_dim].reshape(-1, outer, inner, *tensor.shape[1:]).transpose(1, 2)
+        rotated = rotated.reshape(-1, self.rotary_dim, *tensor.shape[1:])
+        return torch.cat([rotated, heads[:, self.rotary_dim :]], dim=1).reshape(tensor.shape)
 
 
 @dataclass(frozen=True)
-class LinearOfConvolution:
-    """A convolution over whole blocks of `side` x `side` patches, [out, channels, side, side], is a linear layer over
-    the features of these patches one after another, [out, side x side x channels]."""
+class ConvToLinear:
+    """Make a linear layer over the features of `side` x `side` patches, [out, side * side * channels], from a
+    convolution over such blocks, [out, channels, side, side]."""
 
     side: int
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        (tensor,) = theirs
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        (tensor,) = foreign
         return tensor.permute(0, 2, 3, 1).flatten(1).contiguous()
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        blocks = ours.reshape(ours.shape[0], self.side, self.side, -1)
+    def to_foreign(self, native: Tensor) -> list[Tensor]:
+        blocks = native.reshape(native.shape[0], self.side, self.side, -1)
         return [blocks.permute(0, 3, 1, 2).contiguous()]
 
 
 @dataclass(frozen=True)
 class Concat:
-    """Ours is theirs joined along `dim`; `sizes` are their lengths along it."""
+    """Join foreign tensors along `dim`; `sizes` are their lengths along it."""
 
     sizes: tuple[int, ...]
     dim: int = 0
 
-    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], theirs: Shapes) -> list[Box]:
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
         found: list[Box] = []
         at, first, last = 0, offsets[self.dim], offsets[self.dim] + sizes[self.dim]
-        for number, shape in enumerate(theirs):
+        for number, shape in enumerate(foreign):
             low, high = max(first, at), min(last, at + shape[self.dim])
             if low < high:
                 found.append((number, _with(offsets, self.dim, low - at), _with(sizes, self.dim, high - low)))
             at += shape[self.dim]
         return found
 
-    def joined(self, pieces: Sequence[Tensor], theirs: Shapes) -> Tensor:
-        return torch.cat(list(pieces), dim=self.dim)
+    def join_boxes(self, boxes: Sequence[Tensor], foreign: Shapes) -> Tensor:
+        return torch.cat(list(boxes), dim=self.dim)
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(theirs), dim=self.dim)
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(foreign), dim=self.dim)
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        return [piece.contiguous() for piece in ours.split(list(self.sizes), dim=self.dim)]
+    def to_foreign(self, native: Tensor) -> list[Tensor]:
+        return [part.contiguous() for part in native.split(list(self.sizes), dim=self.dim)]
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Ours has one more dimension, the first, along which theirs lie one by one: the weights of experts."""
+    """Stack foreign tensors along a new first dimension: the weights of experts."""
 
-    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], theirs: Shapes) -> list[Box]:
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
         return [(n, tuple(offsets[1:]), tuple(sizes[1:])) for n in range(offsets[0], offsets[0] + sizes[0])]
 
-    def joined(self, pieces: Sequence[Tensor], theirs: Shapes) -> Tensor:
-        return torch.stack(list(pieces))
+    def join_boxes(self, boxes: Sequence[Tensor], foreign: Shapes) -> Tensor:
+        return torch.stack(list(boxes))
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(theirs))
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(foreign))
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        return [piece.contiguous() for piece in ours.unbind(0)]
+    def to_foreign(self, native: Tensor) -> list[Tensor]:
+        return [part.contiguous() for part in native.unbind(0)]
 
 
 @dataclass(frozen=True)
-class Turned:
-    """Ours is [..., rows, columns]; theirs has these two the other way round, or as ours: the shape tells which. They
-    are written the other way round, but for a square: whoever reads by the shape would take it for turned already."""
+class TransposeIfNeeded:
+    """Swap the last two dimensions unless the foreign tensor is [..., rows, columns] already, as the native one is. It
+    is written with both swapped, except a square: its shape does not tell a reader that it is swapped."""
 
     rows: int
     columns: int
 
-    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], theirs: Shapes) -> list[Box]:
-        if self._as_ours(theirs[0]):
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
+        if self._is_native(foreign[0]):
             return [(0, tuple(offsets), tuple(sizes))]
         return [(0, _swapped(offsets), _swapped(sizes))]
 
-    def joined(self, pieces: Sequence[Tensor], theirs: Shapes) -> Tensor:
-        return pieces[0] if self._as_ours(theirs[0]) else pieces[0].transpose(-1, -2)
+    def join_boxes(self, boxes: Sequence[Tensor], foreign: Shapes) -> Tensor:
+        return boxes[0] if self._is_native(foreign[0]) else boxes[0].transpose(-1, -2)
 
-    def _as_ours(self, theirs: Sequence[int]) -> bool:
-        return tuple(theirs[-2:]) == (self.rows, self.columns)
+    def _is_native(self, foreign: Sequence[int]) -> bool:
+        return tuple(foreign[-2:]) == (self.rows, self.columns)
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        (tensor,) = theirs
-        if self._as_ours(tensor.shape):
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        (tensor,) = foreign
+        if self._is_native(tensor.shape):
             return tensor
         return tensor.transpose(-1, -2).contiguous()
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        return [ours if self.rows == self.columns else ours.transpose(-1, -2).contiguous()]
+    def to_foreign(self, native: Tensor) -> list[Tensor]:
+        return [native if self.rows == self.columns else native.transpose(-1, -2).contiguous()]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Ours is part `number` of `of` equal ones along `dim` of a foreign tensor (after `op`). Each other part is another
-    tensor of ours, with a rule of its own: `WeightMap.together` tells which, and `WeightMap.theirs` joins them."""
+class TensorChunk:
+    """Take chunk `number` of `of` equal ones along `dim` of a foreign tensor, after `op`. Each other chunk is another
+    native tensor, with a rule of its own; `WeightMap.to_foreign` joins those that `WeightMap.group_of` names."""
 
     number: int
     of: int
     dim: int = 0
-    op: Operation = field(default_factory=Same)
+    op: Operation = field(default_factory=Identity)
 
-    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], theirs: Shapes) -> list[Box]:
-        whole = shape_of(self.op, theirs)
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
+        whole = shape_of(self.op, foreign)
         shifted = _with(offsets, self.dim, offsets[self.dim] + self.number * -(-whole[self.dim] // self.of))
         if isinstance(self.op, ByBox):
-            return self.op.boxes(shifted, sizes, theirs)
-        raise AssertionError(f"a part of {self.op} is read whole")
+            return self.op.boxes(shifted, sizes, foreign)
+        raise AssertionError(f"a chunk of {self.op} is read whole")
 
-    def joined(self, pieces: Sequence[Tensor], theirs: Shapes) -> Tensor:
+    def join_boxes(self, boxes: Sequence[Tensor], foreign: Shapes) -> Tensor:
         assert isinstance(self.op, ByBox)
-        return self.op.joined(pieces, theirs)
+        return self.op.join_boxes(boxes, foreign)
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        return self.op.to_ours(theirs).chunk(self.of, dim=self.dim)[self.number].contiguous()
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        return self.op.to_native(foreign).chunk(self.of, dim=self.dim)[self.number].contiguous()
 
-    def to_theirs(self, ours: Tensor) -> list[Tensor]:
-        raise AssertionError("a part alone makes no foreign tensor: WeightMap.theirs joins all of them")
+    def to_foreign(self, native: Tensor) -> list[Tensor]:
+        raise AssertionError("a chunk alone makes no foreign tensor: WeightMap.to_foreign joins all of them")
 
-    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        return self.op.to_theirs(torch.cat(list(parts), dim=self.dim))
+    def join_chunks(self, chunks: Sequence[Tensor]) -> list[Tensor]:
+        return self.op.to_foreign(torch.cat(list(chunks), dim=self.dim))
+
+
+@dataclass(frozen=True)
+class GroupedRows(TensorChunk):
+    """Take one of several kinds of rows (queries, keys, values) out of a foreign tensor that has them in groups: the
+    rows of each kind for the first key-value head, then for the second, and so on. `rows`: of each kind in a group."""
+
+    rows: tuple[int, ...] = ()
+
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        (tensor,) = foreign
+        groups = tensor.reshape(-1, sum(self.rows), *tensor.shape[1:])
+        kind: Tensor = groups.split(list(self.rows), dim=1)[self.number]
+        return kind.reshape(-1, *tensor.shape[1:]).contiguous()
+
+    def join_chunks(self, chunks: Sequence[Tensor]) -> list[Tensor]:
+        rest = chunks[0].shape[1:]
+        groups = [chunk.reshape(-1, rows, *rest) for chunk, rows in zip(chunks, self.rows, strict=True)]
+        return [torch.cat(groups, dim=1).reshape(-1, *rest)]
 
 
 def can_read_boxes(op: Operation) -> bool:
-    return can_read_boxes(op.op) if isinstance(op, Part) else isinstance(op, ByBox)
+    if isinstance(op, GroupedRows):
+        return False
+    return can_read_boxes(op.op) if isinstance(op, TensorChunk) else isinstance(op, ByBox)
 
 
-def _with(numbers: Sequence[int], place: int, number: int) -> tuple[int, ...]:
-    return (*numbers[:place], number, *numbers[place + 1 :])
+def _with(numbers: Sequence[int], dim: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:dim], number, *numbers[dim + 1 :])
 
 
 def _swapped(numbers: Sequence[int]) -> tuple[int, ...]:
@@ -269,71 +292,74 @@ def _swapped(numbers: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Rule:
-    ours: str
-    theirs: str | tuple[str, ...]
-    op: Operation = field(default_factory=Same)
+    native: str
+    foreign: str | tuple[str, ...]
+    op: Operation = field(default_factory=Identity)
 
-    def foreign(self) -> tuple[str, ...]:
-        return (self.theirs,) if isinstance(self.theirs, str) else self.theirs
+    def foreign_names(self) -> tuple[str, ...]:
+        return (self.foreign,) if isinstance(self.foreign, str) else self.foreign
 
 
 @dataclass(frozen=True)
 class WeightMap:
     rules: tuple[Rule, ...]
-    renames: tuple[
-        tuple[str, str], ...
-    ] = ()  # (old prefix, new prefix): other spellings of foreign names, accepted on reading
-    skip: tuple[str, ...] = ()  # foreign name templates that carry no weight of ours (buffers, caches)
-    # (foreign name that is skipped, our name whose tensor it has to equal): tables that some folders store twice
+    # (old prefix, new prefix): other spellings of foreign names, accepted on reading
+    renames: tuple[tuple[str, str], ...] = ()
+    skip: tuple[str, ...] = ()  # foreign name templates without a native weight (buffers, caches)
+    # (foreign name that is skipped, native name whose tensor it has to equal): tables that some folders store twice
     copies: tuple[tuple[str, str], ...] = ()
-    same_names: bool = False  # a name that no rule speaks of is spelled alike on both sides
+    same_names: bool = False  # a name without a rule is the same on both sides
 
-    def to_foreign(self, name: str) -> tuple[Rule, tuple[str, ...]] | None:
-        """The rule for one of our names and the foreign names it is made of; None when no rule matches."""
+    def rule_for(self, name: str) -> tuple[Rule, tuple[str, ...]] | None:
+        """Return the rule for a native name and the foreign names it is made of; None when no rule matches."""
         for rule in self.rules:
-            found = _template(rule.ours).fullmatch(name)
+            found = _template(rule.native).fullmatch(name)
             if found:
-                return rule, tuple(_fill(foreign, found.groupdict()) for foreign in rule.foreign())
+                return rule, tuple(_fill(foreign, found.groupdict()) for foreign in rule.foreign_names())
         return (Rule(name, name), (name,)) if self.same_names else None
 
-    def together(self, name: str) -> tuple[str, ...]:
-        """Our names whose tensors lie in the same foreign ones as this one's, in order; mostly it is alone."""
+    def group_of(self, name: str) -> tuple[str, ...]:
+        """Return the native names that share foreign tensors with this one, in order; mostly the name alone."""
         for rule in self.rules:
-            found = _template(rule.ours).fullmatch(name)
-            if found and isinstance(rule.op, Part):
-                sharing = [other for other in self.rules if other.theirs == rule.theirs]
-                parts = sorted((other.op.number, other.ours) for other in sharing if isinstance(other.op, Part))
-                return tuple(_fill(ours, found.groupdict()) for _, ours in parts)
+            found = _template(rule.native).fullmatch(name)
+            if found and isinstance(rule.op, TensorChunk):
+                sharing = [other for other in self.rules if other.foreign == rule.foreign]
+                chunks = sorted(
+                    (other.op.number, other.native) for other in sharing if isinstance(other.op, TensorChunk)
+                )
+                return tuple(_fill(native, found.groupdict()) for _, native in chunks)
             if found:
                 break
         return (name,)
 
-    def theirs(self, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What tensors of ours become, all that lie in the same foreign ones given together."""
+    def to_foreign(self, native: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the foreign tensors that native ones become. Those of one `group_of` must be given together."""
         made: dict[str, Tensor] = {}
-        for name, tensor in ours.items():
-            found = self.to_foreign(name)
+        for name, tensor in native.items():
+            found = self.rule_for(name)
             if found is None:
                 raise TesseraError(
-                    f"no rule of the weight map speaks of {name}", allowed=[rule.ours for rule in self.rules]
+                    f"no rule of the weight map speaks of {name}", allowed=[rule.native for rule in self.rules]
                 )
             rule, foreign = found
-            if not isinstance(rule.op, Part):
-                made.update(zip(foreign, rule.op.to_theirs(tensor), strict=True))
+            if not isinstance(rule.op, TensorChunk):
+                made.update(zip(foreign, rule.op.to_foreign(tensor), strict=True))
             elif rule.op.number == 0:
-                made.update(zip(foreign, rule.op.join([ours[part] for part in self.together(name)]), strict=True))
+                made.update(
+                    zip(foreign, rule.op.join_chunks([native[chunk] for chunk in self.group_of(name)]), strict=True)
+                )
         return made
 
     def canonical(self, foreign: str) -> str:
-        """A foreign name in the spelling the rules use."""
+        """Return a foreign name in the spelling the rules use."""
         for old, new in self.renames:
             if foreign.startswith(old):
                 return new + foreign[len(old) :]
         return foreign
 
     def in_memory(self, foreign: str) -> str:
-        """A foreign name as the classes of transformers have it. They keep their towers under `model.`, folders may
-        not, and the renames tell; of several spellings the shortest is today's."""
+        """Return a foreign name as the classes of transformers have it. They keep their encoders under `model.`, which
+        folders may omit as `renames` says; of several spellings the shortest is today's."""
         spellings = [
             old + foreign[len(new) :]
             for old, new in self.renames

@@ -1,4 +1,4 @@
-"""YAML as version 1.2 reads it: `true` and `false` are the only booleans, `off`, `no`, `on` and `yes` are words.
+"""Read and write YAML as version 1.2 defines it: `true` and `false` are the only booleans, `off` and `yes` are words.
 
 Version 1.1, which PyYAML reads by itself, also takes `12:30` for a number of seconds, `010` for eight and a date for an
 object of its own. None of that is meant in a recipe.
@@ -28,8 +28,8 @@ _RESOLVERS: tuple[tuple[str, str, list[str]], ...] = (
 )
 
 
-class Loader(yaml.SafeLoader):
-    """Reads plain data, without aliases (bombs) or keys given twice (silent loss)."""
+class StrictLoader(yaml.SafeLoader):
+    """Read plain data, without aliases (bombs) or keys given twice (silent loss)."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - PyYAML's own name; filled below
 
@@ -71,8 +71,8 @@ class Loader(yaml.SafeLoader):
         return int(text[2:] if base != 10 else text, base)
 
 
-class Dumper(yaml.SafeDumper):
-    """Writes what `Loader` reads back the same: words that either version would take for something else are quoted."""
+class StrictDumper(yaml.SafeDumper):
+    """Write text that `StrictLoader` reads back the same: what either version would read differently is quoted."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: list(known) for first, known in yaml.SafeDumper.yaml_implicit_resolvers.items()
@@ -80,15 +80,15 @@ class Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> Any:
-    """Text with characters that cannot be seen is written with escapes; PyYAML itself loses some of them."""
+    """Represent text with invisible characters by escapes; PyYAML itself loses some of them."""
     seen = all(character.isprintable() or character == "\n" for character in text)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if seen else '"')
 
 
 for _name, _pattern, _first in _RESOLVERS:
-    for _kind in (Loader, Dumper):
+    for _kind in (StrictLoader, StrictDumper):
         _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
 for _name in ("binary", "timestamp", "omap", "pairs", "set"):  # no key of a recipe holds any of these
-    Loader.add_constructor(f"tag:yaml.org,2002:{_name}", Loader.refuse)
-Dumper.add_representer(str, _represent_text)
-Loader.add_constructor("tag:yaml.org,2002:int", Loader.integer)
+    StrictLoader.add_constructor(f"tag:yaml.org,2002:{_name}", StrictLoader.refuse)
+StrictDumper.add_representer(str, _represent_text)
+StrictLoader.add_constructor("tag:yaml.org,2002:int", StrictLoader.integer)

@@ -1,6 +1,6 @@
-"""How a conversation is written down for a model: a template as data, rendered into pieces.
+"""How a conversation is written down for a model: a template as data, rendered into spans.
 
-A piece is text or one special word, and knows whether the model is trained to write it: what a trained role says and
+A span is text or one special word, and knows whether the model is trained to write it: what a trained role says and
 the word that ends its turn are, headers and everyone else are not. The same template as Jinja goes into exported
 folders, so that other tools write conversations the same way.
 
@@ -20,12 +20,15 @@ from functools import cached_property
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import PLAIN, Message, Part, PartKind
-from tessera.data.tool_words import JINJA_BLANK, JINJA_CALLS, JINJA_LISTING, JINJA_MACRO, lists_only_tools, with_listing
+from tessera.data.tool_calls import JINJA_BLANK, JINJA_CALLS, JINJA_LISTING, JINJA_MACRO, lists_only_tools, with_listing
 
 
 @dataclass(frozen=True)
-class Piece:
-    """`special`: `text` is one word of the vocabulary; otherwise it is plain text, whatever it looks like."""
+class ChatSpan:
+    """Hold a part of a rendered conversation.
+
+    `special`: `text` is one word of the vocabulary; otherwise it is plain text, whatever it looks like.
+    """
 
     text: str
     role: str
@@ -36,20 +39,26 @@ class Piece:
 
 @dataclass(frozen=True)
 class Turn:
-    """What stands before and after the words of a role. Of what stands after, a trained role writes as much as goes up
-    to the last special word. `text_before` and `text_after` enclose each of its texts, but not its media."""
+    """State which text a template writes before and after the words of a role.
+
+    Of `after`, a trained role learns to write all up to the last special word. `text_before` and `text_after` enclose
+    each text of a message, but not its media.
+    """
 
     before: str
     after: str
     text_before: str = ""
     text_after: str = ""
-    between: str = ""  # stands in place of `after` and `before` where the role speaks again
+    between: str = ""  # replaces `after` and `before` where the role speaks again
 
 
 @dataclass(frozen=True)
 class MediaWords:
-    """`word` stands for one visual token; `before` and `after` enclose all of a picture or clip. `mark` is what chat
-    templates of folders write in place of all that, where a family's own processor spells it out later."""
+    """State which words of the vocabulary a template writes for one kind of media.
+
+    `word` stands for one visual token; `before` and `after` enclose all of an image or video. `mark` is what the chat
+    templates of folders write in place of all three, where a family's processor replaces it later.
+    """
 
     word: str
     before: str = ""
@@ -69,7 +78,7 @@ _NO_TOOLS = " and not tools"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """As it stands: ChatML with the visual words of the Qwen families."""
+    """Define how a conversation is written as text. The defaults are ChatML with the visual words of Qwen."""
 
     # Words of the vocabulary among what is written below, but those that stand for visual tokens.
     special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
@@ -87,12 +96,14 @@ class ChatTemplate:
         return [*self.special, *dict.fromkeys(media.word for media in self.media.values())]
 
     def control_words(self) -> list[str]:
-        """All that this template may write as single words of the vocabulary."""
+        """Return all that this template may write as single words of the vocabulary."""
         return [word for word in (*self.special_words(), self.end_of_text, *self.next_turns) if word]
 
     def with_words_of(self, added: Collection[str]) -> ChatTemplate:
-        """The same, for a tokenizer with these added words: those that this template writes around what is said are
-        special, so that no one can say them."""
+        """Return the template for a tokenizer with these added words.
+
+        Those that the template writes around what is said become special, so that no one can say them.
+        """
         turns = [text for turn in self.turns.values() for text in (turn.before, turn.after, turn.between)]
         turns += [text for turn in self.turns.values() for text in (turn.text_before, turn.text_after)]
         media = [text for words in self.media.values() for text in (words.before, words.after)]
@@ -102,12 +113,12 @@ class ChatTemplate:
 
     @cached_property
     def _cut(self) -> re.Pattern[str]:
-        """Finds special words in what a template writes."""
+        """Return the pattern that finds special words in what a template writes."""
         return re.compile("(" + "|".join(re.escape(word) for word in self.special) + ")")
 
     @property
     def stop_words(self) -> list[str]:
-        """What a model ends its answers with."""
+        """Return the words that a model ends its answers with."""
         return [*self._cut.findall(self._turn("assistant").after), *self.next_turns]
 
     def render(
@@ -117,16 +128,19 @@ class ChatTemplate:
         *,
         last_only: bool = False,
         answer: bool = False,
-        show: Callable[[Part, str], list[Piece]] | None = None,
-    ) -> list[Piece]:
-        """`last_only`: train on the last of the turns that are trained on. `answer`: end with the header of the
-        assistant's next turn, for a model to go on from. `show`: how a media part in the turn of a role is written;
-        default: its word between what encloses it."""
+        show: Callable[[Part, str], list[ChatSpan]] | None = None,
+    ) -> list[ChatSpan]:
+        """Return a conversation as spans.
+
+        `last_only`: train on the last of the turns that are trained on. `answer`: end with the header of the next turn
+        of the assistant, for a model to go on from. `show`: how a media part in the turn of a role is written;
+        default: its word between what encloses it.
+        """
         messages = self._with_own_prompt(messages)
-        pieces = self._words(self.begin, "system")
+        spans = self._words(self.begin, "system")
         if self.system is not None and (not messages or messages[0].role not in ("system", PLAIN)):
             said = self._text(self.system, "system", trained=False) if self.system else []
-            pieces += [*self._header("system"), *said, *self._end("system", trained=False)]
+            spans += [*self._header("system"), *said, *self._end("system", trained=False)]
         turns = [number for number, message in enumerate(messages) if message.role in train_on]
         trained_turns = set(turns[-1:] if last_only else turns)
         before: Message | None = None
@@ -134,7 +148,7 @@ class ChatTemplate:
             trained = number in trained_turns or message.role == PLAIN
             content = self._content(message, trained, show or self.show)
             if message.role == PLAIN:
-                pieces += [*content, Piece(self.end_of_text, PLAIN, True, special=True)]
+                spans += [*content, ChatSpan(self.end_of_text, PLAIN, True, special=True)]
                 before = message
                 continue
             header = [] if self._goes_on(before, message.role) else self._header(message.role)
@@ -142,28 +156,28 @@ class ChatTemplate:
                 header[0] = replace(header[0], trained=header[0].special)
             again = number + 1 < len(messages) and self._goes_on(message, messages[number + 1].role)
             end = self._words(self._turn(message.role).between, message.role) if again else None
-            pieces += [*header, *content, *(self._end(message.role, trained) if end is None else end)]
+            spans += [*header, *content, *(self._end(message.role, trained) if end is None else end)]
             before = message
         if answer:
-            return pieces + self._header("assistant")
+            return spans + self._header("assistant")
         if self.next_turns and messages and messages[-1].role == "assistant":
             last = len(messages) - 1 in trained_turns
-            pieces.append(Piece(self.next_turns[0], "assistant", last, special=True))
-        return pieces
+            spans.append(ChatSpan(self.next_turns[0], "assistant", last, special=True))
+        return spans
 
     def _with_own_prompt(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Where a system message does nothing but list tools, our own prompt comes before them."""
+        """Return messages with the template's prompt before a system message that does nothing but list tools."""
         said = messages[0].parts if self.system and messages and messages[0].role == "system" else ()
         if not self.system or not said or said[0].kind != "text" or not lists_only_tools(said[0].value):
             return messages
         both = Part("text", with_listing(self.system, said[0].value))
         return [Message("system", (both, *said[1:])), *messages[1:]]
 
-    def show(self, part: Part, role: str) -> list[Piece]:
+    def show(self, part: Part, role: str) -> list[ChatSpan]:
         words = self.words_of(part)
         return [
             *self._words(words.before, role),
-            Piece(words.word, role, special=True, media=part.kind),
+            ChatSpan(words.word, role, special=True, media=part.kind),
             *self._words(words.after, role),
         ]
 
@@ -172,18 +186,18 @@ class ChatTemplate:
             raise TesseraError(f"this model has no {part.kind} input", fix="leave such samples out")
         return self.media[part.kind]
 
-    def _content(self, message: Message, trained: bool, show: Callable[[Part, str], list[Piece]]) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _content(self, message: Message, trained: bool, show: Callable[[Part, str], list[ChatSpan]]) -> list[ChatSpan]:
+        spans: list[ChatSpan] = []
         parts = sorted(message.parts, key=lambda p: p.kind == "text") if self.media_first else message.parts
         for part in parts:
             if part.kind == "text":
-                pieces += self._text(part.value, message.role, trained)
-            else:  # a model reads pictures, it does not write their placeholders
-                pieces += show(part, message.role)
-        return pieces
+                spans += self._text(part.value, message.role, trained)
+            else:  # a model reads images, it does not write their placeholders
+                spans += show(part, message.role)
+        return spans
 
-    def _text(self, text: str, role: str, trained: bool) -> list[Piece]:
-        said = Piece(text, role, trained)
+    def _text(self, text: str, role: str, trained: bool) -> list[ChatSpan]:
+        said = ChatSpan(text, role, trained)
         if role == PLAIN:
             return [said]
         turn = self._turn(role)
@@ -193,26 +207,26 @@ class ChatTemplate:
         return self.turns[role] if role in self.turns else self.turns[_ANY]
 
     def _goes_on(self, before: Message | None, role: str) -> bool:
-        """Whether a turn goes on where the one before it ended."""
+        """Return whether a turn goes on where the one before it ended."""
         return before is not None and before.role == role and bool(self._turn(role).between)
 
-    def _header(self, role: str) -> list[Piece]:
-        pieces = self._words(self._turn(role).before, role)  # cut before a role is filled in: its name is text
-        return [p if p.special else replace(p, text=p.text.replace("{role}", role)) for p in pieces]
+    def _header(self, role: str) -> list[ChatSpan]:
+        spans = self._words(self._turn(role).before, role)  # cut before a role is filled in: its name is text
+        return [p if p.special else replace(p, text=p.text.replace("{role}", role)) for p in spans]
 
-    def _end(self, role: str, trained: bool) -> list[Piece]:
-        pieces = self._words(self._turn(role).after, role)
-        last = max((number for number, piece in enumerate(pieces) if piece.special), default=-1)
-        return [Piece(p.text, p.role, trained and n <= last, p.special) for n, p in enumerate(pieces)]
+    def _end(self, role: str, trained: bool) -> list[ChatSpan]:
+        spans = self._words(self._turn(role).after, role)
+        last = max((number for number, span in enumerate(spans) if span.special), default=-1)
+        return [ChatSpan(p.text, p.role, trained and n <= last, p.special) for n, p in enumerate(spans)]
 
-    def _words(self, text: str, role: str) -> list[Piece]:
+    def _words(self, text: str, role: str) -> list[ChatSpan]:
         parts = self._cut.split(text) if self.special else [text]
-        return [Piece(part, role, special=bool(number % 2)) for number, part in enumerate(parts) if part]
+        return [ChatSpan(part, role, special=bool(number % 2)) for number, part in enumerate(parts) if part]
 
     # ------------------------------------------------------------------------------------------ folders
 
     def system_in(self, jinja: str) -> str | None:
-        """What a folder's own template says first when a conversation has no system message: `jinja` read backwards."""
+        """Return what a folder's own template says first without a system message: `jinja` read backwards."""
         turn = self._turn("system")
         before = turn.before.replace("{role}", "system") + turn.text_before
         after = (turn.text_after + turn.after).rstrip("\n")
@@ -230,7 +244,7 @@ class ChatTemplate:
         return None
 
     def jinja(self) -> str:
-        """The same, for tools that read a chat template from the tokenizer's folder."""
+        """Return the template as Jinja, for tools that read it from the tokenizer's folder."""
         first = self._turn("system")
         header, said = first.before.replace("{role}", "system"), ""
         own = _raw(self.system) if self.system else ""
@@ -273,7 +287,7 @@ class ChatTemplate:
         return tests + ("{% else %}" + other if other else "") + "{% endif %}"
 
     def _jinja_text(self, value: str, listed: str) -> str:
-        """`listed`: when tools are listed behind it."""
+        """Return how a text is written; `listed` is the condition under which tools are listed behind it."""
         tools = "{% if " + value + " %}" + JINJA_BLANK + "{% endif %}" + JINJA_LISTING
         return self._jinja_enclosed("{{ " + value + " }}{% if " + listed + " %}" + tools + "{% endif %}")
 
@@ -314,10 +328,10 @@ def _jinja_after(turn: Turn) -> str:
 
 
 def _kept(text: str) -> str:
-    """Readers of templates take away a line end that comes right after a tag."""
+    """Return text behind a tag: readers of templates would take away a line end that begins it."""
     return "{{ '\\n' }}" + text[1:] if text.startswith("\n") else text
 
 
 def _raw(text: str) -> str:
-    """A prompt may speak of templates without being one."""
+    """Return a prompt such that it is no template, whatever it speaks of."""
     return "{% raw %}" + text + "{% endraw %}" if "{" in text else text

@@ -1,8 +1,7 @@
 """Named arrays in one file: written whole or not at all, read through a memory map that all processes share.
 
-Every file says the SHA-256 of all that is in it. It is compared when the file is opened, once by each rank: a cache
-with a flipped bit would change a run without a word, so it is made again, and that is said. Hashing 10^7 samples takes
-less than a second. Worker processes map the file that was checked and do not check it once more.
+Every file holds the SHA-256 of its content, which each rank compares when it opens the file: a cache with a flipped bit
+would change a run silently, so it is made again, with a line in the log. Worker processes map the checked file.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tessera.core.errors import TesseraError
 
 log = logging.getLogger("tessera")
 
+_ARRAY_FORMAT = 3  # of what cached arrays mean: raise it when that changes
 _HASH = "sha256"  # the entry among a file's facts that holds the hash of everything else in it
 _TYPES = {
     "I64": np.int64,
@@ -37,10 +37,10 @@ _TYPES = {
 
 
 class Tables(Mapping[str, np.ndarray]):
-    """Arrays of a safetensors file, read-only and mapped; what travels to a worker process is the path alone."""
+    """Map the arrays of a safetensors file, read-only. Only the path is pickled for a worker process."""
 
     def __init__(self, file: Path) -> None:
-        """`ValueError` or `OSError` when the file is not whole."""
+        """Map the arrays of a file. Raise `ValueError` or `OSError` when it is not whole."""
         if file.exists() and not file.is_file():  # opening a pipe would wait for ever
             raise ValueError(f"not a regular file: {file.name}")
         try:
@@ -79,7 +79,7 @@ def _mapped(file: Path, start: int, entry: Mapping[str, Any]) -> np.ndarray:
 
 
 def write_tables(file: Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
-    """Several processes may write the same file at once: each reader sees a whole one."""
+    """Write a file of tables. Several processes may write the same one at once: each reader sees a whole one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f"{file.name}.{os.getpid()}.part")
     dense = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -91,7 +91,7 @@ def write_tables(file: Path, arrays: Mapping[str, np.ndarray], about: Mapping[st
 
 
 def open_tables(file: Path, key: str) -> Tables | None:
-    """None when there is no such file, or it is not what its name says: it is then made again, and that is logged."""
+    """Return the tables in a file; None, with a line in the log, when it is not what its name says."""
     if not file.exists():
         return None
     problem = "it holds something else"
@@ -111,7 +111,7 @@ def open_tables(file: Path, key: str) -> Tables | None:
 
 
 def _content_hash(arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> str:
-    """Of names, types, shapes and values, and of the facts beside them. Two files with the same hash mean the same."""
+    """Return the hash of names, types, shapes and values, and of the facts beside them."""
     facts = {name: fact for name, fact in about.items() if name != _HASH}
     shapes = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
     digest = hashlib.sha256(json.dumps([facts, shapes], sort_keys=True).encode())
@@ -121,7 +121,7 @@ def _content_hash(arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) ->
 
 
 class MemoryTables(dict[str, np.ndarray]):
-    """As `Tables`, without a file behind it: it travels whole."""
+    """Hold arrays like `Tables`, but without a file: a pickle contains all of them."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
         super().__init__(arrays)
@@ -135,6 +135,7 @@ AnyTables = Tables | MemoryTables
 
 
 def keep_tables(file: Path | None, tables: MemoryTables) -> AnyTables:
+    """Write tables to a file and return them mapped from it; without a file, return them as they are."""
     if file is None:
         return tables
     try:
@@ -147,8 +148,24 @@ def keep_tables(file: Path | None, tables: MemoryTables) -> AnyTables:
     return tables if kept is None else kept
 
 
+def cached_tables(
+    name: str,
+    facts: Any,
+    cache_folder: Path | None,
+    make: Callable[[], Mapping[str, np.ndarray]],
+    is_valid: Callable[[AnyTables], bool],
+) -> AnyTables:
+    """Return the arrays that `make` finds, from the cache if they were found before. They depend on `facts` alone."""
+    key = hashlib.sha256(json.dumps([_ARRAY_FORMAT, name, facts], sort_keys=True).encode()).hexdigest()
+    file = None if cache_folder is None else cache_folder.absolute() / f"{name}-{key[:32]}.safetensors"
+    found: AnyTables | None = None if file is None else open_tables(file, key)
+    if found is None or not is_valid(found):
+        found = keep_tables(file, MemoryTables(make(), {"key": key}))
+    return found
+
+
 def narrow(values: np.ndarray) -> np.ndarray:
-    """Integers in four bytes each where they fit."""
+    """Return integers in four bytes each where they fit."""
     bounds = np.iinfo(np.int32)
     fits = len(values) == 0 or (int(values.min()) >= bounds.min and int(values.max()) <= bounds.max)
     return values.astype(np.int32 if fits else np.int64)

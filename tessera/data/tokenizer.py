@@ -19,7 +19,7 @@ from tokenizers.models import BPE
 
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.files import read_json_mapping, read_text
-from tessera.data.chat import Piece
+from tessera.data.chat import ChatSpan
 
 # How the Qwen family cuts text before merging; a folder written here must be read the same way by its tokenizer class.
 _SPLIT = (
@@ -39,7 +39,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             fix="give a folder with a tokenizer.json, such as a downloaded Hugging Face model",
         )
     data = read_json_mapping(path, _MAX_BYTES)
-    with _panics_told(f"not readable as a tokenizer ({path})"):
+    with _library_errors(f"not readable as a tokenizer ({path})"):
         tokenizer = Tokenizer.from_file(str(path))
     if _may_take_long(data):
         _try_out(path)
@@ -47,9 +47,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 @contextmanager
-def _panics_told(what: str) -> Iterator[None]:
-    """The library raises bare exceptions, and where its own code gives up, as it does over a regular expression that
-    never ends, one that is none of Python's ordinary ones and passes by every `except Exception`."""
+def _library_errors(what: str) -> Iterator[None]:
+    """Turn what the library raises into errors of ours.
+
+    Where its own code gives up, as over a regular expression that never ends, it raises an exception that passes by
+    every `except Exception`.
+    """
     try:
         yield
     except Exception as error:
@@ -80,7 +83,7 @@ def _may_take_long(data: Any) -> bool:
 
 
 def _try_out(path: Path) -> None:
-    """Encodes plain texts in a process of its own, which is ended when it takes too long: nothing else ends a match."""
+    """Encode plain texts in a process that is ended when it takes too long: nothing else ends a match."""
     code = "import sys, tokenizers as t; file, *texts = sys.argv[1:]; [*map(t.Tokenizer.from_file(file).encode, texts)]"
     command, where, fix = [sys.executable, "-P", "-c", code, str(path), *_TRIED], str(path), _PUBLISHED
     try:
@@ -91,8 +94,8 @@ def _try_out(path: Path) -> None:
         raise TesseraError("this tokenizer cannot encode a plain text", where=where, fix=fix)
 
 
-class PieceEncoder:
-    """Turns rendered pieces into token ids, each with its "trained on" flag.
+class ChatEncoder:
+    """Turn rendered spans into token ids, each with its "trained on" flag.
 
     Text between two special words is encoded in one go, since merges may run across the border of a header and a
     content; a token that holds any trained character is trained. Text never becomes a word that the tokenizer calls
@@ -110,8 +113,8 @@ class PieceEncoder:
         self.unmarked: tuple[str, ...] = ()  # control words that the tokenizer does not call special
         self._control(control)
 
-    def with_control(self, words: Iterable[str]) -> PieceEncoder:
-        """The same, for a template that writes these words."""
+    def with_control(self, words: Iterable[str]) -> ChatEncoder:
+        """Return the encoder for a template that writes these words."""
         found = copy.copy(self)
         found._control([*self.control, *words])
         return self if found.control == self.control else found
@@ -131,8 +134,8 @@ class PieceEncoder:
     def __getstate__(self) -> dict[str, Any]:
         return {"json": self.json, "control": self.control}
 
-    def __copy__(self) -> PieceEncoder:
-        found = PieceEncoder.__new__(PieceEncoder)
+    def __copy__(self) -> ChatEncoder:
+        found = ChatEncoder.__new__(ChatEncoder)
         found.__dict__.update(self.__dict__)
         return found
 
@@ -154,51 +157,51 @@ class PieceEncoder:
 
     @property
     def size(self) -> int:
-        """One more than the highest id."""
+        """Return one more than the highest id."""
         return max(self._text.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(
-        self, pieces: Sequence[Piece], repeats: Sequence[int] = ()
+        self, spans: Sequence[ChatSpan], repeats: Sequence[int] = ()
     ) -> tuple[list[int], list[bool], list[tuple[int, int]]]:
-        """Ids, trained flags, and (first token, tokens) of each media. `repeats`: how many tokens each media takes."""
+        """Return ids, trained flags, and (first token, tokens) of each media part; `repeats` are its tokens."""
         tokens: list[int] = []
         trained: list[bool] = []
-        run: list[Piece] = []
+        run: list[ChatSpan] = []
         media = iter(repeats)
-        spans: list[tuple[int, int]] = []
-        for piece in pieces:
-            if not piece.special:
-                run.append(piece)
+        media_spans: list[tuple[int, int]] = []
+        for span in spans:
+            if not span.special:
+                run.append(span)
                 continue
             self._encode_text(run, tokens, trained)
             run = []
             times = 1
-            if piece.media is not None:
+            if span.media is not None:
                 times = next(media)
-                spans.append((len(tokens), times))
-            tokens += [self.id_of(piece.text)] * times
-            trained += [piece.trained] * times
+                media_spans.append((len(tokens), times))
+            tokens += [self.id_of(span.text)] * times
+            trained += [span.trained] * times
         self._encode_text(run, tokens, trained)
-        assert next(media, None) is None, "every media has its place among the pieces"
-        placeholders = {piece.text for piece in pieces if piece.media is not None}
+        assert next(media, None) is None, "every media part has a span"
+        placeholders = {span.text for span in spans if span.media is not None}
         written = sum(tokens.count(self.id_of(word)) for word in placeholders)
-        assert written == sum(times for _, times in spans), "each placeholder stands for a token of some media"
-        return tokens, trained, spans
+        assert written == sum(times for _, times in media_spans), "each placeholder stands for a token of some media"
+        return tokens, trained, media_spans
 
-    def _encode_text(self, run: Sequence[Piece], tokens: list[int], trained: list[bool]) -> None:
-        text = "".join(piece.text for piece in run)
+    def _encode_text(self, run: Sequence[ChatSpan], tokens: list[int], trained: list[bool]) -> None:
+        text = "".join(span.text for span in run)
         if not text:
             return
         ids, offsets = self._ids_and_offsets(text)
         tokens += ids
-        if not any(piece.trained for piece in run):
+        if not any(span.trained for span in run):
             trained += [False] * len(ids)
             return
         marks = [False] * len(ids)
         at = 0
-        for piece in run:
-            end = at + len(piece.text)
-            if piece.trained:  # offsets only grow: tokens that end after the first character and start before the last
+        for span in run:
+            end = at + len(span.text)
+            if span.trained:  # offsets only grow: tokens that end after the first character and start before the last
                 low = bisect_right(offsets, at, key=itemgetter(1))
                 high = bisect_left(offsets, end, key=itemgetter(0))
                 marks[low:high] = [True] * (high - low)
@@ -206,10 +209,10 @@ class PieceEncoder:
         trained += marks
 
     def _ids_and_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Headers, line ends and short answers come again and again: they are kept."""
+        """Return the tokens of a text; those of headers, line ends and short answers are kept."""
         found = self._known.get(text)
         if found is None:
-            with _panics_told("the tokenizer cannot encode this text"):
+            with _library_errors("the tokenizer cannot encode this text"):
                 encoding = self._text.encode(text, add_special_tokens=False)
             found = (encoding.ids, encoding.offsets)
             if not self._control_ids.isdisjoint(encoding.ids):
@@ -221,30 +224,32 @@ class PieceEncoder:
     def _in_parts(
         self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Some models of tokenizers (Unigram, those that ignore merges) find control words among ordinary ones. Text is
-        then cut inside of such a word, and what is left and right of the cut is encoded apart."""
+        """Return the tokens of a text in which the tokenizer finds control words, as Unigram models may.
+
+        The text is cut inside of each such word, and the parts are encoded apart.
+        """
         cuts = [first + 1 for id, (first, _) in zip(ids, offsets, strict=True) if id in self._control_ids]
         tokens: list[int] = []
-        places: list[tuple[int, int]] = []
+        token_offsets: list[tuple[int, int]] = []
         for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            with _panics_told("the tokenizer cannot encode this text"):
+            with _library_errors("the tokenizer cannot encode this text"):
                 encoding = self._text.encode(text[start:end], add_special_tokens=False)
             tokens += encoding.ids
-            places += [(first + start, last + start) for first, last in encoding.offsets]
+            token_offsets += [(first + start, last + start) for first, last in encoding.offsets]
         if not self._control_ids.isdisjoint(tokens):
             raise TesseraError("the tokenizer makes a control word of what someone says, however it is cut")
-        return tokens, places
+        return tokens, token_offsets
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._text.decode(list(tokens), skip_special_tokens=True))
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """As `decode`, with the special words too: for people who want to see what a model sees."""
+        """Return the text with special words, for people who want to see what a model sees."""
         return str(self._text.decode(list(tokens), skip_special_tokens=False))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> Tokenizer:
-    """Byte-level BPE with exactly `vocab_size` ids, of which the last are `special_tokens` in their order.
+    """Return byte-level BPE with exactly `vocab_size` ids, of which the last are `special_tokens` in their order.
 
     When the texts give fewer merges than asked for, unused words fill the gap: a model's size does not depend on them.
     """
@@ -283,7 +288,7 @@ def _byte_level(model: BPE) -> Tokenizer:
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """The Jinja template that a folder carries, in whichever of its usual places."""
+    """Return the Jinja template of a folder; None where it has none."""
     if (folder / "chat_template.jinja").is_file():
         return read_text(folder / "chat_template.jinja")
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -298,8 +303,10 @@ def read_chat_template(folder: Path) -> str | None:
 
 
 def class_for(tokenizer_json: str) -> str:
-    """The class of transformers that reads this tokenizer to the same ids. Its `Qwen2Tokenizer` takes words and merges
-    from the file and cuts text in its own way, whatever the file says; the general class does as the file says."""
+    """Return the class of transformers that reads this tokenizer to the same ids.
+
+    Its `Qwen2Tokenizer` splits text in its own way, whatever the file says; the general class does as the file says.
+    """
     said = json.loads(tokenizer_json)
     cuts = said.get("pre_tokenizer") or {}
     steps = cuts.get("pretokenizers", [cuts])
@@ -327,8 +334,11 @@ def write_tokenizer(
     named: Mapping[str, str] | None = None,
     begin: str | None = None,
 ) -> None:
-    """A folder that `transformers.AutoTokenizer` reads; `end` is the word that stops generation. `named`: special words
-    that a family's processor asks the tokenizer for by names of their own. `begin`: what every text begins with."""
+    """Write a folder that `transformers.AutoTokenizer` reads.
+
+    `end` is the word that stops generation, `begin` what every text begins with. `named`: special words that a family's
+    processor asks the tokenizer for by names of their own.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     added = json.loads(tokenizer_json).get("added_tokens", [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +10,8 @@ from torch import nn
 
 from tessera.core.config import Section, apply_overrides, build, read_mapping
 from tessera.core.errors import TesseraError, first_line, nearest
-from tessera.core.files import read_json_mapping
-from tessera.core.imports import Instance
-from tessera.core.registry import Registry
+from tessera.core.layouts import folder_layout
+from tessera.core.registry import Instance, Registry
 from tessera.core.run_config import ModelSection, load_config
 from tessera.core.trust import check_trusted, model_code
 from tessera.core.types import ModelSpec
@@ -22,11 +20,9 @@ FAMILIES: Registry[ModelSpec] = Registry(
     "model family", "tessera.models", "SPEC", key="model.family", accepts=Instance(ModelSpec)
 )
 
-_MAX_CONFIG_BYTES = 4 << 20
-
 
 def family_of(model_type: str) -> ModelSpec:
-    """The family that reads folders whose config.json has this `model_type`."""
+    """Return the family that reads folders whose config.json has this `model_type`."""
     known: list[str] = []
     for name in FAMILIES.names():
         spec = FAMILIES.get(name)
@@ -42,7 +38,7 @@ def family_of(model_type: str) -> ModelSpec:
     )
 
 
-# Published twice: in a layout of their makers with code of its own, which is never run, and in that of transformers.
+# Published twice: in the makers' layout with code of its own, which we never run, and in that of transformers.
 _OTHER_LAYOUTS = {
     "internvl_chat": "this is the layout of the first InternVL folders, whose code is never run: take the same weights "
     "in the layout of transformers, which their makers publish as folders that end in -hf (OpenGVLab/InternVL3-1B-hf)"
@@ -50,7 +46,7 @@ _OTHER_LAYOUTS = {
 
 
 def _advice(model_type: str) -> str:
-    """What will work for a model that no family here reads."""
+    """Return advice for a model that no family here reads."""
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     except ImportError:
@@ -61,14 +57,16 @@ def _advice(model_type: str) -> str:
 
 
 def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
-    """Family and full configuration of a run's `model` section: from a preset, from a folder's config.json, or neither,
-    with the fields in `model.config` on top."""
+    """Return family and full configuration of a recipe's `model` section.
+
+    They come from a preset, from a folder's config.json, or neither, with the fields in `model.config` on top.
+    """
     if section.path is not None and (section.path / "config.yaml").is_file():  # a run, or one of its checkpoints
-        theirs = load_config(read_mapping(section.path / "config.yaml")).model
-        check_trusted(section.path, model_code(theirs), model_code(section))
-        spec, config = resolve(theirs)
+        stored = load_config(read_mapping(section.path / "config.yaml")).model
+        check_trusted(section.path, model_code(stored), model_code(section))
+        spec, config = resolve(stored)
         if section.preset is not None:
-            raise _said_twice()
+            raise _preset_and_path()
         if section.family is not None and FAMILIES.get(section.family) is not spec:
             raise TesseraError(
                 f"{section.path} is a run of the family {spec.name}, not of {section.family}",
@@ -76,12 +74,12 @@ def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
                 fix="leave out model.family; the run has one of its own",
             )
         return spec, _with_changes(spec, config, section.config)
-    # A run's own copy of its recipe names the family and every field: it does not need the folder it once began from.
+    # A run's own copy of its recipe has the family and every field: it does not need the folder it started from.
     complete = section.family is not None and section.config and section.preset is None
     if section.path is not None and not (complete and not section.path.exists()):
-        data = read_folder_config(section.path)
+        data = folder_layout(section.path).config()
         if section.preset is not None:
-            raise _said_twice()
+            raise _preset_and_path()
         spec = FAMILIES.get(section.family) if section.family else family_of(str(data.get("model_type", "")))
         return spec, _with_changes(spec, spec.config.from_hf(data), section.config)  # type: ignore[attr-defined]
     assert section.family is not None, "ModelSection checks that a family or a path is given"
@@ -90,7 +88,7 @@ def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
     return spec, build(spec.config, _merged(base, section.config), f"model ({spec.name})")
 
 
-def _said_twice() -> TesseraError:
+def _preset_and_path() -> TesseraError:
     return TesseraError(
         "model.preset and model.path both say what the model is",
         where="model",
@@ -99,24 +97,15 @@ def _said_twice() -> TesseraError:
 
 
 def build_on_meta(spec: ModelSpec, config: Any) -> nn.Module:
-    """The whole model without memory. Numbers that no tensor can have are told as such."""
+    """Return the whole model on the meta device; sizes that no tensor can have are a user error."""
     try:
         with torch.device("meta"):
-            return spec.build(config)
+            return spec.main.build(config)
     except (RuntimeError, OverflowError, MemoryError) as error:
-        told = f"a model of these sizes cannot be built: {first_line(error)}"
-        raise TesseraError(told, where=f"model.config ({spec.name})", fix="check the numbers in config.json") from error
-
-
-def read_folder_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder."""
-    path = folder / "config.json"
-    if not path.is_file():
+        message = f"a model of these sizes cannot be built: {first_line(error)}"
         raise TesseraError(
-            f"no config.json in {folder}", where="model.path", fix="give the folder that holds config.json and weights"
-        )
-    data = read_json_mapping(path, _MAX_CONFIG_BYTES)
-    return data
+            message, where=f"model.config ({spec.name})", fix="check the numbers in config.json"
+        ) from error
 
 
 def _preset(spec: ModelSpec, name: str) -> Mapping[str, Any]:
@@ -137,7 +126,7 @@ def _with_changes(spec: ModelSpec, config: Section, changes: Mapping[str, Any]) 
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`changes` may be nested like the configuration, or name fields by dotted keys."""
+    """Return `base` with `changes`, which are nested like the configuration or named by dotted keys."""
     return apply_overrides(base, dict(_leaves(changes)))
 
 

@@ -1,7 +1,7 @@
-"""Keys and values of what was already read, so that generating a token costs one token.
+"""The KV cache of generation.
 
-A forward pass with a cache asks it for a `CacheStep`: where the tokens of this pass go. Each layer writes through its
-own `LayerCache`; the model commits the step when all layers have written.
+A forward pass with a cache asks it for a `CacheStep`, which says where the tokens of this pass are stored. Each layer
+writes through its own `LayerCache`; the model commits the step when all layers have written.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tessera.core.types import Segments
 
 
 class KVCache:
-    """Room for `capacity` tokens in each of `rows` rows. `lengths` [rows] says how many are filled.
+    """Hold keys and values of up to `capacity` tokens in each of `rows` rows; `lengths` [rows] are filled.
 
-    A layer's room is made when it first writes: it knows how many heads it has here, on which device and of what type.
+    Memory of a layer is allocated when it first writes: heads of this rank, device and dtype are known then.
     """
 
     def __init__(self, rows: int, capacity: int, device: torch.device | str | None = None) -> None:
@@ -26,11 +26,11 @@ class KVCache:
         self.capacity = capacity
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, [rows, capacity, heads, head_dim] each
         self.lengths = torch.zeros(rows, device=device, dtype=torch.int64)
-        self.longest = 0  # of `lengths`, known on the host
+        self.longest = 0  # maximum of `lengths`, on the host
 
-    def room(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def allocate(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self.layers:
-            # Zeros, not empty: what lies beyond `lengths` is multiplied by zero, and stray memory may hold a NaN.
+            # Zeros, not empty: entries beyond `lengths` are multiplied by zero, and uninitialised memory may be NaN.
             shape = (self.rows, self.capacity, *like.shape[1:])
             self.layers[layer] = (like.new_zeros(shape), like.new_zeros(shape))
         return self.layers[layer]
@@ -40,25 +40,25 @@ class KVCache:
         return self.longest == 0
 
     def prefill(self, segments: Segments, tokens: int) -> CacheStep:
-        """Segment i becomes row i."""
+        """Return the step that stores segment i in row i."""
         count = segments.bounds.numel() - 1
         if count != self.rows:
             raise TesseraError(f"{count} segments do not fit a cache of {self.rows} rows")
-        self._make_room(segments.longest)
+        self._check_capacity(segments.longest)
         bounds = segments.bounds.to(torch.int64)
         at = torch.arange(tokens, device=bounds.device)
         row = torch.searchsorted(bounds[1:], at, right=True)
         return CacheStep(self, row, at - bounds[row], bounds.diff(), segments.longest, decoding=False)
 
     def decode(self, tokens: int) -> CacheStep:
-        """One more token in every row."""
+        """Return the step that stores one more token in every row."""
         if tokens != self.rows:
             raise TesseraError(f"decoding takes one token per row: {tokens} tokens for {self.rows} rows of the cache")
-        self._make_room(self.longest + 1)
+        self._check_capacity(self.longest + 1)
         row = torch.arange(self.rows, device=self.lengths.device)
         return CacheStep(self, row, self.lengths, self.lengths + 1, self.longest + 1, decoding=True)
 
-    def _make_room(self, needed: int) -> None:
+    def _check_capacity(self, needed: int) -> None:
         if needed > self.capacity:
             raise TesseraError(
                 f"the cache holds {self.capacity} tokens per row, {needed} are needed",
@@ -68,7 +68,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class CacheStep:
-    """One forward pass over a cache: token t goes to (`row[t]`, `column[t]`); afterwards rows are `lengths` long."""
+    """Describe one forward pass: token t is stored at (`row[t]`, `column[t]`); then rows have `lengths` tokens."""
 
     cache: KVCache
     row: Tensor
@@ -91,11 +91,11 @@ class LayerCache:
     layer: int
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        keys, values = self.step.cache.room(self.layer, k)
+        keys, values = self.step.cache.allocate(self.layer, k)
         keys[self.step.row, self.step.column] = k
         values[self.step.row, self.step.column] = v
 
     def filled(self) -> tuple[Tensor, Tensor]:
-        """Keys and values without the columns that no row has reached yet."""
+        """Return keys and values up to the longest row."""
         keys, values = self.step.cache.layers[self.layer]
         return keys[:, : self.step.longest], values[:, : self.step.longest]

@@ -1,4 +1,4 @@
-"""The text tower: pre-norm decoder layers with grouped-query attention and a gated MLP."""
+"""The text decoder: pre-norm layers with grouped-query attention and a gated MLP."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.types import Segments
-from tessera.nn.attention import PackedAttention
 from tessera.nn.cache import CacheStep, LayerCache
-from tessera.nn.embedding import TokenEmbedding
-from tessera.nn.moe import MoE, Rows
-from tessera.nn.norm import RMSNorm
+from tessera.nn.layers import PackedAttention, RMSNorm, TokenEmbedding
+from tessera.nn.moe import MoE, RowIds
 from tessera.ops.attention import cached_attention
-from tessera.ops.glu import swiglu
+from tessera.ops.pointwise import Angles, Rope, rotate, swiglu
 from tessera.ops.registry import AUTO
-from tessera.ops.rope import Angles, Rope, rotate
 
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """The numbers a decoder is made of, whatever the family calls them."""
+    """Hold the sizes and options of a decoder."""
 
     vocab: int
     hidden: int
@@ -34,8 +31,8 @@ class DecoderShape:
     norm_eps: float
     rope: Rope
     qkv_bias: bool = False
-    qk_norm: bool = False  # queries and keys are normalised, head by head, before they are turned
-    sandwich_norm: bool = False  # what attention and MLP give is normalised before it is added
+    qk_norm: bool = False  # RMS norm of queries and keys per head, before rotation
+    sandwich_norm: bool = False  # attention and MLP outputs are normalised before the residual addition
     attention: str = AUTO  # implementation of attention
 
 
@@ -49,7 +46,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
-        self.core = PackedAttention(causal=True, implementation=shape.attention)
+        self.core = PackedAttention(True, shape.attention, shape.head_dim)
 
     def forward(self, x: Tensor, angles: Angles, segments: Segments | None, cache: LayerCache | None) -> Tensor:
         # The number of heads is left to the weights: under tensor parallelism a rank holds some of them.
@@ -81,7 +78,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """With a gated MLP, or with what `mlp` gives in its place."""
+    """Compute a decoder layer with a gated MLP, or with `mlp` in its place."""
 
     def __init__(self, shape: DecoderShape, mlp: nn.Module | None = None) -> None:
         super().__init__()
@@ -99,9 +96,9 @@ class DecoderLayer(nn.Module):
         angles: Angles,
         segments: Segments | None,
         cache: LayerCache | None = None,
-        rows: Rows | None = None,
+        rows: RowIds | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """With it, where the model is trained to use its experts evenly: how this layer used them."""
+        """Return the output, and expert statistics if the model is trained with the balance loss."""
         attended = self.attn(self.attn_norm(x), angles, segments, cache)
         x = x + (attended if self.attn_out_norm is None else self.attn_out_norm(attended))
         normed = self.mlp_norm(x)
@@ -111,13 +108,13 @@ class DecoderLayer(nn.Module):
 
 
 class TextDecoder(nn.Module):
-    """Embeddings in, final hidden states out. The table of token embeddings lives here; the caller looks it up.
+    """Compute final hidden states from embeddings. The token embedding belongs to it, but the caller looks tokens up.
 
-    Embeddings may be wider than the tower: every further `hidden` numbers are added after the first, the second ...
-    layer (what DeepStack does with features of pictures), which must lie in the same stage as the first.
+    Embeddings may be wider than the decoder: further blocks of `hidden` channels are added after the first, second ...
+    layer (DeepStack features of images), which must be in one pipeline stage.
 
-    Parts that are None lie elsewhere (in another stage of a pipeline) and are passed over. `mlp` makes what stands in
-    the place of a layer's MLP (a mixture of experts), by the number of the layer; None: the layer has an MLP.
+    Parts that are None are in another pipeline stage and are skipped. `mlp` makes the module that replaces the MLP of a
+    layer (a mixture of experts), by layer index; None: the layer has an MLP.
     """
 
     def __init__(self, shape: DecoderShape, mlp: Callable[[int], nn.Module | None] = lambda layer: None) -> None:
@@ -136,11 +133,11 @@ class TextDecoder(nn.Module):
         positions: Tensor,
         segments: Segments | None,
         step: CacheStep | None = None,
-        rows: Rows | None = None,
+        rows: RowIds | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """With it, where the model is trained to use its experts evenly: how all layers together used them."""
+        """Return hidden states, and summed expert statistics if the model is trained with the balance loss."""
         angles = self.shape.rope.angles(positions)
-        # Not a view where nothing is split off: a stage may hand it on as it is, and schedules cut it off in place.
+        # Not a view if nothing is split off: a stage may return it as it is, and schedules detach it in place.
         x, *deeper = (x,) if x.shape[-1] == self.shape.hidden else torch.split(x, self.shape.hidden, dim=-1)
         used: Tensor | None = None
         for index, layer in enumerate(self.layers):

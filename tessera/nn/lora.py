@@ -1,4 +1,4 @@
-"""LoRA as a change of a module that is not filled yet: chosen linear layers get an adapter, all else is frozen."""
+"""LoRA as a transform of a module on the meta device: chosen linear layers get an adapter, all else is frozen."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tessera.core.adapters import Adapter, Adapters, choose, factor_names
-from tessera.core.names import clean
+from tessera.core.modules import clean_name
 from tessera.core.pattern import home, matches
 from tessera.core.run_config import LoraSection
 from tessera.core.types import ModelPlan, TensorStyle
-from tessera.ops.lora import adapted_linear
-from tessera.ops.nf4 import nf4_linear, packed_sizes, quantize
+from tessera.ops.linear import adapted_linear, nf4_linear, packed_sizes, quantize
 
 PACKED, SCALES = "packed", "scales"
 
 
 class Factor(nn.Module):
-    """One of the two matrices of an adapter. It is read and never called."""
+    """Hold one of the two matrices of an adapter. It is never called."""
 
     def __init__(self, rows: int, columns: int, like: Tensor) -> None:
         super().__init__()
@@ -31,7 +30,7 @@ class Factor(nn.Module):
 
 
 class LoraLinear(nn.Linear):
-    """In the place of a linear layer, with its weight, its bias and its name."""
+    """Replace a linear layer, with its weight, bias and name."""
 
     def __init__(self, linear: nn.Linear, adapter: Adapter, dropout: float = 0.0) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -41,7 +40,7 @@ class LoraLinear(nn.Linear):
         self.dropout = dropout
         self.lora_a = Factor(adapter.rank, linear.in_features, linear.weight)
         self.lora_b = Factor(linear.out_features, adapter.rank, linear.weight)
-        self.adapted = True  # off: computes as before
+        self.adapted = True  # False: the adapter is skipped
 
     def forward(self, x: Tensor) -> Tensor:
         product = self.product(x)
@@ -55,9 +54,9 @@ class LoraLinear(nn.Linear):
 
 
 class QuantizedLoraLinear(LoraLinear):
-    """The layer's own weight in four bits. It is no parameter then but two buffers, which every rank has whole.
+    """Store the layer's own weight in four bits: two buffers instead of a parameter, replicated on every rank.
 
-    Scales are fp32 numbers, kept as bits: a module that changes its type must not change theirs.
+    Scales are fp32 values stored as int32 bits, so that a cast of the module does not change them.
     """
 
     packed: Tensor
@@ -77,20 +76,20 @@ class QuantizedLoraLinear(LoraLinear):
 
     @torch.no_grad()
     def keep(self, weight: Tensor) -> None:
-        """Takes the weight that the layer had."""
+        """Quantize and store the weight of the layer."""
         packed, scales = quantize(weight)
         self.packed.copy_(packed)
         self.scales.copy_(scales.view(torch.int32))
 
 
 def find_adapters(section: LoraSection, module: nn.Module, plan: ModelPlan) -> dict[str, Adapter]:
-    """Which layers a recipe means."""
+    """Return the adapters of the layers that a recipe selects."""
     layers: list[str] = []
     refused: dict[str, str] = {}
     for path, part in module.named_modules():
         if any(matches(pattern, path) for pattern in plan.experts):
             refused[path] = "experts have their weights stacked, and adapters serve single layers"
-        elif any(matches(pattern, path) for pattern in plan.with_root):
+        elif any(matches(pattern, path) for pattern in plan.fsdp_root):
             refused[path] = "its weight is also read outside of its own forward pass"
         elif isinstance(part, nn.Linear) and not part.weight.requires_grad:
             refused[path] = "nothing is computed with it: it is kept for the folder alone"
@@ -98,15 +97,17 @@ def find_adapters(section: LoraSection, module: nn.Module, plan: ModelPlan) -> d
             layers.append(path)
         elif next(part.parameters(recurse=False), None) is not None:
             refused[path] = f"{type(part).__name__} is no plain linear layer"
-    media = [*plan.towers.values(), *plan.idle_groups]
+    encoders = [path for stream in plan.encoders.values() for path in (stream.module, stream.projector) if path]
     blocks = [path for path, _ in module.named_modules() if any(matches(pattern, path) for pattern in plan.blocks)]
-    usual = [path for path in layers if home(path, blocks) is not None and home(path, media) is None]
+    usual = [path for path in layers if home(path, blocks) is not None and home(path, encoders) is None]
     return choose(section, layers, usual, refused)
 
 
 def add_adapters(module: nn.Module, adapters: Adapters, dropout: float = 0.0, quantized: bool = False) -> None:
-    """Changes `module`: nothing but the adapters has a gradient then. `quantized`: the layers' own weights are kept in
-    four bits, and are to be filled by `QuantizedLoraLinear.keep`."""
+    """Add adapters to `module` in place and freeze everything else.
+
+    `quantized`: store the layers' own weights in four bits; `QuantizedLoraLinear.keep` fills them.
+    """
     module.requires_grad_(False)
     kind = QuantizedLoraLinear if quantized else LoraLinear
     for path, adapter in adapters.items():
@@ -117,14 +118,14 @@ def add_adapters(module: nn.Module, adapters: Adapters, dropout: float = 0.0, qu
 
 
 def with_adapters(plan: ModelPlan) -> ModelPlan:
-    """How the adapters are dealt out follows from their layers."""
+    """Return the plan with tensor-parallel styles of the adapters, which follow from those of their layers."""
     styles: dict[str, TensorStyle] = {}
     for pattern, style in plan.tensor.items():
         path, _, kind = pattern.rpartition(".")
         if style not in ("column", "row", "replicate") or not path or not matches(kind, "weight"):
             continue
         a, b = factor_names(path)
-        # "heads": whole, and of its gradient each rank finds the part that its features make.
+        # "heads": replicated, with a partial gradient on each rank.
         styles[a] = "heads" if style == "column" else style
         styles[b] = "heads" if style == "row" else style
     return replace(plan, tensor={**plan.tensor, **styles})
@@ -132,27 +133,27 @@ def with_adapters(plan: ModelPlan) -> ModelPlan:
 
 @torch.no_grad()
 def start_factor(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """Fills the whole tensor of an adapter's parameter as a new one starts: the model computes as before."""
+    """Fill the whole tensor of an adapter's parameter with initial weights: the output of the model does not change."""
     if name == factor_names(name.rsplit(".", 2)[0])[0]:
-        bound = 1 / math.sqrt(tensor.shape[1])  # Kaiming's for a slope of sqrt(5), as PEFT and linear layers begin
+        bound = 1 / math.sqrt(tensor.shape[1])  # Kaiming uniform with a = sqrt(5), as in PEFT and nn.Linear
         tensor.uniform_(-bound, bound, generator=generator)
     else:
         tensor.zero_()
 
 
 def adapters_of(module: nn.Module) -> dict[str, Adapter]:
-    """By the clean names of their layers. A stage of a pipeline has some of them."""
+    """Return the adapters of this module (of this pipeline stage) by the names of their layers."""
     return {path: layer.adapter for path, layer in adapted_layers(module).items()}
 
 
 def adapted_layers(module: nn.Module) -> dict[str, LoraLinear]:
-    found = ((clean(name + ".")[:-1], part) for name, part in module.named_modules())
+    found = ((clean_name(name + ".")[:-1], part) for name, part in module.named_modules())
     return {name: part for name, part in found if isinstance(part, LoraLinear)}
 
 
 @contextlib.contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Inside, the model computes as it did before it was adapted."""
+    """Skip the adapters inside the context: the model computes as before it was adapted."""
     layers = [part for part in module.modules() if isinstance(part, LoraLinear)]
     for layer in layers:
         layer.adapted = False

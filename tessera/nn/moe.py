@@ -1,8 +1,7 @@
-"""Mixture of experts: a router, experts with stacked weights, and what keeps their loads even.
+"""Mixture of experts: a router, experts with stacked weights, and load balancing.
 
-The router sees every token where it is. Tokens reach their experts through `Dispatch`, and numbers that belong to a
-whole row are added up by `RowTotal`: both are modules without weights, so that they can be exchanged for others where
-experts, or the tokens of a row, lie on several ranks.
+`Dispatch` sends tokens to their experts and `RowSum` sums values over a packed row. Both are modules without
+weights, so that `parallel` can replace them where experts, or the tokens of a row, are sharded over ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tessera.core.modules import ExpertBalance, RowStatistics, StackedExperts
 from tessera.core.types import IGNORE, Batch
 from tessera.ops.moe import ExpertOrder, collect_rows, expert_mlp, spread_rows, weigh_choices
 from tessera.ops.registry import AUTO
@@ -28,46 +28,51 @@ class MoEShape:
     experts: int
     top_k: int
     scores: Scores = "softmax"
-    normalize: bool = True  # the weights of a token's experts add up to one
-    scale: float = 1.0  # of these weights
-    balance: float = 0.0  # weight of the balance loss beside that of the trained tokens
-    bias_rate: float = 0.0  # by how much a step moves the bias of an expert that got too many tokens, or too few
-    implementation: str = AUTO  # of the experts' products
+    normalize: bool = True  # normalise the weights of a token's experts to sum 1
+    scale: float = 1.0  # factor of these weights
+    balance: float = 0.0  # weight of the balance loss
+    bias_rate: float = 0.0  # change per step of an overloaded or underloaded expert's bias
+    implementation: str = AUTO  # of the grouped products
 
 
 # ---------------------------------------------------------------------------------------------- rows
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Which tokens share a row. What is even is a row: it lies in one micro-batch whatever the layout, so that every
-    split of a global batch balances alike.
+class RowIds:
+    """Hold the packed row of each token.
 
-    Padding does not count: it is a segment without any label that is trained on. All other tokens do, prompts too.
+    Experts are balanced per row, because a row lies in one micro-batch under every layout: every split of a global
+    batch then gives the same loss. Padding (a segment without trained labels) does not count; prompts do.
     """
 
-    row: Tensor  # [T] int64: of each token
-    counts: Tensor  # [T] bool: whether it is balanced
-    trained: Tensor  # [R] fp32: labels of each row
+    row: Tensor  # [T] int64: row of each token
+    counts: Tensor  # [T] bool: whether the token counts in the balance
+    trained: Tensor  # [R] fp32: trained labels of each row
 
 
-class RowTotal(nn.Module):
-    """Adds up over the ranks that share a row: alone, what is there. No gradient passes."""
+class RowSum(nn.Module):
+    """Return the input: a single rank has whole rows, so there is nothing to sum.
+
+    Where several ranks share a row, `parallel` replaces this module by one that sums over them, without a gradient.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
-class TokenRows(nn.Module):
-    """Reads the rows from a batch: as many as it has seeds. Where a rank has a part of a micro-batch's tokens,
-    `token_index` [T] says which."""
+class TokenRows(RowStatistics):
+    """Find the row of each token of a batch, which has one row per seed.
+
+    Under context parallelism a rank has a part of the tokens; `token_index` [T] holds their positions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.row_total = RowTotal()
+        self.row_total = RowSum()
 
     @torch.no_grad()
-    def forward(self, batch: Batch) -> Rows:
+    def forward(self, batch: Batch) -> RowIds:
         labels, segments = batch["labels"], batch.segments["text"]
         index = batch.get("token_index")
         tokens = labels.shape[0]
@@ -75,43 +80,40 @@ class TokenRows(nn.Module):
             index = torch.arange(tokens, device=labels.device)
         else:
             tokens = sum(segments.lengths)
-        count, pieces = max(1, len(batch.seeds)), segments.bounds.shape[0] - 1
+        count, segment_count = max(1, len(batch.seeds)), segments.bounds.shape[0] - 1
         row = index // (tokens // count)
-        piece = torch.searchsorted(segments.bounds[1:], index.to(segments.bounds.dtype), right=True)
+        segment = torch.searchsorted(segments.bounds[1:], index.to(segments.bounds.dtype), right=True)
         trained = (labels != IGNORE).float()
-        found = torch.zeros(count + pieces, device=labels.device)
-        found = self.row_total(found.index_add(0, row, trained).index_add(0, count + piece, trained))
-        return Rows(row, found[count:].index_select(0, piece) > 0, found[:count])
+        found = torch.zeros(count + segment_count, device=labels.device)
+        found = self.row_total(found.index_add(0, row, trained).index_add(0, count + segment, trained))
+        return RowIds(row, found[count:].index_select(0, segment) > 0, found[:count])
 
 
 # ---------------------------------------------------------------------------------------------- choosing
 
 
-class Balance(nn.Module):
-    """Keeps loads even, by a loss or by a bias on the choice of experts (or both).
+class Balance(ExpertBalance):
+    """Balance the load of experts, by an auxiliary loss, by a bias on the router's choice, or by both.
 
-    The loss belongs to the whole model and not to one layer (see `balance_loss`): here a layer says how it used its
-    experts. The bias is its own business.
+    The loss is computed over all layers together (see `balance_loss`): a layer returns its statistics. The bias is kept
+    per layer.
     """
-
-    bias: Tensor | None
-    loads: Tensor | None
 
     def __init__(self, shape: MoEShape) -> None:
         super().__init__()
         self.coefficient = shape.balance
         self.rate = shape.bias_rate
-        self.row_total = RowTotal()  # over all ranks that have tokens of a row
-        self.part_total = RowTotal()  # over those of them that compute one loss together
-        # On the host whatever the device of the moment is: these begin as zeros, and not as what the seed says.
+        self.row_total = RowSum()  # over all ranks that have tokens of a row
+        self.part_total = RowSum()  # over those of them that compute one loss together
+        # On the host whatever the default device: these start as zeros, not as seeded values.
         steered = shape.bias_rate > 0
         zeros = torch.zeros(shape.experts, device="cpu")
         self.register_buffer("bias", zeros if steered else None)
         self.register_buffer("loads", zeros.clone() if steered else None, persistent=False)
 
-    def forward(self, out: Tensor, shares: Tensor, ids: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        """`out` unchanged, and how the experts were used, [2, R, E]: how often each was chosen in each row, and the sum
-        of its shares. The first is of whole rows and has no slope; of the second, each rank's own tokens have one."""
+    def forward(self, out: Tensor, shares: Tensor, ids: Tensor, rows: RowIds) -> tuple[Tensor, Tensor | None]:
+        """Return `out` unchanged, and statistics [2, R, E]: per row, how often each expert was chosen, and the sum of
+        its router probabilities. Both cover whole rows; gradients flow through the probabilities of own tokens."""
         counts = None
         if self.coefficient > 0 or (self.loads is not None and out.requires_grad):
             counts = self._choices(shares, ids, rows)
@@ -122,13 +124,13 @@ class Balance(nn.Module):
         if self.coefficient == 0:
             return out, None
         own = torch.zeros_like(counts).index_add(0, rows.row, shares.float() * rows.counts.unsqueeze(1))
-        # Ranks that share the tokens of one loss all report the whole of it, and each has the slope of its own part.
+        # Ranks that share the tokens of one loss all have its full value, and each the gradient of its own tokens.
         summed = own + (self.part_total(own.detach()) - own.detach())
         return out, torch.stack([self.row_total(counts), summed])
 
     @torch.no_grad()
-    def _choices(self, shares: Tensor, ids: Tensor, rows: Rows) -> Tensor:
-        """How often each expert was chosen in each row, [R, E], by the tokens that are here."""
+    def _choices(self, shares: Tensor, ids: Tensor, rows: RowIds) -> Tensor:
+        """Count how often each expert was chosen in each row, [R, E], by the tokens of this rank."""
         shape = (rows.trained.shape[0], shares.shape[1])
         counted = rows.counts.float().unsqueeze(1).expand_as(ids)
         where = rows.row.unsqueeze(1) * shape[1] + ids
@@ -136,14 +138,14 @@ class Balance(nn.Module):
         return found.view(-1).index_add(0, where.flatten(), counted.flatten()).view(shape)
 
 
-def balance_loss(used: Tensor, top_k: int, rows: Rows) -> Tensor:
-    """From `used` [2, R, E], added up over the layers that have experts (see `Balance`): the balance loss of every row,
-    weighted by the row's trained labels, as one sum.
+def balance_loss(used: Tensor, top_k: int, rows: RowIds) -> Tensor:
+    """Return the sum over rows of each row's balance loss times its number of trained labels.
 
-    The loss of a row is experts x sum over e of (choices of e per token) x (mean share of e), both means over all
-    layers and tokens of the row, as transformers pools them; k when all is even. After the one division by the global
-    count it is a mean over trained tokens. What is pooled is a row and not a micro-batch, so that any split of a global
-    batch gives the same gradient; transformers gives the same number for a micro-batch of one row.
+    `used` [2, R, E] holds the statistics of `Balance`, summed over all layers with experts. The loss of a row is
+    experts x sum over e of (choices of e per token) x (mean probability of e), both means over all layers and tokens of
+    the row, as transformers computes them; it is k when the load is even. Division by the global count makes it a mean
+    over trained tokens. Statistics are pooled per row and not per micro-batch, so that any split of a global batch
+    gives the same gradient; transformers gives the same number for a micro-batch of one row.
     """
     chosen, shares = used
     tokens = (chosen.sum(1, keepdim=True) / top_k).clamp(min=1)  # times layers
@@ -153,7 +155,7 @@ def balance_loss(used: Tensor, top_k: int, rows: Rows) -> Tensor:
 
 
 class _CountLoads(torch.autograd.Function):
-    """Counts loads when the backward pass comes by: recompute runs a forward pass twice, a backward pass never."""
+    """Count loads in the backward pass: recompute runs the forward pass twice, but the backward pass once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: Tensor, loads: Tensor) -> Tensor:
@@ -167,7 +169,7 @@ class _CountLoads(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Scores in fp32. `bias` [E] takes part in the choice of experts, not in their weights."""
+    """Choose experts by scores in fp32. `bias` [E] affects the choice of experts, not their weights."""
 
     def __init__(self, shape: MoEShape) -> None:
         super().__init__()
@@ -175,7 +177,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token: its experts [T, k], their weights [T, k], and shares of all experts that add up to one."""
+        """Return for each token its experts [T, k], their weights [T, k], and probabilities [T, E] of all experts."""
         shape = self.shape
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(-1) if shape.scores == "softmax" else logits.sigmoid()
@@ -191,7 +193,10 @@ class Router(nn.Module):
 
 
 class Dispatch(nn.Module):
-    """Brings tokens to their experts, and back what these made of them. Here all experts are at hand."""
+    """Send tokens to their experts and combine the outputs, where all experts are on this rank.
+
+    Where they are not, `parallel` replaces this module.
+    """
 
     def __init__(self, implementation: str = AUTO) -> None:
         super().__init__()
@@ -203,8 +208,8 @@ class Dispatch(nn.Module):
         return weigh_choices(collect_rows(y, at), weights)
 
 
-class Experts(nn.Module):
-    """Gated MLPs of one shape, their weights stacked."""
+class Experts(StackedExperts):
+    """Hold gated MLPs of one shape with stacked weights."""
 
     def __init__(self, shape: MoEShape) -> None:
         super().__init__()
@@ -215,13 +220,13 @@ class Experts(nn.Module):
         self.top_k = shape.top_k
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """`x` [T, D] by the experts `ids` [T, k] of each token, added up by `weights` [T, k]."""
+        """Return the outputs of experts `ids` [T, k] for `x` [T, D], summed with `weights` [T, k]."""
         out: Tensor = self.dispatch(x, ids, weights, self.gate, self.up, self.down)
         return out
 
 
 class MoE(nn.Module):
-    """In the place of an MLP. `shared` is one that all tokens pass through as well."""
+    """Replace an MLP by routed experts. `shared` is an MLP for all tokens."""
 
     def __init__(self, shape: MoEShape, shared: nn.Module | None = None) -> None:
         super().__init__()
@@ -230,9 +235,11 @@ class MoE(nn.Module):
         self.balance = Balance(shape)
         self.shared = shared
 
-    def forward(self, x: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor | None]:
-        """`rows` says what to balance; nothing, where nothing is trained. The second is for `balance_loss`: how the
-        experts were used, where the model is trained to use them evenly."""
+    def forward(self, x: Tensor, rows: RowIds | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the output, and statistics for `balance_loss` if the model is trained with it.
+
+        `rows`: see `RowIds`; None at inference.
+        """
         ids, weights, shares = self.router(x, self.balance.bias)
         out: Tensor = self.experts(x, ids, weights)
         used = None

@@ -1,4 +1,4 @@
-"""From features of a tower to embeddings of the text."""
+"""Projectors: from features of an encoder to embeddings of the text decoder."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.nn.norm import LayerNorm
+from tessera.nn.layers import LayerNorm
 from tessera.nn.vit import ACTIVATIONS
-from tessera.ops.glu import swiglu
+from tessera.ops.pointwise import swiglu
 
 
 class PatchMerger(nn.Module):
-    """Joins the features of neighbouring patches (they lie one after another) into one embedding.
+    """Merge the features of adjacent patches into one embedding.
 
-    `inner`: how wide it is in between, as wide as the joined features if nothing is said. `norm_joined`: features are
-    normalised when they are joined, instead of patch by patch.
+    `inner`: inner width of the MLP; default: the width of the merged features. `norm_joined`: normalise merged features
+    instead of those of each patch.
     """
 
     def __init__(
@@ -45,8 +45,10 @@ class PatchMerger(nn.Module):
 
 
 class MLPProjector(nn.Module):
-    """Each feature becomes one embedding. With a `newline`, a learned embedding comes before all of them: what ends a
-    line of a picture, for `media_index` to choose."""
+    """Project each feature to one embedding.
+
+    With `newline`, a learned embedding that ends a line of an image precedes all others; `media_index` refers to it.
+    """
 
     def __init__(
         self, features: int, hidden: int, *, activation: str = "gelu", bias: bool = True, newline: bool = False
@@ -63,8 +65,11 @@ class MLPProjector(nn.Module):
 
 
 class DeepStackMerger(nn.Module):
-    """Of a tower with taps: the last block's features become an embedding, and behind it, in one wide row, come those
-    of each tap, which a decoder adds after its first layers."""
+    """Merge adjacent patches (see `PatchMerger`) of the last block and of each of the `taps` DeepStack blocks.
+
+    Their features [..., (1 + taps) * features] are concatenated along channels, the last block first, and so are the
+    embeddings [N, (1 + taps) * hidden]. The decoder adds those of DeepStack blocks after its first layers.
+    """
 
     def __init__(self, features: int, merge: int, hidden: int, taps: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -79,8 +84,7 @@ class DeepStackMerger(nn.Module):
 
 
 class DownsampleMerger(nn.Module):
-    """Joins the features of neighbouring patches by one product (a convolution in disguise), and makes an embedding of
-    what comes out by a gated MLP. It is as wide as the text from the first product on."""
+    """Merge the features of adjacent patches by a linear layer (a strided convolution) and a gated MLP."""
 
     def __init__(self, features: int, merge: int, hidden: int, intermediate: int, eps: float = 1e-5) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The vision tower: patches in, features out. Pictures of any size lie packed one after another."""
+"""The vision encoder: patches in, features out. Images of any size are packed into one sequence of patches."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tessera.core.types import Batch, Segments
-from tessera.nn.attention import PackedAttention
-from tessera.nn.norm import LayerNorm, RMSNorm
-from tessera.ops.products import lacking, linear_of_zeros_behind, linear_with_zeros_behind
+from tessera.nn.layers import LayerNorm, PackedAttention, RMSNorm
+from tessera.ops.linear import linear_pad_in, linear_pad_out, tensor_core_padding
+from tessera.ops.pointwise import Angles, axial_angles, rotate
 from tessera.ops.registry import AUTO
-from tessera.ops.rope import Angles, axial_angles, rotate
 
 
 @dataclass(frozen=True)
 class VisionShape:
-    """The numbers a vision tower is made of."""
+    """Hold the sizes and options of a vision encoder."""
 
     patch_values: int  # numbers in one flattened patch: channels x frames x height x width
     hidden: int
@@ -31,26 +30,26 @@ class VisionShape:
     activation: str
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-6
-    gated: bool = False  # the MLP multiplies by a second product
+    gated: bool = False  # gated MLP: activation(gate(x)) * up(x)
     patch_bias: bool = False
     qkv_bias: bool = True
     proj_bias: bool = True
     mlp_bias: bool = True
-    qk_norm: bool = False  # queries and keys are normalised by their root mean square, over all heads together
+    qk_norm: bool = False  # RMS norm of queries and of keys, over all heads together
     qk_norm_eps: float = 1e-6
-    layer_scale: float | None = None  # what attention and MLP give is scaled, number by number, at first by this
-    rope_theta: float | None = 10_000.0  # of rotary positions over height and width; None: no such positions
-    positions: int = 0  # entries of a learned table of positions; 0: there is none
-    class_token: bool = False  # a token of its own before the patches of each picture, at position 0 of the table
-    norm_patches: bool = False  # of embeddings, before the table's positions are added
-    norm_before: bool = False  # of embeddings, before the first block
-    norm_after: bool = False  # of what the last block gives
-    # So many blocks are computed, and no norm after them; the rest is kept for those who read the folder, and is not
-    # trained. None: all is computed.
-    read: int | None = None
-    windows: bool = False  # blocks look inside windows, except those listed in `full`
-    full: tuple[int, ...] = ()
-    taps: tuple[int, ...] = ()  # blocks whose features are handed out beside the last one's
+    layer_scale: float | None = None  # initial value of LayerScale on attention and MLP outputs
+    rope_theta: float | None = 10_000.0  # 2D rotary positions; None: no rotary positions
+    positions: int = 0  # entries of the learned position embedding; 0: none
+    class_token: bool = False  # a class token before the patches of each image, at position 0
+    norm_patches: bool = False  # norm of patch embeddings, before position embeddings are added
+    norm_before: bool = False  # norm before the first block
+    norm_after: bool = False  # norm after the last block
+    # Only the first blocks are computed, and no norm after them; the weights of the rest are kept for exports and are
+    # frozen. None: all blocks are computed.
+    num_blocks_used: int | None = None
+    windows: bool = False  # blocks attend inside windows, except those listed in `full_attn_blocks`
+    full_attn_blocks: tuple[int, ...] = ()
+    deepstack_blocks: tuple[int, ...] = ()  # blocks whose features are returned beside those of the last block
     attention: str = AUTO
 
     @property
@@ -58,9 +57,19 @@ class VisionShape:
         return self.hidden // self.heads
 
     @property
+    def blocks_used(self) -> int:
+        """Return the number of blocks that are computed."""
+        return self.layers if self.num_blocks_used is None else self.num_blocks_used
+
+    @property
+    def block_weights(self) -> int:
+        """Return the number of weights that a patch is multiplied by in one block."""
+        return self.hidden * (4 * self.hidden + (3 if self.gated else 2) * self.intermediate)
+
+    @property
     def width(self) -> int:
-        """Of what the tower hands out: the last block's features, and behind them those of the taps."""
-        return self.hidden * (1 + len(self.taps))
+        """Return the width of the output: features of the last block, then those of the DeepStack blocks."""
+        return self.hidden * (1 + len(self.deepstack_blocks))
 
     def make_norm(self) -> nn.Module:
         return (LayerNorm if self.norm == "layer" else RMSNorm)(self.hidden, self.norm_eps)
@@ -83,7 +92,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PatchEmbed(nn.Linear):
-    """A convolution whose stride is its kernel is a linear layer over flattened patches."""
+    """Embed flattened patches: a convolution whose stride equals its kernel is a linear layer."""
 
     def __init__(self, patch_values: int, hidden: int, bias: bool = False) -> None:
         super().__init__(patch_values, hidden, bias=bias)
@@ -93,8 +102,11 @@ class PatchEmbed(nn.Linear):
 
 
 class VisionAttention(nn.Module):
-    """One product makes queries, keys and values. Its rows are grouped by head, so that a cut between heads is a cut
-    between rows; folders that group them by kind are regrouped on reading."""
+    """Compute attention with one projection for queries, keys and values.
+
+    The rows of its weight are grouped by head, so that sharding by rows is sharding by heads. Hugging Face folders
+    group them by query, key and value; the weight map converts.
+    """
 
     def __init__(self, shape: VisionShape) -> None:
         super().__init__()
@@ -103,7 +115,7 @@ class VisionAttention(nn.Module):
         self.proj = nn.Linear(shape.hidden, shape.hidden, bias=shape.proj_bias)
         self.q_norm = RMSNorm(shape.hidden, shape.qk_norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.hidden, shape.qk_norm_eps) if shape.qk_norm else None
-        self.core = PackedAttention(causal=False, implementation=shape.attention)
+        self.core = PackedAttention(False, shape.attention, shape.head_dim)
 
     def forward(self, x: Tensor, angles: Angles | None, segments: Segments) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).unbind(-2)
@@ -125,7 +137,7 @@ class VisionMLP(nn.Module):
         self.activation = ACTIVATIONS[shape.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._plain() and (zeros := lacking(x, self.up.out_features)):
+        if self._plain() and (zeros := tensor_core_padding(x, self.up.out_features)):
             return self._aligned(x, zeros)
         inner = self.up(x)
         inner = self.activation(inner) if self.gate is None else self.activation(self.gate(x)) * inner
@@ -133,22 +145,22 @@ class VisionMLP(nn.Module):
         return out
 
     def _plain(self) -> bool:
-        """Whether the layers are what they look like: none adapted, none dealt out over ranks."""
+        """Return whether all layers are plain `nn.Linear`: no adapter, no sharded weight."""
         layers = (self.up, self.down) if self.gate is None else (self.up, self.down, self.gate)
         return all(type(layer) is nn.Linear and type(layer.weight) is nn.Parameter for layer in layers)
 
     def _aligned(self, x: Tensor, zeros: int) -> Tensor:
-        """The same, for an inner width that products are slow with (3420 in Qwen2.5-VL)."""
-        inner = linear_with_zeros_behind(x, self.up.weight, self.up.bias, zeros)
+        """Compute the MLP with its inner width padded to what tensor cores like (3420 in Qwen2.5-VL is not)."""
+        inner = linear_pad_out(x, self.up.weight, self.up.bias, zeros)
         if self.gate is None:
             inner = self.activation(inner)
         else:
-            inner = self.activation(linear_with_zeros_behind(x, self.gate.weight, self.gate.bias, zeros)) * inner
-        return linear_of_zeros_behind(inner, self.down.weight, self.down.bias, zeros)
+            inner = self.activation(linear_pad_out(x, self.gate.weight, self.gate.bias, zeros)) * inner
+        return linear_pad_in(inner, self.down.weight, self.down.bias, zeros)
 
 
 class Scale(nn.Module):
-    """A learned factor for each number of what a part of a block gives."""
+    """Multiply by a learned factor per channel (LayerScale)."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -177,8 +189,10 @@ class VisionBlock(nn.Module):
 
 
 class PatchPositions(nn.Module):
-    """A learned table, read at one entry per patch or between several: `patch_index` [P] or [P, K], and then
-    `patch_weights` [P, K], say which. They are computed where batches are made."""
+    """Add learned position embeddings, one entry per patch or an interpolation of several.
+
+    The processor computes `patch_index` [P] or [P, K], and in the second case `patch_weights` [P, K].
+    """
 
     def __init__(self, entries: int, hidden: int, class_token: bool) -> None:
         super().__init__()
@@ -187,27 +201,25 @@ class PatchPositions(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         index, weights = batch["patch_index"], batch.get("patch_weights")
-        if self.class_token is not None:  # its row among the pixels is only a place
+        if self.class_token is not None:  # its patch in `pixels` is a placeholder
             x = torch.where((index == 0).unsqueeze(-1), self.class_token.to(x.dtype), x)
         if weights is None:
             return x + self.weight.index_select(0, index).to(x.dtype)
-        # One neighbour after another: all at once would be as many times as large as the features.
+        # One neighbour after another: all at once would take K times the memory of the features.
         found = torch.zeros_like(x, dtype=torch.float32)
         for at, share in zip(index.unbind(1), weights.float().unbind(1), strict=True):
             found = found + share.unsqueeze(-1) * self.weight.index_select(0, at)
         return x + found.to(x.dtype)
 
 
-class VisionTower(nn.Module):
-    """Features [P, width] from a batch's `pixels` [P, values], `patch_positions` [P, 2] and segments "vision". Pixels
-    are numbers, or bytes with `pixel_scale` [2, values].
+class VisionEncoder(nn.Module):
+    """Compute features [P, width] from a batch's `pixels` [P, values], `patch_positions` [P, 2] and segments "vision".
 
-    Patches come in the order the blocks want them (by windows, by blocks that are merged): whoever makes batches sees
-    to it. Segments "vision.windows" are the windows of a tower that has some.
+    Pixels are floats, or bytes with `pixel_scale` [2, values]. The processor puts patches in the order of windows or of
+    merged blocks. Segments "vision.windows" hold the windows of an encoder with window attention.
 
-    A batch without pictures gets a blank one: other ranks may have pictures, and running the tower keeps every
-    collective in step, forward and backward, and gives each parameter a gradient. Parts that are None lie in another
-    stage of a pipeline: then `carry` is what the blocks before have made, padded behind.
+    Parts that are None are in another pipeline stage: then `carry` holds the activation of the stage before, padded at
+    the end.
     """
 
     def __init__(self, shape: VisionShape) -> None:
@@ -221,65 +233,59 @@ class VisionTower(nn.Module):
         self.norm_before: nn.Module | None = shape.make_norm() if shape.norm_before else None
         self.blocks = nn.ModuleList(VisionBlock(shape) for _ in range(shape.layers))
         self.norm_after: nn.Module | None = shape.make_norm() if shape.norm_after else None
-        if shape.read is not None:
-            for unread in (*self.blocks[shape.read :], self.norm_after):
-                if unread is not None:
-                    unread.requires_grad_(False)
+        if shape.num_blocks_used is not None:
+            for unused in (*self.blocks[shape.num_blocks_used :], self.norm_after):
+                if unused is not None:
+                    unused.requires_grad_(False)
 
     def forward(self, batch: Batch, carry: Tensor | None = None) -> Tensor:
         shape = self.shape
-        if not has_pictures(batch):
-            batch = self.blank(batch["tokens"].device)
         pixels = batch["pixels"]
-        tapped: list[Tensor] = []
+        deepstack: list[Tensor] = []
         if self.patch_embed is not None:
-            x: Tensor = self.patch_embed(_numbers(pixels, batch.get("pixel_scale")))
+            x: Tensor = self.patch_embed(_normalize(pixels, batch.get("pixel_scale")))
             x = x if self.norm_patches is None else self.norm_patches(x)
             x = x if self.table is None else self.table(x, batch)
             x = x if self.norm_before is None else self.norm_before(x)
         else:
-            assert carry is not None, "without its first part a tower goes on from what another stage made"
-            x, *tapped = torch.split(carry[: pixels.shape[0]], shape.hidden, dim=-1)
+            assert carry is not None, "a stage without the patch embedding needs the activation of the stage before"
+            x, *deepstack = torch.split(carry[: pixels.shape[0]], shape.hidden, dim=-1)
         angles = None
         if shape.rope_theta is not None:
             angles = axial_angles(batch["patch_positions"], shape.head_dim, shape.rope_theta)
         whole = batch.segments["vision"]
         windows = batch.segments["vision.windows"] if shape.windows else whole
         for index, block in enumerate(self.blocks):
-            if block is None or (shape.read is not None and index >= shape.read):
+            if block is None or (shape.num_blocks_used is not None and index >= shape.num_blocks_used):
                 continue
-            x = block(x, angles, whole if index in shape.full else windows)
-            if index in shape.taps:
-                at = shape.taps.index(index)
-                tapped = [*tapped[:at], x, *tapped[at + 1 :]]
-        x = x if self.norm_after is None or shape.read is not None else self.norm_after(x)
-        if not shape.taps:
+            x = block(x, angles, whole if index in shape.full_attn_blocks else windows)
+            if index in shape.deepstack_blocks:
+                at = shape.deepstack_blocks.index(index)
+                deepstack = [*deepstack[:at], x, *deepstack[at + 1 :]]
+        x = x if self.norm_after is None or shape.num_blocks_used is not None else self.norm_after(x)
+        if not shape.deepstack_blocks:
             return x
-        # A stage that ends before the last tap leaves the places of the later ones empty.
-        tapped += [torch.zeros_like(x)] * (len(shape.taps) - len(tapped))
-        return torch.cat([x, *tapped], dim=-1)
-
-    def blank(self, device: torch.device) -> Batch:
-        """The smallest picture this tower takes, all zeros, made on `device` without a copy from the host."""
-        patches = self.shape.merge**2
-        tensors = {
-            "pixels": torch.zeros(patches, self.shape.patch_values, device=device),
-            "patch_positions": torch.zeros(patches, 2, device=device, dtype=torch.int64),
-            "patch_index": torch.zeros(patches, device=device, dtype=torch.int64),
-        }
-        bounds = torch.arange(2, device=device, dtype=torch.int32) * patches
-        segments = Segments(bounds, patches, (patches,))
-        return Batch(tensors, {"vision": segments, "vision.windows": segments})
+        # A stage that ends before the last DeepStack block returns zeros for the later ones.
+        deepstack += [torch.zeros_like(x)] * (len(shape.deepstack_blocks) - len(deepstack))
+        return torch.cat([x, *deepstack], dim=-1)
 
 
-def _numbers(pixels: Tensor, scale: Tensor | None) -> Tensor:
-    """Values of bytes: times `scale[0]`, plus `scale[1]`."""
+def blank_image(shape: VisionShape, device: torch.device) -> Batch:
+    """Return the smallest image that an encoder takes, all zeros, made on `device` without a copy from the host."""
+    patches = shape.merge**2
+    tensors = {
+        "pixels": torch.zeros(patches, shape.patch_values, device=device),
+        "patch_positions": torch.zeros(patches, 2, device=device, dtype=torch.int64),
+        "patch_index": torch.zeros(patches, device=device, dtype=torch.int64),
+    }
+    bounds = torch.arange(2, device=device, dtype=torch.int32) * patches
+    segments = Segments(bounds, patches, (patches,))
+    return Batch(tensors, {"vision": segments, "vision.windows": segments})
+
+
+def _normalize(pixels: Tensor, scale: Tensor | None) -> Tensor:
+    """Return bytes times `scale[0]` plus `scale[1]`; floats are returned as they are."""
     if pixels.is_floating_point():
         return pixels
-    assert scale is not None, "bytes come with what they mean"
+    assert scale is not None, "pixels in bytes need `pixel_scale`"
     return torch.addcmul(scale[1], pixels.float(), scale[0])
-
-
-def has_pictures(batch: Batch) -> bool:
-    pixels = batch.get("pixels")
-    return pixels is not None and pixels.shape[0] > 0

@@ -1,7 +1,7 @@
-"""Attention over packed pieces, and over a cache.
+"""Attention over packed sequences, and over a KV cache.
 
-A packed row holds many pieces one after another; a token sees only its own piece. The padding tail of a row is a piece
-of its own, so no implementation knows about padding.
+A packed row is a concatenation of segments; a token attends to its own segment. The padding at the end of a row is a
+segment of its own, so implementations need no padding mask.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from tessera.core.types import Segments
 from tessera.ops.fused_attention import fused_attention
-from tessera.ops.registry import AUTO, Implementation, Operation
+from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 
-AttentionWay = Literal["auto", "fused", "sdpa", "eager"]  # what a recipe may ask for
-Window = tuple[int, int]  # how many earlier and later tokens are seen, besides the token itself; -1: no bound
+AttentionBackend = Literal["auto", "fused", "sdpa", "eager"]  # values of the recipe key
+Window = tuple[int, int]  # number of earlier and later tokens attended to, besides the token itself; -1: all
 
-# Padding pieces to the longest is one call and beats a loop until too much of the work is padding.
+# Padding all segments to the longest takes one call, which beats a loop unless too much of the work is padding.
 _MAX_PADDED_SHARE = 2.0
 
 
@@ -35,9 +35,10 @@ def packed_attention(
     scale: float | None = None,
     implementation: str = AUTO,
 ) -> Tensor:
-    """`q` [T, Hq, D] attends to `k`, `v` [T, Hkv, D] inside each segment; Hq is a multiple of Hkv. Returns [T, Hq, D].
+    """Return attention [T, Hq, D] of `q` [T, Hq, D] to `k`, `v` [T, Hkv, D] inside each segment.
 
-    `segments` covers all T tokens. With `causal`, the later side of `window` is closed whatever it says.
+    Hq is a multiple of Hkv, and `segments` cover all T tokens. With `causal`, no token attends to later ones, whatever
+    `window` says.
     """
     if q.shape[0] == 0:
         return q
@@ -58,7 +59,10 @@ def cached_attention(
     scale: float | None = None,
     implementation: str = AUTO,
 ) -> Tensor:
-    """One token per row: `q` [B, Hq, D] attends to the first `lengths` [B] of `k_cache`, `v_cache` [B, C, Hkv, D]."""
+    """Return attention of one token per row, `q` [B, Hq, D], to the first `lengths` [B] entries of each cache row.
+
+    `k_cache` and `v_cache` are [B, C, Hkv, D].
+    """
     run = CACHED_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
     out: Tensor = run(q, k_cache, v_cache, lengths, q.shape[-1] ** -0.5 if scale is None else scale)
     return out
@@ -69,12 +73,12 @@ def cached_attention(
 
 def _packed_eager(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: Window, scale: float) -> Tensor:
     bounds = segments.bounds.tolist()
-    pieces = [
+    outputs = [
         _attend_explicitly(q[a:b], k[a:b], v[a:b], _window_mask(b - a, window, q.device), scale)
         for a, b in pairwise(bounds)
         if b > a
     ]
-    return torch.cat(pieces)
+    return torch.cat(outputs)
 
 
 def _attend_explicitly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -88,7 +92,7 @@ def _attend_explicitly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
 
 
 def _window_mask(length: int, window: Window, device: torch.device) -> Tensor | None:
-    """[length, length], true where the row's token sees the column's; None when it sees everything."""
+    """Return a mask [length, length], true where the row's token attends to the column's; None: everywhere."""
     left, right = window
     if left < 0 and right < 0:
         return None
@@ -119,7 +123,7 @@ def _filled(cache: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _packed_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: Window, scale: float) -> Tensor:
-    """Chooses its way by host data alone (counts and the longest piece), so that an accelerator is never waited for."""
+    """Choose an algorithm by host data alone, so that the host never waits for the device."""
     tokens, longest, count = q.shape[0], segments.longest, segments.bounds.numel() - 1
     if count * longest == tokens:
         return _batched(q, k, v, count, None, window, scale)
@@ -135,16 +139,17 @@ def _packed_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: Wi
 def _batched(
     q: Tensor, k: Tensor, v: Tensor, count: int, key_mask: Tensor | None, window: Window, scale: float
 ) -> Tensor:
-    """Tokens of `count` pieces of one length; `key_mask` [count, length] tells real keys from padding."""
+    """Attend inside `count` segments of one length; `key_mask` [count, length] is false for padding."""
     length = q.shape[0] // count
     q, k, v = (x.reshape(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-    # Padding lies behind the real tokens, so under a closed later side no real token can see it.
+    # Padding follows the real tokens, so without attention to later tokens no real token attends to it.
     causal = window == (-1, 0)
     mask = None if causal else _window_mask(length, window, q.device)
     if key_mask is not None and window[1] != 0:
         mask = key_mask[:, None, None, :] if mask is None else mask & key_mask[:, None, None, :]
         if window != (-1, -1):
-            # A padding token may be out of reach of every real one; an empty softmax is NaN, so let it see itself.
+            # A padding token may be outside the window of every real one; an empty softmax is NaN, so it attends to
+            # itself.
             mask = mask | torch.eye(length, dtype=torch.bool, device=q.device)
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
@@ -155,11 +160,11 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: Window,
     longest, count = segments.longest, segments.bounds.numel() - 1
     starts, ends = segments.bounds[:-1], segments.bounds[1:]
     at = torch.arange(q.shape[0], device=q.device, dtype=segments.bounds.dtype)
-    piece = torch.searchsorted(ends, at, right=True)
-    slots = at - starts[piece] + piece * longest
-    # An empty piece keeps one key: all of it is padding and dropped below, and it must not become "not a number".
+    segment = torch.searchsorted(ends, at, right=True)
+    slots = at - starts[segment] + segment * longest
+    # An empty segment keeps one key, so that its softmax is not NaN; its output is dropped below.
     key_mask = torch.arange(longest, device=q.device) < (ends - starts).clamp(min=1).unsqueeze(1)
-    # Spreading by index_copy makes the backward pass a plain gather; gathering here would make it a slow scatter-add.
+    # The backward pass of index_copy is a gather; a gather here would need a slow scatter-add in backward.
     q, k, v = (x.new_zeros(count * longest, *x.shape[1:]).index_copy(0, slots, x) for x in (q, k, v))
     return _batched(q, k, v, count, key_mask, window, scale).index_select(0, slots)
 
@@ -170,10 +175,10 @@ def _looped(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: Window,
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: Window, scale: float) -> Tensor:
-    """All tokens against all, with everything outside the own piece masked."""
+    """Attend to all tokens, with a mask for those of other segments."""
     at = torch.arange(q.shape[0], device=q.device, dtype=segments.bounds.dtype)
-    piece = torch.searchsorted(segments.bounds[1:], at, right=True)
-    mask = piece.unsqueeze(0) == piece.unsqueeze(1)
+    segment = torch.searchsorted(segments.bounds[1:], at, right=True)
+    mask = segment.unsqueeze(0) == segment.unsqueeze(1)
     inside = _window_mask(q.shape[0], window, q.device)
     mask = mask if inside is None else mask & inside
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -200,7 +205,7 @@ def _packed_fused(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: W
     return fused_attention(q, k, v, segments, window == (-1, 0), scale)
 
 
-PACKED_ATTENTION = Operation(
+PACKED_ATTENTION = DispatchedOp(
     "packed_attention",
     (
         Implementation(
@@ -214,6 +219,6 @@ PACKED_ATTENTION = Operation(
         Implementation("eager", _packed_eager, ("full", "causal", "window")),
     ),
 )
-CACHED_ATTENTION = Operation(
+CACHED_ATTENTION = DispatchedOp(
     "cached_attention", (Implementation("sdpa", _cached_sdpa), Implementation("eager", _cached_eager))
 )

@@ -1,7 +1,7 @@
-"""Attention of some queries to some of their keys: parts that a ring of ranks puts together.
+"""Attention of queries to one block of their keys, with log-sum-exp: the step of ring attention.
 
-The log of the sum of exponentials comes with the result, so that results over other keys can be joined to it. Backward
-is a function of its own: it is given the joined result, and so finds each part's share of the whole gradient.
+Outputs over different blocks are merged by their log-sum-exp (`join`). The backward pass is a function of its own,
+which takes the merged output and log-sum-exp and returns the gradient through one block.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tessera.core.torch_internals import flash_attention_backward, flash_attention_forward
 from tessera.core.types import Segments
-from tessera.ops.registry import AUTO, Implementation, Operation
+from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 
-Pieces = Segments | None  # None: one rectangle, every query sees every key
+BlockSegments = Segments | None  # None: every query attends to every key
 
 
 def block_attention(
@@ -23,18 +24,18 @@ def block_attention(
     k: Tensor,
     v: Tensor,
     *,
-    pieces: Pieces,
+    segments: BlockSegments,
     causal: bool,
     scale: float,
     implementation: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    """`q` [Tq, Hq, D] over `k`, `v` [Tk, Hkv, D] -> result [Tq, Hq, D] and log-sum-exp [Hq, Tq], in fp32 at least.
+    """Return attention [Tq, Hq, D] of `q` [Tq, Hq, D] to `k`, `v` [Tk, Hkv, D], and log-sum-exp [Hq, Tq] in >= fp32.
 
-    With `pieces`, queries and keys are of the same tokens, packed; without, there is no mask. No autograd.
+    With `segments`, queries and keys belong to the same packed tokens; without, there is no mask. No autograd.
     """
-    assert pieces is not None or not causal, "a rectangle has no mask"
-    run = BLOCK_ATTENTION.choose(implementation, _variant(pieces, causal), q.device, q.dtype)
-    out: tuple[Tensor, Tensor] = run(q, k, v, pieces, causal, scale)
+    assert segments is not None or not causal, "a rectangle has no mask"
+    run = BLOCK_ATTENTION.choose(implementation, _variant(segments, causal), q.device, q.dtype)
+    out: tuple[Tensor, Tensor] = run(q, k, v, segments, causal, scale)
     return out
 
 
@@ -46,19 +47,19 @@ def block_attention_backward(
     out: Tensor,
     lse: Tensor,
     *,
-    pieces: Pieces,
+    segments: BlockSegments,
     causal: bool,
     scale: float,
     implementation: str = AUTO,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v through this block, given the whole result `out` and its `lse` over all keys."""
-    run = BLOCK_ATTENTION_BACKWARD.choose(implementation, _variant(pieces, causal), q.device, q.dtype)
-    found: tuple[Tensor, Tensor, Tensor] = run(grad, q, k, v, out, lse, pieces, causal, scale)
+    """Return gradients of q, k and v through this block, given output `out` and `lse` over all keys."""
+    run = BLOCK_ATTENTION_BACKWARD.choose(implementation, _variant(segments, causal), q.device, q.dtype)
+    found: tuple[Tensor, Tensor, Tensor] = run(grad, q, k, v, out, lse, segments, causal, scale)
     return found
 
 
 def join(out: Tensor, lse: Tensor, rows: slice, other: Tensor, other_lse: Tensor) -> None:
-    """Adds to `out` [T, H, D] and `lse` [H, T], in place, what `rows` of it see besides."""
+    """Merge the output `other` over further keys into `rows` of `out` [T, H, D] and `lse` [H, T], in place."""
     before = lse[:, rows]
     both = torch.logaddexp(before, other_lse)
     keep, add = ((part - both).exp().t().unsqueeze(-1) for part in (before, other_lse))
@@ -67,20 +68,22 @@ def join(out: Tensor, lse: Tensor, rows: slice, other: Tensor, other_lse: Tensor
 
 
 def wide(x: Tensor) -> Tensor:
-    """In fp32 at least: what is added up from several blocks."""
+    """Return `x` in fp32 at least, for sums over several blocks."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _variant(pieces: Pieces, causal: bool) -> str:
-    return "rectangle" if pieces is None else "causal" if causal else "full"
+def _variant(segments: BlockSegments, causal: bool) -> str:
+    return "rectangle" if segments is None else "causal" if causal else "full"
 
 
 # ---------------------------------------------------------------------------------------------- eager: the reference
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _eager(
+    q: Tensor, k: Tensor, v: Tensor, segments: BlockSegments, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     outs, sums = [], []
-    for at in _slices(pieces):
+    for at in _slices(segments):
         scores = _scores(q[at], k[at], causal, scale)
         lse = scores.logsumexp(-1)
         outs.append((scores - lse.unsqueeze(-1)).exp() @ _by_head(v[at], q.shape[1]))
@@ -95,13 +98,13 @@ def _eager_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    pieces: Pieces,
+    segments: BlockSegments,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     heads, kv_heads = q.shape[1], k.shape[1]
-    for at in _slices(pieces):
+    for at in _slices(segments):
         weights = (_scores(q[at], k[at], causal, scale) - lse[:, at].unsqueeze(-1)).exp()  # [H, Lq, Lk]
         given = _by_head(grad[at], heads)
         mean = (given * _by_head(out[at], heads)).sum(-1, keepdim=True)
@@ -117,15 +120,15 @@ def _eager_backward(
     return dq, dk, dv
 
 
-def _slices(pieces: Pieces) -> list[slice]:
-    if pieces is None:
+def _slices(segments: BlockSegments) -> list[slice]:
+    if segments is None:
         return [slice(None)]
-    ends = list(accumulate(pieces.lengths)) if pieces.lengths else pieces.bounds[1:].tolist()
+    ends = list(accumulate(segments.lengths)) if segments.lengths else segments.bounds[1:].tolist()
     return [slice(a, b) for a, b in zip([0, *ends], ends, strict=False) if b > a]
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """[H, Lq, Lk], in fp32 at least."""
+    """Return scores [H, Lq, Lk] in fp32 at least."""
     scores = _by_head(q, q.shape[1]) @ _by_head(k, q.shape[1]).transpose(1, 2) * scale
     if causal:
         later = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
@@ -134,23 +137,20 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
-    """[L, h, D] -> [heads, L, D] in fp32 at least, each head as often as queries share it."""
+    """Return [L, h, D] as [heads, L, D] in fp32 at least, with key-value heads repeated for their queries."""
     return wide(x).transpose(0, 1).repeat_interleave(heads // x.shape[1], dim=0)
 
 
 # ---------------------------------------------------------------------------------------------- flash: on accelerators
 
-# Not public, but what torch's own `varlen_attn` calls, forward and backward. That one's gradient is of a whole
-# attention; here the log-sum-exp and the result it is computed from span more keys than the block has.
 
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, segments: BlockSegments, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     size = q.shape[-1]
     q, k, v = (_padded(x) for x in (q, k, v))
-    found = torch.ops.aten._flash_attention_forward(
-        q, k, v, *_extents(q, k, pieces), 0.0, causal, return_debug_mask=False, scale=scale
-    )
-    return found[0][..., :size], found[1]
+    out, lse = flash_attention_forward(q, k, v, *_extents(q, k, segments), causal, scale)
+    return out[..., :size], lse
 
 
 def _flash_backward(
@@ -160,40 +160,27 @@ def _flash_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    pieces: Pieces,
+    segments: BlockSegments,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     size = q.shape[-1]
     grad, q, k, v, out = (_padded(x) for x in (grad, q, k, v, out))
-    nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous(),
-        *_extents(q, k, pieces),
-        0.0,
-        causal,
-        nothing,
-        torch.empty(0, device=q.device),
-        scale=scale,
-    )
+    extents = _extents(q, k, segments)
+    dq, dk, dv = flash_attention_backward(grad, q, k, v, out, lse.contiguous(), *extents, causal, scale)
     return dq[..., :size], dk[..., :size], dv[..., :size]
 
 
-def _extents(q: Tensor, k: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor, int, int]:
-    """Bounds of queries and of keys, and the longest of each; made on the device, without a copy from the host."""
-    if pieces is not None:
-        return pieces.bounds, pieces.bounds, pieces.longest, pieces.longest
+def _extents(q: Tensor, k: Tensor, segments: BlockSegments) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """Return bounds of query and key segments and the longest of each, without a copy from the host."""
+    if segments is not None:
+        return (segments.bounds, segments.bounds), (segments.longest, segments.longest)
     both = torch.arange(2, dtype=torch.int32, device=q.device)
-    return both * q.shape[0], both * k.shape[0], q.shape[0], k.shape[0]
+    return (both * q.shape[0], both * k.shape[0]), (q.shape[0], k.shape[0])
 
 
 def _padded(x: Tensor) -> Tensor:
-    """The kernel takes head sizes in eights. Zeros at the end change no product."""
+    """Return `x` with its head size padded by zeros to a multiple of 8, as the kernel needs it."""
     size = x.shape[-1]
     x = F.pad(x, (0, -size % 8)) if size % 8 else x
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -203,14 +190,14 @@ _VARIANTS = ("rectangle", "full", "causal")
 _FLASH_NEEDS = ("flash_attention",)
 _FLASH_TYPES = (torch.bfloat16, torch.float16)
 
-BLOCK_ATTENTION = Operation(
+BLOCK_ATTENTION = DispatchedOp(
     "block_attention",
     (
         Implementation("flash", _flash, _VARIANTS, needs=_FLASH_NEEDS, dtypes=_FLASH_TYPES),
         Implementation("eager", _eager, _VARIANTS),
     ),
 )
-BLOCK_ATTENTION_BACKWARD = Operation(
+BLOCK_ATTENTION_BACKWARD = DispatchedOp(
     "block_attention_backward",
     (
         Implementation("flash", _flash_backward, _VARIANTS, needs=_FLASH_NEEDS, dtypes=_FLASH_TYPES),

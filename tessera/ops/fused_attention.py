@@ -1,9 +1,9 @@
-"""Packed attention on accelerators, one operation to a compiler. Which kernel carries it out is decided when it runs,
-by numbers that the host knows: a batch of another kind compiles nothing again.
+"""Packed attention on accelerators, as one custom operator for the compiler.
 
-cuDNN is the fastest on Hopper chips and builds a plan on the host for every new shape: it gets what is likely to come
-again, rows of the training length with one piece each and long pieces of one length (pictures of one size). Short
-pieces (windows of a picture) have a kernel of ours, all others go to flash attention.
+The kernel is chosen at run time by values on the host, so that another kind of batch compiles nothing again. cuDNN is
+the fastest on Hopper and builds a plan on the host for every new shape: it serves shapes that are likely to recur, rows
+of the training length with one segment each and long segments of one length (images of one size). Short segments
+(windows of an image) have a Triton kernel in `short_attention`; all others use flash attention.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 
 from tessera.core import device as devices
+from tessera.core.torch_internals import cudnn_attention_backward, cudnn_attention_forward
 from tessera.core.types import Segments
 from tessera.ops.block_attention import block_attention, block_attention_backward
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-Way = Literal["cudnn", "short", "pieces"]
+Kernel = Literal["cudnn", "short", "flash"]
 
-_LONG = 512  # tokens, from which cuDNN is the faster one
-_SHORT = 64  # tokens of a window: what fits into the registers of a block of threads
+_LONG = 512  # tokens of a segment from which cuDNN is faster
+_SHORT = 64  # tokens of a segment that fit into the registers of a thread block
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float) -> Tensor:
-    """`q` [T, Hq, D] over `k`, `v` [T, Hkv, D], inside each segment."""
+    """Return attention of `q` [T, Hq, D] to `k`, `v` [T, Hkv, D] inside each segment."""
     out: Tensor = _forward(q, k, v, segments.bounds, segments.extent, causal, scale)[0]
     return out
 
@@ -35,20 +36,19 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, extent: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The result, and logs of sums of exponentials in the order that the chosen kernel likes."""
+    """Return the output, and log-sum-exp flattened in the layout of the chosen kernel."""
     longest, rows = extent.tolist()
-    way, count = _way(q, k, bounds, longest, rows, causal)
-    if way == "cudnn":
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *(_split(x, count).transpose(1, 2) for x in (q, k, v)), None, True, 0.0, causal, scale=scale
-        )
+    kernel, count = _select_kernel(q, k, bounds, longest, rows, causal)
+    if kernel == "cudnn":
+        q_rows, k_rows, v_rows = (_split(x, count).transpose(1, 2) for x in (q, k, v))
+        out, lse = cudnn_attention_forward(q_rows, k_rows, v_rows, causal, scale)
         out = out.transpose(1, 2)
-    elif way == "short":
+    elif kernel == "short":
         from tessera.ops.short_attention import short_attention
 
         out, lse = short_attention(q, k, v, bounds, _SHORT, causal, scale)
     else:
-        out, lse = block_attention(q, k, v, pieces=Segments(bounds, longest), causal=causal, scale=scale)
+        out, lse = block_attention(q, k, v, segments=Segments(bounds, longest), causal=causal, scale=scale)
     return out.reshape(q.shape).contiguous(), lse.flatten()
 
 
@@ -66,24 +66,20 @@ def _backward(
     scale: float,
 ) -> Gradients:
     longest, rows = extent.tolist()
-    way, count = _way(q, k, bounds, longest, rows, causal)
+    kernel, count = _select_kernel(q, k, bounds, longest, rows, causal)
     heads, length = q.shape[1], q.shape[0] // count
     found: Gradients
-    if way == "cudnn":
-        chance = torch.empty((), dtype=torch.int64, device=q.device)  # the state of a dropout that there is not
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(_split(x, count).transpose(1, 2) for x in (grad, q, k, v, out)),
-            *(lse.view(count, heads, length, 1), chance, chance, None, None, None, length, length, 0.0, causal),
-            scale=scale,
-        )
+    if kernel == "cudnn":
+        per_row = [_split(x, count).transpose(1, 2) for x in (grad, q, k, v, out)]
+        found = cudnn_attention_backward(per_row, lse.view(count, heads, length, 1), causal, scale)
         dq, dk, dv = (x.transpose(1, 2) for x in found)
-    elif way == "short":
+    elif kernel == "short":
         from tessera.ops.short_attention import short_attention_backward
 
         dq, dk, dv = short_attention_backward(grad, q, k, v, out, lse.view(heads, -1), bounds, _SHORT, causal, scale)
     else:
-        pieces, sums = Segments(bounds, longest), lse.view(heads, -1)
-        dq, dk, dv = block_attention_backward(grad, q, k, v, out, sums, pieces=pieces, causal=causal, scale=scale)
+        segments, sums = Segments(bounds, longest), lse.view(heads, -1)
+        dq, dk, dv = block_attention_backward(grad, q, k, v, out, sums, segments=segments, causal=causal, scale=scale)
     return (
         dq.reshape(q.shape).to(q.dtype).contiguous(),
         dk.reshape(k.shape).to(k.dtype).contiguous(),
@@ -91,29 +87,31 @@ def _backward(
     )
 
 
-def _way(q: Tensor, k: Tensor, bounds: Tensor, longest: int, rows: int, causal: bool) -> tuple[Way, int]:
-    """Which kernel, and how many pieces or rows it is given."""
-    pieces, size = bounds.numel() - 1, q.shape[-1]
+def _select_kernel(q: Tensor, k: Tensor, bounds: Tensor, longest: int, rows: int, causal: bool) -> tuple[Kernel, int]:
+    """Return the kernel and its batch size: number of segments, or of rows."""
+    count, size = bounds.numel() - 1, q.shape[-1]
     planned = size % 8 == 0 and size <= 128 and _supports(q.device, "cudnn_attention")
     if rows and causal and planned:
         return "cudnn", rows
-    if planned and longest >= _LONG and pieces > 1 and pieces * longest == q.shape[0]:
-        return "cudnn", pieces
-    # Grouped heads, which windows of pictures do not have, are left to flash attention.
+    if planned and longest >= _LONG and count > 1 and count * longest == q.shape[0]:
+        return "cudnn", count
+    # The short kernel does not support grouped heads, which vision encoders do not have.
     if 0 < longest <= _SHORT and size <= 128 and q.shape == k.shape and _supports(q.device, "triton"):
-        return "short", pieces
-    return "pieces", pieces
+        return "short", count
+    return "flash", count
 
 
 @functools.cache
 def _supports(device: torch.device, what: str) -> bool:
-    """The driver takes its time to answer and is asked at every call. Compilers, which warn of functions that remember,
-    do not trace what is in here."""
+    """Return whether the device has the capability, cached: asking the driver takes long.
+
+    Custom operators are not traced, so that the compiler does not warn about the cache.
+    """
     return devices.supports(device, what)
 
 
 def _split(x: Tensor, count: int) -> Tensor:
-    """[T, H, D] -> [count, T / count, H, D]"""
+    """Return [T, H, D] as [count, T / count, H, D]."""
     return x.reshape(count, -1, *x.shape[1:])
 
 

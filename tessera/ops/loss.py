@@ -1,22 +1,25 @@
-"""Output projection and cross-entropy in one, so that the logits of a long row never exist at once."""
+"""Output projection and loss in one, chunk by chunk, so that the logits of a long sequence never exist at once.
+
+`linear_cross_entropy` sums over tokens; `token_log_probs` returns one value per token, for other losses. The vocabulary
+may be sharded over ranks: they exchange three numbers per position instead of logits.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.core.compiling import OPTIONS
+from tessera.core.modules import COMPILE_OPTIONS
 from tessera.core.types import IGNORE
-from tessera.ops.products import add_product
-from tessera.ops.registry import AUTO, Implementation, Operation
-from tessera.ops.rows import in_chunks
-from tessera.ops.vocab import vocab_logits, vocab_part
-from tessera.ops.vocab_loss import chunked_vocab_loss, scaled_gradients
+from tessera.ops.linear import accumulate_matmul
+from tessera.ops.registry import AUTO, DispatchedOp, Implementation
+from tessera.ops.vocab import VocabPart, vocab_logits, vocab_part
 
 DEFAULT_CHUNK = 2048  # positions; larger ones are hardly faster and hold more logits
 
@@ -29,11 +32,11 @@ def linear_cross_entropy(
     chunk: int = DEFAULT_CHUNK,
     implementation: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropy of `hidden` [T, D] times `weight` [V, D] against `labels` [T], in fp32, and how many
-    positions were trained on. Those labelled IGNORE count for nothing; when all are, sum and gradients are 0.
+    """Return the summed cross-entropy of logits `hidden` [T, D] @ `weight` [V, D]^T against `labels` [T], in fp32, and
+    the number of trained positions. Positions labelled IGNORE do not count; if all are, sum and gradients are 0.
 
-    `weight` may be dealt out by rows over ranks that all have the same `hidden` and `labels` (see `ops.vocab`): then
-    each takes the logits of its own rows, and all have the same sum and the same gradient of `hidden`.
+    `weight` may be sharded by rows over ranks with the same `hidden` and `labels` (see `ops.vocab`): each computes the
+    logits of its own rows, and all get the same sum and the same gradient of `hidden`.
     """
     run = LINEAR_CROSS_ENTROPY.choose(implementation, "plain", hidden.device, hidden.dtype)
     total: Tensor = run(hidden, weight, labels, chunk)
@@ -45,36 +48,54 @@ def _eager(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor
     return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
 
 
-LossAndSlope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# (logits of this rank, labels, its part of a sharded vocabulary, whether a gradient is needed) -> the loss of each
+# position, [N, 1] in fp32, and its gradient by these logits.
+LossAndGrad = Callable[[Tensor, Tensor, "VocabPart | None", bool], "tuple[Tensor, Tensor | None]"]
 
 
 def _chunked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    # Under no_grad a Function still sees requires_grad on its inputs; say here whether gradients are worth computing.
+    part = vocab_part(weight)
+    rows = weight if part is None else part.rows
+    # Inside a Function `needs_input_grad` is true even under no_grad, so the grad mode is passed explicitly.
     differentiate = torch.is_grad_enabled()
-    if (part := vocab_part(weight)) is not None:
-        return chunked_vocab_loss(hidden, part, labels, chunk, differentiate)
-    total: Tensor = _ChunkedLoss.apply(hidden, weight, labels, chunk, _loss_and_slope, differentiate)  # type: ignore[no-untyped-call]
+    total: Tensor = _ChunkedLoss.apply(hidden, rows, labels, part, chunk, _loss_and_grad, differentiate)  # type: ignore[no-untyped-call]
     return total
 
 
 def _compiled(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     if vocab_part(weight) is not None or not torch.is_grad_enabled():
-        return _chunked(hidden, weight, labels, chunk)  # there is no slope, or ranks have to talk in between
-    # Logits are never held in fp32, so twice as many take no more memory.
-    middle = _compiled_loss_and_slope()
-    total: Tensor = _ChunkedLoss.apply(hidden, weight, labels, 2 * chunk, middle, True)  # type: ignore[no-untyped-call]
+        return _chunked(hidden, weight, labels, chunk)  # no gradient to compute, or ranks communicate in between
+    # Logits are never stored in fp32 here, so twice as many take no more memory.
+    loss_and_grad = _compiled_loss_and_grad()
+    total: Tensor = _ChunkedLoss.apply(hidden, weight, labels, None, 2 * chunk, loss_and_grad, True)  # type: ignore[no-untyped-call]
     return total
 
 
-def _loss_and_slope(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each position, [N, 1] in fp32, and its gradient by the logits, in their type."""
-    kind, logits = logits.dtype, logits.log_softmax(-1, dtype=torch.float32)
-    found = logits.gather(1, targets)
-    return -found, logits.exp_().scatter_add_(1, targets, logits.new_full(targets.shape, -1.0)).to(kind)
+def _loss_and_grad(
+    logits: Tensor, labels: Tensor, part: VocabPart | None, with_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    if part is None:
+        targets = labels.clamp(min=0).unsqueeze(1)
+        logits = logits.log_softmax(-1, dtype=torch.float32)
+        loss = -logits.gather(1, targets)
+        if not with_grad:
+            return loss, None
+        return loss, logits.exp_().scatter_add_(1, targets, logits.new_full(targets.shape, -1.0))
+    target_row, own = (x.unsqueeze(1) for x in part.find(labels))
+    logits = logits.float()
+    highest = logits.amax(1, keepdim=True)
+    target = logits.gather(1, target_row).where(own, 0.0)
+    powers = logits.sub_(highest).exp_()
+    loss, share = join_vocab(highest, powers.sum(1, keepdim=True), target, part)
+    return loss, powers.mul_(share).scatter_add_(1, target_row, -own.to(powers.dtype)) if with_grad else None
 
 
-def _fusible_loss_and_slope(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in steps that a compiler joins: logits are read twice and the slope is written once, nothing else."""
+def _fusible_loss_and_grad(
+    logits: Tensor, labels: Tensor, part: VocabPart | None, with_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the same as `_loss_and_grad` over a whole vocabulary, in operations that the compiler fuses: logits are
+    read only twice, and their gradient has their own type."""
+    targets = labels.clamp(min=0).unsqueeze(1)
     wide = logits.float()
     whole = wide.logsumexp(-1, keepdim=True)
     loss = whole - wide.gather(1, targets)
@@ -82,60 +103,169 @@ def _fusible_loss_and_slope(logits: Tensor, targets: Tensor) -> tuple[Tensor, Te
     return loss, ((wide - whole).exp() - hit.to(torch.float32)).to(logits.dtype)
 
 
-@functools.cache  # made once, and not on import: the compiler itself takes seconds to import
-def _compiled_loss_and_slope() -> LossAndSlope:
-    made: LossAndSlope = torch.compile(_fusible_loss_and_slope, options=OPTIONS)
+@functools.cache  # made at first use: importing the compiler takes seconds
+def _compiled_loss_and_grad() -> LossAndGrad:
+    made: LossAndGrad = torch.compile(_fusible_loss_and_grad, options=COMPILE_OPTIONS)
     return made
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Takes the gradients while the logits of a chunk are at hand, and only scales them in the backward pass.
+    """Compute gradients in the forward pass, while the logits of a chunk exist, and scale them in the backward pass.
 
-    That costs three matrix products where recomputing the logits would cost four. What is kept has the shape of
-    `hidden` and, unless it is frozen, of `weight`; the backward pass starts here, so it is not kept for long.
+    That takes three matrix products where recomputing the logits would take four. Gradients of the shape of `hidden`
+    and, unless it is frozen, of `rows` are kept; backward starts here, so they are not kept for long. Over a sharded
+    vocabulary each rank's gradient of `hidden` comes from its own rows: one all-reduce at the end sums them.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        rows: Tensor,
         labels: Tensor,
+        part: VocabPart | None,
         chunk: int,
-        middle: LossAndSlope,
+        loss_and_grad: LossAndGrad,
         differentiate: bool,
     ) -> Tensor:
         for_hidden = differentiate and ctx.needs_input_grad[0]
-        for_weight = differentiate and ctx.needs_input_grad[1]
+        for_rows = differentiate and ctx.needs_input_grad[1]
         hidden_grad = torch.empty_like(hidden) if for_hidden else None
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
+        rows_grad = torch.zeros_like(rows, dtype=torch.float32) if for_rows else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for rows in in_chunks(hidden.shape[0], chunk):
-            trained = (labels[rows] != IGNORE).unsqueeze(1)
-            targets = labels[rows].clamp(min=0).unsqueeze(1)
-            logits = F.linear(hidden[rows], weight)
-            if not (for_hidden or for_weight):
-                total -= logits.log_softmax(-1, dtype=torch.float32).gather(1, targets).where(trained, 0.0).sum()
-                continue
-            loss, slope = middle(logits, targets)
+        for at in in_chunks(hidden.shape[0], chunk):
+            trained = (labels[at] != IGNORE).unsqueeze(1)
+            loss, grad = loss_and_grad(F.linear(hidden[at], rows), labels[at], part, for_hidden or for_rows)
             total += loss.where(trained, 0.0).sum()
-            # Untrained positions are masked here, on the narrow side, and not in the slope, which is as wide as the
-            # vocabulary.
+            if grad is None:
+                continue
+            grad = grad.to(hidden.dtype)
+            # Untrained positions are masked in tensors of width D and not in the gradient of the logits, of width V.
             if hidden_grad is not None:
-                torch.mul(slope @ weight, trained, out=hidden_grad[rows])
-            if weight_grad is not None:
-                add_product(weight_grad, slope.t(), hidden[rows] * trained)
-        ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.weight_dtype = weight.dtype
+                torch.mul(grad @ rows, trained, out=hidden_grad[at])
+            if rows_grad is not None:
+                accumulate_matmul(rows_grad, grad.t(), hidden[at] * trained)
+        if hidden_grad is not None and part is not None:
+            dist.all_reduce(hidden_grad, group=part.group)
+        ctx.save_for_backward(hidden_grad, rows_grad)
+        ctx.rows_dtype = rows.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        return (*scaled_gradients(ctx, grads[0]), None, None, None, None)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale in fp32: rounding the one factor to bf16 would change the norm of every gradient of the model."""
+        hidden_grad, rows_grad = ctx.saved_tensors
+        if hidden_grad is not None:
+            hidden_grad = (hidden_grad.float() * grads[0]).to(hidden_grad.dtype)
+        if rows_grad is not None:  # written in the final dtype at once: this one is as large as the vocabulary table
+            rows_grad = torch.mul(rows_grad, grads[0], out=torch.empty_like(rows_grad, dtype=ctx.rows_dtype))
+        return hidden_grad, rows_grad, None, None, None, None, None
 
 
-# Compiling is for those who ask for it: the first call takes seconds, and a compiler has to be there.
-LINEAR_CROSS_ENTROPY = Operation(
+# Compiled only on request: the first call takes seconds and needs a compiler on the machine.
+LINEAR_CROSS_ENTROPY = DispatchedOp(
     "linear_cross_entropy",
     (Implementation("chunked", _chunked), Implementation("compiled", _compiled), Implementation("eager", _eager)),
 )
+
+
+def join_vocab(highest: Tensor, sums: Tensor, target: Tensor, part: VocabPart) -> tuple[Tensor, Tensor]:
+    """Return the loss of each position, and the factor that turns this rank's exponentials into probabilities.
+
+    `highest`: the largest local logit; `sums`: of exponentials relative to it; `target`: the label's logit, 0 on ranks
+    that do not have it. All are [N, 1].
+    """
+    local = torch.stack([highest, sums, target])
+    gathered = [torch.empty_like(local) for _ in range(part.ranks)]
+    dist.all_gather(gathered, local, group=part.group)
+    peaks, parts, targets = torch.stack(gathered, 1)
+    peak = peaks.amax(0)
+    whole = (parts * (peaks - peak).exp()).sum(0)
+    return whole.log() + peak - targets.sum(0), (highest - peak).exp() / whole
+
+
+def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = DEFAULT_CHUNK) -> Tensor:
+    """Return log-probabilities [T] in fp32 of `labels` [T] under logits `hidden` [T, D] @ `weight` [V, D]^T.
+
+    They are 0 where the label is IGNORE. `weight` may be sharded by rows over ranks (see `ops.vocab`).
+    """
+    part = vocab_part(weight)
+    rows = weight if part is None else part.rows
+    differentiate = torch.is_grad_enabled()
+    found: Tensor = _TokenLogProbs.apply(hidden, rows, labels, part, chunk, differentiate)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """Compute the gradient of `hidden` in the forward pass and scale it in the backward pass.
+
+    It depends on the position's own log-probability alone. The gradient of the table needs the scales of all positions
+    first: logits are recomputed in the backward pass, if the table is trained.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        rows: Tensor,
+        labels: Tensor,
+        part: VocabPart | None,
+        chunk: int,
+        differentiate: bool,
+    ) -> Tensor:
+        for_hidden = differentiate and ctx.needs_input_grad[0]
+        found = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        hidden_grad = torch.empty_like(hidden) if for_hidden else None
+        for at in in_chunks(hidden.shape[0], chunk):
+            trained = (labels[at] != IGNORE).unsqueeze(1)
+            loss, loss_grad = _loss_and_grad(F.linear(hidden[at], rows), labels[at], part, for_hidden)
+            found[at] = -loss.where(trained, 0.0).squeeze(1)
+            if hidden_grad is not None and loss_grad is not None:
+                torch.mul(loss_grad.to(hidden.dtype) @ rows, trained, out=hidden_grad[at])
+        if hidden_grad is not None and part is not None:
+            dist.all_reduce(hidden_grad, group=part.group)
+        ctx.part, ctx.chunk = part, chunk
+        ctx.save_for_backward(hidden_grad, hidden, rows, labels)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad, hidden, rows, labels = ctx.saved_tensors
+        grad_of_loss = -grads[0].unsqueeze(1)
+        scaled_hidden_grad = None if hidden_grad is None else (hidden_grad.float() * grad_of_loss).to(hidden.dtype)
+        rows_grad = None
+        if ctx.needs_input_grad[1]:
+            rows_grad = torch.zeros_like(rows, dtype=torch.float32)
+            for at in in_chunks(hidden.shape[0], ctx.chunk):
+                _, loss_grad = _loss_and_grad(F.linear(hidden[at], rows), labels[at], ctx.part, True)
+                assert loss_grad is not None
+                scale = grad_of_loss[at] * (labels[at] != IGNORE).unsqueeze(1)
+                rows_grad += (loss_grad.t() @ (hidden[at].float() * scale)).float()
+            rows_grad = rows_grad.to(rows.dtype)
+        return scaled_hidden_grad, rows_grad, None, None, None, None
+
+
+def in_chunks(rows: int, most: int) -> Iterator[slice]:
+    """Yield slices that cover `rows` in the fewest chunks of at most `most`, of nearly equal size."""
+    size = -(-rows // max(1, -(-rows // most)))
+    for start in range(0, rows, max(1, size)):
+        yield slice(start, start + size)
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return `x[rows]` for distinct rows: the backward pass copies, where torch's own would add with atomics."""
+    found: Tensor = _TakeRows.apply(x, rows)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.count = x.shape[0]
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.count, *grads[0].shape[1:]).index_copy_(0, rows, grads[0]), None

@@ -1,6 +1,6 @@
-"""Experts: rows put in order of their expert, and one matrix product per expert over its rows.
+"""Mixture of experts: tokens sorted by expert, and one matrix product per expert (grouped GEMM).
 
-Nothing here asks the device how many rows an expert got, unless the implementation has to: counts stay where they are.
+The number of tokens of each expert stays on the device, unless an implementation needs it on the host.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.ops.glu import swiglu
-from tessera.ops.registry import AUTO, Implementation, Operation
+from tessera.ops.pointwise import swiglu
+from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 
-_ALIGNMENT = 16  # bytes: what the grouped kernels ask of the length of a row
+_ALIGNMENT = 16  # bytes: required alignment of a row in grouped kernels
 
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """Choices of tokens (token t's k choices are t * k ...) in order of the chosen expert."""
+    """Hold the permutation that sorts choices of tokens (token t has choices t * k ... t * k + k - 1) by expert."""
 
-    order: Tensor  # [N] int64: which choice comes at each place
-    inverse: Tensor  # [N] int64: at which place each choice comes
-    ends: Tensor  # [E] int32: where the choices of each expert end
+    order: Tensor  # [N] int64: choice at each sorted index
+    inverse: Tensor  # [N] int64: sorted index of each choice
+    ends: Tensor  # [E] int32: end of each expert's choices
 
     @staticmethod
     def of(ids: Tensor, experts: int) -> ExpertOrder:
-        """`ids` of any shape. Choices of one expert keep their order, so that sums come out the same every time."""
+        """Return the order of expert `ids` of any shape. Sorting is stable, so that sums are deterministic."""
         ordered, order = ids.flatten().sort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         every = torch.arange(experts, device=order.device, dtype=ordered.dtype)
@@ -37,26 +37,28 @@ class ExpertOrder:
 
 
 def spread_rows(x: Tensor, at: ExpertOrder, choices: int) -> Tensor:
-    """`x` [T, D] -> [T * choices, D] in order of experts: a token appears once for each expert it chose."""
+    """Return `x` [T, D] as [T * choices, D] sorted by expert: a token appears once for each of its experts."""
     rows: Tensor = _TakeRows.apply(x, at.order, at.inverse, choices)  # type: ignore[no-untyped-call]
     return rows
 
 
 def collect_rows(y: Tensor, at: ExpertOrder) -> Tensor:
-    """Back from the order of experts to the order of choices."""
+    """Return `y`, sorted by expert, in the order of choices."""
     rows: Tensor = _TakeRows.apply(y, at.inverse, at.order, 1)  # type: ignore[no-untyped-call]
     return rows
 
 
 def weigh_choices(y: Tensor, weights: Tensor) -> Tensor:
-    """`y` [T * k, D] in order of choices, `weights` [T, k] -> their weighted sums [T, D]."""
+    """Return the sums [T, D] of `y` [T * k, D], in order of choices, weighted by `weights` [T, k]."""
     sums = torch.bmm(weights.unsqueeze(1).to(y.dtype), y.view(*weights.shape, y.shape[1]))
-    return sums.sum(1)  # of one; a view, which `squeeze` would give, is not what a wrapper of experts may return
+    return sums.sum(1)  # over one element; `squeeze` would give a view, which FSDP hooks around experts cannot take
 
 
 class _TakeRows(torch.autograd.Function):
-    """Row `order[i] // copies` of x for every i. Its backward pass gathers as well, where torch's own would add by
-    atomics: as fast, and the same sum every time."""
+    """Gather row `order[i] // copies` of x for every i.
+
+    The backward pass gathers as well, where torch's own would add with atomics: as fast, and deterministic.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
@@ -76,8 +78,10 @@ class _TakeRows(torch.autograd.Function):
 def expert_mlp(
     x: Tensor, ends: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, implementation: str = AUTO
 ) -> Tensor:
-    """Each expert's gated MLP over its own rows: `x` [N, D] in order of experts, which end at `ends` [E];
-    `gate`, `up` [E, I, D], `down` [E, D, I]."""
+    """Return the gated MLP of each expert over its own rows of `x` [N, D], which is sorted by expert.
+
+    `ends` [E] holds the end of each expert's rows; `gate` and `up` are [E, I, D], `down` is [E, D, I].
+    """
     middle = swiglu(
         grouped_linear(x, gate, ends, implementation=implementation),
         grouped_linear(x, up, ends, implementation=implementation),
@@ -86,13 +90,13 @@ def expert_mlp(
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, implementation: str = AUTO) -> Tensor:
-    """Rows of group e, which end at `ends[e]`, times `weight[e]` transposed: [N, K] by [E, O, K] gives [N, O].
+    """Return [N, O]: rows of `x` [N, K] in group e, which end at `ends[e]`, times `weight[e]`^T of [E, O, K].
 
-    Every row belongs to a group. A group without rows gets the gradient zero.
+    Every row belongs to a group. A group without rows gets a zero gradient.
     """
     run = GROUPED_LINEAR.choose(implementation, _variant(weight), x.device, x.dtype)
     if x.shape[0] == 0:
-        return F.linear(x, weight[0])  # no kernel takes nothing; the gradient of all weights is zero this way, not None
+        return F.linear(x, weight[0])  # kernels take no empty input; this way weight gradients are zero, not None
     out: Tensor = run(x, weight, ends)
     return out
 
@@ -103,7 +107,7 @@ def _variant(weight: Tensor) -> str:
 
 
 def _eager(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Reads the counts on the host."""
+    """Loop over groups; reads `ends` on the host."""
     bounds = pairwise([0, *ends.tolist()])
     return torch.cat([F.linear(x[start:end], weight[group]) for group, (start, end) in enumerate(bounds)])
 
@@ -112,7 +116,7 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
-GROUPED_LINEAR = Operation(
+GROUPED_LINEAR = DispatchedOp(
     "grouped_linear",
     (
         Implementation(

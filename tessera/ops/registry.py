@@ -1,7 +1,7 @@
-"""Choosing how an operation is carried out: by its variant, by what was asked for, and by what the device can do.
+"""Choice of an operation's implementation, by variant, by request, and by the device's capabilities.
 
-Each file of this package declares its implementations as one constant tuple, best first. There is no other table and
-nothing is registered at run time. Asking for an implementation that cannot serve is an error, never a wrong number.
+Each operation declares its implementations as a constant tuple, best first. Nothing is registered at run time.
+Requesting an implementation that cannot serve is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to carry out an operation, and where it is right to use it."""
+    """Describe one implementation of an operation and what it supports."""
 
     name: str
     run: Callable[..., Any]
@@ -29,7 +29,7 @@ class Implementation:
     dtypes: tuple[torch.dtype, ...] = ()  # empty: every floating type
 
     def obstacle(self, variant: str, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why this implementation cannot serve, or None when it can."""
+        """Return why this implementation cannot serve, or None if it can."""
         if variant not in self.variants:
             return f"does not do {variant}"
         if self.dtypes and dtype not in self.dtypes:
@@ -41,12 +41,12 @@ class Implementation:
 
 
 @dataclass(frozen=True)
-class Operation:
+class DispatchedOp:
     name: str
     implementations: tuple[Implementation, ...]  # best first
 
     def choose(self, wanted: str, variant: str, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
-        """The function to call. `wanted` is `auto` for the best that can serve, or the name of one."""
+        """Return the function to call. `wanted` is `auto` for the best that can serve, or the name of one."""
         for candidate in self.implementations:
             if wanted in (AUTO, candidate.name) and candidate.obstacle(variant, device, dtype) is None:
                 return candidate.run

@@ -1,6 +1,8 @@
-"""Attention inside of short pieces, as windows of pictures are. Each piece of each head is a small problem of its own
-that one block of threads solves in its registers, forward and backward. Kernels for long rows work on tiles of twice
-the size of such a window, and sum up gradients in memory."""
+"""Attention inside short segments, such as windows of images, in Triton.
+
+One thread block computes one segment of one head in its registers, forward and backward. Kernels for long sequences use
+tiles of twice the size of such a window and sum gradients in memory.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from torch import Tensor
 def short_attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`q`, `k`, `v` [T, H, D] -> result [T, H, D] and log-sum-exp [H, T]. No autograd. Pieces have at most `longest`
-    tokens, a power of two from 16 on."""
+    """Return attention [T, H, D] and log-sum-exp [H, T] of `q`, `k`, `v` [T, H, D]. No autograd.
+
+    Segments have at most `longest` tokens, a power of two of at least 16.
+    """
     tokens, heads, size = q.shape
     q, k, v = (_dense_inside(x) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -69,7 +73,7 @@ def _width(size: int) -> int:
 
 # ---------------------------------------------------------------------------------------------- kernels
 
-# Their names stand in traces, and tell profiles what kind of work they are.
+# Kernel names appear in traces, where the profiler finds the kind of work by them.
 
 
 @triton.jit
@@ -105,8 +109,8 @@ def short_attention_kernel(
     LENGTH: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    piece, head = tl.program_id(0), tl.program_id(1)
-    start, end = tl.load(bounds_at + piece), tl.load(bounds_at + piece + 1)
+    segment, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(bounds_at + segment), tl.load(bounds_at + segment + 1)
     row, column = tl.arange(0, LENGTH), tl.arange(0, WIDTH)
     token = (start + row).to(tl.int64)
     real = token < end
@@ -116,7 +120,7 @@ def short_attention_kernel(
     v = _read(v_at + head * v_head, token, v_token, column, there)
     scores = _scores(q, k, row, real, scale, CAUSAL)
     highest = tl.max(scores, 1)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)  # of rows behind the piece, which see nothing
+    highest = tl.where(highest == float("-inf"), 0.0, highest)  # rows beyond the segment attend to nothing
     weights = tl.exp(scores - highest[:, None])
     total = tl.sum(weights, 1)
     total = tl.where(total == 0.0, 1.0, total)
@@ -153,8 +157,8 @@ def short_attention_backward_kernel(
     LENGTH: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    piece, head = tl.program_id(0), tl.program_id(1)
-    start, end = tl.load(bounds_at + piece), tl.load(bounds_at + piece + 1)
+    segment, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(bounds_at + segment), tl.load(bounds_at + segment + 1)
     row, column = tl.arange(0, LENGTH), tl.arange(0, WIDTH)
     token = (start + row).to(tl.int64)
     real = token < end
@@ -164,7 +168,7 @@ def short_attention_backward_kernel(
     k = _read(k_at + head * k_head, token, k_token, column, there)
     lse = tl.load(lse_at + head * tokens + token, real, 0.0)
     scores = _scores(q, k, row, real, scale, CAUSAL)
-    # Rows behind the piece have weights, too, but their gradients are zeros.
+    # Rows beyond the segment have weights, too, but zero gradients.
     weights = tl.exp(scores - lse[:, None])
     grad = _read(grad_at + head * grad_head, token, grad_token, column, there)
     dv = tl.dot(tl.trans(weights.to(grad.dtype)), grad)

@@ -1,14 +1,14 @@
-"""AdamW that is told by what to multiply gradients: the division by the count of a summed loss, and clipping.
+"""AdamW that clips gradients as part of the update.
 
-On accelerators that is done on the way, in one launch for all tensors of a kind: torch's fused kernel moves bf16 at
-little more than half of the memory's speed, and needs a pass of scaling before it. Elsewhere it is torch's own AdamW
-behind such a pass. The state is torch's, by name and by type: a run may be resumed with the one or the other.
+On accelerators one launch clips and updates all tensors of a kind: torch's fused kernel moves bf16 at little more than
+half of the memory's speed, and needs a pass of scaling before it. Elsewhere it is torch's own AdamW after such a pass.
+The state is torch's, by name and by type, so a run may be resumed with either of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,19 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from tessera.core import device as devices
-from tessera.core.tensors import local_part
+from tessera.core.gradients import scale_gradients
+from tessera.core.modules import local_shard
+from tessera.core.torch_internals import foreach_add_, foreach_sub_, init_adamw_group
 
 _WIDE = 16  # bytes that one instruction moves at most
-_UP_TO_FP32 = (torch.float32, torch.bfloat16, torch.float16)  # what may be computed in fp32
+_UP_TO_FP32 = (torch.float32, torch.bfloat16, torch.float16)  # types that lose nothing when computed in fp32
 
 
 class AdamW(torch.optim.AdamW):
-    """`together`: all tensors in one launch, which takes a device that runs Triton."""
+    """Update as torch's AdamW does, with gradients multiplied by `clip_factor` on the way.
+
+    `together`: update all tensors of a kind in one launch, which takes a device that runs Triton.
+    """
 
     def __init__(
         self,
@@ -36,62 +41,64 @@ class AdamW(torch.optim.AdamW):
         together: bool = False,
     ) -> None:
         super().__init__(groups, betas=betas, eps=eps, fused=fused)
-        self.scale: Tensor | None = None  # what gradients are multiplied by in the next step, and in that one alone
+        # The next step, and that one alone, multiplies gradients by it. The gradients themselves stay as they are.
+        self.clip_factor: Tensor | None = None
         self._together = together
         self._blocks: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Does nothing if `found_inf` is set and is 1 by the time that kernels run, as torch's own."""
+        """Update the parameters; like torch's own, do nothing if `found_inf` is set and 1 when kernels run."""
         assert closure is None, "gradients are there already"
-        scale, self.scale = self.scale, None
+        scale, self.clip_factor = self.clip_factor, None
         if not self._together:
             if scale is not None:
-                _multiply((p.grad for group in self.param_groups for p in group["params"]), scale)
+                scale_gradients((p.grad for group in self.param_groups for p in group["params"]), scale)
             super().step()
             return
-        bad: Tensor | None = getattr(self, "found_inf", None)
-        by_kind: dict[Any, list[_Own]] = {}
+        bad: Tensor | None = getattr(self, "found_inf", None)  # set from outside, by torch's convention
+        by_kind: dict[Any, list[_LocalState]] = {}
         for group in self.param_groups:
-            found: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
-            self._init_group(group, *found)  # type: ignore[no-untyped-call]
-            params, grads, means, squares, _, steps = found
-            for five in zip(params, grads, means, squares, steps, strict=True):
-                param, grad, mean, square, step = map(local_part, five)
-                own = _Own(param, grad, mean, square, step, group["lr"], group["weight_decay"])
-                by_kind.setdefault(own.kind, []).append(own)  # also empty parts: their steps count with the others'
-        for kind, owned in by_kind.items():
-            if isinstance(kind, _Flat):
-                self._step_all_at_once(kind, owned, scale, bad)
+            for five in zip(*init_adamw_group(self, group), strict=True):
+                param, grad, mean, square, step = map(local_shard, five)
+                local = _LocalState(param, grad, mean, square, step, group["lr"], group["weight_decay"])
+                by_kind.setdefault(local.kind, []).append(local)  # also empty shards: their steps count like the others
+        for kind, states in by_kind.items():
+            if isinstance(kind, _TensorKind):
+                self._step_in_one_launch(kind, states, scale, bad)
             else:
-                self._step_as_torch_does(owned, scale, bad)
+                self._step_by_torch(states, scale, bad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.scale = None  # it was of those gradients, which a bad step drops without an update
+        self.clip_factor = None  # it belonged to the gradients that are dropped here
         super().zero_grad(set_to_none)
 
-    def _step_all_at_once(self, kind: _Flat, owned: Sequence[_Own], scale: Tensor | None, bad: Tensor | None) -> None:
+    def _step_in_one_launch(
+        self, kind: _TensorKind, states: Sequence[_LocalState], scale: Tensor | None, bad: Tensor | None
+    ) -> None:
         import triton.language as tl  # not on every machine
 
         from tessera.optim.adamw_kernel import BLOCK, WARPS, adamw_update
 
         (beta1, beta2), eps = self.defaults["betas"], self.defaults["eps"]
-        device = owned[0].param.device
+        device = states[0].param.device
         scale = torch.ones((), device=device) if scale is None else scale.float()
         bad = torch.zeros((), device=device) if bad is None else bad.float()
-        steps = [one.step for one in owned]
-        torch._foreach_add_(steps, 1)
-        torch._foreach_sub_(steps, [bad] * len(steps))  # as a list: the host would read a single one
+        steps = [one.step for one in states]
+        foreach_add_(steps, 1)
+        foreach_sub_(steps, [bad] * len(steps))  # as a list: the host would read a single one
         count = torch.stack(steps)
-        rates = _send([one.rate for one in owned], torch.float32, device)
-        shrinks = _send([1 - one.rate * one.decay for one in owned], torch.float32, device)
-        table = [getattr(one, name).data_ptr() for name in ("param", "grad", "mean", "square") for one in owned]
-        sizes, owners, numbers = self._dealt([one.param.numel() for one in owned], BLOCK, device)
+        rates = devices.send([one.rate for one in states], torch.float32, device)
+        shrinks = devices.send([1 - one.rate * one.decay for one in states], torch.float32, device)
+        addresses = [
+            tensor.data_ptr() for same in zip(*(one.tensors for one in states), strict=True) for tensor in same
+        ]
+        sizes, owners, numbers = self._blocks_of([one.param.numel() for one in states], BLOCK, device)
         param, grad, state = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in kind.dtypes)
         adamw_update[(owners.numel(),)](
-            *(_send(table, torch.int64, device), sizes, owners, numbers),
+            *(devices.send(addresses, torch.int64, device), sizes, owners, numbers),
             *(rates / (1 - beta1**count), (1 - beta2**count).sqrt(), shrinks, scale, bad),
-            *(len(owned), beta1, beta2, eps),
+            *(len(states), beta1, beta2, eps),
             PARAM=param,
             GRAD=grad,
             STATE=state,
@@ -100,8 +107,9 @@ class AdamW(torch.optim.AdamW):
             num_warps=WARPS,
         )
 
-    def _dealt(self, sizes: Sequence[int], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Sizes, and of each block its tensor and which one of that it is. They are the same in every step."""
+    def _blocks_of(self, sizes: Sequence[int], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sizes of tensors, and for each block of numbers its tensor and its index there. They are the same
+        in every step."""
         key = tuple(sizes)
         if key not in self._blocks:
             blocks = torch.tensor([-(-size // block) for size in sizes])
@@ -114,9 +122,9 @@ class AdamW(torch.optim.AdamW):
             )
         return self._blocks[key]
 
-    def _step_as_torch_does(self, owned: Sequence[_Own], scale: Tensor | None, bad: Tensor | None) -> None:
-        by_rate: dict[tuple[float, float], list[_Own]] = {}
-        for one in owned:
+    def _step_by_torch(self, states: Sequence[_LocalState], scale: Tensor | None, bad: Tensor | None) -> None:
+        by_rate: dict[tuple[float, float], list[_LocalState]] = {}
+        for one in states:
             by_rate.setdefault((one.rate, one.decay), []).append(one)
         for (rate, decay), some in by_rate.items():
             adamw(
@@ -137,16 +145,16 @@ class AdamW(torch.optim.AdamW):
 
 
 @dataclass(frozen=True)
-class _Flat:
-    """A kind of tensors that one launch walks through."""
+class _TensorKind:
+    """Describe tensors that one launch can update together."""
 
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]  # of parameters, gradients and moments
-    aligned: int  # bytes that all their addresses are multiples of; gradients may be slices of what was summed up
+    aligned: int  # bytes that all their addresses are multiples of; gradients may be slices of a summed buffer
 
 
 @dataclass(frozen=True)
-class _Own:
-    """This rank's part of a parameter and of what belongs to it."""
+class _LocalState:
+    """Hold this rank's shard of a parameter, of its gradient and of its state."""
 
     param: Tensor
     grad: Tensor
@@ -157,34 +165,13 @@ class _Own:
     decay: float
 
     @property
-    def kind(self) -> _Flat | None:
-        """None: not in the order of its numbers, or of more bits."""
-        four = (self.param, self.grad, self.mean, self.square)
-        if not all(x.is_contiguous() and x.dtype in _UP_TO_FP32 for x in four):
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.param, self.grad, self.mean, self.square
+
+    @property
+    def kind(self) -> _TensorKind | None:
+        """Return the kind of these tensors; None if one is not contiguous, or has more bits than fp32."""
+        if not all(x.is_contiguous() and x.dtype in _UP_TO_FP32 for x in self.tensors):
             return None
         dtypes = (self.param.dtype, self.grad.dtype, self.mean.dtype)
-        return _Flat(dtypes, math.gcd(_WIDE, *(x.data_ptr() for x in four)))
-
-
-def _multiply(grads: Iterable[Tensor | None], scale: Tensor) -> None:
-    """Gradients may lie elsewhere than `scale`: in host memory, when they are offloaded."""
-    by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        if grad is not None:
-            local = local_part(grad)
-            by_place.setdefault((local.device, local.dtype), []).append(local)
-    for (device, dtype), tensors in by_place.items():
-        if dtype.itemsize >= 4:
-            torch._foreach_mul_(tensors, scale.to(device=device, dtype=dtype))
-            continue
-        # A factor that is rounded to bf16 first would be off by the same part of a percent for every gradient of the
-        # step: products are made in fp32 and rounded once.
-        factor = scale.to(device=device, dtype=torch.float32)
-        for tensor in tensors:
-            tensor.copy_(tensor.float() * factor)
-
-
-def _send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Without waiting for the device."""
-    made = torch.tensor(values, dtype=dtype)
-    return made.pin_memory().to(device, non_blocking=True) if devices.supports(device, "pinned_memory") else made
+        return _TensorKind(dtypes, math.gcd(_WIDE, *(x.data_ptr() for x in self.tensors)))

@@ -1,11 +1,11 @@
-"""One launch that updates many tensors: each number is read once and written once, in blocks dealt out over them."""
+"""Update many tensors by AdamW in one launch: each number is read once and written once."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-BLOCK, WARPS = 1024, 4  # numbers of a block, and who works on it: 13.8 ms for 3.7 billion in bf16, 19.8 with 4096 and 8
+BLOCK, WARPS = 1024, 4  # numbers and warps of a block: 13.8 ms for 3.7 billion in bf16, 19.8 with 4096 and 8
 
 
 @triton.jit
@@ -29,8 +29,14 @@ def adamw_update(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """In fp32, whatever the types. `table` has addresses, multiples of ALIGNED bytes: of parameters, then gradients,
-    then both moments."""
+    """Update one block of one parameter by AdamW, in fp32 whatever the types are; do nothing if `bad` is not 0.
+
+    An argument `x_at` is the address of the tensor `x`.
+    `table` has the addresses, multiples of ALIGNED bytes, of all parameters, then of gradients, then of both moments.
+    For each parameter: `sizes`, in elements; `rates`, learning rate / (1 - beta1^step); `roots`, sqrt(1 - beta2^step);
+    `shrinks`, 1 - learning rate * weight decay. For each block: `owners`, the index of its parameter, and `numbers`,
+    its index among the blocks of that parameter. `scale`: factor of all gradients. `tensors`: number of parameters.
+    """
     owner = tl.load(owners_at + tl.program_id(0))
     start = tl.load(numbers_at + tl.program_id(0)).to(tl.int64) * BLOCK
     end = tl.load(sizes_at + owner)

@@ -1,7 +1,7 @@
-"""The one place where a model meets its plan, in a fixed order:
+"""Apply a plan to a model, in a fixed order:
 
-freeze -> types -> pipeline cut -> tensor -> experts -> context -> swap -> recompute -> compile -> fully_shard ->
-materialize -> initialize.
+freeze -> types -> pipeline split -> tensor -> experts -> context -> activation offload -> recompute -> compile ->
+fully_shard -> materialize -> initialize.
 
 Loading weights comes after, in `checkpoint`.
 """
@@ -12,64 +12,67 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
+from tessera.core.adapters import is_factor
 from tessera.core.errors import TesseraError
-from tessera.core.meta import computed_buffers, put_back_buffers, seeded
-from tessera.core.names import clean
+from tessera.core.gradients import LossScale
+from tessera.core.modules import clean_name, computed_buffers, put_back_buffers, seeded
 from tessera.core.rng import generator
-from tessera.parallel.compile import apply_compile
-from tessera.parallel.context.apply import apply_context
-from tessera.parallel.experts.apply import apply_experts
-from tessera.parallel.fsdp import apply_fsdp, fsdp_arguments, sum_gradients
-from tessera.parallel.memory.materialize import materialize
-from tessera.parallel.memory.recompute import apply_recompute
-from tessera.parallel.memory.swap import apply_swap
-from tessera.parallel.mesh import Mesh
-from tessera.parallel.mixin import Fsdp2Settings, ShardsItself
-from tessera.parallel.pipeline.engine import cut_stages
+from tessera.core.torch_internals import local_chunks, tensor_of_chunk
+from tessera.core.types import AdjustsAfterInit, InitializesByName
+from tessera.parallel.activations import apply_activation_offload, apply_recompute
+from tessera.parallel.collectives import PostBackward
+from tessera.parallel.context_parallel import apply_context
+from tessera.parallel.engine import Engine, SimpleEngine
+from tessera.parallel.experts import apply_experts, expert_bias_updates
+from tessera.parallel.fsdp import apply_fsdp, fsdp_arguments, scalar_gradients, sum_gradients
+from tessera.parallel.mesh import LOSS, Mesh
+from tessera.parallel.modules import ShardsItself, apply_compile, present
+from tessera.parallel.pipeline_engine import PipelineEngine
+from tessera.parallel.pipeline_stages import LocalStages, split_into_stages
 from tessera.parallel.plan import Plan
-from tessera.parallel.tensor import apply_tensor
-from tessera.parallel.wrapping import present
+from tessera.parallel.tensor import apply_tensor, partial_gradients
 
 
 def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> nn.Module:
-    """Takes a module on the meta device; gives this rank's part of it: allocated, not yet filled."""
+    """Return this rank's part of a module on the meta device: allocated, not yet filled."""
     buffers = computed_buffers(module)
-    module = arrange(module, plan, mesh, device)
+    module = parallelize_on_meta(module, plan, mesh, device)
     materialize(module, plan, device)
     put_back_buffers(module, buffers)
+    if isinstance(module, AdjustsAfterInit):
+        module.post_meta_init()
     return module
 
 
-def arrange(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> nn.Module:
-    """All but memory: what computes what, and with whom. The result is still on the meta device."""
+def parallelize_on_meta(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> nn.Module:
+    """Apply everything but memory allocation. The result is still on the meta device."""
     frozen = set(plan.frozen)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in frozen)
     _set_types(module, plan)
     if plan.pipeline is None:
-        _deal_out(module, module, plan, mesh, device)
+        _apply_to_stage(module, module, plan, mesh, device)
     else:
-        stages = cut_stages(module, plan, mesh)
+        stages = split_into_stages(module, plan, mesh)
         for stage in stages.children():
-            _deal_out(stage._stage_model, stage, plan, mesh, device)  # type: ignore[arg-type]
+            _apply_to_stage(stage._stage_model, stage, plan, mesh, device)  # type: ignore[arg-type]
         module = stages
     sum_gradients(module)
     return module
 
 
-def _deal_out(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> None:
-    """`module` has the names that the plan speaks of, not always all of them; `root` is it, or a stage around it."""
+def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> None:
+    """Apply the plan to a model or a stage. `module` has the plan's names, not always all; `root` is it, or wraps
+    it."""
     if plan.tensor is not None:
         apply_tensor(module, plan.tensor, mesh)
     if plan.experts is not None:
         apply_experts(module, plan.experts, mesh)
     if plan.context is not None:
         apply_context(module, plan.context, mesh)
-    apply_swap(module, present(module, plan.swap), device)
+    apply_activation_offload(module, present(module, plan.activation_offload), device)
     if plan.sharded and isinstance(module, ShardsItself):
         # Before the class recomputes or shards anything: both are hooks around a block, or a call of it, and what is
         # compiled is the block's own code.
@@ -84,44 +87,46 @@ def _deal_out(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, device
 
 
 def _set_types(module: nn.Module, plan: Plan) -> None:
-    """Of parameters alone: a table that a module keeps in a buffer has the type its author chose."""
+    """Set the types of parameters. Buffers keep the type that their author chose."""
     whole = {p for path in plan.ignored for p in module.get_submodule(path).parameters()}
     for parameter in module.parameters():
         if parameter.is_floating_point():
-            # Nobody casts an ignored module for computing, and being frozen it needs no master weights.
+            # An ignored module is not cast for computing, and being frozen it needs no master weights.
             parameter.data = parameter.data.to(plan.param_dtype if parameter in whole else plan.storage_dtype)
 
 
 def _let_it_shard_itself(module: ShardsItself, plan: Plan, mesh: Mesh, device: torch.device) -> None:
     assert isinstance(module, nn.Module)
-    arguments, settings = fsdp_arguments(module, plan, mesh, device), Fsdp2Settings.of(plan)
-    module._pre_fully_shard(arguments, settings)
-    module._fully_shard(arguments, settings)
-    module._post_fully_shard()
+    module.shard_itself(plan, fsdp_arguments(module, plan, mesh, device))
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dim() and not isinstance(parameter, DTensor):
             raise TesseraError(
-                f"{type(module).__name__}._fully_shard left {clean(name)} out: every rank would train its own",
-                fix="end it with self.set_fullyshard_modules_to_wrap(), or with fully_shard(self, **fsdp2_kwargs)",
+                f"{type(module).__name__} shards itself and leaves {clean_name(name)} out: every rank would train "
+                "its own",
+                fix="end its sharding with torch's fully_shard of the module itself, with the keywords that it gets",
             )
 
 
 def initialize(
-    module: nn.Module, seed: int, device: torch.device, fresh: Callable[[], nn.Module] | None = None
+    module: nn.Module,
+    seed: int,
+    device: torch.device,
+    fresh: Callable[[], nn.Module] | None = None,
+    given: bool = False,
 ) -> None:
-    """Fills every parameter as a function of the seed alone, so any layout starts from the same numbers.
+    """Fill every parameter as a function of the seed alone, so that any layout starts from the same numbers.
 
     A module with `initialize(name, tensor, generator)` is filled by name: each full tensor exists once, on the device,
-    while its own shard is taken from it. Drawn there also where weights are kept on the host: another device's
-    generator gives other numbers. Any other module has only its constructor to ask: `fresh` makes the whole module in
-    the memory of each rank's host, and each rank keeps its shards. Nothing is communicated either way.
+    while the rank's shard is taken from it. It is drawn there also where weights are kept on the host, because the
+    generator of another device gives other numbers. For any other module `fresh` makes the whole module in the memory
+    of each rank's host, by its constructor, and each rank keeps its shards. Nothing is communicated either way.
+    `given`: the weights of `fresh` are the caller's, and nothing is drawn.
     """
-    start: Callable[[str, torch.Tensor, torch.Generator], None] | None = getattr(module, "initialize", None)
-    if start is None:
-        assert fresh is not None, "a module without `initialize` needs its constructor"
-        _take_from(module, fresh, seed)
+    if isinstance(module, InitializesByName) and not given:
+        start_parameters(module, module.initialize, seed, device)
         return
-    start_parameters(module, start, seed, device)
+    assert fresh is not None, "a module without `initialize` needs its constructor"
+    _take_from(module, fresh, seed)
 
 
 @torch.no_grad()
@@ -132,9 +137,9 @@ def start_parameters(
     device: torch.device,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Fills the wanted parameters by name, each a function of the seed and its name."""
+    """Fill the wanted parameters by name, each as a function of the seed and its name."""
     for name, parameter in module.named_parameters():
-        name = clean(name)
+        name = clean_name(name)
         if wanted(name):
             full = torch.empty(parameter.shape, dtype=torch.float32, device=device)
             start(name, full, generator(device, seed, "init", name))
@@ -143,12 +148,12 @@ def start_parameters(
 
 @torch.no_grad()
 def start_tensors(module: nn.Module, tensors: Mapping[str, Tensor], seed: int, device: torch.device) -> None:
-    """The same for whole tensors that are no parameters of the module, under the names that they would have there."""
-    start: Callable[[str, Tensor, torch.Generator], None] | None = getattr(module, "initialize", None)
-    assert start is not None or not tensors, "a module without `initialize` cannot say how a tensor begins"
+    """Fill whole tensors that are not parameters of the module, under the names that they would have there."""
+    if not tensors:
+        return
+    assert isinstance(module, InitializesByName), "a module without `initialize` cannot say how a tensor begins"
     for name, tensor in tensors.items():
-        if start is not None:
-            start(name, tensor, generator(device, seed, "init", name))
+        module.initialize(name, tensor, generator(device, seed, "init", name))
 
 
 def _take_from(module: nn.Module, fresh: Callable[[], nn.Module], seed: int) -> None:
@@ -156,7 +161,8 @@ def _take_from(module: nn.Module, fresh: Callable[[], nn.Module], seed: int) -> 
         whole = dict(fresh().named_parameters())
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            _keep_shard(parameter, whole[clean(name)].detach())
+            if not is_factor(clean_name(name)):  # the constructor knows no adapters; `init_adapters` fills them
+                _keep_shard(parameter, whole[clean_name(name)].detach())
 
 
 def _keep_shard(parameter: Tensor, full: Tensor) -> None:
@@ -164,8 +170,85 @@ def _keep_shard(parameter: Tensor, full: Tensor) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(full)
         return
-    # Torch's checkpoint protocol knows which boxes of the whole a rank holds, whatever cut it how often.
-    for box in parameter.__create_chunk_list__():
-        if 0 not in box.sizes:
-            piece = full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
-            find_tensor_shard(parameter.detach(), MetadataIndex("", box.offsets)).copy_(piece)
+    # Torch's checkpoint protocol knows which boxes of the whole a rank holds, however it was split.
+    for box in local_chunks(parameter):
+        shard = full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+        tensor_of_chunk(parameter, box.offsets).copy_(shard)
+
+
+def build_engine(
+    module: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    device: torch.device,
+    pipeline: type[PipelineEngine] = PipelineEngine,
+    loss_scale: LossScale | None = None,
+) -> Engine:
+    shared: list[PostBackward] = [*scalar_gradients(module, plan, mesh)]
+    if plan.tensor is not None:
+        shared += partial_gradients(module, plan.tensor, mesh)
+    if plan.experts is not None:
+        shared += expert_bias_updates(module, plan.experts, mesh)
+    if plan.pipeline is not None:
+        assert isinstance(module, LocalStages)
+        return pipeline(module, plan, mesh, device, shared, loss_scale)
+    losses = mesh.view(LOSS).get_group()  # of one rank where all ranks compute one loss together
+    return SimpleEngine(module, plan.accumulate, device=device, group=losses, shared=shared, loss_scale=loss_scale)
+
+
+def counted_elsewhere(module: nn.Module, plan: Plan, mesh: Mesh) -> list[Tensor]:
+    """Return the copied parameters of the last stage: their owner counts for the gradient norm, the copies do not."""
+    if plan.pipeline is None:
+        return []
+    assert isinstance(module, LocalStages)
+    stage = module.here().get(len(plan.pipeline.stages) - 1)
+    if stage is None:
+        return []
+    return [p for name, p in stage.named_parameters() if clean_name(name) in plan.pipeline.copies]
+
+
+Owner = tuple[nn.Module, str]  # a module and the name of its parameter
+
+
+def materialize(module: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
+    allocate(module, torch.device("cpu") if plan.offload else device)
+    if plan.offload:
+        _move_what_computes(module, plan, device)
+    return module
+
+
+def allocate(module: nn.Module, device: torch.device) -> nn.Module:
+    ties = _ties(module)
+    module.to_empty(device=device)
+    if ties:
+        _tie_again(ties)
+        module.to(device)  # moves nothing: fully_shard looks up here which parameters it has now
+    return module
+
+
+def _move_what_computes(module: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Move buffers, ignored modules and scalars to the device; offloading moves sharded parameters by itself."""
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(device))
+    for path in present(module, plan.ignored):
+        module.get_submodule(path).to(device)
+    for parameter in module.parameters():
+        if parameter.dim() == 0:
+            parameter.data = parameter.data.to(device)
+
+
+def _ties(module: nn.Module) -> list[list[Owner]]:
+    owners: dict[nn.Parameter, list[Owner]] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            owners.setdefault(parameter, []).append((part, name))
+    return [shared for shared in owners.values() if len(shared) > 1]
+
+
+def _tie_again(ties: list[list[Owner]]) -> None:
+    """Tie weights again: leaving the meta device replaces parameters one by one, so shared ones become separate."""
+    for (owner, name), *others in ties:
+        weight = getattr(owner, name)
+        for other, other_name in others:
+            setattr(other, other_name, weight)

@@ -1,20 +1,23 @@
-"""Collectives that gradients pass through."""
+"""Collectives that gradients pass through, and what ranks do together when all backward passes of a step are done."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tessera.core.modules import local_shard
+
 Exchange = Callable[[Tensor], Tensor]
 
 
 def with_backward(x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
-    """`forward` of x; its gradient comes back by `backward`."""
+    """Return `forward(x)`; its gradient is passed through `backward`."""
     out: Tensor = _Exchanged.apply(x, forward, backward)
     return out
 
@@ -31,7 +34,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 def all_to_all(x: Tensor, to_each: Sequence[int], from_each: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Runs of rows to every rank of a group, and theirs from them. Runs may be empty."""
+    """Send a slice of `x` to every rank of a group and receive one from each. Slices may be empty."""
     there = partial(_all_to_all, to_each=to_each, from_each=from_each, group=group)
     back = partial(_all_to_all, to_each=from_each, from_each=to_each, group=group)
     return with_backward(x, there, back)
@@ -44,24 +47,51 @@ def _all_to_all(x: Tensor, to_each: Sequence[int], from_each: Sequence[int], gro
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the `x` of all ranks of a group, concatenated along the first dimension (all-gather)."""
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
     dist.all_gather_into_tensor(out, x.contiguous(), group=group)
     return out
 
 
 def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of the rows of the sum."""
+    """Sum `x` over the ranks of a group and return this rank's shard of the first dimension (reduce-scatter)."""
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
     return out
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of `x` over the ranks of a group (all-reduce); `x` stays as it is."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
 def as_it_is(x: Tensor) -> Tensor:
-    """A view: what a function gives back must not be what it was given."""
+    """Return a view: an autograd function must not return its own input."""
     return x.view_as(x)
+
+
+class PostBackward(Protocol):
+    """Run something on all ranks when the backward passes of a step are done."""
+
+    def run(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class GradientSync:
+    group: dist.ProcessGroup
+    parameters: Sequence[Tensor]
+
+    def run(self) -> None:
+        """Sum gradients in one all-reduce per type: each gradient is too small for its own."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)  # every rank must take part
+            by_dtype.setdefault(parameter.grad.dtype, []).append(local_shard(parameter.grad))
+        for grads in by_dtype.values():
+            flat = torch.cat([grad.reshape(-1) for grad in grads])
+            dist.all_reduce(flat, group=self.group)
+            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(total.view_as(grad))

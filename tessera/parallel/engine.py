@@ -1,4 +1,4 @@
-"""An engine runs one optimizer step's forward and backward passes. The trainer does not know which engine it has."""
+"""Run the forward and backward passes of an optimizer step. The trainer does not know which engine it has."""
 
 from __future__ import annotations
 
@@ -7,91 +7,208 @@ from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tessera.core import device as devices
 from tessera.core.dist import sum_over_ranks
-from tessera.core.types import Batch, LossOut, Reference, Task
-from tessera.parallel.shared import EndOfStep, sum_shared
+from tessera.core.errors import TesseraError
+from tessera.core.gradients import LossScale, scale_gradients
+from tessera.core.task import Counts, Losses, LossTotals, SumSpec, Task
+from tessera.core.types import Batch
+from tessera.parallel.collectives import PostBackward
 
 
 class Engine(Protocol):
-    def step(self, task: Task, microbatches: Sequence[Batch]) -> LossOut:
-        """Leaves the gradient of the *summed* loss in the parameters; returns sums over all micro-batches and ranks."""
+    def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
+        """Leave the gradient of the loss in the parameters; return sums over all micro-batches and ranks."""
         ...
 
-    def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossOut:
-        """Loss without gradient. With `counts` off, takes part in the collectives and adds nothing."""
+    def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossTotals:
+        """Return the losses without gradient. With `counts` off, take part in the collectives and add nothing."""
         ...
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called when weights and the optimizer's state were filled by name: what has no name of its own follows."""
+        """Complete the state after weights and optimizer were filled by name: copies of tied weights share a name."""
         ...
 
 
 class SimpleEngine:
-    """Whole model on every rank (possibly sharded): micro-batches one after another, gradients accumulate.
-
-    The loss is a sum, and its global count is known only after all ranks have run. So backward runs on the sum, and
-    whoever clips divides by the count in the same pass: any split of a global batch gives the same gradient.
-    """
+    """Run micro-batches one after another through a model that every rank has, possibly sharded; gradients add up."""
 
     def __init__(
         self,
         module: nn.Module,
         accumulate: Literal["reduce", "local"] = "reduce",
         *,
+        device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,  # whose losses add up; None: all ranks
-        shared: Sequence[EndOfStep] = (),
+        loss_scale: LossScale | None = None,
+        shared: Sequence[PostBackward] = (),
     ) -> None:
         self.module = module
+        self.device = torch.device(device)
         self.accumulate = accumulate
         self.group = group
         self.shared = shared
+        self.loss_scale = loss_scale
 
-    def step(self, task: Task, microbatches: Sequence[Batch]) -> LossOut:
-        totals: list[LossOut] = []
+    def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
+        counts = global_counts(task, microbatches, self.device, self.group)
+        found: list[Losses] = []
         for number, batch in enumerate(microbatches):
             if self.accumulate == "local" and isinstance(self.module, FSDPModule):
                 self.module.set_requires_gradient_sync(number == len(microbatches) - 1)
-            out = self._forward(task, batch)
-            out.sum.backward()
-            totals.append(detached(out))
-        sum_shared(self.shared)
-        return reduce_losses(totals, self.group)
+            losses = self._forward(task, batch)
+            scaled_loss(losses, counts, self.loss_scale).backward()
+            found.append(detached(losses))
+        for shared in self.shared:
+            shared.run()
+        totals = reduce_losses(found, specs_of(found[0]), counts, self.device, self.group)
+        finish_gradients(self.module, totals, counts, self.loss_scale)
+        return totals
 
     @torch.no_grad()
-    def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossOut:
+    def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossTotals:
         self.module.eval()
         try:
-            out = self._forward(task, batch)
+            losses = self._forward(task, batch)
         finally:
             self.module.train()
-        return reduce_losses([out if counts else detached(out, scale=0.0)], self.group)
+        total = global_counts(task, [batch], self.device, self.group, counts)
+        return reduce_losses([losses] if counts else [], specs_of(losses), total, self.device, self.group)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Every parameter has a name here."""
+        """Do nothing: every parameter has a name of its own here."""
 
-    def _forward(self, task: Task, batch: Batch) -> LossOut:
-        reference: Reference | None = getattr(task, "reference", None)
+    def _forward(self, task: Task, batch: Batch) -> Losses:
+        reference = task.reference
         with torch.no_grad():
             inputs = task.inputs(batch)
             if reference is not None:
-                with reference.of(self.module):
-                    inputs.tensors.update(reference.seen(self.module(inputs), inputs))
-        return task.loss(self.module(inputs), inputs)
+                with reference.active(self.module):
+                    inputs = inputs.with_tensors(**reference.tensors(task.forward(self.module, inputs), inputs))
+        return task.losses(task.forward(self.module, inputs), inputs)
 
 
-def detached(out: LossOut, scale: float = 1.0) -> LossOut:
-    metrics = {name: value.detach() * scale for name, value in out.metrics.items()}
-    return LossOut(out.sum.detach() * scale, out.count * scale, metrics)
+# ---------------------------------------------------------------------------------------------- counts and sums
 
 
-def reduce_losses(parts: Sequence[LossOut], group: dist.ProcessGroup | None) -> LossOut:
-    """One small all-reduce for loss, count and metrics; everything stays on the device."""
-    names = sorted(parts[0].metrics)
-    wide = devices.sum_dtype(parts[0].sum.device)
-    rows = [torch.stack([t.to(wide) for t in (p.sum, p.count, *(p.metrics[n] for n in names))]) for p in parts]
-    total = sum_over_ranks(torch.stack(rows).sum(0), group)
-    return LossOut(total[0], total[1], {n: total[2 + i] for i, n in enumerate(names)})
+def global_counts(
+    task: Task,
+    microbatches: Sequence[Batch],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    contributes: bool = True,
+) -> dict[str, Tensor] | None:
+    """Return the counts of all micro-batches and ranks, on the device; None where the task knows them only afterwards.
+
+    `contributes`: whether this rank's micro-batches add to them.
+    """
+    found = [task.counts(batch) for batch in microbatches]
+    if found[0] is None:
+        return None
+    names = sorted(found[0])
+    per_batch = [counts for counts in found if counts is not None]
+    for counts in per_batch:
+        if sorted(counts) != names:
+            raise TesseraError(
+                f"{type(task).__name__}.counts returned {sorted(counts)} for one micro-batch and {names} for another",
+                where="train.task",
+                fix="return every count for every batch, 0 where there is nothing to count",
+            )
+    return _summed_counts(names, per_batch if contributes else [], device, group)
+
+
+def _summed_counts(
+    names: Sequence[str], per_batch: Sequence[Counts], device: torch.device, group: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
+    on_host = dict.fromkeys(names, 0.0)
+    total = torch.zeros(len(names), dtype=devices.sum_dtype(device), device=device)
+    for counts in per_batch:
+        for at, name in enumerate(names):
+            count = counts[name]
+            if isinstance(count, Tensor):
+                total[at] += count.detach().to(total)
+            else:
+                on_host[name] += count
+    total += devices.send(list(on_host.values()), total.dtype, device)
+    total = sum_over_ranks(total, group)
+    return dict(zip(names, total.unbind(), strict=True))
+
+
+def scaled_loss(losses: Losses, counts: dict[str, Tensor] | None, loss_scale: LossScale | None) -> Tensor:
+    """Return what backward starts from: this micro-batch's part of the loss, or the sum of its terms where counts are
+    not known yet."""
+    if not isinstance(losses, Losses):
+        raise TesseraError(
+            f"`losses` of the task returned a {type(losses).__name__}",
+            where="train.task",
+            allowed=["tessera.core.task.Losses"],
+            fix="return Losses([LossTerm(name, sum, count)])",
+        )
+    parts = []
+    for term in losses.terms:
+        factor = term.weight if counts is None else (term.weight / _count_of(term.count, counts).clamp(min=1))
+        parts.append(term.sum * (factor.to(term.sum.dtype) if isinstance(factor, Tensor) else factor))
+    loss: Tensor = sum(parts[1:], start=parts[0])
+    return loss if loss_scale is None else loss_scale.scaled(loss)
+
+
+def _count_of(name: str, counts: dict[str, Tensor]) -> Tensor:
+    if name not in counts:
+        raise TesseraError(
+            f"a loss term is divided by the count {name!r}, which `counts` of the task does not return",
+            where="train.task",
+            allowed=counts,
+        )
+    return counts[name]
+
+
+def specs_of(losses: Losses) -> tuple[SumSpec, ...]:
+    """Return what is summed, in the order that all ranks use."""
+    terms = [SumSpec(term.name, term.count, term.weight) for term in losses.terms]
+    return (*terms, *(SumSpec(name, losses.metrics[name].count) for name in sorted(losses.metrics)))
+
+
+def detached(losses: Losses) -> Losses:
+    """Return the same numbers without the graph behind them."""
+    terms = [type(term)(term.name, term.sum.detach(), term.count, term.weight) for term in losses.terms]
+    return Losses(terms, losses.metrics, losses.counts)
+
+
+def reduce_losses(
+    found: Sequence[Losses],
+    specs: tuple[SumSpec, ...],
+    counts: dict[str, Tensor] | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> LossTotals:
+    """Sum terms and metrics over micro-batches and ranks in one small all-reduce; everything stays on the device."""
+    wide = devices.sum_dtype(device)
+    total = torch.zeros(len(specs), dtype=wide, device=device)
+    for losses in found:
+        by_name = {term.name: term.sum for term in losses.terms} | {n: m.sum for n, m in losses.metrics.items()}
+        total = total + torch.stack([by_name[spec.name].detach().to(total) for spec in specs])
+    if counts is None:
+        names = sorted({spec.count for spec in specs})
+        if len(names) > 1:
+            raise TesseraError(
+                f"the loss terms have several counts ({', '.join(names)}), and the task knows them only after forward",
+                where="train.task",
+                fix="return the counts from `counts(batch)`, before the model runs",
+            )
+        counts = _summed_counts(names, [c for c in (losses.counts for losses in found) if c is not None], device, group)
+    return LossTotals(specs, sum_over_ranks(total, group), counts)
+
+
+def finish_gradients(
+    module: nn.Module, totals: LossTotals, counts: dict[str, Tensor] | None, loss_scale: LossScale | None
+) -> None:
+    """Make the gradients those of the loss where they are not yet: after loss scaling, and for tasks that know their
+    one count only after forward."""
+    if counts is None:
+        (count,) = totals.counts.values()
+        scale_gradients((p.grad for p in module.parameters()), 1.0 / count.clamp(min=1))
+    if loss_scale is not None:
+        loss_scale.unscale(module.parameters())

@@ -1,8 +1,8 @@
-"""fully_shard (FSDP2) by the plan: each block one group, the rest with the root."""
+"""FSDP2: apply fully_shard by the plan; each block is one group, and the rest belongs to the root."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,25 +12,24 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from tessera.core import device as devices
-from tessera.core.names import clean
+from tessera.core.modules import clean_name, local_shard
 from tessera.core.pattern import home
-from tessera.core.tensors import local_part
-from tessera.parallel.axes import COPY, COPY_EXPERTS, COPY_TOWER, REPLICATE, TP_REST
-from tessera.parallel.mesh import Mesh
+from tessera.parallel.collectives import GradientSync
+from tessera.parallel.communication import CommVolume
+from tessera.parallel.memory_estimate import ParamShard, shard_dimension
+from tessera.parallel.mesh import FSDP, FSDP_EXPERTS, REPLICATE, Mesh
+from tessera.parallel.modules import present
 from tessera.parallel.plan import Plan, ahead
-from tessera.parallel.planning.holdings import shard_dimension
-from tessera.parallel.shared import SharedGradients
-from tessera.parallel.wrapping import present
 
 
 def fsdp_arguments(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Any]:
-    """The keywords of `fully_shard` for a block of `module`."""
+    """Return the keywords of `fully_shard` for a block of `module`."""
     ignored = {p for path in present(module, plan.ignored) for p in module.get_submodule(path).parameters()}
-    ignored |= {p for p in module.parameters() if p.dim() == 0}  # cannot be cut: see `scalar_gradients`
+    ignored |= {p for p in module.parameters() if p.dim() == 0}  # cannot be split: see `scalar_gradients`
     # Pinning needs a driver to pin for.
     pin = plan.pin_memory and devices.supports(device, "pinned_memory")
     return {
-        "mesh": mesh.copies(COPY),
+        "mesh": mesh.copies(FSDP),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=plan.param_dtype,
             reduce_dtype=plan.reduce_dtype,
@@ -51,18 +50,21 @@ def shard_modules(
     root: nn.Module | None = None,
     meshes: Mapping[str, DeviceMesh] | None = None,
 ) -> None:
-    """Each path becomes a group of its own, inner ones before what they lie in; what is left goes with the root.
+    """Make each path a group of its own, inner ones before outer ones, and the rest a part of the root.
 
     `root` may be a module around `module`. `meshes` names modules whose copies are shared by other ranks than the rest.
     """
     meshes = meshes or {}
     arguments = {**arguments, **_placement(arguments["mesh"], plan)}
-    for path in sorted({*paths, *meshes}, key=lambda path: -path.count(".")):
+    other_types = present(module, list(plan.module_dtypes))
+    for path in sorted({*paths, *meshes, *other_types}, key=lambda path: -path.count(".")):
         other = home(path, meshes)
         own = arguments if other is None else {**arguments, "mesh": meshes[other], **_placement(meshes[other], plan)}
+        if path in plan.module_dtypes:
+            own = {**own, "mp_policy": _policy_of_module(plan.module_dtypes[path], plan)}
         fully_shard(module.get_submodule(path), **own)
     # The type of the output is the root's affair alone: a block's output meets weights of the computed type. So does
-    # what a stage of a pipeline hands on; its last one sees to the type itself.
+    # the output of a pipeline stage; the last stage casts its output itself.
     policy: MixedPrecisionPolicy = arguments["mp_policy"]
     outer = MixedPrecisionPolicy(
         param_dtype=policy.param_dtype,
@@ -74,21 +76,30 @@ def shard_modules(
     fully_shard(module if root is None else root, **{**arguments, "mp_policy": outer, "reshard_after_forward": False})
 
 
+def _policy_of_module(dtype: torch.dtype, plan: Plan) -> MixedPrecisionPolicy:
+    """Return the policy of a module that computes in a type of its own: its inputs are cast to that type, and what it
+    returns is cast back, because it meets weights of the usual type."""
+    return MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=plan.reduce_dtype, output_dtype=plan.param_dtype, cast_forward_inputs=True
+    )
+
+
 def _placement(mesh: DeviceMesh, plan: Plan) -> dict[str, Any]:
-    """Which dimension of a parameter the ranks of a mesh share, if that is for the plan to say."""
-    if all(piece.dim == 0 for piece in plan.pieces):
+    """Return the keyword that sets the sharded dimension of parameters, where the plan asks for another than the
+    first."""
+    if all(shard.dim == 0 for shard in plan.param_shards):
         return {}
     shared_by = mesh.size(mesh.ndim - 1)  # before it, there may be an axis of copies
 
-    def place(parameter: nn.Parameter) -> Shard:
-        cut = [p.dim for p in parameter.placements if isinstance(p, Shard)] if isinstance(parameter, DTensor) else []
-        return Shard(shard_dimension(local_part(parameter).shape, shared_by, cut))
+    def placement(parameter: nn.Parameter) -> Shard:
+        split = [p.dim for p in parameter.placements if isinstance(p, Shard)] if isinstance(parameter, DTensor) else []
+        return Shard(shard_dimension(local_shard(parameter).shape, shared_by, split))
 
-    return {"shard_placement_fn": place}
+    return {"shard_placement_fn": placement}
 
 
 def prefetch_modules(module: nn.Module, paths: Sequence[str], forward: int, backward: int) -> None:
-    """Each block gathers the next ones in order of execution, while it computes; 0 leaves it to torch."""
+    """Let each block gather the next ones in order of execution while it computes; 0 leaves that to torch."""
     chain: list[FSDPModule] = []
     for path in paths:
         block = module.get_submodule(path)
@@ -102,25 +113,25 @@ def prefetch_modules(module: nn.Module, paths: Sequence[str], forward: int, back
 
 
 def sum_gradients(module: nn.Module) -> None:
-    """Losses are sums; the one division by the global count happens with clipping. FSDP must not divide as well."""
+    """Let fully_shard sum gradients: each loss term is divided by its global count already, before backward."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
 
-def scalar_gradients(module: nn.Module, plan: Plan, mesh: Mesh) -> list[SharedGradients]:
-    """Single numbers (a temperature, a gate) are whole on every rank, and fully_shard leaves them alone. So their
-    gradients are summed when a step ends, over the ranks that it would have summed them over."""
+def scalar_gradients(module: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientSync]:
+    """Return the gradient sums of scalars (a temperature, a gate). Every rank has them whole and fully_shard ignores
+    them, so their gradients are summed at the end of a step, over the same ranks as all others."""
     if not plan.sharded:
         return []
-    views = {piece.name: piece.view for piece in plan.pieces}
+    views = {shard.name: shard.view for shard in plan.param_shards}
     found: dict[str, list[Tensor]] = {}
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0 and parameter.requires_grad:
-            found.setdefault(views[clean(name)], []).append(parameter)
+            found.setdefault(views[clean_name(name)], []).append(parameter)
     groups = [(mesh.group(axis), some) for view, some in found.items() for axis in (view, REPLICATE)]
-    return [SharedGradients(group, some) for group, some in groups if group is not None]
+    return [GradientSync(group, some) for group, some in groups if group is not None]
 
 
 def apply_fsdp(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, root: nn.Module) -> None:
@@ -131,10 +142,67 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, 
 
 
 def _other_meshes(module: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, DeviceMesh]:
-    """Experts are trained by the tokens of all ranks that send them some; a tower by those of all that deal."""
+    """Return the meshes of modules that other ranks share: experts, and encoders with a split of their own."""
     found: dict[str, DeviceMesh] = {}
-    if TP_REST in plan.axes.root and plan.tensor is not None:
-        found.update(dict.fromkeys(present(module, plan.tensor.towers), mesh.copies(COPY_TOWER)))
+    for path in present(module, plan.axes.encoders):
+        if plan.axes.fsdp_view(path) != FSDP:
+            found[path] = mesh.copies(plan.axes.fsdp_view(path))
     if plan.experts is not None:
-        found.update(dict.fromkeys(present(module, plan.experts.modules), mesh.copies(COPY_EXPERTS)))
+        found.update(dict.fromkeys(present(module, plan.experts.modules), mesh.copies(FSDP_EXPERTS)))
     return found
+
+
+def fsdp_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
+    """Estimate the collectives of fully_shard: gathered weights, and gradients that are summed into shards."""
+    if not plan.sharded:
+        return
+    for group, members in _shard_groups(plan, here).items():
+        members = [shard for shard in members if shard.shape and not shard.whole]
+        if not members:
+            continue
+        axis = plan.axes.label(members[0].view)
+        padded = sum(shard.local_numel * shard.shared_by for shard in members)
+        trained = [shard for shard in members if shard.trained]
+        if plan.axes.size(members[0].view) > 1:
+            gathers = _gathers(plan, group)
+            yield CommVolume(axis, "all-gather", gathers, gathers * padded * plan.param_dtype.itemsize)
+            if trained:
+                size = sum(shard.local_numel * shard.shared_by for shard in trained) * plan.reduce_dtype.itemsize
+                yield CommVolume(axis, "reduce-scatter", _reductions(plan), _reductions(plan) * size)
+        if trained and plan.replicate > 1:
+            size = sum(shard.local_numel for shard in trained) * plan.reduce_dtype.itemsize
+            yield CommVolume(REPLICATE, "all-reduce", _reductions(plan), _reductions(plan) * size)
+
+
+def _shard_groups(plan: Plan, here: Sequence[ParamShard]) -> dict[str, list[ParamShard]]:
+    """Return the parameters of each shard group; "" is the root."""
+    paths = set(plan.blocks)
+    if plan.experts is not None:
+        paths |= set(plan.experts.modules)
+    paths |= {path for path, views in plan.axes.encoders.items() if views.fsdp != FSDP}
+    found: dict[str, list[ParamShard]] = {}
+    for shard in here:
+        found.setdefault(home(shard.name, paths) or "", []).append(shard)
+    return found
+
+
+def _gathers(plan: Plan, group: str) -> int:
+    """Return how often a group is gathered in a step. In a pipeline its weights stay gathered until the step ends."""
+    again = bool(plan.reshard_after_forward) and group != "" and _gathered_for_backward(plan, group)
+    if plan.pipeline is not None and not again:
+        return 1
+    return plan.microbatches * (2 if again else 1)
+
+
+def _gathered_for_backward(plan: Plan, group: str) -> bool:
+    """Return whether a group is gathered for backward: because backward reaches it, or because a later block prefetches
+    it although nothing there is trained."""
+    if plan.gradient_reaches(group) or group not in plan.blocks:
+        return True
+    at = plan.blocks.index(group)
+    behind = plan.blocks[at + 1 : at + 1 + max(1, plan.prefetch_backward)]
+    return any(plan.gradient_reaches(block) for block in behind)
+
+
+def _reductions(plan: Plan) -> int:
+    return 1 if plan.accumulate == "local" or plan.pipeline is not None else plan.microbatches

@@ -1,43 +1,53 @@
-"""The resolved answer to "how is this model dealt out": frozen, printable, and made without any process group.
+"""The resolved answer to how a model is split over ranks: frozen, printable, and made without any process group.
 
-All validation is here and in `planning`, so that what cannot work is refused on a laptop and not on a thousand
+Everything is validated while the plan is made, so that what cannot work is refused on a laptop and not on a thousand
 devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from tessera.core.errors import TesseraError
-from tessera.core.pattern import home, select_trees
-from tessera.core.run_config import ParallelSection
+from tessera.core.pattern import home, select, select_trees
+from tessera.core.run_config import ParallelSection, PrecisionSection
 from tessera.core.types import ModelPlan
-from tessera.parallel.axes import CONTEXT, DEAL, REPLICATE, Axes, divisors, make_axes
-from tessera.parallel.planning.context import ContextPlan, plan_context
-from tessera.parallel.planning.cut import PipelinePlan, plan_cut
-from tessera.parallel.planning.experts import ExpertPlan, plan_experts
-from tessera.parallel.planning.holdings import Held, Piece, buffer_bytes, held, of_stage, pieces
-from tessera.parallel.planning.modules import Keep, Recompute, resolve_roles
-from tessera.parallel.planning.tensor import TensorPlan, plan_tensor
+from tessera.parallel.communication import CommVolume, Kind
+from tessera.parallel.context_parallel import ContextPlan, plan_context
+from tessera.parallel.experts import ExpertPlan, plan_experts
+from tessera.parallel.memory_estimate import (
+    MemoryBytes,
+    ParamShard,
+    buffer_bytes,
+    memory_bytes,
+    param_shards,
+    shards_of_stage,
+)
+from tessera.parallel.mesh import CONTEXT, REPLICATE, Axes, divisors, make_axes
+from tessera.parallel.modules import Keep, Recompute, ShardsItself, plan_modules
+from tessera.parallel.pipeline_plan import PipelinePlan, plan_pipeline
+from tessera.parallel.sequence_sharding import BatchSharding
+from tessera.parallel.tensor import TensorPlan, plan_tensor
 
 __all__ = ["DTYPES", "Keep", "Plan", "Recompute", "Workload", "ahead", "make_plan"]
 
 T = TypeVar("T")
 Direction = Literal["forward", "backward"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEFAULT_PRECISION = PrecisionSection()
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step asks of the ranks, as far as a plan depends on it."""
+    """Describe the work of a step, as far as a plan depends on it."""
 
     tokens: int = 0  # of one micro-batch
-    tower_rows: int = 0  # patches of a typical one
+    elements: Mapping[str, int] = field(default_factory=dict)  # of a typical one, by encoder
     rows: int = 1  # of one step, over all ranks
     rows_of_microbatch: int = 1
 
@@ -46,8 +56,8 @@ class Workload:
 class Plan:
     axes: Axes
     tensor: TensorPlan | None  # how layers are computed by several ranks
-    context: ContextPlan | None  # how rows and pictures are shared by several ranks
-    experts: ExpertPlan | None  # how experts are dealt
+    context: ContextPlan | None  # how sequences, and the input of encoders, are split over ranks
+    experts: ExpertPlan | None  # how experts are distributed
     pipeline: PipelinePlan | None  # how layers lie one after another on several ranks
     workload: Workload
     rows: Mapping[str, int]  # module -> rows that a rank computes there in a typical micro-batch; "": of tokens
@@ -60,7 +70,7 @@ class Plan:
     ignored: tuple[str, ...]  # modules that every rank keeps whole
     recompute: tuple[Recompute, ...]  # modules whose activations are recomputed in backward
     use_reentrant: bool
-    swap: tuple[str, ...]  # modules whose activations wait in host memory
+    activation_offload: tuple[str, ...]  # modules whose activations wait in host memory
     compiled: tuple[str, ...]
     offload: bool  # parameters, gradients and optimizer state live in host memory
     pin_memory: bool
@@ -73,52 +83,101 @@ class Plan:
     reduce_dtype: torch.dtype
     output_dtype: torch.dtype | None
     cast_forward_inputs: bool
+    module_dtypes: Mapping[str, torch.dtype]  # modules that compute in another type than the rest
     reshard_after_forward: bool | int
     parameters: int  # of the whole model
     trained: int
-    pieces: tuple[Piece, ...] = field(repr=False)  # every parameter, as the rank that has it computes with it
-    held: tuple[Held, ...]  # by position in the pipeline, on the rank there that has the most
+    param_shards: tuple[ParamShard, ...] = field(
+        repr=False
+    )  # every parameter, as the rank that has it computes with it
+    memory: tuple[MemoryBytes, ...]  # by position in the pipeline, on the rank there that has the most
     whole_gradient_bytes: int  # on top of these while micro-batches accumulate locally
+    frozen_components: Mapping[str, int] = field(default_factory=dict)  # name -> bytes on the rank that holds most
 
     @property
-    def heaviest(self) -> Held:
-        return max(self.held, key=lambda held: held.total)
+    def batch_sharding(self) -> BatchSharding | None:
+        """Return how micro-batches are split over ranks; None where every rank has whole ones."""
+        return None if self.context is None else self.context.sharding
+
+    @property
+    def heaviest(self) -> MemoryBytes:
+        return max(self.memory, key=lambda memory: memory.total)
 
     def describe(self) -> str:
-        """For people: what `tessera plan` prints."""
-        from tessera.parallel.planning.text import plan_text  # it speaks of plans, so it comes after this file
+        """Return the plan in words, as `tessera plan` prints it."""
+        from tessera.parallel.plan_text import plan_text  # imports this file
 
         return plan_text(self)
 
     def figures(self) -> dict[str, Any]:
-        """For programs: what `tessera plan --json` writes."""
-        from tessera.parallel.planning.figures import plan_figures  # as above
+        """Return the plan in numbers, as `tessera plan --json` writes it."""
+        from tessera.parallel.plan_text import plan_figures  # as above
 
         return plan_figures(self)
 
     def rows_at(self, path: str) -> int:
-        """That a rank computes in a module, in a typical micro-batch."""
+        """Return the elements that a rank computes in a module, in a typical micro-batch."""
         return self.rows[self._part(path)]
 
     def gradient_reaches(self, path: str) -> bool:
-        """Whether something is trained in the tower of a module, or before it: then backward passes through there."""
+        """Return whether backward reaches a module: whether its encoder, or the model where it is in none, is
+        trained."""
         part = self._part(path)
-        return any(piece.trained for piece in self.pieces if not part or piece.name.startswith(part + "."))
+        return any(shard.trained for shard in self.param_shards if not part or shard.name.startswith(part + "."))
+
+    def recomputes(self, path: str) -> bool:
+        """Return whether a module is computed again in backward."""
+        return home(path, (part.path for part in self.recompute)) is not None
+
+    def volume(self, view: str, kind: Kind, passes: int, size: int) -> CommVolume:
+        """Return the communication of so many collectives of one size in each micro-batch."""
+        count = passes * self.microbatches
+        return CommVolume(self.axes.label(view), kind, count, count * size)
 
     def _part(self, path: str) -> str:
         return home(path, filter(None, self.rows)) or ""
 
+    def below(self, path: str) -> Plan:
+        """Return the plan for a submodule, whose own names begin where `path` ends."""
+
+        def inside(paths: Iterable[str]) -> dict[str, str]:
+            """Return the paths inside of the submodule -> its own names for them."""
+            return {one: one.removeprefix(f"{path}.") for one in paths if one.startswith(f"{path}.")}
+
+        return replace(
+            self,
+            blocks=tuple(inside(self.blocks).values()),
+            ignored=tuple(inside(self.ignored).values()),
+            recompute=tuple(replace(one, path=own) for one in self.recompute for own in inside([one.path]).values()),
+            module_dtypes={own: self.module_dtypes[one] for one, own in inside(self.module_dtypes).items()},
+        )
+
     def ahead(self, block: int, direction: Direction) -> list[str]:
-        """The blocks that block number `block` has gathered before their turn."""
+        """Return the blocks that block number `block` prefetches."""
         count = self.prefetch_forward if direction == "forward" else self.prefetch_backward
         return ahead(self.blocks, block, count, direction)
 
 
-def ahead(chain: Sequence[T], at: int, count: int, direction: Direction) -> list[T]:
-    """The next `count` members of a chain that is in order of execution, nearest first."""
+def _dtypes_of_modules(precision: PrecisionSection, module: nn.Module) -> dict[str, torch.dtype]:
+    """Return the modules that `precision.modules` names, each with its type; of two patterns the later one counts."""
+    paths = [path for path, _ in module.named_modules() if path]
+    found: dict[str, torch.dtype] = {}
+    for pattern, dtype in precision.modules.items():
+        for path in select([pattern], paths, "precision.modules"):
+            found[path] = DTYPES[dtype]
+    return found
+
+
+def parameter_bytes(plan: Plan) -> int:
+    """Return the bytes of parameters that a rank holds at most, between uses."""
+    return max(here.parameters for here in plan.memory)
+
+
+def ahead(modules: Sequence[T], at: int, count: int, direction: Direction) -> list[T]:
+    """Return the next `count` members of a list in order of execution, nearest first."""
     if direction == "forward":
-        return list(chain[at + 1 : at + 1 + count])
-    return list(chain[max(0, at - count) : at])[::-1]
+        return list(modules[at + 1 : at + 1 + count])
+    return list(modules[max(0, at - count) : at])[::-1]
 
 
 def make_plan(
@@ -127,14 +186,14 @@ def make_plan(
     module: nn.Module,
     world: int,
     *,
-    storage_dtype: str = "float32",
+    precision: PrecisionSection = DEFAULT_PRECISION,
     freeze: Sequence[str] = (),
     workload: Workload | None = None,
 ) -> Plan:
-    """`module` is only looked at (names and shapes): one on the meta device serves."""
+    """Return the plan of a run. Of `module` only names and shapes are read, so it may be on the meta device."""
     axes = make_axes(section, model_plan, world)
     workload = workload or Workload()
-    shard = axes.size("copy")
+    shard = axes.size("fsdp")
     together = section.pp > 1 or section.backend == "megatron"
     reshard = section.reshard_after_forward if section.reshard_after_forward is not None else not together
     _check_reshard(reshard, shard)
@@ -144,14 +203,14 @@ def make_plan(
     frozen = [name for name, p in parameters.items() if name in set(asked) or not p.requires_grad]
     if len(frozen) == len(parameters):
         raise TesseraError("every parameter is frozen: there is nothing to train", where="model.freeze")
-    roles = resolve_roles(section, model_plan, module, set(frozen))
-    kept = DTYPES[storage_dtype]
-    computed = DTYPES[section.param_dtype] if section.param_dtype else kept
+    roles = plan_modules(section, model_plan, module, set(frozen))
+    kept, computed = DTYPES[precision.weights], DTYPES[precision.resolved(accelerator=False).compute]
+    others = _dtypes_of_modules(precision, module)
     # One rank gains nothing from fully_shard, unless it keeps master weights, casts or moves parameters to the host.
-    casts = computed != kept or section.output_dtype is not None or section.cast_forward_inputs
+    casts = computed != kept or precision.output is not None or precision.cast_inputs or bool(others)
     tensor = plan_tensor(section, model_plan, module, axes, workload.tokens)
     experts = plan_experts(section, model_plan, module, axes)
-    pipeline = plan_cut(
+    pipeline = plan_pipeline(
         section,
         model_plan,
         module,
@@ -160,7 +219,7 @@ def make_plan(
         workload.tokens,
         workload.rows_of_microbatch,
     )
-    parts = pieces(
+    parts = param_shards(
         module,
         axes,
         tensor=tensor,
@@ -168,11 +227,11 @@ def make_plan(
         frozen=frozen,
         ignored=roles.ignored,
         # Torch cannot keep other shares gathered by fewer ranks; and what a class does itself is its own affair.
-        rows_only=not isinstance(reshard, bool) or hasattr(module, "_fully_shard"),
+        rows_only=not isinstance(reshard, bool) or isinstance(module, ShardsItself),
     )
-    by_position = [of_stage(parts, pipeline, position) for position in range(section.pp)]
-    reduced = DTYPES[section.reduce_dtype]
-    whole_gradients = max(sum(piece.numel for piece in here if piece.trained) for here in by_position)
+    by_position = [shards_of_stage(parts, pipeline, position) for position in range(section.pp)]
+    reduced = DTYPES[precision.reduce]
+    whole_gradients = max(sum(shard.numel for shard in here if shard.trained) for here in by_position)
     return Plan(
         axes=axes,
         tensor=tensor,
@@ -190,7 +249,7 @@ def make_plan(
         ignored=roles.ignored,
         recompute=roles.recompute,
         use_reentrant=section.use_reentrant,
-        swap=roles.swap,
+        activation_offload=roles.activation_offload,
         compiled=roles.compiled,
         offload=section.offload,
         pin_memory=section.pin_memory,
@@ -201,14 +260,15 @@ def make_plan(
         storage_dtype=kept,
         param_dtype=computed,
         reduce_dtype=reduced,
-        output_dtype=DTYPES[section.output_dtype] if section.output_dtype else None,
-        cast_forward_inputs=section.cast_forward_inputs,
+        output_dtype=DTYPES[precision.output] if precision.output else None,
+        cast_forward_inputs=precision.cast_inputs,
+        module_dtypes=others,
         reshard_after_forward=reshard,
         parameters=sum(p.numel() for p in parameters.values()),
         trained=sum(p.numel() for name, p in parameters.items() if name not in set(frozen)),
-        pieces=tuple(parts),
-        held=tuple(
-            held(here, kept, computed, buffer_bytes(module, pipeline, position))
+        param_shards=tuple(parts),
+        memory=tuple(
+            memory_bytes(here, kept, computed, buffer_bytes(module, pipeline, position))
             for position, here in enumerate(by_position)
         ),
         whole_gradient_bytes=whole_gradients * reduced.itemsize if accumulate == "local" and world > 1 else 0,
@@ -225,16 +285,16 @@ def _check_reshard(again: bool | int, shard: int) -> None:
 
 
 def _rows(model_plan: ModelPlan, workload: Workload, axes: Axes) -> dict[str, int]:
-    """Pictures are dealt among ranks, and what joins their patches into tokens sees those of all."""
+    """Return the elements that a rank computes in a module. A projector sees the outputs of all ranks."""
     found = {"": workload.tokens // axes.size(CONTEXT)}
-    joined = [link.carry.rows_per_token for link in model_plan.stages if link.tower in model_plan.towers and link.carry]
-    for path in model_plan.idle_groups:
-        found[path] = workload.tower_rows // max(joined, default=1)
-    for path in model_plan.towers.values():
-        found[path] = workload.tower_rows // axes.size(DEAL)
+    for name, stream in model_plan.encoders.items():
+        elements = workload.elements.get(name, 0)
+        if stream.projector:
+            found[stream.projector] = elements // stream.per_slot
+        found[stream.module] = elements // axes.size(axes.encoders[stream.module].dp)
     return found
 
 
 def _microbatches(workload: Workload, axes: Axes) -> int:
-    """Of one rank in a step. What does not divide is the loader's to refuse."""
+    """Return the micro-batches of one rank in a step. The loader refuses numbers that do not divide."""
     return max(1, workload.rows // (workload.rows_of_microbatch * axes.size("data")))

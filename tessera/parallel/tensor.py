@@ -1,4 +1,4 @@
-"""Layers computed by several ranks together: DTensor styles by the plan.
+"""Tensor parallelism: how each parameter is split over the ranks that compute a layer together, by DTensor styles.
 
 Parameters become DTensors. What flows between modules stays plain: whole, or, with sequence parallelism and inside of
 the decoder, this rank's part of the tokens.
@@ -7,8 +7,10 @@ the decoder, this rank's part of the tokens.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,78 +18,285 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from tessera.core.names import clean
-from tessera.parallel.axes import TENSOR, TENSOR_TOWER
-from tessera.parallel.mesh import Mesh
-from tessera.parallel.planning.tensor import Cut, TensorPlan
-from tessera.parallel.shared import SharedGradients
-from tessera.parallel.wrapping import present
+from tessera.core.errors import TesseraError
+from tessera.core.modules import clean_name
+from tessera.core.pattern import home, matches
+from tessera.core.run_config import ParallelSection
+from tessera.core.types import ModelPlan, TensorStyle
+from tessera.parallel.collectives import GradientSync
+from tessera.parallel.communication import CommVolume, Kind
+from tessera.parallel.mesh import TENSOR, Axes, Mesh, divisors
+from tessera.parallel.modules import present
+
+if TYPE_CHECKING:  # these files import this one
+    from tessera.parallel.memory_estimate import ParamShard
+    from tessera.parallel.plan import Plan
+
+Split = Literal["column", "row", "vocab"]  # of a weight: over output features, input features, tokens
+LOSS_CHUNK = 2048  # positions of which ranks exchange, at a time, what the loss needs: see ops.loss
+LOSS_NUMBERS = 3  # fp32 values per position
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    styles: Mapping[str, TensorStyle]  # parameter -> style, of every parameter
+    sequence: bool  # between layers, each rank keeps a part of the tokens
+    layers: Mapping[str, Split]  # module -> how its weight is split; experts are not among them
+    entries: tuple[str, ...]  # modules at whose input tokens enter layers that are split by columns
+    # Children of layers (adapters) whose weight is split as well.
+    inner: Mapping[str, Split] = field(default_factory=dict)
+    decoder: str = ""  # with `sequence`: the module inside of which ranks keep parts of the tokens
+
+    def in_decoder(self, path: str) -> bool:
+        return self.sequence and home(path, [self.decoder]) is not None
+
+    def partial(self, name: str) -> bool:
+        """Return whether each rank computes only the part of a gradient that comes from its tokens or heads."""
+        style = self.styles[name]
+        return style == "heads" or (style == "sequence" and self.in_decoder(name))
+
+
+@dataclass(frozen=True)
+class _Divisible:
+    """Name a size that has to divide evenly over ranks."""
+
+    what: str
+    size: int
+    encoder: str  # name of the encoder it belongs to; "" outside of encoders
+
+
+def plan_tensor(
+    section: ParallelSection, model_plan: ModelPlan, module: nn.Module, axes: Axes, tokens: int
+) -> TensorPlan | None:
+    """Return None where every rank computes whole layers."""
+    if section.tp == 1:
+        if section.sequence_parallel:
+            raise TesseraError(
+                "sequence_parallel needs ranks that compute layers together",
+                where="parallel.sequence_parallel",
+                fix="set parallel.tp above 1, or leave sequence_parallel out",
+            )
+        return None
+    if not any(style in ("column", "row", "vocab") for style in model_plan.tensor.values()):
+        raise TesseraError(
+            f"parallel.tp={section.tp}, but this model family does not say how its layers are split",
+            where="parallel.tp",
+            allowed=[1],
+            fix="shard its weights instead: parallel.shard=auto (tensor styles are in the plan of a family)",
+        )
+    styles = _styles(model_plan.tensor, module)
+    experts = [path for path, _ in module.named_modules() if any(matches(p, path) for p in model_plan.experts)]
+    found = _layers(styles, module, experts)
+    inner = {path: split for path, split in found.items() if _inside_layer(path, module)}
+    layers = {path: split for path, split in found.items() if path not in inner}
+    _check_sizes(section, model_plan, axes, list(_sizes(layers, model_plan, module)))
+    decoder = ""
+    if section.sequence_parallel:
+        decoder = _decoder(styles, axes)
+        _check_tokens(section, tokens)
+    return TensorPlan(
+        styles=styles,
+        sequence=section.sequence_parallel,
+        layers=layers,
+        entries=_entries(layers, module),
+        inner=inner,
+        decoder=decoder,
+    )
+
+
+def _styles(patterns: Mapping[str, TensorStyle], module: nn.Module) -> dict[str, TensorStyle]:
+    found: dict[str, TensorStyle] = {}
+    for name, _ in module.named_parameters():
+        by = [pattern for pattern in patterns if matches(pattern, name)]
+        if len(by) != 1:
+            raise TesseraError(
+                f"{name} has {len(by) or 'no'} tensor styles: every parameter is matched by exactly one pattern",
+                where="the `tensor` table in the model's plan",
+                allowed=by or None,
+            )
+        found[name] = patterns[by[0]]
+    return found
+
+
+def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Sequence[str]) -> dict[str, Split]:
+    """Return the split of each layer, which is the style of its weight. A bias is whole where the input is split."""
+    found: dict[str, Split] = {}
+    for name, style in styles.items():
+        path, _, kind = name.rpartition(".")
+        if style == "sequence" or style == "heads" or style == "replicate" or home(path, experts) is not None:
+            continue
+        owner = module.get_submodule(path)
+        kinds = (nn.Embedding, nn.Linear) if style == "vocab" else (nn.Linear,)
+        if not (isinstance(owner, kinds) or _inside_layer(path, module)) or (kind != "weight" and style != "column"):
+            raise TesseraError(
+                f"{name} cannot be split by {style}: {type(owner).__name__} is none of "
+                + ", ".join(k.__name__ for k in kinds)
+                + ", or this is no weight",
+                where="the `tensor` table in the model's plan",
+            )
+        if kind == "weight":
+            found[path] = style
+    return found
+
+
+def _inside_layer(path: str, module: nn.Module) -> bool:
+    """Return whether a module is a child of a linear layer, which calls it (an adapter)."""
+    return isinstance(module.get_submodule(path.rpartition(".")[0]), nn.Linear)
+
+
+def _sizes(layers: Mapping[str, Split], model_plan: ModelPlan, module: nn.Module) -> Iterator[_Divisible]:
+    names = {stream.module: name for name, stream in model_plan.encoders.items()}
+    for path, split in layers.items():
+        weight = module.get_submodule(path).weight
+        assert isinstance(weight, nn.Parameter)
+        size = weight.shape[1 if split == "row" else 0]
+        words = {"column": "output features", "row": "input features", "vocab": "tokens"}
+        encoder = names.get(home(path, names) or "", "")
+        yield _Divisible(f"the {size} {words[split]} of {path}", size, encoder)
+        for heads in {heads for pattern, heads in model_plan.heads.items() if matches(pattern, path)}:
+            yield _Divisible(f"the {heads} heads of {path}", heads, encoder)
+
+
+def _check_sizes(section: ParallelSection, model_plan: ModelPlan, axes: Axes, parts: Sequence[_Divisible]) -> None:
+    """Refuse degrees that do not divide. Heads come first: they give the reason, and features follow from them."""
+    degrees = {name: axes.size(axes.tensor_view(stream.module)) for name, stream in model_plan.encoders.items()}
+    degrees[""] = section.tp
+    common = {name: gcd(*(part.size for part in parts if part.encoder == name)) for name in degrees}
+    for part in sorted(parts, key=lambda part: " heads of " not in part.what):
+        degree = degrees[part.encoder]
+        if part.size % degree == 0:
+            continue
+        if degree != section.tp:
+            raise TesseraError(
+                f"tp={degree} of encoder {part.encoder} does not divide {part.what}",
+                where=f"parallel.encoders.{part.encoder}",
+                allowed=divisors(gcd(common[part.encoder], section.tp)),
+            )
+        # Encoders that are split like the main sequence limit its degree; those with a split of their own do not.
+        limit = gcd(*(common[name] for name, tp in degrees.items() if tp == section.tp))
+        only_encoder = part.encoder and common[""] % section.tp == 0
+        raise TesseraError(
+            f"parallel.tp={section.tp} does not divide {part.what}",
+            where="parallel.tp",
+            allowed=divisors(limit),
+            fix=f"or split the encoder over fewer ranks: parallel.encoders.{part.encoder}.tp" if only_encoder else None,
+        )
+
+
+def _check_tokens(section: ParallelSection, tokens: int) -> None:
+    parts = section.cp * section.tp
+    if tokens % parts:
+        shared = f"cp {section.cp} x tp {section.tp} = {parts}" if section.cp > 1 else f"tp {section.tp}"
+        raise TesseraError(
+            f"with sequence_parallel, {shared} does not divide the {tokens} tokens of a micro-batch",
+            where="parallel.sequence_parallel",
+            fix=f"make data.length x train.micro_batch a multiple of {parts}, such as {-(-tokens // parts) * parts}",
+        )
+
+
+def _decoder(styles: Mapping[str, TensorStyle], axes: Axes) -> str:
+    """Return the innermost module that contains all that is applied to parts of the tokens."""
+    paths = [name.split(".")[:-2] for name, s in styles.items() if s == "sequence" and axes.encoder(name) is None]
+    common: list[str] = []
+    for level in zip(*paths, strict=False):
+        if len(set(level)) > 1:
+            break
+        common.append(level[0])
+    if not common:
+        raise TesseraError(
+            "sequence_parallel, but this model family has no one module that could keep parts of the tokens",
+            where="parallel.sequence_parallel",
+            allowed=["false"],
+        )
+    return ".".join(common)
+
+
+def _entries(layers: Mapping[str, Split], module: nn.Module) -> tuple[str, ...]:
+    """Return the modules whose input enters layers split by columns, where its gradient is summed over ranks.
+
+    Layers that share one input should let it enter once. So a module that has only split layers, several of them by
+    columns, is taken to pass its input to these unchanged.
+    """
+    found: dict[str, None] = {}
+    for path, split in layers.items():
+        if split != "column":
+            continue
+        parent = path.rpartition(".")[0]
+        weighty = [f"{parent}.{name}" for name, child in module.get_submodule(parent).named_children() if _heavy(child)]
+        shared = sum(layers.get(child) == "column" for child in weighty) > 1
+        simple = all(layers.get(child) in ("column", "row") for child in weighty)
+        found[parent if parent and shared and simple else path] = None
+    return tuple(found)
+
+
+def _heavy(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def apply_tensor(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
-    """`module` may be a stage: what the plan names and the module lacks is passed over."""
-    whole, parts = Tokens(mesh.view(TENSOR), cut=False), Tokens(mesh.view(TENSOR), cut=True)
-    tower = Tokens(mesh.view(TENSOR_TOWER), cut=False) if mesh.size(TENSOR_TOWER) > 1 else None
+    """Split layers and add hooks. `module` may be a pipeline stage that lacks some of the plan's modules."""
+    parts = TokenPlacement(mesh.view(TENSOR), split=True)
+    views = {TENSOR, *(encoder.tensor for encoder in mesh.axes.encoders.values())}
+    whole = {view: TokenPlacement(mesh.view(view), split=False) for view in views if mesh.size(view) > 1}
 
-    def tokens_of(path: str) -> Tokens | None:
-        return tower if plan.in_tower(path) else parts if plan.in_decoder(path) else whole
+    def tokens_of(path: str) -> TokenPlacement | None:
+        return parts if plan.in_decoder(path) else whole.get(mesh.axes.tensor_view(path))
 
     for path in present(module, plan.layers):
         if (tokens := tokens_of(path)) is not None:
-            _cut(module.get_submodule(path), plan.layers[path], tokens)
+            _split_layer(module.get_submodule(path), plan.layers[path], tokens)
     for path in present(module, plan.inner):
         if (tokens := tokens_of(path)) is not None:
             _distribute(module.get_submodule(path), tokens, Shard(1 if plan.inner[path] == "row" else 0))
     for path in present(module, plan.entries):
         if (tokens := tokens_of(path)) is not None:
-            # Before the layer's own hook, where it is one: that one takes what has entered.
+            # Before the layer's own hook, which expects the entered tensor.
             module.get_submodule(path).register_forward_pre_hook(tokens.enter, prepend=True)
     if plan.sequence:
         for path in present(module, [plan.decoder]):
-            module.get_submodule(path).register_forward_pre_hook(parts.deal)
+            module.get_submodule(path).register_forward_pre_hook(parts.shard)
             module.get_submodule(path).register_forward_hook(parts.join)
 
 
-def partial_gradients(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> list[SharedGradients]:
-    """Gradients that each rank computed from its part of the tokens, or of the heads, alone."""
-    trained = {clean(name): p for name, p in module.named_parameters() if p.requires_grad}
+def partial_gradients(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> list[GradientSync]:
+    """Return the sums of gradients that each rank computed from its part of the tokens or heads only."""
+    trained = {clean_name(name): p for name, p in module.named_parameters() if p.requires_grad}
     found = []
-    for view in (TENSOR, TENSOR_TOWER):
-        partial = [p for n, p in trained.items() if plan.partial(n) and plan.in_tower(n) == (view == TENSOR_TOWER)]
+    for view in dict.fromkeys((TENSOR, *(encoder.tensor for encoder in mesh.axes.encoders.values()))):
+        partial = [p for n, p in trained.items() if plan.partial(n) and mesh.axes.tensor_view(n) == view]
         group = mesh.group(view)
         if partial and group is not None:
-            found.append(SharedGradients(group, partial))
+            found.append(GradientSync(group, partial))
     return found
 
 
-class Tokens:
-    """How tokens lie over ranks between layers, and the hooks that bring them in and out: all of them on every rank,
-    or, with `cut`, in equal parts one after another."""
+class TokenPlacement:
+    """Define how ranks hold tokens between layers, with hooks for both ends: each has all of them, or, with `split`, an
+    equal part."""
 
-    def __init__(self, mesh: DeviceMesh, cut: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, split: bool) -> None:
         self.mesh = mesh
-        self.placement: Placement = Shard(0) if cut else Replicate()
-        # Of the pass that runs, where they are cut. In training it never changes; a prompt may have any number, and
-        # the parts differ by one then.
+        self.placement: Placement = Shard(0) if split else Replicate()
+        # Number of tokens in the current pass, where they are split. It is constant in training; of a prompt any number
+        # may come, and the parts then differ by one.
         self.total = 0
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Into layers that are cut by columns. Backward sums here what each rank's columns add to the gradient."""
+        """Bring tokens into layers split by columns. Backward sums the gradients of all ranks' columns here."""
         return (self._spread(args[0]).redistribute(placements=[Replicate()]), *args[1:])
 
-    def deal(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Whole tokens into the module in which they are kept in parts. Positions and bounds stay whole."""
+    def shard(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Split tokens at the entry of the decoder. Positions and bounds stay whole."""
         x: Tensor = args[0]
         self.total = x.shape[0]
         spread = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
         return (spread.redistribute(placements=[self.placement]).to_local(), *args[1:])
 
     def join(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """And out again: the loss, or the next stage of a pipeline, is given whole tokens. What comes beside the tokens
-        is not of tokens and stays as it is."""
+        """Gather tokens at the exit of the decoder, for the loss or the next stage. Other outputs stay unchanged."""
         tokens, *beside = output if isinstance(output, tuple) else (output,)
         whole: Tensor = self._spread(tokens).redistribute(placements=[Replicate()]).to_local()
-        # Not a view: schedules that split the backward pass cut off a stage's output in place, which views forbid.
+        # Not a view: schedules that split the backward pass detach a stage's output in place, which views forbid.
         return (whole.clone(), *beside) if beside else whole.clone()
 
     def _spread(self, x: Tensor) -> DTensor:
@@ -98,16 +307,16 @@ class Tokens:
         return DTensor.from_local(x, self.mesh, [self.placement], run_check=False, shape=shape, stride=stride)
 
 
-def _cut(layer: nn.Module, how: Cut, tokens: Tokens) -> None:
-    """All ranks fill their parts of a weight alike later, so nothing is sent here."""
-    if how == "vocab" and type(layer) is not nn.Linear and type(layer) is not nn.Embedding:
-        # A class of its own looks at its table through `ops.vocab`, which takes it as it is.
+def _split_layer(layer: nn.Module, split: Split, tokens: TokenPlacement) -> None:
+    """Split the weight of a layer. Nothing is sent: all ranks fill their shards later."""
+    if split == "vocab" and type(layer) is not nn.Linear and type(layer) is not nn.Embedding:
+        # Other classes read their table through `ops.vocab`, which takes a sharded one.
         _distribute(layer, tokens, Shard(0))
         return
     style: ParallelStyle
-    if how == "column":
+    if split == "column":
         style = ColwiseParallel()
-    elif how == "row":
+    elif split == "row":
         style = RowwiseParallel(output_layouts=tokens.placement)
     elif isinstance(layer, nn.Linear):
         style = ColwiseParallel(output_layouts=Replicate())  # a head's logits, where they are asked for
@@ -117,7 +326,7 @@ def _cut(layer: nn.Module, how: Cut, tokens: Tokens) -> None:
         parallelize_module(layer, tokens.mesh, style, src_data_rank=None)
 
 
-def _distribute(layer: nn.Module, tokens: Tokens, placement: Placement) -> None:
+def _distribute(layer: nn.Module, tokens: TokenPlacement, placement: Placement) -> None:
     for name, parameter in list(layer.named_parameters(recurse=False)):
         part = distribute_tensor(parameter, tokens.mesh, [placement], src_data_rank=None)
         layer.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
@@ -125,7 +334,7 @@ def _distribute(layer: nn.Module, tokens: Tokens, placement: Placement) -> None:
 
 @contextlib.contextmanager
 def _bare(layer: nn.Module) -> Iterator[None]:
-    """A layer without the modules inside of it: torch's styles would cut these like the layer itself."""
+    """Remove the children of a layer for a while: torch's styles would split them like the layer itself."""
     parts = dict(layer.named_children())
     for name in parts:
         delattr(layer, name)
@@ -134,3 +343,86 @@ def _bare(layer: nn.Module) -> Iterator[None]:
     finally:
         for name, part in parts.items():
             layer.add_module(name, part)
+
+
+def tensor_communication(plan: Plan, here: Sequence[ParamShard], position: int) -> Iterator[CommVolume]:
+    """Estimate the collectives of layers that several ranks compute together."""
+    tensor = plan.tensor
+    if tensor is None:
+        return
+    weights = {shard.name.removesuffix(".weight"): shard.shape for shard in here}
+    for path in tensor.entries:
+        # The width of what enters is that of the first layer there that is split by columns.
+        layers = [layer for layer in weights if tensor.layers.get(layer) == "column" and home(layer, [path])]
+        if layers:
+            yield from _crossing(plan, path, weights[layers[0]][1], enters=True)
+    for path in (path for path, split in tensor.layers.items() if split == "row" and path in weights):
+        yield from _crossing(plan, path, weights[path][0], enters=False)
+    yield from _vocabulary(plan, weights, position)
+    yield from _decoder_ends(plan, here)
+    # Sums of norm gradients, of which each rank has the part of its tokens or heads.
+    partial = [shard for shard in here if shard.trained and tensor.partial(shard.name)]
+    for view in dict.fromkeys((TENSOR, *(encoder.tensor for encoder in plan.axes.encoders.values()))):
+        numel = sum(shard.local_numel for shard in partial if plan.axes.tensor_view(shard.name) == view)
+        if numel and plan.axes.size(view) > 1:
+            yield CommVolume(plan.axes.label(view), "all-reduce", 1, numel * plan.storage_dtype.itemsize)
+
+
+def _crossing(plan: Plan, path: str, width: int, enters: bool) -> Iterator[CommVolume]:
+    """Estimate the collectives before layers split by columns (`enters`) or behind a layer split by rows. With sequence
+    parallelism tokens are gathered before and scattered behind; otherwise only sums are taken."""
+    assert plan.tensor is not None
+    view = plan.axes.tensor_view(path)
+    if plan.axes.size(view) == 1:
+        return
+    size = plan.rows_at(path) * width * plan.param_dtype.itemsize
+    forwards = 1 + _computed_again(plan, path, enters)
+    backwards = int(plan.gradient_reaches(path))
+    if plan.tensor.in_decoder(path):
+        kinds: tuple[Kind, Kind] = ("all-gather", "reduce-scatter")
+        forward, backward = kinds if enters else reversed(kinds)
+        yield plan.volume(view, forward, forwards, size)
+        yield plan.volume(view, backward, backwards, size)
+    else:
+        yield plan.volume(view, "all-reduce", backwards if enters else forwards, size)
+
+
+def _computed_again(plan: Plan, path: str, enters: bool) -> bool:
+    """Return whether recompute runs a layer again. It ends before the last sum in a module: its result is not saved."""
+    assert plan.tensor is not None
+    module = home(path, (part.path for part in plan.recompute))
+    if module is None:
+        return False
+    return enters or path != [layer for layer in plan.tensor.layers if home(layer, [module])][-1]
+
+
+def _vocabulary(plan: Plan, weights: Mapping[str, Sequence[int]], position: int) -> Iterator[CommVolume]:
+    """Estimate the collectives of the embedding and of the loss that reads the head, both split by vocabulary."""
+    assert plan.tensor is not None
+    tables = [path for path, split in plan.tensor.layers.items() if split == "vocab"]
+    width = next((weights[path][1] for path in tables if path in weights), None)
+    if width is None:
+        return
+    pipeline, tokens = plan.pipeline, plan.rows[""]
+    size = tokens * width * plan.param_dtype.itemsize
+    # The last stage may have the embedding only as a copy, for its head.
+    if pipeline is None or pipeline.owner[pipeline.home(f"{tables[0]}.weight")] == position:
+        yield plan.volume(TENSOR, "all-reduce", 1, size)
+    if pipeline is None or pipeline.owner[-1] == position:
+        yield plan.volume(TENSOR, "all-reduce", 1, size)
+        chunks, numbers = -(-tokens // LOSS_CHUNK), tokens * LOSS_NUMBERS * plan.axes.size(TENSOR)
+        yield CommVolume(
+            plan.axes.label(TENSOR), "all-gather", chunks * plan.microbatches, 4 * numbers * plan.microbatches
+        )
+
+
+def _decoder_ends(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
+    """Estimate the gathers at the ends of the decoder, inside of which each rank has a part of the tokens."""
+    assert plan.tensor is not None
+    names = [shard.name for shard in here if plan.tensor.in_decoder(shard.name)]
+    if not names:
+        return
+    pipeline = plan.pipeline
+    stages = 1 if pipeline is None else len({pipeline.home(name) for name in names if name not in pipeline.copies})
+    width = next(p.shape[0] for p in plan.param_shards if plan.tensor.styles[p.name] == "sequence")
+    yield plan.volume(TENSOR, "all-gather", 2 * stages, plan.rows[""] * width * plan.param_dtype.itemsize)

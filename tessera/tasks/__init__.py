@@ -1,13 +1,30 @@
-"""Objectives. Each module here exposes `TASK`: a callable that takes the recipe's task options and gives a `Task`."""
+"""Define objectives. Each module here has a `TASK`: a callable that takes the task options and returns a `Task`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from tessera.core.imports import Maker
-from tessera.core.registry import Registry
-from tessera.core.types import Task
+from tessera.core.errors import TesseraError
+from tessera.core.registry import Maker, Registry, check_arguments
+from tessera.core.task import Task
+
+REFERENCE_MODEL = "reference"  # the frozen component that is a copy of the model with its initial weights
 
 TASKS: Registry[Callable[..., Task]] = Registry(
-    "task", "tessera.tasks", "TASK", key="train.task", accepts=Maker("task", methods=(("inputs", "loss"),))
+    "task", "tessera.tasks", "TASK", key="train.task", accepts=Maker("task", bases=(Task,))
 )
+
+
+def build_task(name: str, options: Mapping[str, Any]) -> Task:
+    """Return the task that a recipe names, by the name of a module here or an import path."""
+    make = TASKS.get(name)
+    check_arguments(make, options, f"task {name}", "train.task_options")
+    task = make(**options)
+    if not isinstance(task, Task):
+        raise TesseraError(
+            f"{name} returned a {type(task).__name__}, which is no task",
+            where="train.task",
+            fix="derive the class from tessera.core.task.Task and write its methods `counts` and `losses`",
+        )
+    return task

@@ -1,7 +1,7 @@
-"""For models that compute their own loss. What they return is made into a sum and a count.
+"""Train models that compute their own loss: what they return is made into a sum and a count.
 
 A model may return a scalar; a mapping with `loss` and perhaps `count`; or an object with such attributes (outputs of
-`transformers` are both). Gradients of micro-batches and ranks are *added* and divided once, by the global count, so
+`transformers` are both). Gradients of micro-batches and ranks are added and divided once, by the global count, so
 that any split of a batch trains alike. For that a mean has to become a sum again:
 
     reduction: mean (default)   the loss is a mean over `count` things; it is multiplied by `count`
@@ -21,17 +21,26 @@ from torch import Tensor
 
 from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
-from tessera.core.types import IGNORE, Batch, LossOut
+from tessera.core.task import Losses, LossTerm, Task
+from tessera.core.types import IGNORE, Batch
+
+COUNT = "count"
 
 
 class ReturnsLossOptions(Section):
-    """`train.task_options` of this task."""
+    """Declare `train.task_options` of `ReturnsLossTask`."""
 
     reduction: Literal["mean", "sum"] = "mean"
     count_labels: str | None = None
 
 
-class ReturnsLossTask:
+class ReturnsLossTask(Task):
+    """Use the scalar loss that the model returns.
+
+    `reduction`: whether that is a mean or a sum. What it is taken over is counted by `count` of the outputs if they
+    have it, else by the labels of the tensor `count_labels` of the batch, else by the samples.
+    """
+
     def __init__(self, reduction: Literal["mean", "sum"] = "mean", count_labels: str | None = None) -> None:
         options = build(
             ReturnsLossOptions, {"reduction": reduction, "count_labels": count_labels}, "train.task_options"
@@ -39,10 +48,10 @@ class ReturnsLossTask:
         self.reduction = options.reduction
         self.count_labels = options.count_labels
 
-    def inputs(self, batch: Batch) -> Batch:
-        return batch
+    def counts(self, batch: Batch) -> None:
+        """Return nothing: the model may return a count of its own, so the count is known only after forward."""
 
-    def loss(self, outputs: Any, batch: Batch) -> LossOut:
+    def losses(self, outputs: Any, batch: Batch) -> Losses:
         loss = _part(outputs, "loss")
         if loss is None and isinstance(outputs, Tensor):
             loss = outputs
@@ -57,12 +66,12 @@ class ReturnsLossTask:
         count = self._count(outputs, batch, loss)
         # A mean over nothing is nan, and nan times zero stays nan: it must not reach the other samples of the step.
         total = loss if self.reduction == "sum" else torch.where(count > 0, loss, loss.new_zeros(())) * count
-        return LossOut(total, count)
+        return Losses([LossTerm("loss", total, COUNT)], counts={COUNT: count})
 
     def _count(self, outputs: Any, batch: Batch, loss: Tensor) -> Tensor:
-        told = _part(outputs, "count")
-        if told is not None:
-            return torch.as_tensor(told, device=loss.device).detach().reshape(())
+        returned = _part(outputs, "count")
+        if returned is not None:
+            return torch.as_tensor(returned, device=loss.device).detach().reshape(())
         if self.count_labels is not None:
             labels = batch.get(self.count_labels)
             if labels is None:
@@ -76,7 +85,7 @@ class ReturnsLossTask:
 
 
 def _part(outputs: Any, name: str) -> Any:
-    """`outputs["loss"]` or `outputs.loss`. A tensor's own methods (`count_nonzero`...) are not parts of it."""
+    """Return `outputs["loss"]` or `outputs.loss`, for example; methods of a tensor or a list are no parts of it."""
     if isinstance(outputs, Tensor):
         return None
     if isinstance(outputs, Mapping):

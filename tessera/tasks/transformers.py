@@ -1,4 +1,4 @@
-"""Cross-entropy on the logits of a `transformers` class. A batch holds keyword arguments of the class, and `labels`.
+"""Train by cross-entropy on the logits of a `transformers` class: a batch holds its keyword arguments and `labels`.
 
 The class never sees the labels, so its own loss (a mean, whose count is lost) is not computed. The exception are
 encoder-decoders without `decoder_input_ids`, which make these from the labels.
@@ -11,25 +11,34 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
-from tessera.core.types import IGNORE, Batch, LossOut
+from tessera.core.task import Counts, Losses, LossTerm, Task
+from tessera.core.types import IGNORE, Batch
 from tessera.models.transformers.model import LABELS
 
 
 class TransformersOptions(Section):
-    """`train.task_options` of this task."""
+    """Declare `train.task_options` of `TransformersTask`."""
 
     shift: bool | None = None
 
 
-class TransformersTask:
-    """`shift`: whether position i predicts label i + 1, as language models do. None: only encoder-decoders do not,
-    as their decoder inputs are the labels shifted already."""
+class TransformersTask(Task):
+    """Sum the cross-entropy of logits that a class returns.
+
+    `shift`: whether position i predicts label i + 1, as language models do. None: only encoder-decoders do not, as
+    their decoder inputs are the labels shifted already.
+    """
 
     def __init__(self, shift: bool | None = None) -> None:
         self.shift = build(TransformersOptions, {"shift": shift}, "train.task_options").shift
+
+    def counts(self, batch: Batch) -> Counts | None:
+        """Return the number of labels; None without `shift`, when only the outputs show what is counted."""
+        return None if self.shift is None else {"labels": (self._targets(batch["labels"], self.shift) != IGNORE).sum()}
 
     def inputs(self, batch: Batch) -> Batch:
         if "labels" not in batch:
@@ -42,21 +51,24 @@ class TransformersTask:
         others = {name: tensor for name, tensor in batch.tensors.items() if name != "labels"}
         return replace(batch, tensors={**others, LABELS: batch["labels"]})
 
-    def loss(self, outputs: Any, batch: Batch) -> LossOut:
+    def losses(self, outputs: Any, batch: Batch) -> Losses:
         logits, labels = getattr(outputs, "logits", None), batch[LABELS]
         if logits is None or logits.shape[:-1] != labels.shape:
-            told = "no logits" if logits is None else f"logits of shape {list(logits.shape)}"
+            found = "no logits" if logits is None else f"logits of shape {list(logits.shape)}"
             raise TesseraError(
-                f"{type(outputs).__name__} has {told}, the labels have shape {list(labels.shape)}",
+                f"{type(outputs).__name__} has {found}, the labels have shape {list(labels.shape)}",
                 where="train.task=transformers",
                 fix="train.task=returns_loss uses the loss that the class itself returns",
             )
         shift = not hasattr(outputs, "encoder_last_hidden_state") if self.shift is None else self.shift
-        if shift:
-            # The labels move, not the logits: a shifted view of those would be copied whole.
-            labels = torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], IGNORE)], dim=-1)
+        labels = self._targets(labels, shift)
         total = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-        return LossOut(total, (labels != IGNORE).sum())
+        return Losses([LossTerm("loss", total, "labels")], counts={"labels": (labels != IGNORE).sum()})
+
+    @staticmethod
+    def _targets(labels: Tensor, shift: bool) -> Tensor:
+        """Return the label of every position. The labels move, not the logits: a shifted view of those is a copy."""
+        return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], IGNORE)], dim=-1) if shift else labels
 
 
 TASK = TransformersTask

@@ -1,1 +1,1 @@
-"""Verbs that work on finished things: convert, compare."""
+"""Convert, compare and try out models and data without training."""

@@ -1,7 +1,7 @@
-"""One step of one rank for each role, in a world that does not exist: no data, no weights, no other process.
+"""Try a recipe before a run: a step of each role in a fake world, and a check of all ranks of a cluster.
 
-Tensors have shapes and no memory, and collectives return at once, so that a step of any model on any number of ranks
-runs on a laptop. What it calls is counted: it is the code that a real run calls.
+In a dry run tensors have shapes and no memory, and collectives return at once, so that a step of any model on any
+number of ranks runs on a laptop. What it calls is counted: it is the code that a real run calls.
 """
 
 from __future__ import annotations
@@ -20,76 +20,81 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tessera.core import device as devices
+from tessera.core import dist
 from tessera.core.config import dump_yaml, parse_yaml
-from tessera.core.dist import fake_world
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig, load_config
-from tessera.core.types import Batch
-from tessera.optim.clip import norm_and_factor
-from tessera.parallel.apply import arrange
-from tessera.parallel.axes import PP
-from tessera.parallel.engines import build_engine
-from tessera.parallel.experts.dispatch import RankDispatch
-from tessera.parallel.local_rows import LocalRows
-from tessera.parallel.memory.materialize import materialize
-from tessera.parallel.mesh import Mesh, build_mesh
-from tessera.parallel.pipeline.engine import PipelineEngine, QuietStage
+from tessera.core.task import SumSpec
+from tessera.core.torch_internals import fake_tensor_mode, lone_stage
+from tessera.core.types import Batch, RowSource
+from tessera.optim.optimizer import total_norm
+from tessera.parallel.apply import build_engine, materialize, parallelize_on_meta
+from tessera.parallel.communication import CommCounter, CommVolume, comm_text
+from tessera.parallel.experts import RankDispatch
+from tessera.parallel.memory_estimate import shards_of_stage
+from tessera.parallel.mesh import PP, Mesh
+from tessera.parallel.pipeline_engine import PipelineEngine
 from tessera.parallel.plan import Plan
-from tessera.parallel.planning.holdings import of_stage
-from tessera.parallel.traffic.counting import CountCollectives
-from tessera.parallel.traffic.forecast import forecast
-from tessera.parallel.traffic.lines import Traffic, traffic_text
-from tessera.tasks import TASKS
-from tessera.train.describe import Described, describe
+from tessera.parallel.plan_text import estimate_communication
+from tessera.parallel.sequence_sharding import RankDataset
+from tessera.tasks import build_task
+from tessera.training.run import fingerprint, join
+from tessera.training.setup import ModelSetup, build_meta_model
 
 
 @dataclass(frozen=True)
 class Role:
-    """Ranks that do the same: they differ in which rows they read, which equal part of a layer they hold, or which of
-    several equal stages they have."""
+    """Describe ranks that do the same work: they differ in the rows they read, the part of a layer they hold, or the
+    one of several equal stages they have."""
 
     positions: tuple[int, ...]  # in the pipeline
     ranks: int  # how many have this role
-    traffic: tuple[Traffic, ...]
+    volumes: tuple[CommVolume, ...]
     seconds: float  # that the dry run of it took
 
     def describe(self) -> str:
         stages = ", ".join(map(str, self.positions))
         head = f"ranks at {stages} of the pipeline ({self.ranks} in all), counted in {self.seconds:.1f} s"
-        return "\n".join([head, *(f"  {line}" for line in traffic_text(self.traffic))])
+        return "\n".join([head, *(f"  {line}" for line in comm_text(self.volumes))])
 
 
 def dry_run(
     recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, world: int = 1
 ) -> list[Role]:
-    """Every role in a process of its own: torch remembers meshes and groups for as long as a process lives."""
+    """Run one step of each role on tensors without memory, and return the roles with their counted communication.
+
+    Each role runs in a process of its own, because torch keeps meshes and groups as long as a process lives.
+    """
     config = load_config(recipe, overrides)
-    described = describe(config, world)
-    if described.spec.example is None:
+    setup = build_meta_model(config, world)
+    if setup.spec.example is None:
         raise TesseraError(
-            f"family {described.spec.name} has no example batch, so a step of it cannot be run dry",
+            f"family {setup.spec.name} has no example batch, so a step of it cannot be run dry",
             fix="`tessera plan` without --dry-run forecasts what it can from the plan",
         )
-    plan = described.plan
+    plan = setup.plan
     alike: dict[object, list[int]] = {}
     for position in range(plan.axes.size(PP)):
-        alike.setdefault(_likeness(plan, position), []).append(position)
+        alike.setdefault(_stage_key(plan, position), []).append(position)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         return list(pool.map(lambda positions: _in_new_process(config, world, positions), alike.values()))
 
 
-def _likeness(plan: Plan, position: int) -> object:
-    """Equal for positions with the same stages up to the numbers of their layers, and the same neighbours."""
+def _stage_key(plan: Plan, position: int) -> object:
+    """Return a key that is equal for positions whose stages differ only in the numbers of layers."""
     pipeline = plan.pipeline
     if pipeline is None:
         return ()
     found = []
     for stage in pipeline.stages_of(position):
-        layers = [(re.sub(r"\d+", "#", piece.name), piece.shape) for piece in of_stage(plan.pieces, pipeline, position)]
-        before = pipeline.stages[stage - 1].hands_on if stage else None
-        found.append((sorted(layers), before, pipeline.stages[stage].hands_on, pipeline.stages[stage].media))
+        layers = [
+            (re.sub(r"\d+", "#", shard.name), shard.shape)
+            for shard in shards_of_stage(plan.param_shards, pipeline, position)
+        ]
+        before = pipeline.stages[stage - 1].output if stage else None
+        found.append((sorted(layers), before, pipeline.stages[stage].output, pipeline.stages[stage].in_encoder))
     return repr(found)
 
 
@@ -104,18 +109,18 @@ def _in_new_process(config: RunConfig, world: int, positions: Sequence[int]) -> 
         text=True,
     )
     if done.returncode:
-        told = done.stderr.strip().splitlines()
+        lines = done.stderr.strip().splitlines()
         raise TesseraError(
-            f"a step at {positions[0]} of the pipeline failed in the dry run: {told[-1] if told else 'without a word'}",
+            f"a step at {positions[0]} of the pipeline failed in the dry run: {lines[-1] if lines else 'no output'}",
             fix="`tessera plan` without --dry-run forecasts the same from the plan",
         )
     answer = json.loads(done.stdout.splitlines()[-1])
-    traffic = tuple(Traffic(**line) for line in answer["traffic"])
-    return Role(tuple(positions), len(positions) * answer["ranks"], traffic, answer["seconds"])
+    volumes = tuple(CommVolume(**line) for line in answer["volumes"])
+    return Role(tuple(positions), len(positions) * answer["ranks"], volumes, answer["seconds"])
 
 
 def main() -> None:
-    """The other side of `_in_new_process`."""
+    """Run the role that `_in_new_process` asks for."""
     asked = json.load(sys.stdin)
     role = run_role(load_config(parse_yaml(asked["recipe"], "recipe")), asked["world"], asked["position"])
     print(json.dumps(asdict(role)))
@@ -123,55 +128,40 @@ def main() -> None:
 
 def run_role(config: RunConfig, world: int, position: int) -> Role:
     began = time.perf_counter()
-    described = describe(config, world)  # used up below
-    plan = described.plan
+    setup = build_meta_model(config, world)  # used up below
+    plan = setup.plan
     rank = position * (world // plan.axes.size(PP))  # the pipeline is the outermost axis
     cpu = torch.device("cpu")
-    with fake_world(world, rank):
-        mesh = build_mesh(plan.axes, cpu)
-        batches = [_example(config, described, mesh) for _ in range(plan.microbatches)]
-        task = TASKS.get(config.train.task or described.spec.task)(**config.train.task_options)
-        module = arrange(described.module, plan, mesh, cpu)
-        with FakeTensorMode(allow_non_fake_inputs=True) as shapes_only:
+    with dist.fake_world(world, rank):
+        mesh = Mesh(plan.axes, cpu)
+        batches = [_example(config, setup, mesh) for _ in range(plan.microbatches)]
+        task = build_task(config.train.task or setup.spec.task, config.train.task_options)
+        module = parallelize_on_meta(setup.module, plan, mesh, cpu)
+        with fake_tensor_mode() as shapes_only:
             materialize(module, plan, cpu)
             engine = build_engine(module, plan, mesh, cpu, pipeline=_DryPipeline)
             _route_evenly(module)
-            with CountCollectives(mesh) as counted:
-                out = engine.step(task, [_without_memory(batch, shapes_only) for batch in batches])
-                norm_and_factor(module.parameters(), out.count, config.optim.clip_norm, others=mesh.group(PP))
+            with CommCounter(mesh) as counted:
+                engine.step(task, [_without_memory(batch, shapes_only) for batch in batches])
+                total_norm([p.grad for p in module.parameters() if p.grad is not None], cpu, others=mesh.group(PP))
     ranks = world // plan.axes.size(PP)
-    return Role((position,), ranks, tuple(counted.traffic), time.perf_counter() - began)
-
-
-class _Agreed:
-    def item(self) -> int:
-        return 1
-
-
-class _AgreedStage(QuietStage):
-    """Since torch 2.13 stages vote whether shapes are known beforehand. They are; there is nobody to ask."""
-
-    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
-        return _Agreed()
-
-    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
-        return _Agreed()
+    return Role((position,), ranks, tuple(counted.volumes), time.perf_counter() - began)
 
 
 class _DryPipeline(PipelineEngine):
-    """Nothing can be read from tensors without memory. All micro-batches are alike, so any number will do."""
+    """Replace what reads tensors, which have no values here. All micro-batches are alike, so any number will do."""
 
-    stage_class = _AgreedStage
+    stage_class = lone_stage()
 
     def number_of(self, mb: Tensor) -> int:
         return 0
 
-    def agree_on_metrics(self, names: list[str] | None) -> list[str]:
-        return names or []
+    def agree_on_specs(self, specs: tuple[SumSpec, ...] | None) -> tuple[SumSpec, ...]:
+        return specs or ()
 
 
 def _route_evenly(module: nn.Module) -> None:
-    """Which experts tokens choose is not known either: each rank's get as many as the others'."""
+    """Send every rank's experts the same number of tokens: which ones tokens choose is not known."""
     for part in module.modules():
         if isinstance(part, RankDispatch):
             part.read_counts = _even_counts
@@ -183,22 +173,20 @@ def _even_counts(counts: Tensor, rows: int) -> tuple[list[int], list[int]]:
     return shares, shares
 
 
-def _example(config: RunConfig, described: Described, mesh: Mesh) -> Batch:
-    make, plan = described.spec.example, described.plan
+def _example(config: RunConfig, setup: ModelSetup, mesh: Mesh) -> Batch:
+    make, plan = setup.spec.example, setup.plan
     assert make is not None, "asked for before"
-    rows = LocalRows(
-        _OneBatch(make(described.config, config.data.length * config.train.micro_batch)),
+    rows = RankDataset(
+        _OneBatch(make(setup.config, config.data.length * config.train.micro_batch)),
         plan.axes,
         mesh.root.get_rank(),
-        context=plan.context,
+        sharding=plan.batch_sharding,
     )
     return rows.batch([0])
 
 
-class _OneBatch:
-    """A `RowSource` of one row."""
-
-    bad_samples = ()
+class _OneBatch(RowSource):
+    """Give one ready batch as the only row."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -210,7 +198,7 @@ class _OneBatch:
         return self._batch
 
 
-def _without_memory(batch: Batch, mode: FakeTensorMode) -> Batch:
+def _without_memory(batch: Batch, mode: Any) -> Batch:
     return replace(
         batch,
         tensors={name: mode.from_tensor(tensor) for name, tensor in batch.tensors.items()},
@@ -218,15 +206,39 @@ def _without_memory(batch: Batch, mode: FakeTensorMode) -> Batch:
     )
 
 
-def forecast_error(plan: Plan, roles: list[Role]) -> float:
-    """How far the plan's forecast of all bytes is from what was counted, at the worst stage."""
+def estimate_error(plan: Plan, roles: list[Role]) -> float:
+    """Return the relative error of the plan's estimate of communication in bytes, at the stage where it is largest."""
     worst = 0.0
     for role in roles:
-        counted = sum(line.bytes for line in role.traffic)
+        counted = sum(line.bytes for line in role.volumes)
         for position in role.positions:
-            said = sum(line.bytes for line in forecast(plan, position))
-            worst = max(worst, abs(said - counted) / max(counted, 1))
+            estimated = sum(line.bytes for line in estimate_communication(plan, position))
+            worst = max(worst, abs(estimated - counted) / max(counted, 1))
     return worst
+
+
+def preflight(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> list[str]:
+    """Start all ranks, compare them and run one collective on their devices; return lines for the terminal.
+
+    Only the main rank returns lines. A problem is a `TesseraError` that names ranks and machines.
+
+    The plan is made first: a recipe that cannot run on so many ranks fails without any of them waiting.
+    """
+    config = load_config(recipe, overrides)
+    build_meta_model(config, dist.environment_ranks()[1])
+    began = time.perf_counter()
+    with join(config) as world:
+        joined = time.perf_counter() - began
+        total = dist.sum_over_ranks(torch.ones(1, device=world.device))
+        assert int(total) == world.size  # reading it waits for the device
+        summed = time.perf_counter() - began - joined
+        if not world.is_main:
+            return []
+        return [
+            f"{world.size} ranks came together in {joined:.1f} s, all with configuration {fingerprint(config)}",
+            f"devices: {devices.name(world.device)}; a first sum over all of them took {summed:.2f} s",
+            f"run folder: {config.folder} is shared and writable",
+        ]
 
 
 if __name__ == "__main__":

@@ -12,18 +12,16 @@ from parity import randomize
 
 import tessera
 from tessera.checkpoint.hf import save_folder
-from tessera.checkpoint.model_state import model_tensors
+from tessera.checkpoint.state import model_tensors
 from tessera.core.types import Batch, ModelSpec
-from tessera.infer.generate import generate
-from tessera.infer.sampling import Sampling
+from tessera.inference.generate import Sampling, generate_tokens
 
 
 def export(spec: ModelSpec, config: Any, processor: Any, folder: Path, seed: int = 0) -> Path:
     """A folder of random weights, large enough that answers vary."""
-    module = spec.build(config)
+    module = spec.main.build(config)
     randomize(module, seed, 0.3)
-    assert spec.weights is not None
-    save_folder(folder, model_tensors(module), spec.weights(config), config.to_hf(), extras=processor.save)
+    save_folder(folder, model_tensors(module), spec.main.weight_map(config), config.to_hf(), extras=processor.save)
     return folder
 
 
@@ -34,7 +32,7 @@ def same_answer(
     model, loaded = tessera.load(folder, device="cpu")
     batch, processor = loaded(asked), loaded.processor
     stops = processor.stop_tokens
-    ours = generate(model.module, batch, max_new_tokens=new, stop_tokens=stops, sampling=Sampling())[0]
+    ours = generate_tokens(model.module, batch, max_new_tokens=new, stop_tokens=stops, sampling=Sampling())[0]
     reference = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     given = {"input_ids": batch["tokens"][None], "attention_mask": torch.ones_like(batch["tokens"])[None]}
     out = reference.generate(

@@ -1,4 +1,4 @@
-"""Layouts in which tiny models of families that see train like one process. Their towers and texts have two layers."""
+"""Layouts in which tiny vision-language models train like one process. Their encoders and decoders have two layers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from tests.dist.layouts import Case, good, measure
 
-_SHARED = {"towers": {"vision": {"cp": 2}}}
+_SHARED = {"encoders": {"vision": {"cp": 2}}}
 FSDP = Case("fsdp 2", 2)
 TENSOR = Case("tp 2", 2, {"tp": 2})
-DEALT = Case("tp 2, whole tower, pictures dealt", 2, {"tp": 2, "towers": {"vision": {"tp": 1}}})
+DISTRIBUTED = Case("tp 2, whole encoder, images distributed", 2, {"tp": 2, "encoders": {"vision": {"tp": 1}}})
 SEQUENCE = Case("tp 2, sequence parallel", 2, {"tp": 2, "sequence_parallel": True})
 PIPELINE = Case("pp 2", 2, {"pp": 2})
-IN_TOWER = Case("pp 2, cut in the tower", 2, {"pp": 2, "layers": {"vision": [1, 1], "text": [0, 2]}})
-BEHIND_TOWER = Case("pp 2, cut behind the tower", 2, {"pp": 2, "layers": {"vision": [2, 0], "text": [0, 2]}})
+IN_ENCODER = Case("pp 2, split in the encoder", 2, {"pp": 2, "layers": {"vision": [1, 1], "text": [0, 2]}})
+BEHIND_ENCODER = Case("pp 2, split behind the encoder", 2, {"pp": 2, "layers": {"vision": [2, 0], "text": [0, 2]}})
 ULYSSES = Case("ulysses 2", 2, {"cp": 2})
 ULYSSES_SHARED = Case("ulysses 2, patches shared", 2, {"cp": 2, **_SHARED})
 RING_SHARED = Case("ring 2, patches shared", 2, {"cp": 2, "ulysses": 1, **_SHARED})

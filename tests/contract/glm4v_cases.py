@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from grid_cases import INPUTS, Grid, Grids, GridShape
-from seeing import Case, Pair
+from vision_language import Case, Pair
 
 from tessera.core.types import ModelSpec
 from tessera.models.glm4v import SPEC
 from tessera.models.glm4v.config import Glm4vConfig
-from tessera.models.glm4v.positions import between_entries
+from tessera.models.glm4v.model import bicubic_positions
 
 TOKENS = {
     "image_start_token_id": 84,
@@ -48,7 +48,7 @@ class Glm4v(Grids):
     spec: ClassVar[ModelSpec] = SPEC
     shapes: ClassVar[tuple[Shape, ...]] = SHAPES
     first_word: ClassVar[int] = 3
-    between: ClassVar[Callable[..., tuple[np.ndarray, np.ndarray]] | None] = staticmethod(between_entries)
+    between: ClassVar[Callable[..., tuple[np.ndarray, np.ndarray]] | None] = staticmethod(bicubic_positions)
 
     def config(self, number: int, **changes: Any) -> Glm4vConfig:
         shape = SHAPES[number]

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from seeing import Case, Pair, Seeing, labels_of, packed_text, word_maker
 from torch import Tensor
+from vision_language import Case, Pair, VisionLanguageFamily, labels_of, packed_text, word_maker
 
 from tessera.core.types import Batch, Segments
-from tessera.data.patches import block_positions
+from tessera.models.common.patches import block_positions
 
 Grid = tuple[int, int, int]  # of patches: time, height, width
 Item = tuple[str, Grid, Tensor]  # kind, grid, pixels
@@ -79,11 +79,11 @@ class Seen:
     items: list[Item]
 
 
-class Grids(Seeing):
+class Grids(VisionLanguageFamily):
     """Here as Qwen2-VL has it. `first_word`: ids below it mean something."""
 
     first_word: ClassVar[int] = 2
-    # Where a tower has a learned table of positions: which of its entries patches at given places lie between.
+    # Where an encoder has a learned table of positions: which of its entries patches at given places lie between.
     between: ClassVar[Callable[..., tuple[np.ndarray, np.ndarray]] | None] = None
 
     def media(self, number: int) -> dict[str, list[Any]]:

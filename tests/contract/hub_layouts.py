@@ -32,7 +32,7 @@ def billions(family: str, preset: str) -> Counter[str]:
     """Parameters of each part of a model."""
     spec, config = resolve(ModelSection(family=family, preset=preset))
     with torch.device("meta"):
-        model = spec.build(config)
+        model = spec.main.build(config)
     counts: Counter[str] = Counter()
     for path, parameter in model.named_parameters():
         counts[path.split(".")[0]] += parameter.numel() / 1e9  # type: ignore[assignment]

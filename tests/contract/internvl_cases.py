@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from language_cases import experts_of, text
 from parity import queries_for_keys, saved, spread
-from seeing import Case, Pair, Seeing, labels_of, packed_text, word_maker
 from torch import Tensor
+from vision_language import Case, Pair, VisionLanguageFamily, labels_of, packed_text, word_maker
 
 from tessera.core.types import Batch, ModelSpec, Segments
 from tessera.models.internvl import SPEC
@@ -53,7 +53,7 @@ MEDIA: dict[str, list[int]] = {
 }
 
 
-class InternVL(Seeing):
+class InternVL(VisionLanguageFamily):
     spec: ClassVar[ModelSpec] = SPEC
     shapes: ClassVar[Sequence[Any]] = SHAPES
     folders: ClassVar[Sequence[int]] = range(6)
@@ -92,7 +92,7 @@ class InternVL(Seeing):
                 "media_patches": index.nonzero().flatten(),
                 "media_slots": (tensors["tokens"] == config.image_token_id).nonzero().flatten(),
             }
-            segments["vision"] = Segments.of([config.vision.tile_rows] * len(tiles))
+            segments["vision"] = Segments.of([config.vision.tile_patches] * len(tiles))
         return Batch(tensors, segments, seeds=(0,))
 
     def state(self, reference: Any) -> dict[str, Tensor]:

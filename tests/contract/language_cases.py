@@ -1,4 +1,4 @@
-"""Tiny text towers, as the configurations of families spell them."""
+"""Tiny text decoders, as the configurations of families spell them."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ import torch
 from chats import clip, picture
 from parity import numbers, queries_for_keys
 from PIL import Image
-from seeing import Case, Pair, Seeing
 from tokenizers import processors
 from torch import Tensor
+from vision_language import Case, Pair, VisionLanguageFamily
 
 from tessera.core.types import Batch, Encoded, Message, ModelSpec, Part, Sample
 from tessera.data.tokenizer import train_tokenizer, write_tokenizer
@@ -32,7 +32,7 @@ TEXTS = ["system user assistant\n\n USER: ASSISTANT: What is in the picture? A r
 class Shape:
     """What varies between the tiny models."""
 
-    tower: str
+    encoder: str
     text: str
     tiled: bool = False
     size: int = 8
@@ -79,14 +79,14 @@ def config_of(shape: Shape, **changes: Any) -> LlavaConfig:
                 **_TEXT[shape.text],
             },
             "vision": {
-                "kind": shape.tower,
+                "kind": shape.encoder,
                 "hidden_size": 24,
                 "intermediate_size": 44,
                 "num_hidden_layers": shape.layers,
                 "num_attention_heads": 2,
                 "image_size": size,
                 "patch_size": shape.patch,
-                "hidden_act": "quick_gelu" if shape.tower == "clip" else "gelu_pytorch_tanh",
+                "hidden_act": "quick_gelu" if shape.encoder == "clip" else "gelu_pytorch_tanh",
             },
             "tiles": tiles if shape.tiled else None,
             "tie_word_embeddings": shape.tied,
@@ -195,7 +195,7 @@ class Talk:
     shown: list[Any]
 
 
-class Llava(Seeing):
+class Llava(VisionLanguageFamily):
     """Samples are conversations that our processor encodes; transformers gets the same pixels."""
 
     spec: ClassVar[ModelSpec] = SPEC

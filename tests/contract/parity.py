@@ -20,7 +20,7 @@ def relative(ours: Tensor, reference: Tensor) -> float:
 
 def numbers(processor: Any, pixels: Tensor) -> Tensor:
     """What bytes of pixels mean, rounded as the reference rounds; and the device's way gives the same to a last bit."""
-    patches = processor.bytes_mean
+    patches = processor.pixel_norm
     assert pixels.dtype == torch.uint8
     exact = torch.from_numpy(patches.numbers(pixels.numpy()))
     factor, offset = torch.from_numpy(patches.affine)
@@ -30,17 +30,16 @@ def numbers(processor: Any, pixels: Tensor) -> Tensor:
 
 def from_foreign(spec: ModelSpec, config: Any, state: Mapping[str, Tensor]) -> nn.Module:
     """Our model with weights under foreign names; none may be left over."""
-    assert spec.weights is not None
-    table = spec.weights(config)
+    table = spec.main.weight_map(config)
     pool = {table.canonical(name): tensor for name, tensor in state.items()}
-    model = spec.build(config)
+    model = spec.main.build(config)
     used: set[str] = set()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            found = table.to_foreign(name)
+            found = table.rule_for(name)
             assert found is not None, name
             rule, names = found
-            parameter.copy_(rule.op.to_ours([pool[n] for n in names]))
+            parameter.copy_(rule.op.to_native([pool[n] for n in names]))
             used.update(names)
     assert [name for name in pool if name not in used and not table.skips(name)] == []
     return model
@@ -48,8 +47,7 @@ def from_foreign(spec: ModelSpec, config: Any, state: Mapping[str, Tensor]) -> n
 
 def to_foreign(spec: ModelSpec, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under our names (weights or gradients) as folders name and shape them."""
-    assert spec.weights is not None
-    return spec.weights(config).theirs(tensors)
+    return spec.main.weight_map(config).to_foreign(tensors)
 
 
 def reference_model(config: Any, seed: int, scale: float = 0.2) -> Any:
@@ -125,13 +123,12 @@ def compare_gradients(
     tolerance: float,
     beside: Callable[[str], str] = lambda name: name,
 ) -> None:
-    """`reference`: their gradients by names in memory. Towers that saw nothing have none there, zeros here.
+    """`reference`: their gradients by names in memory. Encoders that saw nothing have none there, zeros here.
     `beside`: whose size the error is measured by, of gradients that cancel."""
     own = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert all(grad is not None for grad in own.values()), [name for name, grad in own.items() if grad is None]
     ours = to_foreign(spec, config, {name: grad for name, grad in own.items() if grad is not None})
-    assert spec.weights is not None
-    canonical = spec.weights(config).canonical
+    canonical = spec.main.weight_map(config).canonical
     theirs = {canonical(name): grad for name, grad in reference.items()}
     assert len(theirs) == len(reference)
     assert sorted(theirs) == sorted(ours)
@@ -144,6 +141,6 @@ def compare_gradients(
 
 
 def queries_for_keys(name: str) -> str:
-    """Without turning positions the bias of a tower's keys moves nothing: its gradient is rounding, beside that of
+    """Without turning positions the bias of an encoder's keys moves nothing: its gradient is rounding, beside that of
     queries."""
     return name.replace("k_proj.bias", "q_proj.bias") if name.startswith("vision_tower.") else name

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 from grid_cases import QWEN_TOKENS, Grids, GridShape, Item
-from seeing import Case
 from torch import Tensor
+from vision_language import Case
 
 from tessera.core.types import Batch, ModelSpec, Segments
 from tessera.models.qwen2_5_vl import SPEC
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
-from tessera.models.qwen2_5_vl.windows import window_order, window_sizes
+from tessera.models.qwen2_5_vl.model import window_order, window_sizes
 
 SECONDS = (0.5, 1.3, 1.0, 0.3)  # that one temporal patch of each clip stands for, in turn
 

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 from grid_cases import QWEN_TOKENS, Grid, Grids, GridShape
 from language_cases import experts_of
-from seeing import Pair
 from torch import Tensor
+from vision_language import Pair
 
 from tessera.core.types import ModelSpec
 from tessera.models.qwen3_vl import SPEC
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
-from tessera.models.qwen3_vl.positions import between_entries
+from tessera.models.qwen3_vl.model import bilinear_positions
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Qwen3VL(Grids):
     shapes: ClassVar[tuple[Shape, ...]] = SHAPES
     folders: ClassVar[Sequence[int]] = (0, 1, 4, *EXPERTS)
     alone: ClassVar[Sequence[int]] = (0, 6)
-    between: ClassVar[Callable[..., tuple[np.ndarray, np.ndarray]] | None] = staticmethod(between_entries)
+    between: ClassVar[Callable[..., tuple[np.ndarray, np.ndarray]] | None] = staticmethod(bilinear_positions)
 
     def config(self, number: int, **changes: Any) -> Qwen3VLConfig:
         shape = SHAPES[number]

@@ -10,9 +10,10 @@ from parity import randomize
 from tessera.core.run_config import ModelSection
 from tessera.data.tokenizer import train_tokenizer
 from tessera.models import resolve
-from tessera.models._chat.templates import GLM4V, LLAMA3
+from tessera.models.glm4v.processor import GLM4V
 from tessera.models.internvl.processor import QWEN
-from tessera.train.export import export_folder
+from tessera.models.llama import LLAMA3
+from tessera.training.export import export_folder
 
 VOCAB = 512
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -70,7 +71,7 @@ def small_folder(name: str, root: Path) -> Path:
     bounds = (
         {"min_pixels": 1024, "max_pixels": 4096} if family in ("glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl") else {}
     )
-    module = spec.build(config)
+    module = spec.main.build(config)
     randomize(module, 0, 0.3)  # large enough that answers vary
     export_folder(module, spec, config, spec.processor(config, root, **bounds), root / "hf", files=root)
     return root / "hf"

@@ -15,8 +15,8 @@ from transformers import AutoProcessor
 import tessera
 from tessera.core.errors import TesseraError
 from tessera.core.types import Message, Part, Sample
-from tessera.infer.load import load
-from tessera.tools.reference import Reference, load_processor
+from tessera.inference.load import load
+from tessera.tools.compare import TransformersReference, load_processor
 from tests.toys.chat_set import write_chat_set
 
 TORCHVISION = importlib.util.find_spec("torchvision") is not None
@@ -62,7 +62,7 @@ def test_their_processor_of_an_export_writes_our_prompt(folder: tuple[str, Path]
     _, ours = load(exported, device="cpu")
     batch = ours.prompt([(Sample("one", messages), data)])
     pictures = [Image.open(data / str(part.value)).convert("RGB") for part in kinds]
-    theirs = Reference(exported).inputs(messages, pictures)
+    theirs = TransformersReference(exported).inputs(messages, pictures)
     assert theirs["input_ids"][0].tolist() == batch["tokens"].tolist()
 
 

@@ -21,7 +21,7 @@ from tessera.core.run_config import ModelSection, load_config
 from tessera.core.types import Batch, ModelSpec, Passes, Segments
 from tessera.models import FAMILIES, family_of, resolve
 from tessera.ops.loss import linear_cross_entropy
-from tessera.train.describe import describe
+from tessera.training.setup import build_meta_model
 
 # Families without presets run other people's classes; `test_third_party.py` is theirs.
 NAMES = [name for name in FAMILIES.names() if FAMILIES.get(name).presets]
@@ -103,7 +103,7 @@ BATCHES: dict[str, Callable[[Any], Batch]] = {
 def on_meta(name: str, preset: str, **changes: Any) -> tuple[ModelSpec, Section, nn.Module]:
     spec, config = resolve(ModelSection(family=name, preset=preset, config=changes))
     with torch.device("meta"):
-        return spec, config, spec.build(config)
+        return spec, config, spec.main.build(config)
 
 
 @pytest.mark.parametrize(("name", "preset"), BUILT)
@@ -119,15 +119,16 @@ def test_builds_on_meta_with_parameters_only(name: str, preset: str) -> None:
 @pytest.mark.parametrize(("name", "preset"), BUILT)
 def test_the_plan_covers_every_parameter_once_and_names_modules_that_exist(name: str, preset: str) -> None:
     spec, config, model = on_meta(name, preset)
-    plan = spec.plan(config)
+    plan = spec.main.plan(config)
     parameters = [path for path, _ in model.named_parameters()]
     select(list(plan.tensor), parameters, "tensor plan")  # raises for a pattern that matches nothing
     for path in parameters:
         assert sum(matches(pattern, path) for pattern in plan.tensor) == 1, path
     modules = [path for path, _ in model.named_modules() if path]
-    for patterns in (plan.blocks, plan.idle_groups, [stage.pattern for stage in plan.stages]):
+    encoders = [path for stream in plan.encoders.values() for path in (stream.module, stream.projector)]
+    for patterns in (plan.blocks, encoders, [unit.pattern for unit in plan.units]):
         select(list(patterns), modules, "plan")
-    owners = select([stage.pattern for stage in plan.stages], modules, "stages")
+    owners = select([unit.pattern for unit in plan.units], modules, "units")
     for path in parameters:
         assert sum(path.startswith(owner + ".") for owner in owners) == 1, path
 
@@ -135,32 +136,32 @@ def test_the_plan_covers_every_parameter_once_and_names_modules_that_exist(name:
 @pytest.mark.parametrize(("name", "preset"), BUILT)
 def test_the_weight_map_names_every_parameter_and_no_foreign_tensor_twice(name: str, preset: str) -> None:
     spec, config, model = on_meta(name, preset)
-    if spec.weights is None:
+    if not spec.main.weights:
         pytest.skip("no Hugging Face form")
-    table = spec.weights(config)
+    table = spec.main.weight_map(config)
     seen: set[str] = set()
     parameters = dict(model.named_parameters())
-    for group in dict.fromkeys(table.together(path) for path in parameters):
-        theirs = table.theirs({path: parameters[path] for path in group})
+    for group in dict.fromkeys(table.group_of(path) for path in parameters):
+        theirs = table.to_foreign({path: parameters[path] for path in group})
         assert not seen.intersection(theirs), group
         seen.update(theirs)
         for path in group:
-            rule, foreign = table.to_foreign(path) or pytest.fail(path)
+            rule, foreign = table.rule_for(path) or pytest.fail(path)
             assert set(foreign) == set(theirs), path
-            assert rule.op.to_ours([theirs[spelling] for spelling in foreign]).shape == parameters[path].shape
+            assert rule.op.to_native([theirs[spelling] for spelling in foreign]).shape == parameters[path].shape
         assert all(table.canonical(spelling) == spelling and not table.skips(spelling) for spelling in theirs)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_round_trip(name: str) -> None:
     spec, config, model = materialized(name)
-    if spec.weights is None:
+    if not spec.main.weights:
         pytest.skip("no Hugging Face form")
-    table = spec.weights(config)
-    theirs = table.theirs({path: parameter.detach() for path, parameter in model.named_parameters()})
+    table = spec.main.weight_map(config)
+    theirs = table.to_foreign({path: parameter.detach() for path, parameter in model.named_parameters()})
     for path, parameter in model.named_parameters():
-        rule, foreign = table.to_foreign(path) or pytest.fail(path)
-        assert torch.equal(rule.op.to_ours([theirs[name].clone() for name in foreign]), parameter)
+        rule, foreign = table.rule_for(path) or pytest.fail(path)
+        assert torch.equal(rule.op.to_native([theirs[name].clone() for name in foreign]), parameter)
 
 
 @pytest.mark.parametrize(("name", "preset"), PRESETS)
@@ -223,7 +224,7 @@ def squares(config: Any, batch: Batch, passes: Passes) -> float:
 LAYERS = 12  # enough that one layer more or less is little
 PARTLY: dict[str, tuple[str, dict[str, Any]]] = {
     "all": ("qwen2_vl", {}),
-    "frozen tower": ("qwen2_vl", {"freeze": ["vision"]}),
+    "frozen encoder": ("qwen2_vl", {"freeze": ["vision"]}),
     "text alone": ("qwen2_vl", {"freeze": ["vision", "projector"]}),
     "projector alone": ("qwen2_vl", {"freeze": ["vision", "text", "head"]}),
     "lora": ("qwen2_vl", {"lora": {"rank": 4}}),
@@ -243,10 +244,10 @@ def test_gradients_that_nobody_asks_for_are_not_counted(case: str) -> None:
         "config": {"text": {"num_hidden_layers": LAYERS}, "tie_word_embeddings": False, "attention": "eager"},
         **told,
     }
-    described = describe(load_config({"model": model, "train": {"steps": 1}}), 1)
-    module, spec, config = described.module.to_empty(device="cpu"), described.spec, described.config
-    trained = {piece.name for piece in described.plan.pieces if piece.trained}
-    training = described.training
+    setup = build_meta_model(load_config({"model": model, "train": {"steps": 1}}), 1)
+    module, spec, config = setup.module.to_empty(device="cpu"), setup.spec, setup.config
+    trained = {piece.name for piece in setup.plan.param_shards if piece.trained}
+    training = setup.training
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.normal_(0, 0.05)

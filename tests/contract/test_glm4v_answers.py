@@ -15,8 +15,8 @@ from transformers import AutoImageProcessor, Glm4vForConditionalGeneration
 
 import tessera
 from tessera.core.types import Batch
-from tessera.models._chat.templates import GLM4V
 from tessera.models.glm4v import SPEC
+from tessera.models.glm4v.processor import GLM4V
 
 VOCAB = 300
 WORDS = ("<|endoftext|>", "</answer>", *GLM4V.special_words())

@@ -30,10 +30,9 @@ from transformers.video_utils import VideoMetadata
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, MediaSize, Message, Sample
-from tessera.models._chat.templates import GLM4V
 from tessera.models.glm4v.config import Glm4vConfig
-from tessera.models.glm4v.positions import between_entries
-from tessera.models.glm4v.processor import Glm4vProcessor
+from tessera.models.glm4v.model import bicubic_positions
+from tessera.models.glm4v.processor import GLM4V, Glm4vProcessor
 
 WORDS = ["<|endoftext|>", "</answer>", *GLM4V.special_words()]
 VOCAB = 400
@@ -213,7 +212,7 @@ def test_patches_read_the_table_where_they_lie(processor: Glm4vProcessor) -> Non
     for t, h, w in ours.media["grids"].tolist():
         count = sum(len(one[0]) for one in parts)
         places = ours.media["patch_positions"][count : count + h * w].numpy()
-        parts += [between_entries(places, h, w, 6)] * t  # a table for pictures of 84 x 84
+        parts += [bicubic_positions(places, h, w, 6)] * t  # a table for pictures of 84 x 84
     assert torch.equal(ours.media["patch_index"], torch.from_numpy(np.concatenate([index for index, _ in parts])))
     assert torch.equal(ours.media["patch_weights"], torch.from_numpy(np.concatenate([w for _, w in parts])))
 

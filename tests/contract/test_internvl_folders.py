@@ -1,4 +1,4 @@
-"""Configurations of InternVL's folders, and their spellings; `test_seeing_folders.py` has the weights."""
+"""Configurations of InternVL's folders, and their spellings; `test_vision_language_folders.py` has the weights."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_hub_layout_is_the_preset() -> None:
 
 
 def test_published_sizes_have_as_many_parameters_as_their_cards_say() -> None:
-    """In billions: the tower, and the text with a head of its own."""
+    """In billions: the encoder, and the text with a head of its own."""
     for preset, (eyes, words) in {
         "3-1b": (0.304, 0.630),
         "3-8b": (0.304, 7.61),
@@ -113,7 +113,7 @@ def test_published_sizes_have_as_many_parameters_as_their_cards_say() -> None:
 
 
 def test_a_head_is_tied_only_if_nobody_denies_it() -> None:
-    """Transformers 5 writes its own `true` around the `false` of a published text tower; the head there is real."""
+    """Transformers 5 writes its own `true` around the `false` of a published text decoder; the head there is real."""
     said = {**HUB["text_config"], "tie_word_embeddings": False}
     assert not InternVLConfig.from_hf({**HUB, "tie_word_embeddings": True, "text_config": said}).tie_word_embeddings
     assert not InternVLConfig.from_hf(HUB).tie_word_embeddings
@@ -130,7 +130,6 @@ def test_a_head_is_tied_only_if_nobody_denies_it() -> None:
         ("projector_hidden_act", "relu"),
         ("vision_feature_layer", -2),
         ("vision_feature_select_strategy", "full"),
-        ("quantization_config", {"bits": 4}),
         ("text_config.model_type", "internlm2"),
         ("text_config.use_sliding_window", True),
         ("text_config.rope_scaling", {"rope_type": "longrope", "factor": 4.0}),

@@ -1,4 +1,4 @@
-"""What InternVL says where pictures and places do not fit; `test_seeing_numerics.py` compares the whole."""
+"""What InternVL says where pictures and places do not fit; `test_vision_language_numerics.py` compares the whole."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def test_tiles_that_do_not_fit_their_places_are_an_error_with_both_counts() -> N
     family = InternVL()
     pair = family.pair(0, 5)
     batch = family.pack(pair.config, [family.case(pair, [1], 1)])
-    with pytest.raises(TesseraError, match="has 3 places for visual tokens, its pictures make 4"):
+    with pytest.raises(TesseraError, match="has 3 slots for outputs of vision, its input makes 4"):
         pair.model(batch.with_tensors(media_slots=batch["media_slots"][:3]))

@@ -9,11 +9,11 @@ import pytest
 import torch
 from chats import write_words
 from family_layouts import (
-    BEHIND_TOWER,
-    DEALT,
+    BEHIND_ENCODER,
+    DISTRIBUTED,
     EXPERTS,
     FSDP,
-    IN_TOWER,
+    IN_ENCODER,
     PIPELINE,
     RING_SHARED,
     SEQUENCE,
@@ -63,8 +63,8 @@ FOUR = {
 QWEN3 = {"attention_bias": False, "qk_norm": True, "head_dim": 8, "experts": FOUR}
 SPARSE = {**TINY, "text": {**TINY["text"], **QWEN3}}
 ODD = {**TINY, "text": {**TINY["text"], "vocab_size": 515}, "tie_word_embeddings": False}
-CASES = [(FSDP, TINY, ""), (TENSOR, TINY, "")]
-PLAIN = (DEALT, SEQUENCE, PIPELINE, IN_TOWER, BEHIND_TOWER, ULYSSES, ULYSSES_SHARED, RING_SHARED)
+CASES = [(TENSOR, TINY, "")]
+PLAIN = (FSDP, DISTRIBUTED, SEQUENCE, PIPELINE, IN_ENCODER, BEHIND_ENCODER, ULYSSES, ULYSSES_SHARED, RING_SHARED)
 MORE = [
     (TENSOR, SIX_B, "queries normalised over all heads"),
     (TENSOR, ODD, "words that do not split"),
@@ -92,16 +92,16 @@ def test_more_layouts_train_like_one_process(tmp_path: Path) -> None:
 
 
 def test_what_does_not_split_is_told() -> None:
-    """25 heads whose queries are normalised together stay whole on each rank, and the rest of the tower is split."""
+    """25 heads whose queries are normalised together stay whole on each rank, and the rest of the encoder is split."""
     _, config = resolve(ModelSection(family="internvl", preset="3-78b"))
     with torch.device("meta"):
-        module = SPEC.build(config)
-    made = make_plan(ParallelSection(tp=8), SPEC.plan(config), module, 8)  # type: ignore[arg-type]
+        module = SPEC.main.build(config)
+    made = make_plan(ParallelSection(tp=8), SPEC.main.plan(config), module, 8)  # type: ignore[arg-type]
     assert made.tensor is not None
     assert "vision.blocks.0.attn.qkv" not in made.tensor.layers
     assert made.tensor.layers["vision.blocks.0.mlp.up"] == "column"
     _, config = resolve(ModelSection(family="internvl", preset="3-1b"))
     with torch.device("meta"):
-        module = SPEC.build(config)
+        module = SPEC.main.build(config)
     with pytest.raises(TesseraError, match="does not divide the 14 heads of text"):
-        make_plan(ParallelSection(tp=4), SPEC.plan(config), module, 4)  # type: ignore[arg-type]
+        make_plan(ParallelSection(tp=4), SPEC.main.plan(config), module, 4)  # type: ignore[arg-type]

@@ -30,8 +30,7 @@ from tessera.core.types import IGNORE, Encoded, MediaSize, Message, Sample
 from tessera.data.tokenizer import train_tokenizer
 from tessera.models.internvl import SPEC
 from tessera.models.internvl.config import InternVLConfig
-from tessera.models.internvl.processor import InternVLProcessor
-from tessera.models.internvl.tiles import Tiles
+from tessera.models.internvl.processor import InternVLProcessor, TileCutter
 from tessera.tools.compare import compare
 
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
@@ -135,7 +134,7 @@ def test_pixels_and_tiles_are_the_references(
 def test_arrangements_are_the_references(bounds: tuple[int, int]) -> None:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
-    tiles = Tiles(448, 14, 2, *bounds)
+    tiles = TileCutter(448, 14, 2, *bounds)
     rng = np.random.default_rng(0)
     sizes = [(448, 448), (896, 896), (1344, 448), (448, 1344), (100, 300), (600, 400)]
     for height, width in [*sizes, *rng.integers(1, 3000, (300, 2)).tolist()]:
@@ -191,7 +190,7 @@ def test_a_clip_is_a_tile_for_each_frame(processor: InternVLProcessor, exported:
     reference = AutoImageProcessor.from_pretrained(exported)
     stills = reference(images=frames, crop_to_patches=False, return_tensors="pt")["pixel_values"]
     assert torch.equal(seen(processor, ours), block_rows(stills))
-    assert ours.media["pieces"].tolist() == [ROWS] * 5
+    assert ours.media["lengths"].tolist() == [ROWS] * 5
     small = np.stack([np.asarray(f.resize(processor.target("video", MediaSize(70, 90, 5)), 3)) for f in frames])
     again = processor.encode(conversation("video"), [small], [MediaSize(70, 90, 5)])
     assert torch.equal(again.media["pixels"], ours.media["pixels"])
@@ -248,7 +247,7 @@ def test_collate_packs_rows(processor: InternVLProcessor) -> None:
     assert torch.equal(batch["media_patches"], batch["patch_index"].nonzero().flatten())
     assert len(batch["media_slots"]) * 4 == len(batch["media_patches"])
     assert batch["patch_index"][:6].tolist() == [0, 1, 2, 5, 6, 3]
-    assert SPEC.build(CONFIG)(batch).hidden.shape == (2 * length, 32)
+    assert SPEC.main.build(CONFIG)(batch).hidden.shape == (2 * length, 32)
 
 
 def test_workers_and_words_that_look_special(processor: InternVLProcessor) -> None:

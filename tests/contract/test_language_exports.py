@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 from tessera.core.run_config import ModelSection
 from tessera.data.tokenizer import train_tokenizer
 from tessera.models import resolve
-from tessera.models._chat.templates import CHATML, LLAMA3, VICUNA
 from tessera.models.internvl.processor import INTERNLM
+from tessera.models.llama import LLAMA3, VICUNA
+from tessera.models.qwen2 import CHATML
 
 LEARNED = [*TEXTS, "USER: ASSISTANT: Be brief. 123456 I'LL go"]
 READ = ["What is 1234567 été e\u0301 中文 I'LL  go\n\n  x", " leading", "USER: hi</b>\t<s>", ""]

@@ -1,4 +1,4 @@
-"""Text towers alone (Llama, Qwen2, Qwen3 dense and with experts) against transformers, in fp32, and their folders."""
+"""Text decoders alone (Llama, Qwen2, Qwen3 dense and with experts) against transformers, in fp32, and their folders."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from parity import (
     to_foreign,
 )
 from safetensors.torch import load_file, save_file
-from seeing import Case, packed_text
 from torch import Tensor
+from vision_language import Case, packed_text
 
 from tessera.core.run_config import ModelSection
 from tessera.core.types import Batch

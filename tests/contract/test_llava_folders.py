@@ -1,4 +1,4 @@
-"""Configurations of LLaVA's folders, and their names; `test_seeing_folders.py` has the weights."""
+"""Configurations of LLaVA's folders, and their names; `test_vision_language_folders.py` has the weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tessera.core.errors import TesseraError
 from tessera.models.llava import SPEC
 from tessera.models.llava.config import LlavaConfig
 
-# The layout of the published 7B folder of 1.5, which leaves most of its text tower to transformers' defaults.
+# The layout of the published 7B folder of 1.5, which leaves most of its text decoder to transformers' defaults.
 HUB: dict[str, Any] = {
     "architectures": ["LlavaForConditionalGeneration"],
     "ignore_index": -100,
@@ -90,10 +90,9 @@ HUB_TILED: dict[str, Any] = {
 
 
 def test_names_are_those_of_the_hub() -> None:
-    assert SPEC.weights is not None
     for shape in (SHAPES[0], SHAPES[3]):
-        table = SPEC.weights(config_of(shape))
-        _, names = table.to_foreign("vision.blocks.1.attn.qkv.bias") or pytest.fail("no rule")
+        table = SPEC.main.weight_map(config_of(shape))
+        _, names = table.rule_for("vision.blocks.1.attn.qkv.bias") or pytest.fail("no rule")
         assert names[2] == "vision_tower.vision_model.encoder.layers.1.self_attn.v_proj.bias"
         for before in ("vision_tower.", "model.vision_tower.", "vision_tower.vision_model."):
             assert table.canonical(before + "encoder.x") == "vision_tower.vision_model.encoder.x"
@@ -112,7 +111,7 @@ def test_the_hub_layout_is_the_preset(data: dict[str, Any], preset: str) -> None
     [
         (HUB, {"model_type": "llava_next"}, "another family"),
         (HUB, {"vision_feature_layer": [-2, -5]}, "vision_feature_layer"),
-        (HUB, {"vision_feature_layer": -26}, "the tower has 24 blocks"),
+        (HUB, {"vision_feature_layer": -26}, "the vision encoder has 24 blocks"),
         (HUB, {"image_token_index": 40000}, "outside the vocabulary"),
         (HUB, {"text_config": {"model_type": "mistral"}}, "text_config.model_type"),
         (HUB, {"vision_config": {"model_type": "pixtral"}}, "vision_config.model_type"),

@@ -1,4 +1,4 @@
-"""What LLaVA does with the blocks that nobody reads; `test_seeing_numerics.py` compares the whole."""
+"""What LLaVA does with the blocks that nobody reads; `test_vision_language_numerics.py` compares the whole."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_what_is_not_read_gets_no_adapter() -> None:
     pair = Llava().pair(0, 0)
     config, model = pair.config, pair.model
     section = LoraSection.model_validate({"rank": 2, "targets": ["vision.blocks.{*}.attn.qkv"]})
-    assert list(find_adapters(section, model, SPEC.plan(config))) == [f"vision.blocks.{n}.attn.qkv" for n in (0, 1)]
+    assert list(find_adapters(section, model, SPEC.main.plan(config))) == [
+        f"vision.blocks.{n}.attn.qkv" for n in (0, 1)
+    ]
     section = LoraSection.model_validate({"rank": 2, "targets": ["vision.blocks.2.mlp.up"]})
     with pytest.raises(TesseraError, match="kept for the folder alone"):
-        find_adapters(section, model, SPEC.plan(config))
+        find_adapters(section, model, SPEC.main.plan(config))

@@ -38,13 +38,13 @@ from transformers.models.llava_onevision.processing_llava_onevision import Llava
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
-from tessera.data.media.images import Limits
+from tessera.data.media.files import Limits
 from tessera.data.media.read import read_media
 from tessera.models import resolve
-from tessera.models._chat.processor import size_of
+from tessera.models.common.media_layout import media_size
 from tessera.models.llava.config import PINPOINTS, LlavaConfig
+from tessera.models.llava.preprocessing import AnyResTiles
 from tessera.models.llava.processor import LlavaProcessor
-from tessera.models.llava.tiles import Tiles
 
 PLAIN, STRETCHED, TILED, TILED_CLIP, LEFTOVER = SHAPES[0], SHAPES[2], SHAPES[3], SHAPES[4], SHAPES[5]
 SIZES = [(8, 8), (31, 17), (17, 31), (100, 9), (9, 100), (1, 7), (640, 480)]
@@ -161,7 +161,7 @@ def test_pictures_read_as_training_reads_them_have_the_same_pixels(shape: Shape,
 )
 def test_features_of_the_published_tiles_are_packed_as_the_references(width: int, height: int) -> None:
     """The reference's own packing of random features, in the published geometry; large ones are interpolated."""
-    tiles = Tiles(27, 384, PINPOINTS, 9)
+    tiles = AnyResTiles(27, 384, PINPOINTS, 9)
     down, across = tiles.grid(height, width)
     features = torch.randn(1 + down * across, 27 * 27, 2, generator=torch.Generator().manual_seed(0))
     newline = torch.tensor([7.0, -7.0])
@@ -173,7 +173,7 @@ def test_features_of_the_published_tiles_are_packed_as_the_references(width: int
     (expected,), _ = LlavaOnevisionModel.pack_image_features(
         model, [features], [[height, width]], image_newline=newline, vision_aspect_ratio="anyres_max_9"
     )
-    made = tiles.single(height, width)
+    made = tiles.tiled_image(height, width)
     table = torch.cat([newline[None], features.flatten(0, 1)])
     found = table[torch.from_numpy(made.index + 1)]
     if made.weights is None:
@@ -188,7 +188,7 @@ def test_features_of_frames_are_pooled_as_the_references() -> None:
     features = torch.randn(3, 27 * 27, 2, generator=torch.Generator().manual_seed(0))
     model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(image_size=384, patch_size=14)))
     expected = LlavaOnevisionModel.apply_pooling(model, features).flatten(0, 1)
-    made = Tiles(27, 384, PINPOINTS, 9).clip(3)
+    made = AnyResTiles(27, 384, PINPOINTS, 9).video(3)
     assert made.weights is not None
     assert made.index[-1].tolist() == [-1] * 4
     assert made.weights[-1].tolist() == [1, 0, 0, 0]
@@ -351,7 +351,7 @@ def test_measure_is_what_encode_gives_and_batches_fit_together(shape: Shape, tmp
     items = []
     for number, media in enumerate(media_of(shape).values()):
         sample = conversation(media, number)
-        measured = processor.measure(sample, [size_of(item) for item in media])
+        measured = processor.measure(sample, [media_size(item) for item in media])
         items.append(processor.encode(sample, media))
         assert {name: measured[name] for name in items[-1].counts} == items[-1].counts
         assert measured["tokens"] == len(items[-1].tokens)
@@ -396,7 +396,7 @@ def test_mistakes_are_explained(tmp_path: Path) -> None:
         with pytest.raises(TesseraError, match=told):
             LlavaProcessor.load(config_of(TILED), words)
     (words / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 6}}))
-    with pytest.raises(TesseraError, match="does not give pictures of 8x8"):
+    with pytest.raises(TesseraError, match="does not give images of 8x8"):
         LlavaProcessor.load(config_of(SHAPES[1]), words)
     _, config = resolve(ModelSection(family="llava", preset="quickstart"))
     assert isinstance(config, LlavaConfig)

@@ -17,8 +17,7 @@ from transformers import AutoImageProcessor
 import tessera
 from tessera.core.types import Batch, Message, Part, Sample
 from tessera.data.chat import ChatTemplate
-from tessera.infer.generate import generate
-from tessera.infer.sampling import Sampling
+from tessera.inference.generate import Sampling, generate_tokens
 from tessera.models.qwen2_5_vl import SPEC
 
 VOCAB = 300
@@ -114,7 +113,7 @@ def test_an_answer_is_generated_where_it_is_trained(exported: Path) -> None:
     words = start - int(seen.nonzero()[-1]) - 1
     assert prompt["positions"][0, seen].max() > sides.max() + words  # beyond what the words behind it reach
     stops = loaded.processor.stop_tokens
-    said = generate(model.module, prompt, max_new_tokens=12, stop_tokens=stops, sampling=Sampling())[0]
+    said = generate_tokens(model.module, prompt, max_new_tokens=12, stop_tokens=stops, sampling=Sampling())[0]
     assert len(set(said)) > 2  # it says something
 
     question = Message("user", (Part("video", None), Part("text", "what is in this picture")))

@@ -1,4 +1,4 @@
-"""Configurations of Qwen2.5-VL's folders; `test_seeing_folders.py` has the weights."""
+"""Configurations of Qwen2.5-VL's folders; `test_vision_language_folders.py` has the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows of Qwen2.5-VL; `test_seeing_numerics.py` compares the whole."""
+"""Windows of Qwen2.5-VL; `test_vision_language_numerics.py` compares the whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qwen2_5_vl_cases import Qwen25VL
 from transformers.vision_utils import get_vision_window_index
 
 from tessera.models.qwen2_5_vl import SPEC
-from tessera.models.qwen2_5_vl.windows import window_order, window_sizes
+from tessera.models.qwen2_5_vl.model import window_order, window_sizes
 
 FAMILY = Qwen25VL()
 
@@ -23,7 +23,7 @@ def test_windows_matter() -> None:
     right = model(batch, logits=True).logits
     for full in ((), (0, 1, 2)):
         changed = config.vision.model_copy(update={"fullatt_block_indexes": full})
-        other = SPEC.build(config.model_copy(update={"vision": changed}))
+        other = SPEC.main.build(config.model_copy(update={"vision": changed}))
         other.load_state_dict(model.state_dict())
         assert relative(other(batch, logits=True).logits, right) > 1e-2
 
@@ -41,7 +41,7 @@ def test_a_pass_forward_and_back_asks_the_device_for_nothing() -> None:
     """On the meta device there are no numbers: whoever wanted one, or a shape that depends on one, would fail."""
     pair = FAMILY.pair(0, 0)
     batch = FAMILY.pack(pair.config, FAMILY.cases(pair, 0, ["mixed", "text", "several"], 0), 3).to("meta")
-    model = SPEC.build(pair.config).to("meta")
+    model = SPEC.main.build(pair.config).to("meta")
     out = model(batch, logits=True)
     assert out.logits.shape == (batch["tokens"].shape[0], pair.config.text.vocab_size)
     out.logits.sum().backward()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from family_layouts import (
-    DEALT,
+    DISTRIBUTED,
     FSDP,
-    IN_TOWER,
+    IN_ENCODER,
     PIPELINE,
     RING_SHARED,
     TENSOR,
@@ -26,9 +26,8 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection, ParallelSection
 from tessera.models import resolve
 from tessera.models.qwen2_5_vl import SPEC
-from tessera.parallel.context.local_part import own_part
 from tessera.parallel.plan import make_plan
-from tessera.parallel.planning.context import ContextPlan, TowerPart
+from tessera.parallel.sequence_sharding import BatchSharding, EncoderSharding, SequenceSharding, shard_batch
 from tests.dist.layouts import Case
 
 # Pictures of the set have up to 4 x 4 tokens: windows of 2 x 2 cut them, also at the edges.
@@ -48,8 +47,8 @@ MODEL: dict[str, Any] = {
         },
     },
 }
-CASES = [FSDP, TENSOR, DEALT]
-MORE = [PIPELINE, IN_TOWER, ULYSSES, ULYSSES_SHARED, RING_SHARED]
+CASES = [TENSOR]
+MORE = [FSDP, DISTRIBUTED, PIPELINE, IN_ENCODER, ULYSSES, ULYSSES_SHARED, RING_SHARED]
 
 
 def with_model(cases: list[Case], folder: Path) -> list[Case]:
@@ -73,11 +72,12 @@ def test_windows_are_dealt_with_their_frames(ranks: int) -> None:
     model = pair.model
     batch = family.pack(pair.config, family.cases(pair, 0, ["several", "text", "mixed"], 0), 4)
     whole = model.vision(batch)
-    tower = TowerPart("vision", "vision", "projector", ranks, None, ())
-    plan = ContextPlan({}, 1, 1, batch["tokens"].numel(), media=True, towers=(tower,))
-    hands = [own_part(batch, plan, 0, hand) for hand in range(ranks)]
-    places = hands[0][tower.dealt_key]
-    counts = hands[0].segments[tower.dealt_key].lengths
+    streams = SPEC.main.plan(pair.config).streams
+    encoder = EncoderSharding("vision", streams["vision"], ranks)
+    plan = BatchSharding(streams["text"], SequenceSharding(1, 1), (encoder,))
+    hands = [shard_batch(batch, plan, 0, {"vision": hand}) for hand in range(ranks)]
+    places = hands[0][encoder.dp_key]
+    counts = hands[0].segments[encoder.dp_key].lengths
     assert sum(counts) == len(whole)
     longest = max(counts)
     gathered = torch.zeros(ranks * longest, whole.shape[1])
@@ -87,7 +87,7 @@ def test_windows_are_dealt_with_their_frames(ranks: int) -> None:
             assert hand.segments["vision.windows"].bounds[-1] == len(hand["pixels"]) == count
             gathered[number * longest : number * longest + count] = model.vision(hand)
     assert relative(gathered[places], whole) < family.tolerance
-    assert torch.equal(hands[0]["media_slots"][hands[0]["media_rows"].argsort()], batch["media_slots"])
+    assert torch.equal(hands[0]["media_slots"][hands[0]["media_slots.sources"].argsort()], batch["media_slots"])
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_windows_are_dealt_with_their_frames(ranks: int) -> None:
 def test_what_does_not_split_is_told(preset: str, changes: dict[str, Any], tp: int, told: str) -> None:
     _, config = resolve(ModelSection(family="qwen2_5_vl", preset=preset, config=changes))
     with torch.device("meta"):
-        module = SPEC.build(config)
+        module = SPEC.main.build(config)
     with pytest.raises(TesseraError, match=told):
-        make_plan(ParallelSection(tp=tp), SPEC.plan(config), module, tp)
-    # A tower that is not split deals its pictures instead: then it has nothing to divide.
+        make_plan(ParallelSection(tp=tp), SPEC.main.plan(config), module, tp)
+    # An encoder that is not split distributes its images instead: then it has nothing to divide.
     if preset == "72b":
-        section = ParallelSection.model_validate({"tp": tp, "towers": {"vision": {"tp": 1}}})
-        assert make_plan(section, SPEC.plan(config), module, tp).tensor is not None
+        section = ParallelSection.model_validate({"tp": tp, "encoders": {"vision": {"tp": 1}}})
+        assert make_plan(section, SPEC.main.plan(config), module, tp).tensor is not None

@@ -37,7 +37,7 @@ from transformers.video_utils import VideoMetadata
 from transformers.vision_utils import get_vision_window_index
 
 from tessera.core.types import MediaSize, Message, Part, Sample
-from tessera.data.media.images import Limits
+from tessera.data.media.files import Limits
 from tessera.data.media.read import probe, read_media
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_5_vl.processor import Qwen25VLProcessor
@@ -106,7 +106,7 @@ def exported(processor: Qwen25VLProcessor, tmp_path_factory: pytest.TempPathFact
 
 
 def in_windows(grids: torch.Tensor, pixels: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """Patches of the reference in the order in which its tower will put them, and the sizes of windows."""
+    """Patches of the reference in the order in which its encoder will put them, and the sizes of windows."""
     index, bounds = get_vision_window_index(grids, spatial_merge_size=2, window_size=3 * SIDE, patch_size=14)
     return pixels.reshape(-1, 4, pixels.shape[1])[index].flatten(0, 1), bounds.diff().tolist()
 
@@ -129,16 +129,16 @@ def test_clips_lie_window_by_window_frame_by_frame(folder: Path) -> None:
     frames, sample = clip(6, 190, 130), conversation("video")
     ours = loaded(folder).encode(sample, [frames])
     plain = loaded(folder, tiny_config(window_size=100 * SIDE)).encode(sample, [frames])
-    assert plain.media["windows"].tolist() == plain.media["pieces"].tolist()
+    assert plain.media["windows"].tolist() == plain.media["lengths"].tolist()
     pixels, windows = in_windows(plain.media["grids"], plain.media["pixels"])
     assert torch.equal(ours.media["pixels"], pixels)
     assert ours.media["windows"].tolist() == windows
-    assert ours.media["pieces"].tolist() == plain.media["pieces"].tolist()
+    assert ours.media["lengths"].tolist() == plain.media["lengths"].tolist()
     assert torch.equal(ours.tokens, plain.tokens)
 
 
 def test_every_embedding_goes_to_its_own_place(processor: Qwen25VLProcessor) -> None:
-    """The place of a token in its picture follows from its positions; the tower's patches say where they lie."""
+    """The place of a token in its picture follows from its positions; the encoder's patches say where they lie."""
     media = [picture(190, 130), clip(4, 190, 130), picture(130, 300)]
     samples = [processor.encode(conversation("image", "video"), media[:2]), processor.encode(conversation(), [])]
     samples.append(processor.encode(conversation("image"), media[2:]))
@@ -250,7 +250,7 @@ def test_measure_is_what_encode_gives(processor: Qwen25VLProcessor) -> None:
     measured = processor.measure(sample, [MediaSize(333, 191), MediaSize(80, 150, 7)])
     encoded = processor.encode(sample, [picture(333, 191), clip(7, 80, 150)])
     assert {name: measured[name] for name in encoded.counts} == encoded.counts
-    assert measured["patch_pairs"] == int((encoded.media["pieces"] ** 2).sum())
+    assert measured["patch_pairs"] == int((encoded.media["lengths"] ** 2).sum())
     assert measured["window_pairs"] == int((encoded.media["windows"] ** 2).sum()) < measured["patch_pairs"]
 
 

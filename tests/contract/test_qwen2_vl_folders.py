@@ -1,4 +1,4 @@
-"""Configurations of Qwen2-VL's folders; `test_seeing_folders.py` has the weights."""
+"""Configurations of Qwen2-VL's folders; `test_vision_language_folders.py` has the weights."""
 
 from __future__ import annotations
 
@@ -71,7 +71,6 @@ def test_the_hub_layout_is_the_preset() -> None:
         ("use_sliding_window", True),
         ("rope_scaling", {"rope_type": "longrope", "factor": 4.0}),
         ("attention_dropout", 0.1),
-        ("quantization_config", {"bits": 4}),
         ("model_type", "qwen3"),
         ("head_dim", 64),
         ("num_key_value_heads", 5),
@@ -103,7 +102,7 @@ def test_a_head_dimension_of_its_own_works_but_has_no_hugging_face_form() -> Non
         )
     )
     assert isinstance(config, Qwen2VLConfig)
-    model = SPEC.build(config)
+    model = SPEC.main.build(config)
     assert model.text.layers[0].attn.q.weight.shape == (64, 128)
     with pytest.raises(TesseraError, match="heads"):
         config.to_hf()

@@ -1,4 +1,4 @@
-"""What Qwen2-VL says where things do not fit; `test_seeing_numerics.py` compares the whole."""
+"""What Qwen2-VL says where things do not fit; `test_vision_language_numerics.py` compares the whole."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def test_a_full_cache_and_a_wrong_number_of_rows_are_errors() -> None:
 def test_pictures_that_do_not_fit_their_places_are_an_error_with_both_counts() -> None:
     pair = FAMILY.pair(0, 5)
     batch = FAMILY.pack(pair.config, [FAMILY.case(pair, [("image", (1, 4, 4))], 1)])
-    with pytest.raises(TesseraError, match="has 3 places for visual tokens, its pictures make 4"):
+    with pytest.raises(TesseraError, match="has 3 slots for outputs of vision, its input makes 4"):
         pair.model(batch.with_tensors(media_slots=batch["media_slots"][:3]))

@@ -40,9 +40,9 @@ from tessera.core.run_config import DataSection
 from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
-from tessera.data.media.images import Limits
+from tessera.data.media.files import Limits
 from tessera.data.media.read import read_media
-from tessera.data.patches import Patches
+from tessera.models.common.patches import Patches
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.models.qwen2_vl.processor import Qwen2VLProcessor
 
@@ -131,13 +131,13 @@ def test_pixels_of_files_are_the_references(
     processor: Qwen2VLProcessor, exported: Path, tmp_path: Path, width: int, height: int
 ) -> None:
     """Read as training reads them: made smaller while decoded, and still the same bits. Drafts are close."""
-    assert DataSection().draft is False
+    assert DataSection().jpeg_draft is False
     smooth = picture(16, 12).resize((width, height), Image.Resampling.BICUBIC)
     smooth.save(tmp_path / "a.jpg", quality=95)
     sample = Sample("one", (Message("user", (Part("image", "a.jpg"),)), Message("assistant", (text("Yes."),))))
     with Image.open(tmp_path / "a.jpg") as image:
         theirs = Qwen2VLImageProcessorPil.from_pretrained(exported)(images=[image], return_tensors="pt")
-    for draft, limits in ((False, Limits()), (True, Limits(draft=True))):
+    for draft, limits in ((False, Limits()), (True, Limits(jpeg_draft=True))):
         media, sizes = read_media(sample, tmp_path, limits, processor)
         assert sizes == [MediaSize(width, height)]
         assert media[0].width * media[0].height <= min(width * height, processor.image.max_pixels)

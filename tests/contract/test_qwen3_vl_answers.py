@@ -15,7 +15,7 @@ from parity import numbers
 from PIL import Image
 
 from tessera.core.types import Batch
-from tessera.models._chat.processor import size_of
+from tessera.models.common.media_layout import media_size
 from tessera.models.qwen3_vl import SPEC
 from tessera.models.qwen3_vl.processor import TEMPLATE
 
@@ -72,7 +72,7 @@ def test_greedy_answers_are_those_of_transformers(experts: dict[str, Any] | None
             tokens = batch["tokens"]
             marks = (tokens == IDS["<|image_pad|>"]).long() + 2 * (tokens == IDS["<|video_pad|>"]).long()
             seen: dict[str, Any] = {"mm_token_type_ids": marks[None]}
-            grids = [processor.view(kind, size_of(item)).grid for kind, item in zip(kinds, media, strict=True)]
+            grids = [processor.layout(kind, media_size(item)).grid for kind, item in zip(kinds, media, strict=True)]
             pixels = numbers(processor, batch["pixels"]).split([t * h * w for t, h, w in grids]) if media else ()
             for (kind, (name, key)), found in zip(INPUTS.items(), by_kind(grids, kinds), strict=True):
                 if found is not None:

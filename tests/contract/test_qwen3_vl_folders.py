@@ -1,4 +1,4 @@
-"""Configurations of Qwen3-VL's folders, and how experts lie in them; `test_seeing_folders.py` has the weights."""
+"""Configurations of Qwen3-VL's folders, and experts in them; `test_vision_language_folders.py` has the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL's features of every depth and its table of positions; `test_seeing_numerics.py` compares the whole."""
+"""Qwen3-VL's features of every depth and its positions; `test_vision_language_numerics.py` compares the whole."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from parity import relative
 from qwen3_vl_cases import Qwen3VL
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
-from tessera.data.patches import block_positions
-from tessera.models.qwen3_vl.positions import between_entries
+from tessera.models.common.patches import block_positions
+from tessera.models.qwen3_vl.model import bilinear_positions
 
 
 def test_features_of_every_depth_reach_the_words() -> None:
@@ -31,7 +31,7 @@ def test_features_of_every_depth_reach_the_words() -> None:
 @pytest.mark.parametrize("grid", [(1, 2, 2), (1, 4, 6), (3, 10, 2), (1, 48, 48), (1, 50, 70), (2, 2, 94)])
 def test_entries_between_which_patches_lie(grid: tuple[int, int, int]) -> None:
     t, h, w = grid
-    index, weights = between_entries(block_positions(h, w, 2), h, w, 48)
+    index, weights = bilinear_positions(block_positions(h, w, 2), h, w, 48)
     expected = get_vision_interpolation_indices_and_weights(
         torch.tensor([grid]), 48, mode="bilinear", align_corners=True, spatial_merge_size=2
     )

@@ -45,9 +45,9 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
-from tessera.data.media.clips import VideoSampling
-from tessera.data.media.images import Limits
+from tessera.data.media.files import Limits
 from tessera.data.media.read import probe, read_media
+from tessera.data.media.video_frames import VideoSampling
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.qwen3_vl.processor import Qwen3VLProcessor
 

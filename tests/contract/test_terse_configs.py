@@ -13,7 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING, LlamaForCausalLM, LlavaForConditionalGeneration
 
 from tessera.checkpoint.hf import load_folder
-from tessera.checkpoint.model_state import model_tensors, tied_names
+from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.models import FAMILIES, resolve
@@ -178,9 +178,8 @@ def test_what_is_left_out_means_what_it_means_to_transformers(family: str, prese
 
 def read(folder: Path) -> Any:
     spec, config = resolve(ModelSection(path=folder))
-    module = spec.build(config)
-    assert spec.weights is not None
-    load_folder(folder, model_tensors(module), spec.weights(config), tied=tied_names(module))
+    module = spec.main.build(config)
+    load_folder(folder, model_tensors(module), spec.main.weight_map(config), tied=tied_names(module))
     return config
 
 

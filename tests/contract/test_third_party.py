@@ -17,18 +17,19 @@ from safetensors import safe_open
 from torch import nn
 
 import tessera
-from tessera.checkpoint.model_state import model_tensors, tied_names
-from tessera.checkpoint.origin import fill_from
+from tessera.checkpoint.state import model_tensors, tied_names
+from tessera.checkpoint.weight_source import fill_from
 from tessera.core.errors import TesseraError
-from tessera.core.meta import computed_buffers, without_weights
+from tessera.core.modules import computed_buffers, without_weights
 from tessera.core.pattern import select
 from tessera.core.run_config import ModelSection
 from tessera.core.types import IGNORE, Batch
-from tessera.infer.load import load
+from tessera.inference.load import load
 from tessera.models import resolve
-from tessera.models.transformers import ModelHub, TransformersConfig, TransformersModel
+from tessera.models.transformers import ClassHub, TransformersBuilder, TransformersConfig
 from tessera.tasks.returns_loss import ReturnsLossTask
 from tessera.tasks.transformers import TransformersTask
+from tests.task_parts import sum_and_count
 from tests.toys.hf_folders import CASES, new_model, write_folder
 from tests.toys.keyword_rows import KeywordRows
 
@@ -61,7 +62,7 @@ def names_in(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_built_without_weights_but_with_the_tables_the_class_computes(name: str, folders: dict[str, Path]) -> None:
-    model = TransformersModel.from_folder(folders[name])
+    model = TransformersBuilder.from_folder(folders[name])
     with torch.device("meta"):  # as a run builds it
         module = model.build()
     assert type(module) is getattr(transformers, CASES[name].class_name)
@@ -78,17 +79,17 @@ def test_built_without_weights_but_with_the_tables_the_class_computes(name: str,
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_in_files_are_those_that_the_library_writes(name: str, folders: dict[str, Path]) -> None:
-    model = TransformersModel.from_folder(folders[name])
+    model = TransformersBuilder.from_folder(folders[name])
     table = model.weights()
     ours = [path for path, _ in model.build().named_parameters()]
     written = set()
     for path in ours:
-        _, (foreign,) = table.to_foreign(path) or pytest.fail(path)
+        _, (foreign,) = table.rule_for(path) or pytest.fail(path)
         written.add(foreign)
         assert table.canonical(foreign) == foreign
         assert table.canonical(path) == foreign  # files of newer versions may use the module's own spelling
     assert written == names_in(folders[name])
-    assert table.to_foreign("nobody.knows.this") is None
+    assert table.rule_for("nobody.knows.this") is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,9 +102,9 @@ def test_loss_and_gradients_are_those_of_the_class(name: str, folders: dict[str,
     module = filled(name, folders[name])
     task = TransformersTask()
     inputs = task.inputs(batch)
-    found = task.loss(module(inputs), inputs)
-    (found.sum / found.count).backward()
-    assert (found.sum / found.count).item() == pytest.approx(out.loss.item(), rel=1e-6)
+    total, count = sum_and_count(task, module(inputs), inputs)
+    (total / count).backward()
+    assert (total / count).item() == pytest.approx(out.loss.item(), rel=1e-6)
     expected = dict(theirs.named_parameters())
     for path, parameter in module.named_parameters():
         # `from_pretrained` forgets that Whisper's sinusoids are frozen; the class as it is constructed does not.
@@ -114,13 +115,13 @@ def test_loss_and_gradients_are_those_of_the_class(name: str, folders: dict[str,
 
 def filled(name: str, folder: Path) -> nn.Module:
     spec, config = resolve(ModelSection(family="transformers", path=folder))
-    module = load_into(spec.build(config), spec.weights(config), folder)  # type: ignore[misc]
+    module = load_into(spec.main.build(config), spec.main.weight_map(config), folder)  # type: ignore[misc]
     return module.train()
 
 
 def load_into(module: nn.Module, table: Any, folder: Path) -> nn.Module:
-    from tessera.core.meta import put_back_buffers
-    from tessera.parallel.memory.materialize import allocate
+    from tessera.core.modules import put_back_buffers
+    from tessera.parallel.apply import allocate
 
     buffers = computed_buffers(module)
     allocate(module, torch.device("cpu"))
@@ -161,7 +162,7 @@ def test_what_is_trained_goes_back_to_the_library(name: str, folders: dict[str, 
 
 def test_fresh_weights_are_the_class_s_own_and_a_function_of_the_seed(folders: dict[str, Path]) -> None:
     config = TransformersConfig(folder=folders["whisper"])
-    fresh = dict(TransformersModel(config).fresh().named_parameters())
+    fresh = dict(TransformersBuilder(config).fresh().named_parameters())
     key = "model.encoder.embed_positions.weight"  # sinusoids, which no random rule would give
     expected = transformers.models.whisper.modeling_whisper.sinusoids(*fresh[key].shape)
     assert torch.equal(fresh[key], expected)
@@ -172,7 +173,7 @@ def test_fresh_weights_are_the_class_s_own_and_a_function_of_the_seed(folders: d
 
 
 def test_the_hub_knows_ids_import_paths_and_class_names(folders: dict[str, Path]) -> None:
-    hub = ModelHub()
+    hub = ClassHub()
     hf = json.loads((folders["qwen3"] / "config.json").read_text())
     assert hub.choose(hf, None) is transformers.Qwen3ForCausalLM
     assert hub.choose(hf, "Qwen3ForSequenceClassification") is transformers.Qwen3ForSequenceClassification
@@ -188,13 +189,13 @@ def test_an_adapted_class_reads_and_writes_the_files_of_the_library_s_class(fold
         {"folder": folders["qwen3"], "class": "tests.toys.adapted_qwen3:AdaptedQwen3"}
     )
     assert config.to_hf()["architectures"] == ["Qwen3ForCausalLM"]
-    model = TransformersModel(config)
+    model = TransformersBuilder(config)
     assert model.published is transformers.Qwen3ForCausalLM
-    assert model.weights().to_foreign("model.norm.weight") is not None
+    assert model.weights().rule_for("model.norm.weight") is not None
 
 
 def test_mistakes_about_classes() -> None:
-    hub = ModelHub()
+    hub = ClassHub()
     with pytest.raises(TesseraError, match="no class of transformers") as caught:
         hub.choose({"model_type": "x", "architectures": ["Qwen3ForCausalLMM"]}, None)
     assert caught.value.nearest == "Qwen3ForCausalLM"
@@ -208,14 +209,14 @@ def test_mistakes_about_classes() -> None:
         resolve(ModelSection(family="transformers", config={"folder": "nowhere"}))
     hf = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "nonsense"}
     with pytest.raises(TesseraError, match="cannot be built"):
-        TransformersModel(TransformersConfig(hf=hf)).build()
+        TransformersBuilder(TransformersConfig(hf=hf)).build()
 
 
 def test_weights_in_another_form_are_refused_by_name() -> None:
     fields = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 32}
     config = transformers.Qwen3MoeConfig(**fields).to_dict()
     with pytest.raises(TesseraError, match="experts"):
-        TransformersModel(TransformersConfig(hf={**config, "architectures": ["Qwen3MoeForCausalLM"]})).weights()
+        TransformersBuilder(TransformersConfig(hf={**config, "architectures": ["Qwen3MoeForCausalLM"]})).weights()
 
 
 # ---------------------------------------------------------------------------------------------- any module
@@ -228,12 +229,12 @@ def module_family(**config: Any) -> tuple[Any, Any]:
 def test_a_plain_module_keeps_its_tables_and_is_called_by_keywords() -> None:
     spec, config = module_family(**{"class": PLAIN, "arguments": {"depth": 1}})
     with torch.device("meta"):
-        one, two = spec.build(config), spec.build(config)
+        one, two = spec.main.build(config), spec.main.build(config)
     assert all(parameter.is_meta for parameter in one.parameters())
     assert torch.equal(one.window, torch.hann_window(64) + 0.5)
     assert torch.equal(one.features, two.features)  # drawn at random, and yet every rank has the same
     assert one.features.std() > 0
-    real = spec.fresh(config)
+    real = spec.main.fresh(config)
     batch = KeywordRows("digits", 0).batch([0, 1])
     assert torch.equal(real(**batch.tensors), without_hooks(real, batch))
 
@@ -253,9 +254,9 @@ def test_a_folder_never_names_code(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"class": PLAIN, "arguments": {"depth": 5}}))
     spec, config = resolve(ModelSection(family="module", path=tmp_path))
     with pytest.raises(TesseraError, match="needs the class"):
-        spec.build(config)
+        spec.main.build(config)
     spec, config = resolve(ModelSection(family="module", path=tmp_path, config={"class": PLAIN}))
-    assert len(spec.build(config).blocks) == 5  # what the weights need is taken from where they lie
+    assert len(spec.main.build(config).blocks) == 5  # what the weights need is taken from where they lie
 
 
 @pytest.mark.parametrize(
@@ -271,13 +272,13 @@ def test_a_folder_never_names_code(tmp_path: Path) -> None:
 def test_mistakes_in_a_recipe(config: dict[str, Any], told: str, near: str | None) -> None:
     spec, built = module_family(**config)
     with pytest.raises(TesseraError, match=told) as caught:
-        spec.build(built)
+        spec.main.build(built)
     assert caught.value.nearest == near
 
 
 def test_a_tensor_that_forward_does_not_take_is_named() -> None:
     spec, config = module_family(**{"class": PLAIN})
-    module = spec.build(config)
+    module = spec.main.build(config)
     with pytest.raises(TesseraError, match="no argument 'pixles'") as caught:
         module(Batch({"pixles": torch.zeros(1, 64), "labels": torch.zeros(1)}))
     assert caught.value.nearest == "pixels"
@@ -292,6 +293,7 @@ def test_the_wrong_key_of_a_model_section_names_the_right_one() -> None:
 # ---------------------------------------------------------------------------------------------- the page
 
 
+@pytest.mark.slow  # 25 s of commands; what they do is tested above in one process
 def test_the_page_s_own_example_runs(tmp_path: Path) -> None:
     """Files and commands are taken from the page, so that it cannot rot."""
     text = (ROOT / "docs" / "how-to" / "bring-your-own-model.md").read_text(encoding="utf-8")
@@ -332,32 +334,28 @@ def test_a_mean_becomes_a_sum_over_what_it_is_a_mean_of() -> None:
     labels = torch.tensor([[1, IGNORE, 2], [IGNORE, IGNORE, 3]])
     batch = Batch({"labels": labels}, sample_ids=("a", "b"))
     mean, task = torch.tensor(0.5), ReturnsLossTask()
-    assert [float(v) for v in parts(task.loss(mean, batch))] == [1.0, 2.0]  # samples
-    assert [float(v) for v in parts(task.loss({"loss": mean, "count": 8}, batch))] == [4.0, 8.0]
+    assert [float(v) for v in sum_and_count(task, mean, batch)] == [1.0, 2.0]  # samples
+    assert [float(v) for v in sum_and_count(task, {"loss": mean, "count": 8}, batch)] == [4.0, 8.0]
     counted = ReturnsLossTask(count_labels="labels")
-    assert [float(v) for v in parts(counted.loss(mean, batch))] == [1.5, 3.0]
+    assert [float(v) for v in sum_and_count(counted, mean, batch)] == [1.5, 3.0]
     total = ReturnsLossTask(reduction="sum")
-    assert [float(v) for v in parts(total.loss({"loss": mean, "count": torch.tensor(8)}, batch))] == [0.5, 8.0]
+    assert [float(v) for v in sum_and_count(total, {"loss": mean, "count": torch.tensor(8)}, batch)] == [0.5, 8.0]
     output = transformers.modeling_outputs.CausalLMOutput(loss=mean)
-    assert [float(v) for v in parts(counted.loss(output, batch))] == [1.5, 3.0]
-    nothing = task.loss({"loss": torch.tensor(float("nan")), "count": 0}, batch)
-    assert [float(v) for v in parts(nothing)] == [0.0, 0.0]
-
-
-def parts(out: Any) -> tuple[Any, Any]:
-    return out.sum, out.count
+    assert [float(v) for v in sum_and_count(counted, output, batch)] == [1.5, 3.0]
+    nothing = sum_and_count(task, {"loss": torch.tensor(float("nan")), "count": 0}, batch)
+    assert [float(v) for v in nothing] == [0.0, 0.0]
 
 
 def test_what_is_no_loss_is_described() -> None:
     batch = Batch({"x": torch.zeros(2)})
     with pytest.raises(TesseraError, match=r"shape \[2, 3\]"):
-        ReturnsLossTask().loss(torch.zeros(2, 3), batch)
+        ReturnsLossTask().losses(torch.zeros(2, 3), batch)
     with pytest.raises(TesseraError, match="mapping with logits"):
-        ReturnsLossTask().loss({"logits": torch.zeros(2, 3)}, batch)
+        ReturnsLossTask().losses({"logits": torch.zeros(2, 3)}, batch)
     with pytest.raises(TesseraError, match="reduction"):
         ReturnsLossTask(reduction="average")  # type: ignore[arg-type]
     with pytest.raises(TesseraError, match="no tensor 'labels'"):
-        ReturnsLossTask(count_labels="labels").loss(torch.tensor(1.0), batch)
+        ReturnsLossTask(count_labels="labels").losses(torch.tensor(1.0), batch)
 
 
 def test_the_language_task_needs_labels_and_logits_that_fit() -> None:
@@ -366,7 +364,7 @@ def test_the_language_task_needs_labels_and_logits_that_fit() -> None:
         task.inputs(Batch({"input_ids": torch.zeros(1, 3)}))
     inputs = task.inputs(Batch({"labels": torch.zeros(1, 3, dtype=torch.long)}))
     with pytest.raises(TesseraError, match="labels have shape"):
-        task.loss(transformers.modeling_outputs.CausalLMOutput(logits=torch.zeros(1, 2, 5)), inputs)
+        task.losses(transformers.modeling_outputs.CausalLMOutput(logits=torch.zeros(1, 2, 5)), inputs)
 
 
 def test_new_models_differ_by_seed() -> None:

@@ -14,11 +14,12 @@ from transformers import AutoTokenizer
 from tessera.core.run_config import ModelSection, SourceSection
 from tessera.core.types import Sample
 from tessera.data.chat import ChatTemplate
-from tessera.data.sources.open import open_source
-from tessera.data.sources.tool_use import listed_calls, spoken_calls
+from tessera.data.sources.source import open_source
 from tessera.data.tokenizer import train_tokenizer
+from tessera.data.tool_calls import format_calls, format_spoken_calls
 from tessera.models import resolve
-from tessera.models._chat.templates import GLM4V, LLAMA3, VICUNA
+from tessera.models.glm4v.processor import GLM4V
+from tessera.models.llama import LLAMA3, VICUNA
 
 TAGS = ("<tool_call>", "</tool_call>")  # words of the vocabulary that any text may hold
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -158,8 +159,8 @@ def test_qwens_published_words(system: str | None, processors: Any, tmp_path: Pa
 def test_arguments_that_are_no_json() -> None:
     """Rows that list such calls say so; a turn that holds another manner of calling stays as it is."""
     with pytest.raises(ValueError, match="arguments of a call are not readable as JSON: 'Århus'"):
-        listed_calls([call("Århus")])
+        format_calls([call("Århus")])
     said = '{"name": "weather", "arguments": "Århus"}'
-    assert spoken_calls(said) == said
-    assert spoken_calls("weather(Århus)") == "weather(Århus)"
-    assert spoken_calls('[{"name": "now"}]') == '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert format_spoken_calls(said) == said
+    assert format_spoken_calls("weather(Århus)") == "weather(Århus)"
+    assert format_spoken_calls('[{"name": "now"}]') == '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tessera.train.run import resume, train
+from tessera.training.run import resume, train
 from tests.dist.spawn import run_ranks
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import MODEL, chat_recipe, write_chat_set
@@ -37,7 +37,7 @@ def recipe_of(folder: Path, out: Path) -> dict[str, Any]:
 
 
 def losses(folder: Path) -> list[float]:
-    from tessera.train.jsonl import read_jsonl
+    from tessera.core.files import read_jsonl
 
     return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl") if row["kind"] == "train"]
 

@@ -1,4 +1,4 @@
-"""The rows of the table of layouts. The first list of each kind is part of `make test`; `make layouts` has all."""
+"""The rows of the table of layouts, which `make layouts` compares. The first list of each kind is tested as well."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ FROZEN = {"model.freeze": ["vision"]}
 CLIPPED = {"optim.clip_norm": 0.05}
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
 RING = {"cp": 2, "ulysses": 1}
-WHOLE_TOWER = {"towers": {"vision": {"tp": 1}}}
+WHOLE_ENCODER = {"encoders": {"vision": {"tp": 1}}}
 
 # ---------------------------------------------------------------------------------------------- sharding and memory
 
 MEMORY = [
-    Case("fsdp 2", 2),
-    Case("fsdp 4", 4),
+    Case("fsdp 2", 2, slow=True),
+    Case("fsdp 4", 4, slow=True),
     Case("hsdp 2x2", 4, {"shard": 2}),
-    Case("fsdp 2, kept after forward", 2, {"reshard_after_forward": False}),
-    Case("fsdp 4, 2 ranks share after forward", 4, {"reshard_after_forward": 2}),
-    Case("prefetch 2 forward, 2 backward", 2, {"prefetch_forward": 2, "prefetch_backward": 2}),
-    Case("recompute all", 2, {"recompute": [LAYERS, BLOCKS]}),
-    Case("recompute reentrant", 2, {"recompute": [LAYERS, BLOCKS], "use_reentrant": True}),
+    Case("fsdp 2, kept after forward", 2, {"reshard_after_forward": False}, slow=True),
+    Case("fsdp 4, 2 ranks share after forward", 4, {"reshard_after_forward": 2}, slow=True),
+    Case("prefetch 2 forward, 2 backward", 2, {"prefetch_forward": 2, "prefetch_backward": 2}, slow=True),
+    Case("recompute all", 2, {"recompute": [LAYERS, BLOCKS]}, slow=True),
+    Case("recompute reentrant", 2, {"recompute": [LAYERS, BLOCKS], "use_reentrant": True}, slow=True),
     Case("recompute all but products", 2, {"recompute": [{"modules": LAYERS, "keep": "matmul"}]}),
-    Case("recompute all but attention", 2, {"recompute": [{"modules": LAYERS, "keep": "attention"}, BLOCKS]}),
-    Case("swap attention", 2, {"swap": [LAYERS + ".attn", BLOCKS + ".attn"]}),
-    Case("offload", 2, {"offload": True}),
-    Case("offload on one rank", 1, {"offload": True}),
-    Case("accumulate locally", 2, {"accumulate": "local"}),
-    Case("frozen vision", 2, {}, FROZEN),
+    Case(
+        "recompute all but attention", 2, {"recompute": [{"modules": LAYERS, "keep": "attention"}, BLOCKS]}, slow=True
+    ),
+    Case("offload attention", 2, {"activation_offload": [LAYERS + ".attn", BLOCKS + ".attn"]}, slow=True),
+    Case("offload", 2, {"offload": True}, slow=True),
+    Case("offload on one rank", 1, {"offload": True}, slow=True),
+    Case("accumulate locally", 2, {"accumulate": "local"}, slow=True),
+    Case("frozen vision", 2, {}, FROZEN, slow=True),
     Case("frozen vision, ignored", 2, {"ignore": ["vision"]}, FROZEN),
-    Case("untied head", 2, {}, UNTIED),
-    Case("fsdp 2, clipped", 2, {}, CLIPPED),
+    Case("untied head", 2, {}, UNTIED, slow=True),
+    Case("fsdp 2, clipped", 2, {}, CLIPPED, slow=True),
 ]
 MORE_MEMORY = [
     Case("replicated 2", 2, {"shard": 1}),
@@ -46,8 +48,9 @@ MORE_MEMORY = [
     Case("hsdp 2x2, prefetch 1/1", 4, {"shard": 2, "prefetch_forward": 1, "prefetch_backward": 1}),
     Case("recompute activations", 2, {"recompute_activation": [LAYERS + ".mlp", BLOCKS + ".mlp"]}),
     Case("recompute norms", 2, {"recompute_norm": [LAYERS, BLOCKS]}),
-    Case("swap layers", 2, {"swap": [LAYERS, BLOCKS]}),
-    Case("swap attention, recompute mlp", 2, {"swap": [LAYERS + ".attn"], "recompute": [LAYERS + ".mlp"]}),
+    Case("offload layers", 2, {"activation_offload": [LAYERS, BLOCKS]}),
+    Case("offload attention, recompute mlp", 2,
+         {"activation_offload": [LAYERS + ".attn"], "recompute": [LAYERS + ".mlp"]}),
     Case("offload, hsdp 2x2", 4, {"offload": True, "shard": 2}),
     Case("offload, recompute, prefetch", 2, {"offload": True, "recompute": [LAYERS], "prefetch_forward": 1}),
     Case("accumulate locally, hsdp 2x2", 4, {"accumulate": "local", "shard": 2}),
@@ -78,12 +81,17 @@ FOUR_HEADS = {
 }
 ALL_BUT_PRODUCTS = {"recompute": [{"modules": LAYERS, "keep": "matmul"}, BLOCKS]}
 TENSOR = [
-    Case("tp 2", 2, {"tp": 2}),
-    Case("tp 2, sequence, untied", 2, SEQUENCE, UNTIED),
-    Case("tp 2, sequence, recompute all but products", 2, {**SEQUENCE, **ALL_BUT_PRODUCTS}),
-    Case("tp 2, whole tower, pictures dealt", 2, {"tp": 2, **WHOLE_TOWER}),
+    Case("tp 2", 2, {"tp": 2}, slow=True),
+    Case("tp 2, sequence, untied", 2, SEQUENCE, UNTIED, slow=True),
+    Case(
+        "tp 2, sequence, untied, recompute all but products",
+        2,
+        {**SEQUENCE, **ALL_BUT_PRODUCTS},
+        UNTIED,
+    ),
+    Case("tp 2, whole encoder, images distributed", 2, {"tp": 2, **WHOLE_ENCODER}, slow=True),
     Case("tp 2 x fsdp 2, sequence, clipped", 4, SEQUENCE, CLIPPED),
-    Case("tp 4, sequence", 4, {**SEQUENCE, "tp": 4}, FOUR_HEADS),
+    Case("tp 4, sequence", 4, {**SEQUENCE, "tp": 4}, FOUR_HEADS, slow=True),
 ]
 MORE_TENSOR = [
     Case("tp 2, sequence", 2, SEQUENCE),
@@ -92,13 +100,13 @@ MORE_TENSOR = [
     Case("tp 2, frozen vision", 2, {"tp": 2}, FROZEN),
     Case("tp 2, recompute reentrant", 2, {"tp": 2, "recompute": [LAYERS, BLOCKS], "use_reentrant": True}),
     Case("tp 2, offload", 2, {"tp": 2, "offload": True}),
-    Case("tp 2, swap attention", 2, {"tp": 2, "swap": [LAYERS + ".attn", BLOCKS + ".attn"]}),
+    Case("tp 2, offload attention", 2, {"tp": 2, "activation_offload": [LAYERS + ".attn", BLOCKS + ".attn"]}),
     Case("tp 2, backend megatron", 2, {"tp": 2, "backend": "megatron"}),
     Case("tp 2 x fsdp 2, recompute", 4, {"tp": 2, "recompute": [LAYERS, BLOCKS]}),
     Case("tp 2 x fsdp 2, sequence, untied", 4, SEQUENCE, UNTIED),
     Case("tp 2 x replicated 2", 4, {"tp": 2, "shard": 1}),
-    Case("tp 4, tower tp 2, pictures dealt", 4, {"tp": 4, "towers": {"vision": {"tp": 2}}}, FOUR_HEADS),
-    Case("tp 2 x fsdp 2, whole tower, pictures dealt", 4, {"tp": 2, **WHOLE_TOWER}),
+    Case("tp 4, encoder tp 2, images distributed", 4, {"tp": 4, "encoders": {"vision": {"tp": 2}}}, FOUR_HEADS),
+    Case("tp 2 x fsdp 2, whole encoder, images distributed", 4, {"tp": 2, **WHOLE_ENCODER}),
 ]
 
 # ---------------------------------------------------------------------------------------------- pipeline
@@ -111,28 +119,45 @@ APART: dict[str, Any] = {**ORDERED, "model.config": {**FOUR_LAYERS, "tie_word_em
 # Frozen vision, and a rate of its own for what only the last stage has.
 STILL: dict[str, Any] = {**APART, **FROZEN, "optim.groups": [{"pattern": "head", "lr": 1e-4}]}
 WIDE: dict[str, Any] = {**DEEP, "train.global_batch": 8}
-IN_TOWER = {"vision": [1, 1, 0, 0], "text": [0, 0, 3, 1]}
+IN_ENCODER = {"vision": [1, 1, 0, 0], "text": [0, 0, 3, 1]}
 ZB = {"pp": 2, "schedule": "interleaved-zb"}
 ZBV = {"pp": 2, "schedule": "zbv"}
 PIPELINE = [
-    Case("gpipe, empty lists", 2, {"pp": 2, "schedule": "gpipe", "layers": {"vision": [2, 0], "text": [0, 4]}}, DEEP),
+    Case(
+        "gpipe, empty lists",
+        2,
+        {"pp": 2, "schedule": "gpipe", "layers": {"vision": [2, 0], "text": [0, 4]}},
+        DEEP,
+        slow=True,
+    ),
     Case("1f1b, uneven", 2, {"pp": 2, "layers": {"vision": [2, 0], "text": [1, 3]}}, DEEP),
-    Case("interleaved", 2, {"pp": 2, "virtual": 2, "layers": {"vision": [2, 0, 0, 0], "text": [0, 1, 1, 2]}}, DEEP),
-    Case("interleaved-zb, cut in the tower", 2, {**ZB, "virtual": 2, "layers": IN_TOWER}, DEEP),
-    Case("zbv, cut in the tower", 2, {**ZBV, "layers": IN_TOWER}, DEEP),
-    Case("1f1b, frozen vision", 2, {"pp": 2, "layers": {"vision": [2, 0], "text": [0, 4]}}, STILL),
-    Case("pp 2 x fsdp 2, clipped", 4, {"pp": 2}, {**WIDE, **CLIPPED}),
+    Case(
+        "interleaved",
+        2,
+        {"pp": 2, "virtual": 2, "layers": {"vision": [2, 0, 0, 0], "text": [0, 1, 1, 2]}},
+        DEEP,
+        slow=True,
+    ),
+    Case("interleaved-zb, split in the encoder", 2, {**ZB, "virtual": 2, "layers": IN_ENCODER}, DEEP, slow=True),
+    Case("zbv, split in the encoder", 2, {**ZBV, "layers": IN_ENCODER}, DEEP),
+    Case("1f1b, frozen vision", 2, {"pp": 2, "layers": {"vision": [2, 0], "text": [0, 4]}}, STILL, slow=True),
+    Case("pp 2 x fsdp 2, clipped", 4, {"pp": 2}, {**WIDE, **CLIPPED}, slow=True),
 ]
 MORE_PIPELINE = [
     Case("gpipe, by cost", 2, {"pp": 2, "schedule": "gpipe"}, APART),
     Case("1f1b, by cost, untied", 2, {"pp": 2}, APART),
-    Case("1f1b, cut in the tower", 2, {"pp": 2, "layers": {"vision": [1, 1], "text": [0, 4]}}, DEEP),
+    Case("1f1b, split in the encoder", 2, {"pp": 2, "layers": {"vision": [1, 1], "text": [0, 4]}}, DEEP),
     Case("interleaved, by cost, untied", 2, {"pp": 2, "virtual": 2}, APART),
     Case("interleaved-zb, one stage each", 2, {**ZB, "layers": {"vision": [1, 1], "text": [0, 4]}}, DEEP),
     Case("interleaved-zb, by cost, untied", 2, {**ZB, "virtual": 2}, APART),
     Case("zbv, by cost, untied", 2, ZBV, APART),
-    Case("zbv, frozen vision", 2, {**ZBV, "layers": IN_TOWER}, STILL),
-    Case("1f1b, recompute and swap", 2, {"pp": 2, "recompute": [BLOCKS], "swap": [LAYERS + ".attn"]}, APART),
+    Case("zbv, frozen vision", 2, {**ZBV, "layers": IN_ENCODER}, STILL),
+    Case(
+        "1f1b, recompute and activation offload",
+        2,
+        {"pp": 2, "recompute": [BLOCKS], "activation_offload": [LAYERS + ".attn"]},
+        APART,
+    ),
     Case("1f1b, offload", 2, {"pp": 2, "offload": True}, APART),
     Case("pp 2 x replicated 2, zbv", 4, {**ZBV, "shard": 1}, WIDE),
     Case("pp 2 x fsdp 2, interleaved-zb", 4, {**ZB, "virtual": 2}, WIDE),
@@ -149,20 +174,20 @@ def heads(queries: int, keys: int) -> dict[str, Any]:
 KEEP_ATTENTION = {"recompute": [{"modules": LAYERS, "keep": "attention"}]}
 CONTEXT = [
     Case("ulysses 2, 3 heads, 1 key head, 191 tokens", 2, {"cp": 2}, {**heads(3, 1), "data.length": 191}),
-    Case("ring 2", 2, RING),
+    Case("ring 2", 2, RING, slow=True),
     Case("ring 2, two rows of 189, recompute", 2, {**RING, "recompute": [LAYERS, BLOCKS]},
-         {"data.length": 189, "train.micro_batch": 2}),
-    Case("ring 2, patches shared", 2, {**RING, "towers": {"vision": {"cp": 2}}}),
+         {"data.length": 189, "train.micro_batch": 2}, slow=True),
+    Case("ring 2, patches shared", 2, {**RING, "encoders": {"vision": {"cp": 2}}}, slow=True),
     Case("ring 2 x ulysses 2, 3 heads, 190 tokens", 4, {"cp": 4, "ulysses": 2}, {**heads(3, 3), "data.length": 190}),
-    Case("ulysses 2 x fsdp 2, clipped", 4, {"cp": 2}, CLIPPED),
+    Case("ulysses 2 x fsdp 2, clipped", 4, {"cp": 2}, CLIPPED, slow=True),
 ]  # fmt: skip
 MORE_CONTEXT = [
     Case("ulysses 2", 2, {"cp": 2}),
     Case("ulysses 2, recompute all but attention", 2, {"cp": 2, **KEEP_ATTENTION}),
-    Case("ulysses 2, patches shared", 2, {"cp": 2, "towers": {"vision": {"cp": 2}}}),
+    Case("ulysses 2, patches shared", 2, {"cp": 2, "encoders": {"vision": {"cp": 2}}}),
     Case("ulysses 2, frozen vision", 2, {"cp": 2}, FROZEN),
     Case("ulysses 2, offload", 2, {"cp": 2, "offload": True}),
-    Case("ring 2, swap attention", 2, {**RING, "swap": [LAYERS + ".attn"]}),
+    Case("ring 2, offload attention", 2, {**RING, "activation_offload": [LAYERS + ".attn"]}),
     Case("ring 2, reentrant", 2, {**RING, "recompute": [LAYERS], "use_reentrant": True}),
     Case("ring 4", 4, {"cp": 4, "ulysses": 1}),
     Case("ring 2 x replicated 2", 4, {**RING, "shard": 1}),
@@ -172,26 +197,32 @@ MORE_CONTEXT = [
 
 
 def experts(
-    name: str, world: int, parallel: dict[str, Any], split: dict[str, Any] | None = None, **config: Any
+    name: str,
+    world: int,
+    parallel: dict[str, Any],
+    split: dict[str, Any] | None = None,
+    slow: bool = False,
+    **config: Any,
 ) -> Case:
     freeze = config.pop("freeze", None)
     model: dict[str, Any] = {"model.config": config} if config else {}
-    return Case(name, world, parallel, model | ({"model.freeze": freeze} if freeze else {}), "experts", split or {})
+    model |= {"model.freeze": freeze} if freeze else {}
+    return Case(name, world, parallel, model, "experts", split or {}, slow)
 
 
 STEERED = {"balance": 0.0, "bias_rate": 0.01, "scores": "sigmoid"}
 DEEPER = {**STEERED, "layers": 4}
 EXPERTS = [
     experts("experts, other micro-batches", 1, {}, {"train.micro_batch": 4}),
-    experts("ep 2", 2, {"ep": 2}),
+    experts("ep 2", 2, {"ep": 2}, slow=True),
     experts("ep 2, bias, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, **STEERED),
-    experts("experts, tp 2, sequence, bias", 2, SEQUENCE, **STEERED),
+    experts("experts, tp 2, sequence, bias", 2, SEQUENCE, **STEERED, slow=True),
     experts("experts, cp 2 ring", 2, RING, {"train.micro_batch": 2}),
-    experts("experts, interleaved-zb, bias", 2, {**ZB, "virtual": 2}, **DEEPER),
-    experts("ep 2 x fsdp 2, uneven shards", 4, {"ep": 2}, experts=6),
-    experts("ep 2 x tp 2, sequence", 4, {**SEQUENCE, "ep": 2}),
-    experts("fewer experts than ranks, fsdp 4", 4, {}, experts=2),
-    experts("fewer experts than ranks, ep 2 x fsdp 2", 4, {"ep": 2}, experts=2),
+    experts("experts, interleaved-zb, bias", 2, {**ZB, "virtual": 2}, **DEEPER, slow=True),
+    experts("ep 2 x fsdp 2, uneven shards", 4, {"ep": 2}, experts=6, slow=True),
+    experts("ep 2 x tp 2, sequence, loss and bias", 4, {**SEQUENCE, "ep": 2}, **{**STEERED, "balance": 0.1}),
+    experts("fewer experts than ranks, fsdp 4", 4, {}, experts=2, slow=True),
+    experts("fewer experts than ranks, ep 2 x fsdp 2", 4, {"ep": 2}, experts=2, slow=True),
 ]
 MORE_EXPERTS = [
     experts("one expert, tp 2 x fsdp 2, sequence", 4, SEQUENCE, experts=1, top_k=1),
@@ -205,7 +236,7 @@ MORE_EXPERTS = [
     experts("ep 2, offload, bias", 2, {"ep": 2, "offload": True}, **STEERED),
     experts("ep 2, frozen experts, bias", 2, {"ep": 2}, freeze=["text.layers.{*}.mlp.experts"], **STEERED),
     experts("ep 2, frozen routers", 2, {"ep": 2}, freeze=["text.layers.{*}.mlp.router", "text.embed"]),
-    experts("ep 2, swap", 2, {"ep": 2, "swap": ["text.layers.{*}.mlp"]}),
+    experts("ep 2, activation offload", 2, {"ep": 2, "activation_offload": ["text.layers.{*}.mlp"]}),
     experts("ep 2, eager", 2, {"ep": 2}, implementation="eager"),
     experts("experts, tp 2", 2, {"tp": 2}),
     experts("experts, tp 2, bias", 2, {"tp": 2}, **STEERED),
@@ -226,18 +257,18 @@ MORE_EXPERTS = [
 DEEP_WIDE = {**WIDE, "model.config": FOUR_LAYERS}
 MIXED = [
     Case("pp 2 x tp 2, sequence", 4, {"pp": 2, **SEQUENCE}, DEEP),
-    Case("tp 2 x ring 2, sequence, pictures dealt", 4, {**SEQUENCE, **RING, **WHOLE_TOWER}),
+    Case("tp 2 x ring 2, sequence, images distributed", 4, {**SEQUENCE, **RING, **WHOLE_ENCODER}, slow=True),
 ]
 MORE_MIXED = [
     Case("tp 2 x ulysses 2", 4, {"tp": 2, "cp": 2}),
     Case("tp 2 x ulysses 2, sequence", 4, {**SEQUENCE, "cp": 2}),
-    Case("tp 2 x ulysses 2, dealt, patches shared", 4,
-         {"cp": 2, "tp": 2, "towers": {"vision": {"tp": 1, "cp": 2}}}),
+    Case("tp 2 x ulysses 2, distributed, patches shared", 4,
+         {"cp": 2, "tp": 2, "encoders": {"vision": {"tp": 1, "cp": 2}}}),
     Case("pp 2 x tp 2", 4, {"pp": 2, "tp": 2}, DEEP),
     Case("pp 2 x tp 2, zbv, sequence", 4, {**ZBV, **SEQUENCE}, DEEP),
-    Case("pp 2 x tp 2, pictures dealt", 4, {"pp": 2, "tp": 2, **WHOLE_TOWER}, DEEP),
+    Case("pp 2 x tp 2, images distributed", 4, {"pp": 2, "tp": 2, **WHOLE_ENCODER}, DEEP),
     Case("pp 2 x ulysses 2", 4, {"pp": 2, "cp": 2}, DEEP),
-    Case("pp 2 x ring 2, cut in the tower", 4, {"pp": 2, **RING, "layers": {"vision": [1, 1], "text": [0, 4]}}, DEEP),
+    Case("pp 2 x ring 2, inside the encoder", 4, {"pp": 2, **RING, "layers": {"vision": [1, 1], "text": [0, 4]}}, DEEP),
     Case("zbv x ulysses 2", 4, {**ZBV, "cp": 2}, DEEP),
     Case("interleaved-zb x ring 2", 4, {**ZB, "virtual": 2, **RING}, DEEP),
     Case("pp 2 x tp 2 x fsdp 2", 8, {"pp": 2, "tp": 2}, WIDE),

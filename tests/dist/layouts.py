@@ -1,6 +1,6 @@
 """Layouts and memory forms against one plain process: `python -m tests.dist.layouts` prints the table of all of them.
 
-Each case trains a tiny model for three steps: Qwen2-VL on pictures and text, or a decoder with experts. Compared are
+Each case trains a tiny model for a few steps: Qwen2-VL on pictures and text, or a decoder with experts. Compared are
 the losses, the norms and the first step's gradients, the weights after the last step, all in fp32 and of every rank,
 and what the plan said that rank 0 would hold against what it held.
 """
@@ -17,20 +17,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tessera.core.names import clean
+from tessera.core.callback import Callback, StepResult
+from tessera.core.modules import clean_name
 from tessera.core.run_config import load_config
-from tessera.train.callbacks import Callback, StepResult
-from tessera.train.describe import describe
-from tessera.train.run import train
+from tessera.training.run import train
+from tessera.training.setup import build_meta_model
 from tests.dist.spawn import run_ranks
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 STEPS = 3
+TEST_STEPS = 2  # the second one begins from updated weights and a filled optimizer, as all later ones do
 LIMIT = 1e-5
 KINDS = ("loss", "norm", "gradient", "weight", "bias")
 
@@ -41,8 +43,9 @@ class Case:
     world: int
     parallel: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)  # overrides that the single process has as well
-    toy: Literal["chat", "experts"] = "chat"
+    toy: Literal["chat", "experts", "encoders"] = "chat"
     split: dict[str, Any] = field(default_factory=dict)  # overrides that it has not: any split of a batch is alike
+    slow: bool = False  # in `make test-all`, not in `make test`: others find the same faults
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -62,7 +65,7 @@ class Record(Callback):
 
     def on_before_optim(self, trainer: Any) -> None:
         if trainer.step == 0:
-            trained = [(clean(n), p) for n, p in trainer.module.named_parameters() if p.requires_grad]
+            trained = [(clean_name(n), p) for n, p in trainer.module.named_parameters() if p.requires_grad]
             self.tensors.update({f"gradient.{name}": whole(p.grad) for name, p in trained})
             self.bytes["parameters"] = sum(local_bytes(p) for p in trainer.module.parameters())
             self.bytes["buffers"] = sum(local_bytes(b) for b in trainer.module.buffers())
@@ -72,13 +75,13 @@ class Record(Callback):
         numbers = result.numbers()
         self.tensors[f"loss.{result.step}"] = torch.tensor(numbers["loss"], dtype=torch.float64)
         self.tensors[f"norm.{result.step}"] = torch.tensor(numbers["grad_norm"], dtype=torch.float64)
-        if result.step == STEPS:
+        if result.step == trainer.config.train.steps:
             state = [value for values in trainer.optimizer.state.values() for value in values.values()]
             self.bytes["optimizer"] = sum(local_bytes(value) for value in state)
             named = trainer.module.named_parameters()
-            self.tensors.update({f"weight.{clean(name)}": whole(p) for name, p in named})
+            self.tensors.update({f"weight.{clean_name(name)}": whole(p) for name, p in named})
             # Buffers that training moves: the bias by which experts are chosen.
-            moved = [(clean(n), b) for n, b in trainer.module.named_buffers() if n.endswith("balance.bias")]
+            moved = [(clean_name(n), b) for n, b in trainer.module.named_buffers() if n.endswith("balance.bias")]
             self.tensors.update({f"bias.{name}": buffer.detach().clone() for name, buffer in moved})
 
 
@@ -112,6 +115,13 @@ def experts_recipe(out: Path) -> dict[str, Any]:
     )
 
 
+def encoders_recipe(out: Path) -> dict[str, Any]:
+    recipe = experts_recipe(out)
+    recipe["model"] = {"family": "tests.toys.two_encoders", "preset": "tiny"}
+    recipe["data"]["kind"] = "tests.toys.two_encoder_rows"
+    return recipe
+
+
 def compared(recipe: dict[str, Any]) -> dict[str, Any]:
     recipe["checkpoint"] = {"at_end": False}
     # AdamW divides by the gradient's own size. The gradient of a key's bias all but cancels: at a small eps the bias
@@ -129,27 +139,29 @@ def quietly(recipe: dict[str, Any], overrides: dict[str, Any], record: Record) -
 
 
 def recipe_for(case: Case, folder: Path, out: Path) -> dict[str, Any]:
-    return recipe_of(folder / "data", out) if case.toy == "chat" else experts_recipe(out)
+    if case.toy == "chat":
+        return recipe_of(folder / "data", out)
+    return experts_recipe(out) if case.toy == "experts" else encoders_recipe(out)
 
 
-def reference(case: Case, path: Path, folder: Path) -> None:
+def reference(case: Case, path: Path, folder: Path, steps: int) -> None:
     """One process with the same model, trained once for all cases that share it."""
     record = Record()
-    quietly(recipe_for(case, folder, folder / path.stem), case.model, record)
+    quietly(recipe_for(case, folder, folder / path.stem), {**case.model, "train.steps": steps}, record)
     save_file(record.tensors, path)
 
 
-def run_cases(rank: int, world: int, folder: Path, cases: list[tuple[Case, Path]]) -> list[Any]:
+def run_cases(rank: int, world: int, folder: Path, cases: list[tuple[Case, Path]], steps: int) -> list[Any]:
     """All cases of one number of ranks, one after another in the same processes: starting them is the slow part."""
-    return [run_case(case, load_file(path), folder) for case, path in cases]
+    return [run_case(case, load_file(path), folder, steps) for case, path in cases]
 
 
-def run_case(case: Case, right: dict[str, Tensor], folder: Path) -> tuple[dict[str, float], float]:
+def run_case(case: Case, right: dict[str, Tensor], folder: Path, steps: int) -> tuple[dict[str, float], float]:
     """How far each tensor of this rank is from the single process's, and how far its bytes are from the plan's."""
     record = Record()
     recipe = recipe_for(case, folder, folder / re.sub(r"\W+", "-", case.name))
-    quietly(recipe, case.overrides, record)
-    said = dataclasses.asdict(describe(load_config(recipe, case.overrides), case.world).plan.held[0])
+    quietly(recipe, {**case.overrides, "train.steps": steps}, record)
+    said = dataclasses.asdict(build_meta_model(load_config(recipe, case.overrides), case.world).plan.memory[0])
     apart = {name: relative(tensor, right[name]) for name, tensor in record.tensors.items()}
     return apart, max(abs(record.bytes[key] - said[key]) / max(said[key], 1) for key in said)
 
@@ -158,21 +170,33 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
 
 
-def measure(cases: list[Case], folder: Path) -> dict[str, dict[str, float]]:
+def measure(cases: list[Case], folder: Path, steps: int = TEST_STEPS) -> dict[str, dict[str, float]]:
     """The worst of every kind over all ranks, by the name of the case."""
     write_chat_set(folder / "data")
     expected: dict[str, Path] = {}
     for case in cases:
         if case.reference not in expected:
             expected[case.reference] = folder / f"reference-{len(expected)}.safetensors"
-            reference(case, expected[case.reference], folder)
+            reference(case, expected[case.reference], folder, steps)
     found: dict[str, dict[str, float]] = {}
     for world in sorted({case.world for case in cases}):
         here = [(case, expected[case.reference]) for case in cases if case.world == world]
-        by_rank = run_ranks(run_cases, world, folder, here, timeout=60.0 + 20.0 * len(here))
+        by_rank = run_ranks(run_cases, world, folder, here, steps, timeout=60.0 + 20.0 * len(here))
         for number, (case, path) in enumerate(here):
             found[case.name] = summed_up([results[number] for results in by_rank], path)
     return found
+
+
+def params(cases: list[Case]) -> list[Any]:
+    """The cases as parameters of a test, by their names."""
+    return [pytest.param(one, id=one.name, marks=[pytest.mark.slow] if one.slow else []) for one in cases]
+
+
+def measure_selected(request: pytest.FixtureRequest, folder: Path) -> dict[str, dict[str, float]]:
+    """Those cases alone that tests of the file ask for, whatever was deselected."""
+    here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    asked = [item.callspec.params.get("case") for item in here if hasattr(item, "callspec")]
+    return measure([case for case in asked if isinstance(case, Case)], folder)
 
 
 def summed_up(results: list[tuple[dict[str, float], float]], path: Path) -> dict[str, float]:
@@ -196,7 +220,7 @@ def main() -> int:
     print(f"{'layout':<{width}}  ranks      loss      norm  gradient    weight  plan's bytes")
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(EVERY, Path(folder))
+        found = measure(EVERY, Path(folder), STEPS)
     for case in EVERY:
         row = found[case.name]
         failed += not good(row)

@@ -17,7 +17,7 @@ import tessera.data.kinds.chat
 import tessera.models.qwen2_vl
 import tessera.tasks.dpo
 import tessera.tasks.language
-import tessera.train.run
+import tessera.training.run
 import tests.dist.layouts
 import tests.toys.moe_decoder
 import tests.toys.token_rows

@@ -1,15 +1,21 @@
 """Several ranks on one machine, in plain pytest: `run_ranks(fn, world, *args)`.
 
-`fn(rank, world, *args)` runs in each of `world` new processes that have joined a gloo group through a file. The results
+`fn(rank, world, *args)` runs in each of `world` processes that have joined a gloo group through a file. The results
 come back in order of rank; the first error of a rank is raised here, with its own traceback.
+
+The processes of a world size serve all calls of a test file: starting a rank and filling the caches of torch takes
+longer than most of what tests ask for. Those in which something failed are ended at once, the others by `end_ranks`.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
 import multiprocessing
 import os
 import queue
+import random
 import tempfile
 import time
 import traceback
@@ -18,8 +24,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+
+GROUP_TIMEOUT = datetime.timedelta(minutes=10)  # `run_ranks` ends ranks that take longer than its caller allows
 
 
 class RankError(AssertionError):
@@ -33,43 +42,101 @@ def fork_context() -> Any:
     return context
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """`fn` is a module's function; it returns plain data, no tensors (their memory would die with the process)."""
-    context = fork_context()
-    reports: Any = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        processes = [
-            context.Process(target=_rank_main, args=(fn, rank, world, store, timeout, reports, args), daemon=False)
-            for rank in range(world)
+class Ranks:
+    """Processes that have joined one group and call what they are sent, until they are ended."""
+
+    def __init__(self, world: int) -> None:
+        context = fork_context()
+        self.reports: Any = context.Queue()
+        self.folder = tempfile.TemporaryDirectory()
+        store = str(Path(self.folder.name) / "store")
+        pipes = [context.Pipe() for _ in range(world)]
+        self.calls = [ours for ours, _ in pipes]
+        self.processes: list[BaseProcess] = [
+            context.Process(target=_rank_main, args=(rank, world, store, theirs, self.reports), daemon=False)
+            for rank, (_, theirs) in enumerate(pipes)
         ]
-        for process in processes:
+        for process in self.processes:
             process.start()
-        try:
-            return _collect(processes, reports, time.monotonic() + timeout)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join(10)
+        for _, theirs in pipes:
+            theirs.close()
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, leave: bool) -> list[Any]:
+        for connection in self.calls:
+            connection.send((fn, args, leave))
+        return _collect(self.processes, self.reports, time.monotonic() + timeout)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+        for connection in self.calls:
+            connection.close()
+        self.folder.cleanup()
 
 
-def _rank_main(
-    fn: Callable[..., Any], rank: int, world: int, store: str, timeout: float, reports: Any, args: tuple[Any, ...]
-) -> None:
+_ranks: dict[int, Ranks] = {}
+
+
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0, leave: bool = False) -> list[Any]:
+    """`fn` is a module's function; it returns plain data, no tensors (their memory would die with the process).
+
+    `leave`: each rank ends when it has returned, so that others which wait for it notice.
+    """
+    ranks = _ranks.pop(world, None) or Ranks(world)
+    try:
+        results = ranks.call(fn, args, timeout, leave)
+    except BaseException:
+        ranks.end()
+        raise
+    if leave:
+        ranks.end()
+    else:
+        _ranks[world] = ranks
+    return results
+
+
+def end_ranks() -> None:
+    """End all processes, so that the next call runs in new ones."""
+    while _ranks:
+        _ranks.popitem()[1].end()
+
+
+atexit.register(end_ranks)  # before multiprocessing would wait for them
+
+
+def _rank_main(rank: int, world: int, store: str, calls: Any, reports: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    joined = False
+    init = f"file://{store}"
     try:
-        patience = datetime.timedelta(seconds=timeout)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=patience)
-        joined = True
-        reports.put((rank, None, fn(rank, world, *args)))
+        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
     except BaseException:
         reports.put((rank, (time.monotonic(), traceback.format_exc()), None))
-    finally:
-        if joined:
-            dist.destroy_process_group()
+        return
+    # Every call begins where the first one did.
+    environment, folder = dict(os.environ), Path.cwd()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    with contextlib.suppress(EOFError):  # whoever called is gone
+        while True:
+            fn, args, leave = calls.recv()
+            try:
+                result, failure = fn(rank, world, *args), None
+            except BaseException:
+                result, failure = None, (time.monotonic(), traceback.format_exc())
+            reports.put((rank, failure, result))
+            if leave:
+                dist.destroy_process_group()
+                return
+            os.environ.clear()
+            os.environ.update(environment)
+            os.chdir(folder)
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+            np.random.set_state(states[2])
+            # A product in bf16 switches oneDNN off where the CPU has none: all fp32 products then add in another order.
+            torch.backends.mkldnn.set_flags(True)
 
 
 def _collect(processes: list[BaseProcess], reports: Any, deadline: float) -> list[Any]:

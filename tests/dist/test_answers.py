@@ -44,6 +44,7 @@ def answers(rank: int, world: int, run: Path, layouts: list[dict[str, Any] | Non
     return found
 
 
+@pytest.mark.slow  # the tests of tensor and pipeline parallelism generate as well
 def test_answers_do_not_depend_on_the_layout(trained: Path) -> None:
     (alone, exported) = answers(0, 1, trained, [None])
     assert alone == exported

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from tessera.checkpoint.hf import load_folder, save_folder
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.checkpoint.model_state import model_tensors, tied_names, training_tensors
+from tessera.checkpoint.state import model_tensors, tied_names, training_tensors
 from tessera.checkpoint.storage import read_table
-from tessera.checkpoint.weights import Recipe, fill
+from tessera.checkpoint.weights import TensorSource, fill
 from tessera.core.errors import TesseraError
-from tessera.core.weightmap import Concat, Rule, Same, WeightMap
+from tessera.core.weightmap import Concat, Identity, Rule, WeightMap
 from tests.dist.spawn import RankError, run_ranks
 
 
@@ -174,7 +174,7 @@ def boxes_read(rank: int, world: int) -> list[list[int]]:
         boxes.append([*offsets, *sizes])
         return torch.arange(13.0 * 6).reshape(13, 6)[offsets[0] : offsets[0] + sizes[0]]
 
-    fill(net.embed.weight, Recipe("embed.weight", ("e",), Same()), {"e": (13, 6)}, read, "here")
+    fill(net.embed.weight, TensorSource("embed.weight", ("e",), Identity()), {"e": (13, 6)}, read, "here")
     assert torch.equal(whole({"w": net.embed.weight})["w"], torch.arange(13.0 * 6).reshape(13, 6))
     return boxes
 

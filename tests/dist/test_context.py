@@ -8,24 +8,23 @@ import pytest
 import torch
 
 from tessera.core.types import Segments
-from tessera.nn.attention import PackedAttention
-from tessera.parallel.axes import CONTEXT, RING, SHARD, ULYSSES, Axes
-from tessera.parallel.context.apply import ContextAttention
-from tessera.parallel.context.deal import Split, cut
-from tessera.parallel.mesh import Mesh, build_mesh
+from tessera.nn.layers import PackedAttention
+from tessera.parallel.context_parallel import ContextAttention
+from tessera.parallel.mesh import CONTEXT, RING, SHARD, ULYSSES, Axes, Mesh
+from tessera.parallel.sequence_sharding import SequenceSharding, take
 from tests.dist.layout_cases import CONTEXT as CONTEXT_ROWS
-from tests.dist.layouts import good, measure
+from tests.dist.layouts import Case, good, measure_selected, params
 from tests.dist.spawn import run_ranks
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    return measure(CONTEXT_ROWS, tmp_path_factory.mktemp("context"))
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    return measure_selected(request, tmp_path_factory.mktemp("context"))
 
 
-@pytest.mark.parametrize("name", [case.name for case in CONTEXT_ROWS])
-def test_a_shared_row_trains_as_a_whole_one(name: str, measured: dict[str, dict[str, float]]) -> None:
-    assert good(measured[name]), measured[name]
+@pytest.mark.parametrize("case", params(CONTEXT_ROWS))
+def test_a_shared_row_trains_as_a_whole_one(case: Case, measured: dict[str, dict[str, float]]) -> None:
+    assert good(measured[case.name]), measured[case.name]
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,12 @@ def attention_errors(rank: int, world: int, cases: list[Shared]) -> list[float]:
         (case.ring, case.ulysses): Axes({SHARD: 1, RING: case.ring, ULYSSES: case.ulysses}, {CONTEXT: (RING, ULYSSES)})
         for case in cases
     }
-    made = {key: build_mesh(axes, torch.device("cpu")) for key, axes in meshes.items()}
+    made = {key: Mesh(axes, torch.device("cpu")) for key, axes in meshes.items()}
     return [attention_error(case, made[case.ring, case.ulysses]) for case in cases]
 
 
 def attention_error(case: Shared, mesh: Mesh) -> float:
-    rows, split = sum(case.lengths), Split(case.ring, case.ulysses, case.unit)
+    rows, split = sum(case.lengths), SequenceSharding(case.ring, case.ulysses, case.unit)
     generator = torch.Generator().manual_seed(rows)
     whole = [
         torch.randn(rows, count, 8, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -80,12 +79,12 @@ def attention_error(case: Shared, mesh: Mesh) -> float:
     ]
     weights = torch.randn(rows, case.heads, 8, generator=generator, dtype=torch.float64)
     core, segments = PackedAttention(case.causal, "sdpa"), Segments.of(case.lengths)
-    own = split.own(rows, mesh.position(CONTEXT))
+    own = split.ranges(rows, mesh.position(CONTEXT))
     out = core(*whole, segments)
-    expected = [cut(x, own, 0) for x in (out, *torch.autograd.grad(out, whole, weights))]
+    expected = [take(x, own, 0) for x in (out, *torch.autograd.grad(out, whole, weights))]
     shared = ContextAttention(core, split, mesh)
     assert torch.equal(shared(*whole, segments), out)  # rows that nobody has shared, as in generating
-    mine = [cut(x.detach(), own, 0).requires_grad_() for x in whole]
+    mine = [take(x.detach(), own, 0).requires_grad_() for x in whole]
     out = shared(*mine, segments)
-    found = [out, *torch.autograd.grad(out, mine, cut(weights, own, 0))]
+    found = [out, *torch.autograd.grad(out, mine, take(weights, own, 0))]
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tessera.train.run import train
+from tessera.training.run import train
 from tests.dist.spawn import run_ranks
 from tests.toys.chat_set import chat_recipe, write_chat_set
 

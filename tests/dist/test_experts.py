@@ -17,25 +17,33 @@ from torch.distributed.tensor import DTensor, Shard
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
 from tessera.nn.moe import Dispatch, MoE, MoEShape, TokenRows, balance_loss
-from tessera.parallel.axes import make_axes
-from tessera.parallel.experts.apply import apply_experts
-from tessera.parallel.experts.dispatch import RankDispatch
-from tessera.parallel.mesh import build_mesh
-from tessera.parallel.planning.experts import plan_experts
-from tessera.train.run import resume
+from tessera.parallel.experts import RankDispatch, apply_experts, plan_experts
+from tessera.parallel.mesh import Mesh, make_axes
+from tessera.training.run import resume
 from tests.dist.layout_cases import EXPERTS as EXPERT_ROWS
 from tests.dist.layout_cases import STEERED
-from tests.dist.layouts import LIMIT, STEPS, Case, Record, experts_recipe, good, measure, quietly, relative
+from tests.dist.layouts import (
+    LIMIT,
+    STEPS,
+    Case,
+    Record,
+    experts_recipe,
+    good,
+    measure_selected,
+    params,
+    quietly,
+    relative,
+)
 from tests.dist.spawn import run_ranks
 from tests.toys import token_rows
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    return measure(EXPERT_ROWS, tmp_path_factory.mktemp("experts"))
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    return measure_selected(request, tmp_path_factory.mktemp("experts"))
 
 
-@pytest.mark.parametrize("case", EXPERT_ROWS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", params(EXPERT_ROWS))
 def test_experts_train_like_one_process(case: Case, measured: dict[str, dict[str, float]]) -> None:
     row = measured[case.name]
     assert good(row), row
@@ -121,7 +129,7 @@ def balance_parts(rank: int, world: int, ranks: int) -> Any:
         axes = make_axes(section, said, world)
         plan = plan_experts(section, said, module, axes)
         assert plan is not None
-        apply_experts(module, plan, build_mesh(axes, torch.device("cpu")))
+        apply_experts(module, plan, Mesh(axes, torch.device("cpu")))
     batch = token_rows.TokenRows(24, 64, seed=5).batch([0, 1, 2])
     torch.manual_seed(7)
     x, own = torch.randn(72, HIDDEN), torch.arange(rank, 72, ranks)

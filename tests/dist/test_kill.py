@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tessera.train.run import resume, train
+from tessera.training.run import resume, train
 from tests.dist.spawn import fork_context
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
-STEPS = 8
+STEPS = 6
 
 
 def job(rank: int, world: int, store: str, recipe: dict[str, Any], begun: bool) -> None:
@@ -104,9 +104,9 @@ def prove(world: int, trials: int, tmp_path: Path, seed: int) -> None:
     assert killed > trials // 4, "kills should have hit living runs"
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_anywhere_ends_bitwise_the_same(world: int, tmp_path: Path) -> None:
-    prove(world, trials=3, tmp_path=tmp_path, seed=world)
+    prove(world, trials=2, tmp_path=tmp_path, seed=world)
 
 
 @pytest.mark.slow

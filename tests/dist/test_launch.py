@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tessera.core.dist import free_port
@@ -60,6 +61,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
 
 
+@pytest.mark.slow
 def test_two_machines_with_fixed_numbers_train_one_run(tmp_path: Path) -> None:
     path = recipe(tmp_path)
     place = f"127.0.0.1:{free_port()}"
@@ -70,6 +72,7 @@ def test_two_machines_with_fixed_numbers_train_one_run(tmp_path: Path) -> None:
     assert sorted(losses(tmp_path / "runs/denoise")) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow  # 75 s; that a run goes on after a kill is in test_kill, what the launcher starts in the tests around
 def test_a_killed_rank_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
     steps = 60
     path = recipe(tmp_path, steps=steps)

@@ -1,4 +1,4 @@
-"""Every layout and memory form trains like one process; towers that a rank's batch leaves idle never stop others."""
+"""Every layout and memory form trains like one process; encoders that a rank's batch leaves idle never stop others."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from tessera.compat.mindspeed_mm.fsdp2 import (
+    set_fullyshard_modules_to_wrap,
+    set_modules_to_prefetch,
+    set_recompute_modules_to_wrap,
+)
+from tessera.compat.mindspeed_mm.mixins import FSDP2Mixin, MultiModalModule
 from tessera.core.run_config import ParallelSection
-from tessera.core.types import Batch, LossOut, ModelPlan
+from tessera.core.task import Losses, LossTerm, Task
+from tessera.core.types import Batch, ModelPlan
 from tessera.parallel.apply import parallelize
 from tessera.parallel.engine import SimpleEngine
-from tessera.parallel.mesh import build_mesh
-from tessera.parallel.mixin import FSDP2Mixin, MultiModalModule
+from tessera.parallel.mesh import Mesh
 from tessera.parallel.plan import make_plan
-from tessera.train.run import train
+from tessera.training.run import train
 from tests.dist.layout_cases import MEMORY, MIXED
-from tests.dist.layouts import LIMIT, Record, good, measure, recipe_of, relative
+from tests.dist.layouts import LIMIT, Case, Record, good, measure_selected, params, recipe_of, relative
 from tests.dist.spawn import RankError, run_ranks
 from tests.toys.chat_set import write_chat_set
 
@@ -28,16 +34,16 @@ ROWS = [*MEMORY, *MIXED]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    return measure(ROWS, tmp_path_factory.mktemp("layouts"))
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    return measure_selected(request, tmp_path_factory.mktemp("layouts"))
 
 
-@pytest.mark.parametrize("name", [case.name for case in ROWS])
-def test_a_layout_trains_like_one_process_and_holds_what_its_plan_says(name: str, measured: Any) -> None:
-    assert good(measured[name]), measured[name]
+@pytest.mark.parametrize("case", params(ROWS))
+def test_a_layout_trains_like_one_process_and_holds_what_its_plan_says(case: Case, measured: Any) -> None:
+    assert good(measured[case.name]), measured[case.name]
 
 
-# ---------------------------------------------------------------------------------------------- idle towers
+# ---------------------------------------------------------------------------------------------- idle encoders
 
 ORDERS = ["text picture", "picture text", "text text", "picture picture", "text picture"]
 
@@ -79,7 +85,7 @@ IDLE: dict[str, dict[str, Any]] = {
         "parallel.prefetch_backward": 2,
         "parallel.recompute": ["vision.blocks.{*}"],
     },
-    "offload": {"parallel.offload": True, "parallel.swap": ["vision.blocks.{*}"]},
+    "offload": {"parallel.offload": True, "parallel.activation_offload": ["vision.blocks.{*}"]},
 }
 
 
@@ -97,7 +103,7 @@ def ordered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[dict[st
 
 
 @pytest.mark.parametrize("name", IDLE)
-def test_idle_towers_never_hang_and_equal_one_process(name: str, ordered: Any) -> None:
+def test_idle_encoders_never_hang_and_equal_one_process(name: str, ordered: Any) -> None:
     (_, expected, right), ranks = ordered
     (first, losses, gradients), (second, _, _) = (rank[name] for rank in ranks)
     shown = [" ".join("picture" if n else "text" for n in pair) for pair in zip(first, second, strict=True)]
@@ -113,7 +119,7 @@ class Net(MultiModalModule, FSDP2Mixin):
     """Two names for one weight, a buffer, and sizes that two ranks do not divide."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(config=None)
         self.embed = nn.Embedding(13, 6)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
         self.head = nn.Linear(6, 13, bias=False)
@@ -129,9 +135,9 @@ class Net(MultiModalModule, FSDP2Mixin):
 
 class OwnWay(Net):
     def _fully_shard(self, fsdp2_kwargs: Any = None, fsdp2_config: Any = None) -> None:
-        self.set_recompute_modules_to_wrap(["layers.0"])
-        self.set_fullyshard_modules_to_wrap([self.layers[1], "layers.2"])
-        self.set_modules_to_prefetch(1, 1)
+        set_recompute_modules_to_wrap(self, ["layers.0"])
+        set_fullyshard_modules_to_wrap(self, ["layers.{1,2}"], **fsdp2_kwargs)
+        set_modules_to_prefetch(1, 1)
 
 
 class Forgetful(Net):
@@ -139,15 +145,15 @@ class Forgetful(Net):
         fully_shard(self.layers[0], **fsdp2_kwargs)
 
 
-class Copying:
+class Copying(Task):
     """Says the next token is the same one."""
 
-    def inputs(self, batch: Batch) -> Batch:
-        return batch
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"tokens": len(batch["tokens"])}
 
-    def loss(self, outputs: torch.Tensor, batch: Batch) -> LossOut:
+    def losses(self, outputs: torch.Tensor, batch: Batch) -> Losses:
         total = torch.nn.functional.cross_entropy(outputs, batch["tokens"], reduction="sum")
-        return LossOut(total, torch.tensor(len(batch["tokens"])))
+        return Losses([LossTerm("loss", total, "tokens")])
 
 
 def train_net(rank: int, world: int, kind: type[Net], **section: Any) -> tuple[list[list[float]], list[str]]:
@@ -155,7 +161,7 @@ def train_net(rank: int, world: int, kind: type[Net], **section: Any) -> tuple[l
         net = kind()
     plan = make_plan(ParallelSection(**section), ModelPlan(("layers.{*}",), {}), net, world)
     device = torch.device("cpu")
-    parallelize(net, plan, build_mesh(plan.axes, device), device)
+    parallelize(net, plan, Mesh(plan.axes, device), device)
     assert net.head.weight is net.embed.weight
     torch.manual_seed(0)
     with torch.no_grad():
@@ -172,7 +178,7 @@ def train_net(rank: int, world: int, kind: type[Net], **section: Any) -> tuple[l
         out = engine.step(Copying(), [Batch({"tokens": half}) for half in tokens.chunk(2)])
         optimizer.step()
         optimizer.zero_grad()
-        losses.append([float(out.sum), float(out.count)])
+        losses.append([float(out.loss()), float(out.counts["tokens"])])
     groups = [name for name, part in net.named_modules() if isinstance(part, FSDPModule)]
     return losses, groups
 
@@ -192,5 +198,5 @@ def test_a_model_that_shards_itself_keeps_its_ties_and_trains_like_one_process(
 
 
 def test_a_model_that_leaves_parameters_out_is_refused() -> None:
-    with pytest.raises(RankError, match=r"Forgetful\._fully_shard left embed\.weight out"):
+    with pytest.raises(RankError, match=r"Forgetful shards itself and leaves embed\.weight out"):
         run_ranks(train_net, 2, Forgetful)

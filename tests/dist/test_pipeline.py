@@ -11,22 +11,21 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from tessera.core.callback import Callback, StepResult
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import load_config
+from tessera.core.task import Task
 from tessera.core.types import Batch, Message, Part, Sample
-from tessera.infer.generate import generate
-from tessera.infer.sampling import Sampling
+from tessera.inference.generate import Sampling, generate_tokens
+from tessera.observe.watchdog.watchdog import Watchdog
 from tessera.parallel.apply import initialize, parallelize
-from tessera.parallel.mesh import build_mesh
-from tessera.parallel.pipeline.chain import PipelinedModel
-from tessera.parallel.pipeline.stages import Stages
-from tessera.train.build import build_processor
-from tessera.train.callbacks import Callback, StepResult
-from tessera.train.describe import describe
-from tessera.train.run import resume, train
-from tessera.train.watch import Watch
-from tests.dist.layout_cases import DEEP, FOUR_LAYERS, IN_TOWER, PIPELINE
-from tests.dist.layouts import LIMIT, good, measure, recipe_of
+from tessera.parallel.mesh import Mesh
+from tessera.parallel.pipeline_stages import LocalStages, PipelinedModel
+from tessera.training.build import build_processor
+from tessera.training.run import resume, train
+from tessera.training.setup import build_meta_model
+from tests.dist.layout_cases import DEEP, FOUR_LAYERS, IN_ENCODER, PIPELINE
+from tests.dist.layouts import LIMIT, Case, good, measure_selected, params, recipe_of
 from tests.dist.spawn import run_ranks
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -34,13 +33,13 @@ ONE_RANK = {"vision": [2, 0, 0, 0], "text": [0, 1, 1, 2]}  # by zbv, the table t
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    return measure(PIPELINE, tmp_path_factory.mktemp("pipelines"))
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    return measure_selected(request, tmp_path_factory.mktemp("pipelines"))
 
 
-@pytest.mark.parametrize("name", [case.name for case in PIPELINE])
-def test_a_pipeline_trains_like_one_process(name: str, measured: Any) -> None:
-    assert good(measured[name]), measured[name]
+@pytest.mark.parametrize("case", params(PIPELINE))
+def test_a_pipeline_trains_like_one_process(case: Case, measured: Any) -> None:
+    assert good(measured[case.name]), measured[case.name]
 
 
 # ---------------------------------------------------------------------------------------------- what they saw
@@ -58,7 +57,7 @@ class Seen(Callback):
     def on_step_end(self, trainer: Any, result: StepResult) -> None:
         self.pictures.append([batch.counts["images"] for batch in result.microbatches])
         self.losses.append(result.numbers()["loss"])
-        self.watched = next((c.module for c in trainer.callbacks if isinstance(c, Watch)), "")
+        self.watched = next((c.module for c in trainer.callbacks if isinstance(c, Watchdog)), "")
 
     def on_eval(self, trainer: Any, metrics: dict[str, float]) -> None:
         self.held_out.append(metrics["loss"])
@@ -89,7 +88,7 @@ def test_evaluation_and_the_watch_know_all_stages(tmp_path: Path) -> None:
     overrides = {**DEEP, "checkpoint.at_end": False, "checkpoint.every": 0}
     alone = run(0, 1, recipe, overrides)
     recipe["out"] = str(tmp_path / "four")
-    pipeline = {"parallel.pp": 2, "parallel.virtual": 2, "parallel.layers": IN_TOWER}
+    pipeline = {"parallel.pp": 2, "parallel.virtual": 2, "parallel.layers": IN_ENCODER}
     ranks = run_ranks(run, 4, recipe, {**overrides, **pipeline})
     assert len(alone["held_out"]) == 2
     for found in ranks:
@@ -100,11 +99,11 @@ def test_evaluation_and_the_watch_know_all_stages(tmp_path: Path) -> None:
     assert [found["watched"][-1] for found in ranks] == ["0", "0", "1", "1"]
 
 
-class Refusing:
-    def inputs(self, batch: Batch) -> Batch:
-        return batch
+class Refusing(Task):
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"tokens": 1}
 
-    def loss(self, outputs: Any, batch: Batch) -> Any:
+    def losses(self, outputs: Any, batch: Batch) -> Any:
         raise TesseraError("not this batch", where="train.task")
 
 
@@ -126,12 +125,13 @@ def test_what_a_stage_refuses_is_told_in_its_own_words(virtual: int, tmp_path: P
         "parallel.watch": False,
         "train.task": "tests.dist.test_pipeline",
     }
-    assert "not this batch" in run_ranks(refused, 2, recipe, {**DEEP, **pipeline})
+    assert "not this batch" in run_ranks(refused, 2, recipe, {**DEEP, **pipeline}, leave=True)
 
 
 # ---------------------------------------------------------------------------------------------- files
 
 
+@pytest.mark.slow
 def test_checkpoints_and_exports_know_nothing_of_stages(tmp_path: Path) -> None:
     data = write_chat_set(tmp_path / "data")
     zbv = {"parallel.pp": 2, "parallel.schedule": "zbv", "parallel.layers": ONE_RANK}
@@ -190,15 +190,15 @@ def answers(rank: int, world: int, recipe: dict[str, Any], overrides: dict[str, 
     """To two questions at once, one with a picture; and to one without."""
     device = torch.device("cpu")
     config = load_config(recipe, overrides)
-    described = describe(config, world)
-    processor = build_processor(config, described)
+    setup = build_meta_model(config, world)
+    processor = build_processor(config, setup)
     assert processor is not None
-    mesh = build_mesh(described.plan.axes, device)
-    module = parallelize(described.module, described.plan, mesh, device)
+    mesh = Mesh(setup.plan.axes, device)
+    module = parallelize(setup.module, setup.plan, mesh, device)
     initialize(module, 3, device)
     model: Any = module.eval()
-    if isinstance(module, Stages):
-        model = PipelinedModel(module, described.plan, mesh, device)
+    if isinstance(module, LocalStages):
+        model = PipelinedModel(module, setup.plan, mesh, device)
     look = Image.new("RGB", (20, 24), (200, 30, 60))
     asks = [
         Sample("a", (Message("user", (Part("image", look), Part("text", "Say red."))),)),
@@ -206,13 +206,13 @@ def answers(rank: int, world: int, recipe: dict[str, Any], overrides: dict[str, 
     ]
     batches: list[Batch] = [processor.prompt(asks, [[look], []]), processor.prompt(asks[1:], [[]])]
     return [
-        generate(model, batch, max_new_tokens=6, stop_tokens=processor.stop_tokens, sampling=Sampling())
+        generate_tokens(model, batch, max_new_tokens=6, stop_tokens=processor.stop_tokens, sampling=Sampling())
         for batch in batches
     ]
 
 
 ANSWERING: dict[str, dict[str, Any]] = {
-    "cut in the tower": {"pp": 2, "virtual": 2, "layers": {"vision": [1, 1, 0, 0], "text": [0, 0, 2, 2]}},
+    "split in the encoder": {"pp": 2, "virtual": 2, "layers": {"vision": [1, 1, 0, 0], "text": [0, 0, 2, 2]}},
     "zbv": {"pp": 2, "schedule": "zbv"},
     "1f1b": {"pp": 2, "layers": {"vision": [2, 0], "text": [1, 3]}},
 }

@@ -11,16 +11,14 @@ from torch import nn
 
 from tessera.core.run_config import load_config
 from tessera.core.types import Batch, Segments
-from tessera.infer.generate import generate
-from tessera.infer.sampling import Sampling
-from tessera.parallel.apply import initialize, parallelize
-from tessera.parallel.engines import build_engine
-from tessera.parallel.mesh import Mesh, build_mesh
-from tessera.parallel.traffic.counting import CountCollectives
+from tessera.inference.generate import Sampling, generate_tokens
+from tessera.parallel.apply import build_engine, initialize, parallelize
+from tessera.parallel.communication import CommCounter
+from tessera.parallel.mesh import Mesh
 from tessera.tasks.language import LanguageTask
-from tessera.train.describe import Described, describe
+from tessera.training.setup import ModelSetup, build_meta_model
 from tests.dist.layout_cases import SEQUENCE, TENSOR, UNTIED
-from tests.dist.layouts import Record, good, measure, quietly, recipe_of
+from tests.dist.layouts import Case, Record, good, measure_selected, params, quietly, recipe_of
 from tests.dist.spawn import run_ranks
 from tests.needs import need_half_attention
 from tests.toys.chat_set import MODEL, write_chat_set
@@ -29,29 +27,36 @@ MODELS: list[dict[str, Any]] = [{}, UNTIED]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    return measure(TENSOR, tmp_path_factory.mktemp("tensor"))
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    return measure_selected(request, tmp_path_factory.mktemp("tensor"))
 
 
-@pytest.mark.parametrize("name", [case.name for case in TENSOR])
-def test_layers_computed_together_train_like_one_process(name: str, measured: Any) -> None:
-    assert good(measured[name]), measured[name]
+@pytest.mark.parametrize("case", params(TENSOR))
+def test_layers_computed_together_train_like_one_process(case: Case, measured: Any) -> None:
+    assert good(measured[case.name]), measured[case.name]
 
 
 def last_losses(rank: int, world: int, folder: Path, parallel: dict[str, Any]) -> list[float]:
     found = []
     for number, model in enumerate(MODELS):
         record = Record()
-        quietly(recipe_of(folder / "data", folder / f"{world}-{number}"), {**model, **parallel}, record)
-        found.append(float(record.tensors["loss.3"]))
+        overrides = {**model, **parallel, "train.steps": 2}
+        quietly(recipe_of(folder / "data", folder / f"{world}-{number}"), overrides, record)
+        found.append(float(record.tensors["loss.2"]))
     return found
 
 
+@pytest.mark.slow  # mixed precision on ranks is in test_user_models and test_trainer_layouts
 def test_bf16_under_fsdp_stays_near_fp32(tmp_path: Path) -> None:
     need_half_attention()
     write_chat_set(tmp_path / "data")
-    narrow = {"parallel.param_dtype": "bfloat16", "parallel.tp": 2, "parallel.sequence_parallel": True}
-    wide = last_losses(0, 1, tmp_path, {})
+    narrow = {
+        "precision.compute": "bfloat16",
+        "parallel.tp": 2,
+        "parallel.sequence_parallel": True,
+        "train.global_batch": 2,
+    }
+    wide = last_losses(0, 1, tmp_path, {"train.global_batch": 2})
     for losses in run_ranks(last_losses, 4, tmp_path, narrow):
         assert losses != wide
         assert losses == pytest.approx(wide, rel=0.01)
@@ -60,14 +65,14 @@ def test_bf16_under_fsdp_stays_near_fp32(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- generation
 
 
-def build(world: int, parallel: dict[str, Any], model: dict[str, Any]) -> tuple[nn.Module, Described, Mesh]:
+def build(world: int, parallel: dict[str, Any], model: dict[str, Any]) -> tuple[nn.Module, ModelSetup, Mesh]:
     recipe = {"model": {"family": "qwen2_vl", "preset": "quickstart", "config": MODEL}, "train": {"steps": 1}}
-    described = describe(load_config(recipe, {f"parallel.{k}": v for k, v in parallel.items()} | model), world)
+    setup = build_meta_model(load_config(recipe, {f"parallel.{k}": v for k, v in parallel.items()} | model), world)
     device = torch.device("cpu")
-    mesh = build_mesh(described.plan.axes, device)
-    module = parallelize(described.module, described.plan, mesh, device)
+    mesh = Mesh(setup.plan.axes, device)
+    module = parallelize(setup.module, setup.plan, mesh, device)
     initialize(module, 7, device)
-    return module, described, mesh
+    return module, setup, mesh
 
 
 def prompt(lengths: list[int], values: int) -> Batch:
@@ -91,12 +96,12 @@ def write_tokens(rank: int, world: int, layouts: list[dict[str, Any]]) -> list[l
     found = []
     for parallel in layouts:
         for model in MODELS:
-            module, described, _ = build(world, parallel, model)
+            module, setup, _ = build(world, parallel, model)
             module.eval()
-            values = described.config.vision.patch_values
+            values = setup.config.vision.patch_values
             for lengths in ([9, 5, 3], [7]):
                 batch = prompt(lengths, values)
-                found.append(generate(module, batch, max_new_tokens=6, stop_tokens=[], sampling=Sampling()))
+                found.append(generate_tokens(module, batch, max_new_tokens=6, stop_tokens=[], sampling=Sampling()))
     return found
 
 
@@ -113,12 +118,12 @@ def count(rank: int, world: int, layouts: list[dict[str, Any]]) -> list[dict[str
     """Of one micro-batch, over the ranks that compute layers together."""
     found = []
     for parallel in layouts:
-        module, described, mesh = build(world, parallel, {})
-        engine = build_engine(module, described.plan, mesh, torch.device("cpu"))
-        batch = prompt([9, 5, 4], described.config.vision.patch_values)
-        with CountCollectives(mesh) as counter:
+        module, setup, mesh = build(world, parallel, {})
+        engine = build_engine(module, setup.plan, mesh, torch.device("cpu"))
+        batch = prompt([9, 5, 4], setup.config.vision.patch_values)
+        with CommCounter(mesh) as counter:
             engine.step(LanguageTask(), [batch])
-        found.append({part.kind: part.count for part in counter.traffic if part.axis == "tp"})
+        found.append({part.kind: part.count for part in counter.volumes if part.axis == "tp"})
     return found
 
 

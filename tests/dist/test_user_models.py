@@ -10,15 +10,21 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from tessera.core.names import clean
-from tessera.train.callbacks import Callback, StepResult
-from tessera.train.run import Run, resume, train
+from tessera.core.callback import Callback, StepResult
+from tessera.core.modules import clean_name
+from tessera.training.run import Run, resume, train
 from tests.close import assert_within_rounding, move_by_a_rounding
 from tests.dist.spawn import run_ranks
 from tests.toys.hf_folders import CASES, write_folder
 
 OWN = "tests.toys.own_models"
-NAMES = ["plain", "tempered", "two_towers", "internvl", "qwen3", "whisper", "adapted"]
+NAMES = ["tempered", "internvl", "adapted"]
+LATER = [
+    "plain",
+    "two_encoders",
+    "qwen3",
+    "whisper",
+]  # "tempered" is the first with one parameter more, "adapted" is the second
 
 
 class Keep(Callback):
@@ -34,7 +40,7 @@ class Keep(Callback):
         from torch.distributed.fsdp import FSDPModule
 
         named = trainer.module.named_modules()
-        self.groups = [clean(name + ".")[:-1] for name, part in named if isinstance(part, FSDPModule)]
+        self.groups = [clean_name(name + ".")[:-1] for name, part in named if isinstance(part, FSDPModule)]
         if self.move:
             move_by_a_rounding(trainer.module.parameters(), seed=0)
 
@@ -44,7 +50,7 @@ class Keep(Callback):
                 if parameter.grad is not None:
                     grad = parameter.grad
                     whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                    self.gradients[clean(name)] = whole.flatten().double().tolist()
+                    self.gradients[clean_name(name)] = whole.flatten().double().tolist()
 
     def on_step_end(self, trainer: Any, result: StepResult) -> None:
         if result.step == self.stop:
@@ -61,7 +67,7 @@ def begin(
 
 def begin_all(rank: int, world: int, recipes: list[dict[str, Any]]) -> list[Any]:
     """All models in one go: starting processes that import `transformers` is what takes time here."""
-    return [begin(rank, world, one, {}, 3) for one in recipes]
+    return [begin(rank, world, one, {}, 2) for one in recipes]
 
 
 def losses(run: Run) -> list[float]:
@@ -78,8 +84,8 @@ def recipe(name: str, folders: dict[str, Path], out: Path, micro_batch: int = 2)
     elif name == "tempered":
         model = {"family": "module", "config": {"class": f"{OWN}:Tempered"}}
         parallel = {"wrap": ["blocks.{*}"]}
-    elif name == "two_towers":
-        model = {"family": "module", "config": {"class": f"{OWN}:TwoTowers"}}
+    elif name == "two_encoders":
+        model = {"family": "module", "config": {"class": f"{OWN}:TwoEncoders"}}
     elif name == "adapted":
         hub = {"qwen3": "tests.toys.adapted_qwen3:AdaptedQwen3"}
         model = {"family": "transformers", "config": {"folder": str(folders["qwen3"]), "hub": hub}}
@@ -93,7 +99,7 @@ def recipe(name: str, folders: dict[str, Path], out: Path, micro_batch: int = 2)
         "model": model,
         "data": {"kind": "tests.toys.keyword_rows", "options": {"make": make}},
         "parallel": parallel,
-        "train": {"steps": 4, "global_batch": 4, "micro_batch": micro_batch, "device": "cpu"},
+        "train": {"steps": 3, "global_batch": 4, "micro_batch": micro_batch, "device": "cpu"},
         # AdamW divides by the gradient's own size: with a small eps, a gradient that is but rounding moves its weight
         # as far as any other does.
         "optim": {"lr": 1e-3, "eps": 1e-3, "schedule": {"kind": "constant"}},
@@ -114,25 +120,33 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("one")
-    return {name: (*begin(0, 1, recipe(name, folders, out), {}, None)[:2], out / name) for name in NAMES}
+def names(request: pytest.FixtureRequest) -> list[str]:
+    """The models that tests of this file ask for, whatever was deselected."""
+    here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    asked = {item.callspec.params.get("name") for item in here if hasattr(item, "callspec")}
+    return [name for name in [*NAMES, *LATER] if name in asked or name == "internvl"]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Stopped after three of four steps. One row at a time, where the single rank took two: rows with fewer labels
+def one_rank(names: list[str], folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("one")
+    return {name: (*begin(0, 1, recipe(name, folders, out), {}, None)[:2], out / name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(names: list[str], folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Stopped after two of three steps. One row at a time, where the single rank took two: rows with fewer labels
     must not weigh more."""
     out = tmp_path_factory.mktemp("two")
-    recipes = [recipe(name, folders, out, micro_batch=1) for name in NAMES]
+    recipes = [recipe(name, folders, out, micro_batch=1) for name in names]
     found = run_ranks(begin_all, 2, recipes)[0]
-    return {name: (*results, out / name) for name, results in zip(NAMES, found, strict=True)}
+    return {name: (*results, out / name) for name, results in zip(names, found, strict=True)}
 
 
 GROUPS = {
     "plain": ["", "blocks.0", "blocks.1", "blocks.2"],
     "tempered": ["", "blocks.0", "blocks.1"],
-    "two_towers": ["", "fuse", "picture.2"],
+    "two_encoders": ["", "fuse", "picture.2"],
     "internvl": [
         "",
         "model.vision_tower.encoder.layer.0",
@@ -152,14 +166,14 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in LATER)])
 def test_two_ranks_train_as_one_and_resume(name: str, one_rank: dict[str, Any], two_ranks: dict[str, Any]) -> None:
     gradients, values, folder = one_rank[name]
     found, begun, groups, other = two_ranks[name]
     assert sorted(groups) == sorted(GROUPS[name])
     assert found.keys() == gradients.keys()
     assert max(relative(found[n], gradients[n]) for n in gradients) < 1e-5
-    assert begun == pytest.approx(values[:3], rel=1e-5)
+    assert begun == pytest.approx(values[:2], rel=1e-5)
     assert losses(resume(other)) == pytest.approx(values, rel=1e-5)  # the last step on one rank again
     ours, theirs = (load_file(place / "hf" / "model.safetensors") for place in (other, folder))
     assert ours.keys() == theirs.keys()
@@ -170,7 +184,7 @@ def test_two_ranks_train_as_one_and_resume(name: str, one_rank: dict[str, Any], 
 def test_mixed_precision_casts_what_the_data_gives(folders: dict[str, Path], tmp_path: Path) -> None:
     """Batches are float32; the classes compute in bfloat16 over float32 weights, with tables as they came."""
     for name in ("plain", "internvl", "whisper"):
-        _, values, _ = begin(0, 1, recipe(name, folders, tmp_path), {"parallel.param_dtype": "bfloat16"}, None)
+        _, values, _ = begin(0, 1, recipe(name, folders, tmp_path), {"precision.compute": "bfloat16"}, None)
         assert values[-1] < 1.2 * values[0]
         saved = load_file(tmp_path / name / "hf" / "model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {torch.float32}

@@ -13,7 +13,7 @@ from tessera.core.types import Batch, ModelPlan
 from tessera.models import FAMILIES, resolve
 from tessera.nn.lora import QuantizedLoraLinear, adapted_layers, add_adapters, find_adapters, with_adapters
 from tessera.ops.loss import linear_cross_entropy
-from tessera.parallel.compile import apply_compile
+from tessera.parallel.modules import apply_compile
 from tessera.parallel.plan import make_plan
 
 pytestmark = pytest.mark.gpu
@@ -71,17 +71,17 @@ def far_from_plain(model: nn.Module, batch: Batch, plan: ModelPlan) -> dict[str,
 def test_compiled_gradients_are_those_of_plain_blocks(name: str) -> None:
     torch._dynamo.reset()
     spec, config, batch, generator = example(name)
-    model = spec.build(config)
+    model = spec.main.build(config)
     for path, parameter in model.named_parameters():
         model.initialize(path, parameter.data, generator)
-    assert not far_from_plain(model, batch, spec.plan(config))
+    assert not far_from_plain(model, batch, spec.main.plan(config))
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["lora", "four bits"])
 def test_compiled_gradients_of_adapters_are_those_of_plain_blocks(quantized: bool) -> None:
     torch._dynamo.reset()
     spec, config, batch, generator = example("qwen2_5_vl")
-    model, plan = spec.build(config), spec.plan(config)
+    model, plan = spec.main.build(config), spec.main.plan(config)
     for path, parameter in model.named_parameters():
         model.initialize(path, parameter.data, generator)
     adapters = find_adapters(LoraSection(rank=8), model, plan)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tessera
+from tessera.core.callback import Callback, StepResult
+from tessera.core.files import read_jsonl
+from tessera.observe.anomaly.check import StepLimits, acts_on_flag, checked_update
 from tessera.optim.adamw import AdamW
-from tessera.train.callbacks import Callback, StepResult
-from tessera.train.guard.check import Limits, acts_on_flag, update_within
-from tessera.train.jsonl import read_jsonl
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.faults import FlipBit
 
@@ -48,14 +48,14 @@ class Weights(Callback):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "on_flag"),
-    [({}, True), ({"param_dtype": "bfloat16"}, True), ({"param_dtype": "bfloat16", "offload": True}, False)],
+    ("compute", "offload", "on_flag"),
+    [("float32", False, True), ("bfloat16", False, True), ("bfloat16", True, False)],
     ids=str,
 )
-def test_a_bad_step_changes_nothing(data: Path, tmp_path: Path, parallel: dict[str, Any], on_flag: bool) -> None:
+def test_a_bad_step_changes_nothing(data: Path, tmp_path: Path, compute: str, offload: bool, on_flag: bool) -> None:
     recipe = chat_recipe(data, tmp_path, device="auto", steps=6)
     recipe["data"] |= {"kind": "tests.toys.faults", "workers": 0, "options": {"nan_pixels": ["sample-7"]}}
-    recipe["parallel"] = parallel
+    recipe["parallel"], recipe["precision"] = {"offload": offload}, {"compute": compute}
     weights = Weights()
     run = tessera.train(recipe, callbacks=[weights])
     found = list(read_jsonl(run.folder / "guard.jsonl"))
@@ -69,7 +69,7 @@ def test_a_bad_step_changes_nothing(data: Path, tmp_path: Path, parallel: dict[s
 
 def test_a_flipped_bit_is_undone_from_host_memory(data: Path, tmp_path: Path) -> None:
     recipe = chat_recipe(data, tmp_path, device="auto", steps=12)
-    recipe["parallel"] = {"param_dtype": "bfloat16"}
+    recipe["precision"] = {"compute": "bfloat16"}
     recipe["guard"] = {"copy_every": 2}
     run = tessera.train(recipe, callbacks=[FlipBit(8, WEIGHT)])
     (event,) = read_jsonl(run.folder / "guard.jsonl")
@@ -84,19 +84,19 @@ def test_a_spike_is_clipped_or_held_back_on_the_device_as_on_the_host(together: 
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
 
-    def update(place: torch.device, limits: Limits) -> torch.Tensor:
+    def update(place: torch.device, limits: StepLimits) -> torch.Tensor:
         weight = torch.nn.Parameter(torch.zeros(64, device=place))
         groups = [{"params": [weight], "lr": 1.0, "weight_decay": 0.0}]
         optimizer = AdamW(groups, (0.0, 0.0), 1e3, together=together and place.type != "cpu")  # as SGD / 1000
         weight.grad = torch.full((64,), 5.0, device=place)
         norm = weight.grad.norm().double()
-        optimizer.scale = 1 / norm  # clipped to 1
-        verdict = update_within(optimizer, torch.tensor(3.0, device=place), norm, limits)
-        assert verdict.applied == (not limits.hold)
+        optimizer.clip_factor = 1 / norm  # clipped to 1
+        check = checked_update(optimizer, torch.tensor(3.0, device=place), norm, limits)
+        assert check.applied == (not limits.hold)
         assert acts_on_flag(optimizer, weight.device) == (place.type != "cpu")
         return weight.detach().cpu()
 
     host = torch.device("cpu")
-    for limits in (Limits(), Limits(2.0, 99.0, 1.0, 0.25), Limits(2.0, 99.0, 1.0, 0.25, hold=True)):
+    for limits in (StepLimits(), StepLimits(2.0, 99.0, 1.0, 0.25), StepLimits(2.0, 99.0, 1.0, 0.25, drop_spikes=True)):
         torch.testing.assert_close(update(accelerator, limits), update(host, limits), rtol=1e-5, atol=0)
-    assert not update(accelerator, Limits(2.0, 99.0, 1.0, 0.25, hold=True)).any()
+    assert not update(accelerator, StepLimits(2.0, 99.0, 1.0, 0.25, drop_spikes=True)).any()

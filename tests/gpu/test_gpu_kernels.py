@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from tessera.nn.vit import VisionMLP, VisionShape
+from tessera.ops.linear import accumulate_matmul, tensor_core_padding
 from tessera.ops.loss import linear_cross_entropy
-from tessera.ops.products import add_product, lacking
 from tessera.optim.adamw import AdamW
-from tessera.optim.clip import norm_and_factor
+from tessera.optim.optimizer import clip_gradients
 from tests.close import assert_as_close, rounding
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,7 @@ def test_half_products_are_added_to_single_numbers() -> None:
     a, b = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((300, 500), (500, 200)))
     total = torch.randn(300, 200, device="cuda")
     expected = total.double() + a.double() @ b.double()
-    add_product(total, a, b)
+    accumulate_matmul(total, a, b)
     assert apart(total, expected) < 1e-5  # no half number in between
 
 
@@ -34,7 +34,7 @@ def test_widths_that_are_slow_are_computed_as_others(gated: bool) -> None:
     torch.manual_seed(0)
     layer = VisionMLP(VisionShape(12, 64, 172, 1, 2, 2, "silu", gated=gated)).to("cuda", torch.bfloat16)
     x = torch.randn(96, 64, device="cuda", dtype=torch.bfloat16)
-    assert lacking(x, 172) == 20
+    assert tensor_core_padding(x, 172) == 20
 
     def results(device: str, dtype: torch.dtype) -> list[Tensor]:
         """A CPU computes such widths as they are."""
@@ -86,7 +86,7 @@ def test_the_update_of_all_at_once_is_torchs(dtype: torch.dtype) -> None:
         for optimizer, parameters in ((mine, ours), (known, theirs)):
             for group in optimizer.param_groups:
                 group["lr"] = 1e-2 / (number + 1)
-            _, optimizer.scale = norm_and_factor(parameters, torch.tensor(3.0, device="cuda"), 1.0)
+            clip_gradients(optimizer, parameters, torch.device("cuda"), 1.0)
             optimizer.found_inf = torch.full((), float(number == 2), device="cuda")  # type: ignore[attr-defined]
             optimizer.step()
     # Four updates round each number; of many numbers the root of the mean square is compared.

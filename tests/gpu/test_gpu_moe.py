@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tessera.nn.moe import MoE, MoEShape, Rows, balance_loss
+from tessera.nn.moe import MoE, MoEShape, RowIds, balance_loss
 from tests.close import assert_as_close
 
 pytestmark = [
@@ -41,7 +41,7 @@ def results(implementation: str, dtype: torch.dtype = torch.bfloat16) -> list[to
         experts.data = experts.data.bfloat16().to(dtype)
     x = torch.randn(512, 256, generator=draw).to(device).bfloat16().to(dtype).requires_grad_()
     row = (torch.arange(512) // 256).to(device)
-    rows = Rows(row, row >= 0, torch.full((2,), 256.0).to(device))
+    rows = RowIds(row, row >= 0, torch.full((2,), 256.0).to(device))
     out, used = moe(x, rows)
     (out.square().sum() + 0.1 * balance_loss(used, 2, rows)).backward()
     return [out, *(t.grad for t in (x, *moe.parameters()) if t.grad is not None)]
@@ -62,7 +62,7 @@ def test_nobody_waits_for_counts() -> None:
         moe = MoE(shape)
         moe.balance.bias, moe.balance.loads = torch.zeros(8), torch.zeros(8)
         x, row = torch.randn(512, 256).bfloat16().requires_grad_(), torch.arange(512) // 256
-        rows = Rows(row, row >= 0, torch.ones(2))
+        rows = RowIds(row, row >= 0, torch.ones(2))
     for parameter in moe.parameters():
         torch.nn.init.normal_(parameter, 0, 0.1)
         parameter.data = parameter.data.bfloat16()

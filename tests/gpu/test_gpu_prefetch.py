@@ -11,7 +11,7 @@ import torch
 
 import tessera
 from tessera.core.device import SideCopies
-from tessera.core.types import Batch, Segments
+from tessera.core.types import Batch, RowSource, Segments
 from tessera.data.loader.loader import Loader
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -21,10 +21,8 @@ pytestmark = [
 ]
 
 
-class Numbers:
+class Numbers(RowSource):
     """Batches that tell by their content which rows they are."""
-
-    bad_samples = ()
 
     def __len__(self) -> int:
         return 1000

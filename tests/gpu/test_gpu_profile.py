@@ -23,7 +23,7 @@ def profiled(tmp_path: Path, wide: bool = False, **parallel: Any) -> dict[str, A
     recipe = chat_recipe(data, tmp_path / "out", device="auto", steps=8)
     recipe["profile"] = {"steps": [5, 7]}
     recipe["checkpoint"] = {"at_end": False}
-    recipe["parallel"] = {"param_dtype": "bfloat16", **parallel}
+    recipe["parallel"], recipe["precision"] = parallel, {"compute": "bfloat16"}
     if wide:
         text = {**recipe["model"]["config"]["text"], "intermediate_size": 262144}
         recipe["model"]["config"] = {**recipe["model"]["config"], "text": text}

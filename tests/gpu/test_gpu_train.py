@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tessera
-from tessera.train.callbacks import Callback, StepResult
+from tessera.core.callback import Callback, StepResult
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -34,13 +34,14 @@ def test_fp32_follows_the_cpu(data: Path, tmp_path: Path) -> None:
     for device in ("cpu", "auto"):
         recipe = chat_recipe(data, tmp_path / device, device=device)
         recipe["model"] = {"path": str(weights), "tokenizer": str(data / "tokenizer")}
+        recipe["precision"] = {"compute": "float32"}
         runs.append(losses(tessera.train(recipe)))
     assert runs[1] == pytest.approx(runs[0], rel=1e-3)
 
 
 def test_bf16_with_fp32_master_weights_learns_and_resumes(data: Path, tmp_path: Path) -> None:
     recipe = chat_recipe(data, tmp_path / "a", device="auto", steps=40)
-    recipe["parallel"] = {"param_dtype": "bfloat16", "recompute": ["text.layers.{*}"]}
+    recipe["parallel"] = {"recompute": ["text.layers.{*}"]}  # bf16 over fp32 weights is the default of accelerators
     whole = tessera.train(recipe)
     assert losses(whole)[-1] < losses(whole)[0] - 0.5
     part = tessera.train({**recipe, "out": str(tmp_path / "b")}, callbacks=[StopAt(21)])
@@ -50,18 +51,29 @@ def test_bf16_with_fp32_master_weights_learns_and_resumes(data: Path, tmp_path: 
     assert isinstance(model.generate(processor([{"role": "user", "content": "Say red."}]), max_new_tokens=5), str)
 
 
+def test_fp16_with_loss_scaling_learns_and_resumes(data: Path, tmp_path: Path) -> None:
+    recipe = chat_recipe(data, tmp_path / "a", device="auto", steps=40)
+    recipe["precision"] = {"compute": "float16", "loss_scale": {"start": 2.0**24, "growth_steps": 8}}
+    whole = tessera.train(recipe)
+    assert losses(whole)[-1] < losses(whole)[0] - 0.5
+    assert any(row.get("skipped") for row in whole.metrics if row["kind"] == "train")  # the first scale is too large
+    assert not (whole.folder / "guard.jsonl").exists() or not (whole.folder / "guard.jsonl").read_text()
+    part = tessera.train({**recipe, "out": str(tmp_path / "b")}, callbacks=[StopAt(21)])
+    assert losses(tessera.resume(part.folder)) == pytest.approx(losses(whole), rel=2e-2)
+
+
 def test_every_memory_form_begins_and_learns_alike(data: Path, tmp_path: Path) -> None:
     """Weights kept on the host begin as those on the device do: both are drawn on the device."""
     forms: list[dict[str, Any]] = [
         {},
         {"offload": True},
         {"recompute": ["text.layers.{*}"]},
-        {"swap": ["text.layers.{*}"]},
+        {"activation_offload": ["text.layers.{*}"]},
     ]
     curves = []
     for number, form in enumerate(forms):
         recipe = chat_recipe(data, tmp_path / str(number), device="auto", steps=8)
-        recipe["parallel"] = form
+        recipe["parallel"], recipe["precision"] = form, {"compute": "float32"}
         curves.append(losses(tessera.train(recipe)))
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=1e-4)
@@ -69,7 +81,6 @@ def test_every_memory_form_begins_and_learns_alike(data: Path, tmp_path: Path) -
 
 def test_no_host_waits_between_lines(data: Path, tmp_path: Path) -> None:
     recipe = chat_recipe(data, tmp_path, device="auto", steps=12, micro_batch=2)
-    recipe["parallel"] = {"param_dtype": "bfloat16"}
     recipe["log"]["every"] = 100
     recipe["data"]["eval"] = []
     recipe["checkpoint"] = {"every": 0}

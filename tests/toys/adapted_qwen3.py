@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import Qwen3ForCausalLM
 
-from tessera.parallel.mixin import FSDP2Mixin
+from tessera.compat.mindspeed_mm.fsdp2 import set_fullyshard_modules_to_wrap
+from tessera.compat.mindspeed_mm.mixins import FSDP2Mixin
 
 
 class AdaptedQwen3(Qwen3ForCausalLM, FSDP2Mixin):
-    def _fully_shard(self, fsdp2_kwargs: object = None, fsdp2_config: object = None) -> None:
-        self.set_fullyshard_modules_to_wrap([self.model.layers[1]])
+    def _fully_shard(self, fsdp2_kwargs: Any, fsdp2_config: Any) -> None:
+        set_fullyshard_modules_to_wrap(self, ["model.layers.1"], **fsdp2_kwargs)

@@ -16,9 +16,9 @@ from typing import cast
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import Part, PartKind
-from tessera.data.media.images import Limits
+from tessera.data.media.files import Limits
 from tessera.data.media.read import decode, probe
-from tessera.data.media.video import VideoSampling
+from tessera.data.media.video_frames import VideoSampling
 
 
 def peak_mib() -> float:

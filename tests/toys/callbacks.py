@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tessera.train.callbacks import Callback, StepResult
+from tessera.core.callback import Callback, StepResult
 
 
 class StopAt(Callback):

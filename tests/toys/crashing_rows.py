@@ -7,15 +7,14 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from tessera.core.types import Batch
+from tessera.core.types import Batch, RowSource
 from tessera.data.kinds import RowRequest
 from tests.toys.digit_pictures import KIND as DIGITS
 
 DEADLY = 1  # row of each pass
 
 
-class CrashingRows:
-    bad_samples = ()
+class CrashingRows(RowSource):
     decodes_media = True
 
     def __init__(self, request: RowRequest) -> None:

@@ -6,10 +6,14 @@ import torch
 from torch import Tensor
 
 from tessera.core.rng import generator
-from tessera.core.types import Batch, LossOut
+from tessera.core.task import Losses, LossTerm, Metric, Task
+from tessera.core.types import Batch
 
 
-class DenoiseTask:
+class DenoiseTask(Task):
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"points": len(batch["clean"])}
+
     def inputs(self, batch: Batch) -> Batch:
         clean = batch["clean"]
         rows = clean.split(len(clean) // len(batch.seeds))
@@ -21,9 +25,10 @@ class DenoiseTask:
         stream = generator(row.device, seed)
         return torch.randn(row.shape, generator=stream), torch.rand(len(row), 1, generator=stream)
 
-    def loss(self, outputs: Tensor, batch: Batch) -> LossOut:
+    def losses(self, outputs: Tensor, batch: Batch) -> Losses:
         error = (outputs - (batch["noise"] - batch["clean"])).square().mean(1)
-        return LossOut(error.sum(), torch.tensor(len(error)), {"late": error[batch["time"][:, 0] > 0.5].sum()})
+        late = error[batch["time"][:, 0] > 0.5].sum().detach()
+        return Losses([LossTerm("error", error.sum(), "points")], {"late": Metric(late, "points")})
 
 
 TASK = DenoiseTask

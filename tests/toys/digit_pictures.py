@@ -8,15 +8,13 @@ import torch
 from sklearn.datasets import load_digits
 
 from tessera.core.rng import derive
-from tessera.core.types import Batch
+from tessera.core.types import Batch, RowSource
 from tessera.data.kinds import RowRequest
 
 ROW = 16
 
 
-class DigitPictures:
-    bad_samples = ()
-
+class DigitPictures(RowSource):
     def __init__(self, seed: int) -> None:
         self.pictures = torch.tensor(load_digits().data / 8 - 1, dtype=torch.float32)
         self.seed = seed

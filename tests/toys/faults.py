@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from tessera.core.names import clean
-from tessera.core.tensors import local_part
+from tessera.core.callback import Callback
+from tessera.core.modules import clean_name, local_shard
 from tessera.core.types import Batch, Encoded, RowSource
 from tessera.data.kinds import RowRequest, chat
-from tessera.data.rows import ChatRows
-from tessera.train.callbacks import Callback
+from tessera.data.order.chat_rows import ChatRows
 
 
 class Spoiled:
@@ -80,8 +79,8 @@ class FlipBit(Callback):
             return
         self.done = True
         for name, parameter in trainer.module.named_parameters():
-            part = local_part(parameter)
-            if clean(name) == self.target and part.numel():
+            part = local_shard(parameter)
+            if clean_name(name) == self.target and part.numel():
                 number = part.detach().flatten()[:1].clone()
                 flipped = (number.view(torch.int32) ^ (1 << self.bit)).view(torch.float32)
                 part.view(-1)[:1].copy_(flipped)

@@ -18,10 +18,10 @@ from PIL import Image
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import MediaSize, Part, PartKind
-from tessera.data.media.images import Limits
+from tessera.data.media.files import Limits
 from tessera.data.media.read import decode, probe
-from tessera.data.media.video import VideoSampling
-from tessera.data.time_limit import time_limit
+from tessera.data.media.video_frames import VideoSampling
+from tessera.data.workers.worker import time_limit
 from tests.toys import media_zoo
 
 TARGET = (28, 28)

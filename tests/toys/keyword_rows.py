@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from tessera.core.rng import derive, generator
-from tessera.core.types import IGNORE, Batch
+from tessera.core.types import IGNORE, Batch, RowSource
 from tessera.data.kinds import RowRequest
 from tests.toys.hf_folders import AUDIO_FRAMES, IMAGE_SLOTS, IMAGE_TOKEN, MELS, SIDE, VOCABULARY
 
@@ -55,9 +55,7 @@ MAKERS: dict[str, Callable[[int, torch.Generator], dict[str, Tensor]]] = {
 }
 
 
-class KeywordRows:
-    bad_samples = ()
-
+class KeywordRows(RowSource):
     def __init__(self, make: str, seed: int) -> None:
         self.make = make
         self.seed = seed

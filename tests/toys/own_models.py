@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from tessera.compat.mindspeed_mm.fsdp2 import set_fullyshard_modules_to_wrap, set_recompute_modules_to_wrap
+from tessera.compat.mindspeed_mm.mixins import FSDP2Mixin, MultiModalModule, WeightInitMixin
 from tessera.core.types import Batch
-from tessera.parallel.mixin import FSDP2Mixin, Fsdp2Settings, MultiModalModule, WeightInitMixin
 
 
 class Block(nn.Module):
@@ -61,24 +62,21 @@ class Tempered(PlainNet):
         return F.cross_entropy(self.head(x) * self.logit_scale.exp(), labels)
 
 
-class TwoTowers(MultiModalModule, FSDP2Mixin, WeightInitMixin):
-    """A picture and a number, each through a tower of its own; only the last layers of the first one are trained."""
+class TwoEncoders(MultiModalModule, FSDP2Mixin, WeightInitMixin):
+    """A picture and a number, each through an encoder of its own; only the last layers of the first one are trained."""
 
     def __init__(self, width: int = 16) -> None:
-        super().__init__()
+        super().__init__({"width": width})
         self.picture = nn.Sequential(nn.Linear(64, width), Block(width), Block(width))
         self.number = nn.Embedding(10, width)
         self.fuse = Block(width)
-        self.freeze("picture.0")
+        self.picture[0].requires_grad_(False)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         distance = (self.picture(batch["pixels"]) - self.fuse(self.number(batch["labels"]))).square().mean(1)
         return {"loss": distance.mean(), "count": torch.tensor(len(distance))}
 
-    def _fully_shard(
-        self, fsdp2_kwargs: dict[str, Any] | None = None, fsdp2_config: Fsdp2Settings | None = None
-    ) -> None:
-        assert fsdp2_kwargs is not None
-        self.set_recompute_modules_to_wrap(["picture.1"])
+    def _fully_shard(self, fsdp2_kwargs: dict[str, Any], fsdp2_config: Any) -> None:
+        set_recompute_modules_to_wrap(self, ["picture.1"])
         fully_shard(self.fuse, **fsdp2_kwargs)
-        self.set_fullyshard_modules_to_wrap([self.picture[2]])
+        set_fullyshard_modules_to_wrap(self, ["picture.2"], **fsdp2_kwargs)

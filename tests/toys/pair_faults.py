@@ -10,7 +10,7 @@ from typing import Any
 
 from tessera.core.types import RowSource
 from tessera.data.kinds import RowRequest, preference
-from tessera.data.rows import ChatRows
+from tessera.data.order.chat_rows import ChatRows
 from tests.toys.faults import Spoiled
 
 

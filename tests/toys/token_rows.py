@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from tessera.core.rng import derive, generator
-from tessera.core.types import IGNORE, Batch, Segments
+from tessera.core.types import IGNORE, Batch, RowSource, Segments
 from tessera.data.kinds import RowRequest
 
 ROWS = 64
 
 
-class TokenRows:
-    bad_samples = ()
-
+class TokenRows(RowSource):
     def __init__(self, length: int, vocabulary: int, seed: int) -> None:
         self.length = length
         self.vocabulary = vocabulary

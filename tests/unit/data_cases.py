@@ -19,7 +19,7 @@ from PIL import Image
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Batch, Encoded, MediaSize, Sample, Segments
-from tessera.data.media.video import VideoSampling
+from tessera.data.media.video_frames import VideoSampling
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,9 @@ class LetterProcessor:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(chr(t - 2) for t in tokens if t > 2)
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        return self.decode(tokens)
 
     def save(self, folder: Path) -> None:
         raise NotImplementedError

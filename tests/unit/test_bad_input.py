@@ -106,7 +106,7 @@ def test_mistakes_in_a_recipe(run: Any, recipe: Path, override: str, words: str)
         (2, ["parallel.pp=2", "parallel.layers={vision: [2, 0], text: [1, 3]}"], "adds up to 4 layers, text has 2"),
         (4, ["parallel.pp=4", "parallel.virtual=2"], "8 stages, and the model has 4 layers"),
         (4, ["parallel.pp=4", "train.global_batch=2"], "2 micro-batches in a step do not serve schedule 1f1b"),
-        (2, ["parallel.cp=2", "parallel.towers={audio: {tp: 1}}"], "no tower 'audio'"),
+        (2, ["parallel.cp=2", "parallel.encoders={audio: {tp: 1}}"], "no encoder 'audio'"),
         (2, ["parallel.ep=2"], "the model has none"),
     ],
 )
@@ -280,7 +280,7 @@ def test_a_full_disk_during_save_loses_nothing(run: Any, recipe: Path, tmp_path:
     assert "step-00000001" in said
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sigterm_saves_and_leaves_cleanly(nproc: int, recipe: Path, tmp_path: Path) -> None:
     job = start("train", recipe, "train.steps=100000", "checkpoint.every=0", "log.every=1", "--nproc", nproc)
     metrics = tmp_path / "runs/chat/metrics.jsonl"

@@ -13,10 +13,12 @@ import pytest
 
 from tessera.core.types import Message, Part
 from tessera.data.chat import ChatTemplate
-from tessera.models._chat.templates import CHATML, GLM4V, LLAMA3
+from tessera.models.glm4v.processor import GLM4V
 from tessera.models.internvl.processor import INTERNLM, QWEN
+from tessera.models.llama import LLAMA3
 from tessera.models.llava.processor import CHATML as ONEVISION
 from tessera.models.llava.processor import VICUNA
+from tessera.models.qwen2 import CHATML
 from tessera.models.qwen3_vl.processor import TEMPLATE as QWEN3_VL
 
 QWEN2_VL = ChatTemplate()  # Qwen2.5-VL's is the same

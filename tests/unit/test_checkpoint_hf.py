@@ -94,11 +94,6 @@ def test_out_and_in_again(tmp_path: Path) -> None:
     assert equal(into, ours(3))
 
 
-def test_cast_on_the_way_out(tmp_path: Path) -> None:
-    save_folder(tmp_path / "out", ours(), MAP, {}, dtype=torch.bfloat16, metadata={"made_by": "us"})
-    assert all(t.dtype == torch.bfloat16 for t in load_file(tmp_path / "out" / "model.safetensors").values())
-
-
 def test_an_export_may_be_replaced_but_nothing_else(tmp_path: Path) -> None:
     save_folder(tmp_path / "out", ours(1), MAP, {})
     (tmp_path / ".staging-out~00").mkdir()  # of an export that was killed

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.checkpoint.model_state import (
+from tessera.checkpoint.state import (
     model_tensors,
     optimizer_tensors,
     tied_names,

@@ -14,11 +14,10 @@ import yaml
 from torch._C._distributed_c10d import HashStore
 from typer.testing import CliRunner
 
-from tessera.cli.cluster import Cluster, parse_cluster
-from tessera.cli.jobs import Job, kubernetes_manifest, slurm_script
+from tessera.cli.cluster import Cluster, Job, kubernetes_manifest, parse_cluster, slurm_script
 from tessera.cli.main import app
 from tessera.core.errors import TesseraError
-from tessera.core.join import Card, _differences, meet, spans
+from tessera.core.rendezvous import RankInfo, _differences, check_ranks, spans
 from tests.toys.chat_set import chat_recipe
 
 WORDS = ["my recipes/r.yaml", "optim.lr=1e-4", "name=it's"]
@@ -162,7 +161,7 @@ def test_the_verb_writes_the_file(tmp_path: Path) -> None:
     assert "--job-name=chat" in (tmp_path / "job.sh").read_text()
 
 
-CARD = Card(0, 4, 0, 2, "alpha", 1, "3.11", "2.13.0", "0.1.0", "abc", "cpu", 0)
+CARD = RankInfo(0, 4, 0, 2, "alpha", 1, "3.11", "2.13.0", "0.1.0", "abc", "cpu", 0)
 
 
 def cards(**changes: Any) -> list[str]:
@@ -195,7 +194,7 @@ def meet_in_threads(folders: list[Path | None], patience_s: float = 3.0, **chang
 
     def one(rank: int) -> None:
         try:
-            met = meet(store, pair[rank], patience_s, folders[rank])
+            met = check_ranks(store, pair[rank], patience_s, folders[rank])
             told[rank] = f"met {len(met)}"
         except TesseraError as error:
             told[rank] = error.what

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from tessera.core.config import dump_yaml, parse_overrides, parse_yaml, read_mapping, schema
+from tessera.core.config import Section, build, dump_yaml, parse_overrides, parse_yaml, read_mapping, schema
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig, load_config
 
@@ -35,7 +36,7 @@ def test_misspelt_key_inside_a_list() -> None:
         ({"optim.lr": -1}, "optim.lr"),
         ({"train.global_batch": 3, "train.micro_batch": 2}, "not a multiple"),
         ({"parallel.shard": 0}, "at least 1"),
-        ({"model.dtype": "float8"}, "model.dtype"),
+        ({"precision.weights": "float8"}, "precision.weights"),
         ({"train.steps.more": 1}, "not a section"),
         ({"name": "../elsewhere"}, "name"),
     ],
@@ -93,10 +94,10 @@ def test_missing_file_suggests_a_neighbour(tmp_path: Path) -> None:
     ],
 )
 def test_dangerous_or_ambiguous_yaml_is_refused_quickly(text: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()  # a busy machine takes longer, and works no more
     with pytest.raises(TesseraError):
         parse_yaml(text, "t")
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_resolved_copy_reads_back_the_same(tmp_path: Path) -> None:
@@ -107,3 +108,15 @@ def test_resolved_copy_reads_back_the_same(tmp_path: Path) -> None:
 
 def test_schema_describes_every_section() -> None:
     assert {"model", "data", "parallel", "train", "optim", "checkpoint", "log"} <= set(schema(RunConfig)["properties"])
+
+
+def test_a_renamed_key_names_the_new_one() -> None:
+    class Inner(Section):
+        renamed: ClassVar[dict[str, str]] = {"swap": "inner.activation_offload"}
+        activation_offload: bool = False
+
+    class Outer(Section):
+        inner: Inner = Inner()
+
+    with pytest.raises(TesseraError, match=r"inner\.swap is now called inner\.activation_offload"):
+        build(Outer, {"inner": {"swap": True}}, "recipe.yaml")

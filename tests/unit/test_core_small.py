@@ -16,10 +16,10 @@ import torch.distributed as dist
 from tessera.core import device as devices
 from tessera.core.dist import environment_ranks, fake_world, free_port, port_is_free
 from tessera.core.errors import TesseraError
-from tessera.core.imports import Maker
-from tessera.core.registry import Registry
+from tessera.core.registry import Maker, Registry
 from tessera.core.rng import derive, generator
-from tessera.core.weightmap import Concat, Part, Reshape, Rule, Transpose, Turned, WeightMap
+from tessera.core.task import Task
+from tessera.core.weightmap import Concat, Reshape, Rule, TensorChunk, Transpose, TransposeIfNeeded, WeightMap
 
 
 def test_error_shows_all_it_knows_and_survives_a_process_border() -> None:
@@ -30,7 +30,7 @@ def test_error_shows_all_it_knows_and_survives_a_process_border() -> None:
 
 
 def test_registry_finds_built_ins_and_import_paths() -> None:
-    accepts = Maker("task", methods=(("inputs", "loss"),))
+    accepts = Maker("task", bases=(Task,))
     tasks: Registry[object] = Registry("task", "tessera.tasks", "TASK", key="train.task", accepts=accepts)
     assert "language" in tasks.names()
     assert tasks.get("language") is tasks.get("tessera.tasks.language") is tasks.get("tessera.tasks.language:TASK")
@@ -60,28 +60,28 @@ def test_weight_map_goes_both_ways() -> None:
         renames=(("old.", "model."),),
         skip=("rotary.{x}.inv",),
     )
-    assert table.to_foreign("layers.7.q")[1] == ("model.h.7.attn.q",)  # type: ignore[index]
-    assert table.to_foreign("layers.7.x.q") is None
+    assert table.rule_for("layers.7.q")[1] == ("model.h.7.attn.q",)  # type: ignore[index]
+    assert table.rule_for("layers.7.x.q") is None
     assert table.canonical("old.h.1") == "model.h.1"
     assert table.skips("rotary.3.inv")
     assert not table.skips("rotary.inv")
     for name, shape in (("layers.0.qkv", (6, 3)), ("patch", (4, 12)), ("out", (2, 5))):
         ours = torch.rand(shape)
-        rule, foreign = table.to_foreign(name)  # type: ignore[misc]
-        theirs = rule.op.to_theirs(ours)
+        rule, foreign = table.rule_for(name)  # type: ignore[misc]
+        theirs = rule.op.to_foreign(ours)
         assert len(theirs) == len(foreign)
-        assert torch.equal(rule.op.to_ours(theirs), ours)
+        assert torch.equal(rule.op.to_native(theirs), ours)
 
 
 def test_two_of_ours_in_one_foreign_tensor() -> None:
     """Experts' gate and up, stacked and turned; whoever stored them as they are is read, too."""
-    both = Turned(8, 3)
+    both = TransposeIfNeeded(8, 3)
     table = WeightMap(
         (
-            Rule("{i}.gate", "h.{i}.gate_up", Part(0, 2, 1, both)),
-            Rule("{i}.up", "h.{i}.gate_up", Part(1, 2, 1, both)),
+            Rule("{i}.gate", "h.{i}.gate_up", TensorChunk(0, 2, 1, both)),
+            Rule("{i}.up", "h.{i}.gate_up", TensorChunk(1, 2, 1, both)),
             Rule("{i}.mlp", "h.{i}.mlp"),
-            Rule("{i}.square", "h.{i}.square", Turned(3, 3)),
+            Rule("{i}.square", "h.{i}.square", TransposeIfNeeded(3, 3)),
         )
     )
     ours = {
@@ -90,9 +90,9 @@ def test_two_of_ours_in_one_foreign_tensor() -> None:
         "7.mlp": torch.rand(2),
         "7.square": torch.rand(3, 3),
     }
-    assert table.together("7.gate") == table.together("7.up") == ("7.gate", "7.up")
-    assert table.together("7.mlp") == ("7.mlp",)
-    theirs = table.theirs(dict(reversed(ours.items())))
+    assert table.group_of("7.gate") == table.group_of("7.up") == ("7.gate", "7.up")
+    assert table.group_of("7.mlp") == ("7.mlp",)
+    theirs = table.to_foreign(dict(reversed(ours.items())))
     assert {name: tuple(t.shape) for name, t in theirs.items()} == {
         "h.7.gate_up": (2, 3, 8),
         "h.7.mlp": (2,),
@@ -102,10 +102,10 @@ def test_two_of_ours_in_one_foreign_tensor() -> None:
     unturned = {**theirs, "h.7.gate_up": theirs["h.7.gate_up"].transpose(1, 2)}
     for stored in (theirs, unturned):
         for name, tensor in ours.items():
-            rule, foreign = table.to_foreign(name)  # type: ignore[misc]
-            assert torch.equal(rule.op.to_ours([stored[f] for f in foreign]), tensor)
+            rule, foreign = table.rule_for(name)  # type: ignore[misc]
+            assert torch.equal(rule.op.to_native([stored[f] for f in foreign]), tensor)
     with pytest.raises(TesseraError, match="no rule of the weight map speaks of x"):
-        table.theirs({"x": torch.zeros(1)})
+        table.to_foreign({"x": torch.zeros(1)})
 
 
 @pytest.mark.parametrize(("there", "error"), [(False, None), (True, None), (True, "Failed to find C compiler")])

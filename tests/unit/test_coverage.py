@@ -12,7 +12,7 @@ from torch import nn
 import tessera
 from tessera.core.config import Section
 from tessera.core.errors import TesseraError
-from tessera.core.types import ModelPlan, ModelSpec
+from tessera.core.types import Component, ModelPlan, ModelSpec
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.denoiser import SPEC as DENOISER
 
@@ -39,8 +39,7 @@ def plan(config: Section) -> ModelPlan:
 SPEC = ModelSpec(
     name="forgetful",
     config=DENOISER.config,
-    build=lambda config: Forgetful(DENOISER.build(config)),
-    plan=plan,
+    components={"model": Component(build=lambda config: Forgetful(DENOISER.main.build(config)), plan=plan)},
     task=DENOISER.task,
     presets=DENOISER.presets,
 )
@@ -73,8 +72,8 @@ def test_frozen_it_is_not_missed_and_warnings_can_be_chosen(tmp_path: Path, caps
     assert "gradients of the first step" not in capsys.readouterr().err
 
 
-def test_the_table_and_an_idle_tower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Text alone: the tower that sees runs on a blank picture, and its gradients are zeros."""
+def test_the_table_and_an_idle_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text alone: the encoder that sees runs on a blank picture, and its gradients are zeros."""
     data = write_chat_set(tmp_path / "data", samples=12)
     lines = (data / "train.jsonl").read_text().splitlines()
     (data / "train.jsonl").write_text("".join(line + "\n" for line in lines[::3]))

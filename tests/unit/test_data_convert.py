@@ -11,8 +11,7 @@ from data_cases import pictures, row, seen, write_jsonl
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import SourceSection
-from tessera.data.sources.base import Source
-from tessera.data.sources.open import open_source
+from tessera.data.sources.source import Source, open_source
 from tessera.tools.data_convert import convert, convert_llava
 
 
@@ -45,7 +44,7 @@ def test_llava_instruct_becomes_the_mllm_form(tmp_path: Path, coco: Path) -> Non
     assert (done.written, done.missing, done.bad) == (4, 2, 1)
     rows = json.loads((tmp_path / "out" / "mllm.json").read_text(encoding="utf-8"))
     assert rows[0] == {
-        "images": ["./train2017/000000033471.jpg"],
+        "images": [f"{coco}/train2017/000000033471.jpg"],
         "messages": [
             {"role": "user", "content": "<image>\nWhat?"},
             {"role": "assistant", "content": "A thing."},
@@ -55,9 +54,11 @@ def test_llava_instruct_becomes_the_mllm_form(tmp_path: Path, coco: Path) -> Non
         "images": [],
         "messages": [{"role": "user", "content": "Hé?"}, {"role": "assistant", "content": "Yes."}],
     }
-    assert done.reasons[0][1] == "no such picture: ./train2017/000000000000.jpg"
+    assert done.reasons[0][1] == f"no such image: {coco}/train2017/000000000000.jpg"
     assert "left out 2 with missing media and 1" in done.lines()[0]
-    # What was written can be trained on.
+    # What was written can be trained on, with the root that is named.
+    assert done.root == coco
+    assert f"root: {coco}" in done.lines()[1]
     source = open_source(SourceSection(path=done.out, root=coco))
     assert [len(source.read(n).media()) for n in range(4)] == [1, 0, 0, 1]
     assert list(tmp_path.glob("**/*.part")) == []

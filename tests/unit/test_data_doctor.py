@@ -21,12 +21,11 @@ from PIL import Image
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import SourceSection, load_config
 from tessera.core.types import MediaSize, Sample
+from tessera.tools.data_doctor.collect import ladder
 from tessera.tools.data_doctor.diagnosis import Diagnosis
-from tessera.tools.data_doctor.examine import examine
+from tessera.tools.data_doctor.examine import ForModel, examine, for_model, for_recipe
 from tessera.tools.data_doctor.findings import KINDS
-from tessera.tools.data_doctor.for_model import ForModel, for_model, for_recipe
-from tessera.tools.data_doctor.forecast import ladder
-from tessera.tools.data_doctor.histogram import bars, histogram, short, svg
+from tessera.tools.data_doctor.histogram import bars, chart, histogram, short
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.unit.data_cases import LetterProcessor, pictures, png_header, row, seen, write_jsonl
 
@@ -107,7 +106,7 @@ def test_every_flaw_is_found_once_and_at_its_place(zoo: Path) -> None:
     names = list(FLAWS)
     for name, finding in diagnosis.found:
         if name in FLAWS:
-            mine = [place for place in finding.places if place.id == name]
+            mine = [place for place in finding.locations if place.id == name]
             assert [place.where for place in mine] == [f"zoo.jsonl:{names.index(name) + 1}"], name
             assert mine[0].detail
     assert set(FLAWS) <= set(found)
@@ -118,7 +117,7 @@ def test_every_flaw_is_found_once_and_at_its_place(zoo: Path) -> None:
     assert found["repeated-content"] == 1
     assert found["repeated-id"] == 1
     turns = next(finding for name, finding in diagnosis.found if name == "turn-order")
-    assert {place.id for place in turns.places} >= {"two-users", "assistant-first"}
+    assert {place.id for place in turns.locations} >= {"two-users", "assistant-first"}
     assert diagnosis.worst == "loss"
     assert diagnosis.exit_code == 1
     # Each row once: 7 unusable flaws of FLAWS (with the too long one 8), two placeholders, and one that is no JSON.
@@ -181,9 +180,9 @@ def test_one_answer_for_most_and_one_picture_for_many(tmp_path: Path) -> None:
     diagnosis = looked_at(write_jsonl(tmp_path / "set.jsonl", rows))
     found = dict(diagnosis.found)
     assert found["one-answer"].count == 30
-    assert "I cannot" in found["one-answer"].places[0].detail
+    assert "I cannot" in found["one-answer"].locations[0].detail
     assert found["shared-media"].count == 1
-    assert "same.png: used 60 times" in found["shared-media"].places[0].detail
+    assert "same.png: used 60 times" in found["shared-media"].locations[0].detail
 
 
 def test_a_set_of_two_forms_is_a_finding_and_the_other_rows_are_seen(tmp_path: Path) -> None:
@@ -201,9 +200,9 @@ def test_pictures_that_are_enlarged_or_shrunk_are_told(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "set.jsonl", [seen("tiny.png", id="tiny"), seen("huge.png", id="huge")])
     model = toy(tmp_path)
     found = dict(looked_at(file, processor=model.processor, work=model.work, length=400).found)
-    assert [place.id for place in found["enlarged"].places] == ["tiny"]
-    assert [place.id for place in found["shrunk"].places] == ["huge"]
-    assert "400x400 to " in found["shrunk"].places[0].detail
+    assert [place.id for place in found["enlarged"].locations] == ["tiny"]
+    assert [place.id for place in found["shrunk"].locations] == ["huge"]
+    assert "400x400 to " in found["shrunk"].locations[0].detail
 
 
 # ---------------------------------------------------------------------------------------------- forecast, figures
@@ -250,7 +249,7 @@ def test_histograms_count_everything_once() -> None:
         assert found is not None
         assert sum(found.counts) == len(values)
         assert found.percentiles[50] == pytest.approx(np.median(values))
-        assert svg(found).count("<rect") == len(found.counts)
+        assert chart(found).count("<rect") == len(found.counts)
         assert len(bars(found)) <= 48
     assert histogram("title", "unit", np.empty(0)) is None
 
@@ -275,12 +274,12 @@ def test_samples_are_shown_as_the_model_sees_them(tmp_path: Path) -> None:
     model = toy(tmp_path)
     assert model.data.length == 192
     diagnosis = looked_at(data / "train.jsonl", processor=model.processor, work=model.work, length=192, samples=6)
-    assert [one.place for one in diagnosis.samples[:6]] == [f"train.jsonl:{n}" for n in range(1, 7)]
+    assert [one.location for one in diagnosis.samples[:6]] == [f"train.jsonl:{n}" for n in range(1, 7)]
     assert 6 < len(diagnosis.samples) <= 9
     for one in diagnosis.samples:
         number = int(one.id.split("-")[1])
         words = json.loads((data / "train.jsonl").read_text().splitlines()[number])["messages"][1]["content"]
-        trained = "".join(piece.text for piece in one.pieces if piece.kind == "trained")
+        trained = "".join(piece.text for piece in one.spans if piece.kind == "trained")
         assert trained == words + "<|im_end|>"
         assert 0 < (one.trained or 0) < (one.tokens or 0)
         assert len(one.media) == number % 3
@@ -361,7 +360,7 @@ def test_a_sample_that_kills_its_reader_is_named(tmp_path: Path) -> None:
     diagnosis = examine([SourceSection(path=file)], Deadly(), length=100, workers=1, samples=2)
     found = dict(diagnosis.found)
     assert found["stuck"].count == 1
-    assert found["stuck"].places[0].where == "set.jsonl:6"
+    assert found["stuck"].locations[0].where == "set.jsonl:6"
     assert diagnosis.total("usable") == 7
 
 

@@ -24,14 +24,13 @@ from PIL import Image, ImageFile
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import SourceSection
 from tessera.core.types import PLAIN, MediaSize, Message, Part, Sample
-from tessera.data.index import gather
+from tessera.data.index import measure as measure_module
 from tessera.data.index.build import build_index
-from tessera.data.index.fit import Cut, CutToLength
 from tessera.data.index.measure import MAX_BAD
-from tessera.data.index.split import SplitIndex, find_repeats
-from tessera.data.media.images import Limits
-from tessera.data.order.table import Rules, Samples, row_table
-from tessera.data.sources.forms import RowError
+from tessera.data.index.split import SplitIndex, TruncateToLength, Truncation, find_repeats
+from tessera.data.media.files import Limits
+from tessera.data.order.order import PackingConfig, Samples, row_table
+from tessera.data.sources.container import RecordError
 from tessera.data.tables import Tables
 
 
@@ -94,18 +93,19 @@ def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
 def test_small_sets_need_no_process_and_large_ones_get_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
 
-    class Watched(gather.Pool):
+    class Watched(measure_module.Pool):
         def __init__(self, work: Any, workers: int, **more: Any) -> None:
             started.append(workers)
             super().__init__(work, workers, **more)
 
-    monkeypatch.setattr(gather, "Pool", Watched)
+    monkeypatch.setattr(measure_module, "Pool", Watched)
+    monkeypatch.setattr(measure_module, "SOON", 1e9)  # seconds: however slow this machine is just now
     path = many(tmp_path, 1500)
     build(path, workers="auto")
     assert started == []
-    monkeypatch.setattr(gather, "SOON", 0.0)
+    monkeypatch.setattr(measure_module, "SOON", 0.0)
     build(path, workers="auto")
-    assert started == [min(gather.usable_cpus(), 2)]
+    assert started == [min(measure_module.default_workers(), 2)]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def test_no_pixel_is_decoded_and_none_is_written(tmp_path: Path, monkeypatch: py
 
 
 def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(gather, "REPORT_EVERY", 0.0)
+    monkeypatch.setattr(measure_module, "REPORT_EVERY", 0.0)
     with caplog.at_level(logging.INFO, "tessera"):
         build(many(tmp_path, 1100), workers=0)
     lines = [r.getMessage() for r in caplog.records]
@@ -249,7 +249,7 @@ sys.path[:0] = sys.argv[4:]
 from data_cases import TroubleProcessor
 from tessera.core.run_config import SourceSection
 from tessera.data.index.build import build_index
-from tessera.data.media.images import Limits
+from tessera.data.media.files import Limits
 
 if __name__ == "__main__":
     build_index([SourceSection(path=Path(sys.argv[1]))], TroubleProcessor(pause=0.001), length=64, limits=Limits(),
@@ -265,6 +265,7 @@ def start_slowly(path: Path, cache: Path, workers: int) -> subprocess.Popen[byte
     return subprocess.Popen(command)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_in_the_middle_it_goes_on(tmp_path: Path, workers: int) -> None:
     path, cache, tally = many(tmp_path, 4000), tmp_path / "cache", tmp_path / "tally"
@@ -366,7 +367,7 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, kind: str, damage: bytes |
 def cached(path: Path, cache: Path) -> tuple[SplitIndex, list[list[int]]]:
     """An index and the rows packed from it: every kind of file that a run keeps about its data."""
     index = build(path, cache_folder=cache, length=30)
-    rules = Rules(30, seed=1, pack=True, shuffle=True, balance=False)
+    rules = PackingConfig(30, seed=1, pack=True, shuffle=True, balance=False)
     table = row_table(Samples(index.column("tokens"), np.asarray(index.starts)), rules, cache)
     return index, [table[row].tolist() for row in range(len(table))]
 
@@ -432,18 +433,18 @@ def test_a_file_that_changes_after_indexing_is_noticed(tmp_path: Path) -> None:
     write_jsonl(path, same_places)
     for sample in range(5):
         if sample in (1, 3):
-            with pytest.raises(RowError, match=f"l.jsonl:{sample + 1}: this row changed since it was indexed"):
+            with pytest.raises(RecordError, match=f"l.jsonl:{sample + 1}: this row changed since it was indexed"):
                 index.read(sample)
         else:
             assert index.read(sample)[0].id == f"s{sample}"
     longer = [row("before", "all others", id="new"), *(row("q", f"a{i}", id=f"s{i}") for i in range(5))]
     write_jsonl(path, longer)
     for sample in range(5):
-        with pytest.raises((RowError, TesseraError)):
+        with pytest.raises((RecordError, TesseraError)):
             index.read(sample)
     write_jsonl(path, longer[:1])
     for sample in range(5):
-        with pytest.raises((RowError, TesseraError)):
+        with pytest.raises((RecordError, TesseraError)):
             index.read(sample)
 
 
@@ -452,7 +453,7 @@ def test_rows_without_ids_are_known_by_what_they_say(tmp_path: Path) -> None:
     index = build(path)
     write_jsonl(path, [row("q", "one"), row("q", "six")])
     assert index.read(0)[0].id == "l.jsonl:1"
-    with pytest.raises(RowError, match="changed since it was indexed"):
+    with pytest.raises(RecordError, match="changed since it was indexed"):
         index.read(1)
 
 
@@ -494,7 +495,7 @@ def test_mixed_forms_are_an_error_of_the_set(tmp_path: Path, workers: int) -> No
 def test_empty_sets_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TesseraError, match="no data files"):
         build([])
-    with pytest.raises(TesseraError, match="no rows"):
+    with pytest.raises(TesseraError, match="no records"):
         build(write_jsonl(tmp_path / "empty.jsonl", []))
     silent = write_jsonl(tmp_path / "silent.jsonl", [row("q", "", id=f"b{i}") for i in range(3)])
     with pytest.raises(TesseraError, match=r"no usable sample is left of 3; the first reasons:\n +b0: nothing"):
@@ -533,7 +534,7 @@ def test_long_samples_are_dropped_and_named_or_cut(tmp_path: Path, caplog: pytes
         for id, tokens in (("two", 85), ("none", 105), ("asked", 105))
     )
     with caplog.at_level(logging.INFO, "tessera"):
-        cut = build(path, length=40, cache_folder=cache, too_long="turns")
+        cut = build(path, length=40, cache_folder=cache, truncate="turns")
     assert "2 samples cut by turns, 1 dropped" in caplog.records[-1].getMessage()
     assert [(tokens, s.id, len(s.messages)) for tokens, s in everything(cut)] == [
         (10, "short", 2),
@@ -543,7 +544,7 @@ def test_long_samples_are_dropped_and_named_or_cut(tmp_path: Path, caplog: pytes
     ]
     assert cut.column("trained").tolist() == [5, 10, 5, 10]
     assert cut.bad == (("none", "105 tokens, and not even the first exchange fits into data.length 40"),)
-    assert len({dropped.identity, cut.identity, build(path, length=41, too_long="turns").identity}) == 3
+    assert len({dropped.identity, cut.identity, build(path, length=41, truncate="turns").identity}) == 3
     assert_same(travelled(cut), cut)
 
 
@@ -553,11 +554,11 @@ def test_cuts_are_kept_and_found_by_any_number_of_processes(tmp_path: Path, work
     rows[7] = talk(5, 5, 90, 1, id="bad")  # cut as well
     rows[8] = row("q" * 99, "a", id="hopeless")
     path, cache, tally = write_jsonl(tmp_path / "l.jsonl", rows), tmp_path / "cache", tmp_path / "tally"
-    index = build(path, too_long="turns", length=30, processor=TroubleProcessor(), workers=workers, cache_folder=cache)
+    index = build(path, truncate="turns", length=30, processor=TroubleProcessor(), workers=workers, cache_folder=cache)
     assert len(index) == 399
     assert index.column("tokens").tolist() == [10 if i % 3 or i == 7 else 16 for i in range(400) if i != 8]
     assert [len(s.messages) for _, s in everything(index)] == [2 if i % 3 else 4 for i in range(400) if i != 8]
-    kept = build(path, too_long="turns", length=30, processor=TroubleProcessor(tally=tally), cache_folder=cache)
+    kept = build(path, truncate="turns", length=30, processor=TroubleProcessor(tally=tally), cache_folder=cache)
     assert not tally.exists()
     assert_same(kept, index)
     assert not list(cache.glob("*.parts"))
@@ -579,7 +580,7 @@ def test_media_stay_with_their_turns(tmp_path: Path) -> None:
             {"conversations": turns, "images": ["large.png", "small.png"], "id": "b"},
         ],
     )
-    index = build(path, too_long="turns")
+    index = build(path, truncate="turns")
     ((tokens, sample),) = everything(index)
     assert tokens == 4 + len("one?yes")
     assert [part.value for part in sample.media()] == ["small.png"]
@@ -599,9 +600,9 @@ class Words(LetterProcessor):
 def test_plain_text_is_cut_between_words(words: int) -> None:
     text = " ".join("w" * (1 + i * 7 % 5) for i in range(words))
     sample = Sample("d", (Message(PLAIN, (Part("text", text),)),))
-    measures = CutToLength(Words(), 10)(sample, [])
+    measures = TruncateToLength(Words(), 10)(sample, [])
     assert measures["tokens"] == 10
-    cut = Cut(measures["cut_messages"], measures["cut_characters"])(sample)
+    cut = Truncation(measures["cut_messages"], measures["cut_characters"])(sample)
     said = str(cut.messages[0].parts[0].value)
     assert said.split() == text.split()[:9]
     assert text.startswith(said)
@@ -626,11 +627,11 @@ def test_a_cut_is_the_longest_that_is_right() -> None:
         ]
         if not right:
             with pytest.raises(TesseraError, match="first exchange"):
-                CutToLength(LetterProcessor(), length)(sample, sizes)
+                TruncateToLength(LetterProcessor(), length)(sample, sizes)
             continue
-        measures = CutToLength(LetterProcessor(), length)(sample, sizes)
+        measures = TruncateToLength(LetterProcessor(), length)(sample, sizes)
         assert measures["cut_messages"] == right[-1]
-        assert replace(sample, messages=messages[: right[-1]]) == Cut(right[-1])(sample)
+        assert replace(sample, messages=messages[: right[-1]]) == Truncation(right[-1])(sample)
 
 
 def test_json_rows_are_not_kept_in_memory(tmp_path: Path) -> None:

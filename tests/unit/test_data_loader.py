@@ -22,8 +22,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import DataSection
 from tessera.core.types import Batch, RowSource
 from tessera.data.kinds import KINDS, RowRequest
-from tessera.data.loader.loader import Loader, ReadApart
-from tessera.data.loader.tune import Tuner, usable_cpus
+from tessera.data.loader.loader import Loader, RowReader, Tuner, workers_per_rank
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +91,8 @@ def test_a_split_that_is_uneven_is_explained(source: RowSource) -> None:
     assert raised.value.allowed == ["micro_batch=1", "micro_batch=2", "micro_batch=3", "micro_batch=6"]
 
 
-class Odd:
+class Odd(RowSource):
     """A source whose third row cannot be read, and which takes its time."""
-
-    bad_samples = ()
 
     def __len__(self) -> int:
         return 10
@@ -145,10 +142,8 @@ def test_no_file_is_needed_for_a_source_of_ones_own(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- samples that kill
 
 
-class Deadly:
+class Deadly(RowSource):
     """A guarded source: row r holds samples 10 r and 10 r + 1, some of which end their reader."""
-
-    bad_samples = ()
 
     def __init__(self, how: dict[int, str]) -> None:
         self.how = how
@@ -233,7 +228,7 @@ def test_ranks_get_rows_by_their_weight() -> None:
 class Forward(Odd):
     """Can only go forward."""
 
-    in_order = True
+    sequential = True
 
     def __init__(self) -> None:
         self.at = 0
@@ -281,7 +276,7 @@ def simulate(make: float, compute: float, *, cpus: int, micro: int = 1, steps: i
     for _ in range(200):
         making = micro * make / max(1, tuner.workers)
         waited = making if tuner.workers == 0 else max(0.0, making - compute)
-        tuner.saw(waited, waited + compute)
+        tuner.observe(waited, waited + compute)
         if tuner.settled:
             return tuner
     raise AssertionError("never settled")
@@ -309,7 +304,7 @@ def test_a_short_run_begins_no_processes_for_little() -> None:
     assert simulate(0.01, 0.1, cpus=4, steps=10_000).workers == 1
     text = simulate(0.041, 0.120, cpus=4, micro=8).describe()
     assert text == "loader: 4 workers (a batch takes 41 ms, a step 120 ms)"
-    assert usable_cpus(1) >= usable_cpus(2) >= 1
+    assert workers_per_rank(1) >= workers_per_rank(2) >= 1
 
 
 class Slow(Odd):
@@ -348,14 +343,14 @@ def test_media_are_decoded_in_processes_from_the_first_row_on(caplog: pytest.Log
     assert "loader: " in caplog.text
     with Loader(Seen(), global_batch=2, micro_batch=1, workers=0) as loader:
         assert drawn(loader, 2)[1] == {os.getpid()}  # asked for
-    reader = ReadApart(Seen(), 2)
+    reader = RowReader(Seen(), 2)
     for _ in range(2):  # with the same processes
         batches = list(reader.batches([n] for n in range(6)))
         assert [batch.sample_ids for batch in batches] == [(str(n),) for n in range(6)]
         found = {int(batch["pid"]) for batch in batches}
         assert os.getpid() not in found
     reader.close()
-    assert {int(batch["pid"]) for batch in ReadApart(Seen(), 0).batches([[1]])} == {os.getpid()}
+    assert {int(batch["pid"]) for batch in RowReader(Seen(), 0).batches([[1]])} == {os.getpid()}
 
 
 def test_what_has_media_says_so(tmp_path: Path, source: RowSource) -> None:
@@ -390,8 +385,8 @@ def test_data_that_cannot_travel_is_read_here(caplog: pytest.LogCaptureFixture) 
             ids, processes = drawn(loader, 20)
         assert ids == [str(n) for n in range(40)]
         assert processes == {os.getpid()}
-        assert {int(batch["pid"]) for batch in ReadApart(Here(), 2).batches([[1]])} == {os.getpid()}
-        Here.decodes_media = True  # type: ignore[attr-defined]  # the same where processes are wanted at once
-    assert "cannot be handed to worker processes" in caplog.text
-    with pytest.raises(TesseraError, match="cannot be handed to worker processes"):
+        assert {int(batch["pid"]) for batch in RowReader(Here(), 2).batches([[1]])} == {os.getpid()}
+        Here.decodes_media = True  # type: ignore[misc]  # the same where processes are wanted at once
+    assert "cannot be sent to worker processes" in caplog.text
+    with pytest.raises(TesseraError, match="cannot be sent to worker processes"):
         Loader(Here(), global_batch=2, workers=1)

@@ -18,10 +18,10 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import MediaSize, Message, Part, PartKind, Sample
-from tessera.data.media.images import Limits, to_rgb
-from tessera.data.media.read import decode, probe, read_media, resolve
-from tessera.data.media.video import VideoSampling
-from tessera.data.sources.within import Within
+from tessera.data.media.files import ArchiveMember, Limits, resolve
+from tessera.data.media.images import to_rgb
+from tessera.data.media.read import decode, probe, read_media
+from tessera.data.media.video_frames import VideoSampling
 from tests.toys import media_zoo
 from tests.toys.media_zoo import saved, scene
 
@@ -171,7 +171,7 @@ def test_the_same_picture_from_everywhere(tmp_path: Path, name: str) -> None:
     data = media_zoo.pictures()[name]
     (tmp_path / name).write_bytes(data)
     (tmp_path / "shard.tar").write_bytes(b"before" * 100 + data + b"behind" * 100)
-    within = Within(tmp_path / "shard.tar", 600, len(data), name)
+    within = ArchiveMember(tmp_path / "shard.tar", 600, len(data), name)
     shown = pixels(tmp_path, name)
     turned = "turned" in name
     assert shown.shape == ((media_zoo.WIDTH, media_zoo.HEIGHT) if turned else (media_zoo.HEIGHT, media_zoo.WIDTH)) + (
@@ -194,9 +194,11 @@ def test_a_member_that_the_archive_does_not_hold(tmp_path: Path) -> None:
     (tmp_path / "shard.tar").write_bytes(bytes(100))
     for start, size in ((0, 101), (90, 20), (-5, 10), (0, -1)):
         with pytest.raises(TesseraError, match="the archive was cut or changed"):
-            probe(Part("image", Within(tmp_path / "shard.tar", start, size, "a.png")), tmp_path, LIMITS, SAMPLING)
+            probe(
+                Part("image", ArchiveMember(tmp_path / "shard.tar", start, size, "a.png")), tmp_path, LIMITS, SAMPLING
+            )
     with pytest.raises(TesseraError, match=r"cannot be opened: a\.png"):
-        probe(Part("image", Within(tmp_path / "none.tar", 0, 9, "a.png")), tmp_path, LIMITS, SAMPLING)
+        probe(Part("image", ArchiveMember(tmp_path / "none.tar", 0, 9, "a.png")), tmp_path, LIMITS, SAMPLING)
 
 
 @pytest.mark.parametrize("name", sorted(media_zoo.pictures()))
@@ -251,7 +253,7 @@ def test_only_what_is_used_is_decoded(tmp_path: Path, monkeypatch: pytest.Monkey
         for wanted, expected in cases:
             asked = wanted[::-1] if turn == 6 else wanted
             decoded.clear()
-            small = decode(Part("image", data), tmp_path, Limits(draft=True), SAMPLING, to_size(*asked))
+            small = decode(Part("image", data), tmp_path, Limits(jpeg_draft=True), SAMPLING, to_size(*asked))
             assert set(decoded) == {expected}
             assert small.size == (asked if expected != (400, 240) else full.shape[1::-1])
             decoded.clear()

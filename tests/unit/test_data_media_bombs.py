@@ -19,9 +19,9 @@ from PIL import Image, features
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import Part
-from tessera.data.media.images import Limits
+from tessera.data.media.files import Limits
 from tessera.data.media.read import decode, probe
-from tessera.data.media.video import VideoSampling
+from tessera.data.media.video_frames import VideoSampling
 from tests.toys import media_zoo
 from tests.toys.media_zoo import png_chunk, saved, scene
 

@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.data.order import table as table_module
-from tessera.data.order.mixture import Mixture, slots_of_sets
-from tessera.data.order.order import Order
-from tessera.data.order.shuffle import Shuffle, mix, permutation
-from tessera.data.order.table import RowTable, Rules, Samples, row_table
+from tessera.data.order import order as table_module
+from tessera.data.order.mixture import Mixture, Shuffle, draws_per_set, mix, permutation
+from tessera.data.order.order import Order, PackingConfig, RowTable, Samples, row_table
 
 PERMUTATION = [3, 1, 7, 0, 4, 5, 6, 2]
 FAR = 240916125368
@@ -69,7 +67,7 @@ def test_the_order_never_changes() -> None:
     shuffle=st.booleans(),
 )
 def test_every_sample_is_in_one_row_that_fits(lengths: list[int], seed: int, pack: bool, shuffle: bool) -> None:
-    rules = Rules(50, seed, pack=pack, shuffle=shuffle)
+    rules = PackingConfig(50, seed, pack=pack, shuffle=shuffle)
     table = row_table(of(lengths), rules)
     members = [sample for row in rows_of(table) for sample in row]
     assert sorted(members) == list(range(len(lengths)))
@@ -80,34 +78,34 @@ def test_every_sample_is_in_one_row_that_fits(lengths: list[int], seed: int, pac
         assert members == list(range(len(lengths)))
     assert rows_of(row_table(of(lengths), rules)) == rows_of(table)
     if lengths:
-        assert table.promise.padding == pytest.approx(1 - sum(lengths) / (len(table) * 50))
+        assert table.stats.padding == pytest.approx(1 - sum(lengths) / (len(table) * 50))
 
 
 def test_rows_are_well_filled() -> None:
     lengths = permutation(20_000, 3) % 900 + 20
-    assert row_table(of(lengths), Rules(2048)).promise.padding < 0.01
+    assert row_table(of(lengths), PackingConfig(2048)).stats.padding < 0.01
 
 
 def test_windows_mix_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_module, "WINDOW", 16)
-    rows = rows_of(row_table(of([10] * 100), Rules(40, 1)))
+    rows = rows_of(row_table(of([10] * 100), PackingConfig(40, 1)))
     assert sorted(sample for row in rows for sample in row) == list(range(100))
     assert any(max(row) - min(row) > 16 for row in rows)  # rows are not made of neighbours in the file
 
 
 def test_passes_hold_the_same_rows_in_another_order() -> None:
-    order = Order(row_table(of([10] * 30), Rules(20, 5)), seed=5)
+    order = Order(row_table(of([10] * 30), PackingConfig(20, 5)), seed=5)
     first, second = ([tuple(order.samples(row)) for row in range(p * 15, p * 15 + 15)] for p in (0, 1))
     assert first != second
     assert sorted(first) == sorted(second)
     assert [tuple(order.samples(row)) for row in range(15)] == first
     assert [tuple(Order(order.table, seed=6).samples(row)) for row in range(15)] != first
     straight = Order(order.table, seed=5, shuffle=False)
-    assert [straight.place(row) for row in (0, 14, 15, 47)] == [(0, 0), (0, 14), (1, 0), (3, 2)]
+    assert [straight.index(row) for row in (0, 14, 15, 47)] == [(0, 0), (0, 14), (1, 0), (3, 2)]
 
 
 def test_row_seeds_differ_and_fit() -> None:
-    order = Order(row_table(of([10] * 3), Rules(20)), seed=0)
+    order = Order(row_table(of([10] * 3), PackingConfig(20)), seed=0)
     seeds = [order.row_seed(row) for row in range(1000)]
     assert len(set(seeds)) == 1000
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -136,9 +134,9 @@ def test_samples_of_a_set_are_drawn_equally_often(size: int, slots: int, passes:
 )
 def test_no_pass_of_a_mixture_overflows_a_row(tokens: list[int], weights: tuple[float, ...], shuffle: bool) -> None:
     cuts = (len(tokens) // 4, len(tokens) // 2)
-    table = row_table(of(tokens, weights, cuts), Rules(50, 1, shuffle=shuffle))
-    slots = np.diff(table.mixture.slots).tolist()
-    assert slots == slots_of_sets(np.diff([0, *cuts, len(tokens)]).tolist(), weights)
+    table = row_table(of(tokens, weights, cuts), PackingConfig(50, 1, shuffle=shuffle))
+    slots = np.diff(table.mixture.draws).tolist()
+    assert slots == draws_per_set(np.diff([0, *cuts, len(tokens)]).tolist(), weights)
     order = Order(table, 1, shuffle)
     for turn in range(5):
         samples = [order.samples(row) for row in range(turn * len(table), (turn + 1) * len(table))]
@@ -148,17 +146,17 @@ def test_no_pass_of_a_mixture_overflows_a_row(tokens: list[int], weights: tuple[
 
 
 def test_weights_are_shares_of_what_is_drawn() -> None:
-    assert slots_of_sets([100, 300], None) == [100, 300]
-    assert slots_of_sets([100, 300], (1.0, 1.0)) == [200, 200]
-    assert slots_of_sets([100, 300, 0], (3.0, 1.0, 5.0)) == [300, 100, 0]  # nothing is drawn from an empty set
-    assert slots_of_sets([10, 10_000], (1e-9, 1.0)) == [1, 10010]
+    assert draws_per_set([100, 300], None) == [100, 300]
+    assert draws_per_set([100, 300], (1.0, 1.0)) == [200, 200]
+    assert draws_per_set([100, 300, 0], (3.0, 1.0, 5.0)) == [300, 100, 0]  # nothing is drawn from an empty set
+    assert draws_per_set([10, 10_000], (1e-9, 1.0)) == [1, 10010]
 
 
 def test_slots_hold_samples_that_are_alike() -> None:
     """So that the length kept free for the longest of them is no waste."""
     tokens = permutation(40_000, 1) % 1900 + 20
     samples = of(tokens, (1.0, 1.0), (30_000,))
-    assert row_table(samples, Rules(2048)).promise.padding < 0.02
+    assert row_table(samples, PackingConfig(2048)).stats.padding < 0.02
 
 
 # ---------------------------------------------------------------------------------------------- kept tables
@@ -167,33 +165,38 @@ def test_slots_hold_samples_that_are_alike() -> None:
 def test_a_table_is_kept_shared_and_made_again_when_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = permutation(3000, 3) % 900 + 20
     samples = of(lengths, (1.0, 2.0), (1000,))
-    fresh = row_table(samples, Rules(2048))
-    made = row_table(samples, Rules(2048), tmp_path)
+    fresh = row_table(samples, PackingConfig(2048))
+    made = row_table(samples, PackingConfig(2048), tmp_path)
     (file,) = tmp_path.iterdir()
     with monkeypatch.context() as patched:
         patched.setattr(table_module, "_make", None)  # must not be needed
-        kept = row_table(samples, Rules(2048), tmp_path)
+        kept = row_table(samples, PackingConfig(2048), tmp_path)
     assert rows_of(kept) == rows_of(made) == rows_of(fresh)
-    assert kept.promise == made.promise == fresh.promise
+    assert kept.stats == made.stats == fresh.stats
     one, other = Order(kept, 1), Order(fresh, 1)
     assert [one.samples(row) for row in range(500)] == [other.samples(row) for row in range(500)]
     travelled = pickle.dumps(one)
     assert len(travelled) < 2000
     assert [pickle.loads(travelled).samples(row) for row in range(50)] == [other.samples(row) for row in range(50)]  # noqa: S301
-    for rules in (Rules(1024), Rules(2048, 1), Rules(2048, pack=False), Rules(2048, shuffle=False)):
+    for rules in (
+        PackingConfig(1024),
+        PackingConfig(2048, 1),
+        PackingConfig(2048, pack=False),
+        PackingConfig(2048, shuffle=False),
+    ):
         row_table(samples, rules, tmp_path)
-    row_table(of(lengths, (1.0, 3.0), (1000,)), Rules(2048), tmp_path)
-    row_table(of(lengths[::-1], (1.0, 2.0), (1000,)), Rules(2048), tmp_path)
+    row_table(of(lengths, (1.0, 3.0), (1000,)), PackingConfig(2048), tmp_path)
+    row_table(of(lengths[::-1], (1.0, 2.0), (1000,)), PackingConfig(2048), tmp_path)
     assert len(list(tmp_path.iterdir())) == 7
     whole = file.read_bytes()
     for damage in (b"", b"garbage", whole[:-40], whole.replace(b"members", b"membres")):
         file.write_bytes(damage)
-        assert rows_of(row_table(samples, Rules(2048), tmp_path)) == rows_of(fresh)
+        assert rows_of(row_table(samples, PackingConfig(2048), tmp_path)) == rows_of(fresh)
 
 
 def test_any_step_is_found_at_once(tmp_path: Path) -> None:
     lengths = permutation(200_000, 3) % 900 + 20
-    order = Order(row_table(of(lengths, (1.0, 2.0), (50_000,)), Rules(2048), tmp_path), 0)
+    order = Order(row_table(of(lengths, (1.0, 2.0), (50_000,)), PackingConfig(2048), tmp_path), 0)
     order.samples(0)
     began = time.perf_counter()
     rows = [order.samples(10**9 * 512 + at) for at in range(10)]

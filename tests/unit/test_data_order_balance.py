@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.data_balance import compare
-from tessera.data.loader.deal import deal
-from tessera.data.order.order import Order
-from tessera.data.order.shuffle import permutation
-from tessera.data.order.table import RowTable, Rules, Samples, row_table
-from tessera.train.meter import balance_of
+from tessera.data.order.mixture import permutation
+from tessera.data.order.order import Order, PackingConfig, RowTable, Samples, row_table
+from tessera.data.order.packing import split_rows
+from tessera.training.metrics import balance_of
 
-# A model in which a token costs 10 and attends to its sample, and a tower whose patches cost 12 each.
+# A model in which a token costs 10 and attends to its sample, and an encoder whose patches cost 12 each.
 TOKEN, PAIR, PATCH = 10.0, 0.002, 12.0
 
 
@@ -52,19 +51,19 @@ def work_of_rows(table: RowTable, samples: Samples, length: int) -> np.ndarray:
 @pytest.mark.parametrize("weights", [None, (1.0, 1.0), (9.0, 1.0)])
 def test_rows_have_equal_work_and_little_padding(weights: tuple[float, ...] | None) -> None:
     samples = mixed(30_000, weights=weights)
-    plain = row_table(samples, Rules(8192, balance=False))
-    table = row_table(samples, Rules(8192))
-    assert plain.promise.work is not None
-    assert table.promise.work is not None
-    assert plain.promise.work > 1.3
-    assert table.promise.work < 1.03
-    assert table.promise.padding < 0.02
+    plain = row_table(samples, PackingConfig(8192, balance=False))
+    table = row_table(samples, PackingConfig(8192))
+    assert plain.stats.work is not None
+    assert table.stats.work is not None
+    assert plain.stats.work > 1.3
+    assert table.stats.work < 1.03
+    assert table.stats.padding < 0.02
     rows = work_of_rows(table, samples, 8192)
-    assert rows.max() / rows.mean() <= table.promise.work * (1 + 1e-6)  # the bound holds in every pass
+    assert rows.max() / rows.mean() <= table.stats.work * (1 + 1e-6)  # the bound holds in every pass
     told = np.array(Order(table, 0, shuffle=False).work(range(2 * len(table))))
     assert (rows <= told * (1 + 1e-6)).all()
     if weights is None:
-        assert table.promise.work == pytest.approx(rows.max() / rows.mean(), rel=1e-6)
+        assert table.stats.work == pytest.approx(rows.max() / rows.mean(), rel=1e-6)
         assert told == pytest.approx(rows, rel=1e-6)
     assert Order(plain, 0).work([0, 1]) is None
 
@@ -80,12 +79,12 @@ def test_sixty_four_ranks_have_equal_work() -> None:
 
 def test_the_promise_is_one_line() -> None:
     samples = mixed(3000)
-    line = row_table(samples, Rules(8192)).promise.line()
+    line = row_table(samples, PackingConfig(8192)).stats.summary()
     assert line.startswith("2")
     assert "of 8,192 tokens, padding 0." in line
     assert ", work at most 1.0" in line
     assert "x mean (text 1." in line
-    assert "work" not in row_table(Samples(samples.tokens, samples.starts), Rules(8192)).promise.line()
+    assert "work" not in row_table(Samples(samples.tokens, samples.starts), PackingConfig(8192)).stats.summary()
 
 
 @settings(max_examples=60, deadline=None)
@@ -93,11 +92,11 @@ def test_the_promise_is_one_line() -> None:
 def test_balanced_rows_hold_every_sample_once_and_fit(data: list[tuple[int, int]], seed: int) -> None:
     tokens, patches = (np.array([pair[i] for pair in data], dtype=np.int64) for i in (0, 1))
     samples = weighed(tokens, patches)
-    table = row_table(samples, Rules(64, seed))
+    table = row_table(samples, PackingConfig(64, seed))
     rows = [table[row].tolist() for row in range(len(table))]
     assert sorted(sample for row in rows for sample in row) == list(range(len(data)))
     assert all(0 < tokens[row].sum() <= 64 for row in rows)
-    again = row_table(samples, Rules(64, seed))
+    again = row_table(samples, PackingConfig(64, seed))
     assert np.array_equal(again.arrays["members"], table.arrays["members"])
 
 
@@ -105,21 +104,21 @@ def test_what_cannot_be_halved_is_told() -> None:
     """One sample that weighs more than a row: nothing else is heavy in its row, and the bound says so."""
     samples = mixed(5000)
     samples.work["vision"][7] = 5 * TOKEN * 8192
-    table = row_table(samples, Rules(8192))
-    assert table.promise.work is not None
-    assert table.promise.work > 2
+    table = row_table(samples, PackingConfig(8192))
+    assert table.stats.work is not None
+    assert table.stats.work > 2
     rows = work_of_rows(table, samples, 8192)
     assert np.sort(rows)[-3] / rows.mean() < 1.03  # its row, in two passes, stands alone
 
 
 def test_work_is_part_of_what_a_table_is_kept_under(tmp_path: Path) -> None:
-    row_table(mixed(100), Rules(8192), tmp_path)
-    row_table(mixed(100, 1), Rules(8192), tmp_path)
-    row_table(mixed(100), Rules(8192, balance=False), tmp_path)
-    kept = row_table(mixed(100), Rules(8192), tmp_path)
+    row_table(mixed(100), PackingConfig(8192), tmp_path)
+    row_table(mixed(100, 1), PackingConfig(8192), tmp_path)
+    row_table(mixed(100), PackingConfig(8192, balance=False), tmp_path)
+    kept = row_table(mixed(100), PackingConfig(8192), tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
-    assert kept.promise == row_table(mixed(100), Rules(8192)).promise
-    assert Order(kept, 0).work(range(30)) == Order(row_table(mixed(100), Rules(8192)), 0).work(range(30))
+    assert kept.stats == row_table(mixed(100), PackingConfig(8192)).stats
+    assert Order(kept, 0).work(range(30)) == Order(row_table(mixed(100), PackingConfig(8192)), 0).work(range(30))
 
 
 # ---------------------------------------------------------------------------------------------- ranks
@@ -135,10 +134,10 @@ def test_work_is_part_of_what_a_table_is_kept_under(tmp_path: Path) -> None:
 def test_a_deal_gives_every_row_to_one_rank(ranks: int, batches: int, micro: int, data: st.DataObject) -> None:
     rows = ranks * batches * micro
     work = data.draw(st.none() | st.lists(st.floats(0, 1e18), min_size=rows, max_size=rows))
-    dealt = deal(work, rows, ranks, micro)
+    dealt = split_rows(work, rows, ranks, micro)
     assert dealt.shape == (ranks, batches, micro)
     assert sorted(dealt.flatten().tolist()) == list(range(rows))
-    assert np.array_equal(deal(work, rows, ranks, micro), dealt)
+    assert np.array_equal(split_rows(work, rows, ranks, micro), dealt)
     plain = np.arange(rows).reshape(batches, ranks, micro).transpose(1, 0, 2)
     if work is None or ranks == 1 or len(set(work)) == 1:
         assert np.array_equal(dealt, plain)
@@ -154,7 +153,9 @@ def slowest(weights: np.ndarray) -> float:
 
 def test_a_deal_evens_out_what_rows_left_uneven() -> None:
     work = 1 + (permutation(64 * 8, 5) % 100) / 100
-    plain, dealt = (work[places].sum(axis=2) for places in (deal(None, 512, 64, 1), deal(work.tolist(), 512, 64, 1)))
+    plain, dealt = (
+        work[places].sum(axis=2) for places in (split_rows(None, 512, 64, 1), split_rows(work.tolist(), 512, 64, 1))
+    )
     totals = dealt.sum(axis=1)
     assert plain.sum(axis=1).max() / totals.mean() > 1.15
     assert totals.max() / totals.mean() < 1.005

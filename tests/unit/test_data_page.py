@@ -16,8 +16,8 @@ from tessera.core.config import build
 from tessera.core.run_config import DataSection, SourceSection
 from tessera.core.types import Sample
 from tessera.data.kinds import KINDS, RowRequest
-from tessera.data.sources.names import COLUMNS
-from tessera.data.sources.open import RowsSource, open_source
+from tessera.data.sources.columns import COLUMNS
+from tessera.data.sources.source import Source, open_source
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "bring-your-own-data.md").read_text(encoding="utf-8")
 
@@ -32,8 +32,8 @@ def test_rows_are_of_the_forms_they_stand_for(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.jsonl"
         path.write_text(block, encoding="utf-8")
         source = open_source(SourceSection(path=path))
-        assert isinstance(source, RowsSource)
-        forms.append(source.form)
+        assert isinstance(source, Source)
+        forms.append(source.record_format)
         assert all(isinstance(found, Sample) for _, found in source.scan(range(len(source))))
     assert forms == ["messages", "sharegpt", "llava", "alpaca", "text"]
 
@@ -70,8 +70,8 @@ def test_the_own_data_set_gives_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
         found: list[Any] = []
         for block in blocks("yaml")[3:]:
             section = build(DataSection, yaml.safe_load(block), "page")
-            found.append(KINDS.get("own")(RowRequest(section, "train", None, 0)))
-        held_out = KINDS.get("own")(RowRequest(section, "eval", None, 0))
+            found.append(KINDS.get("custom")(RowRequest(section, "train", None, 0)))
+        held_out = KINDS.get("custom")(RowRequest(section, "eval", None, 0))
         assert [len(source) for source in (*found, held_out)] == [32, 16, 64, 16]
         assert [source.batch([0])["signal"].shape[0] for source in (*found, held_out)] == [1, 4, 1, 1]
     finally:

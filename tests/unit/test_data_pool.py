@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from tessera.core.errors import TesseraError
-from tessera.data.pool import Lost, Note, Pool
-from tessera.data.processes.messages import receive, send
-from tessera.data.time_limit import TooSlow, time_limit
+from tessera.data.workers.messages import receive, send
+from tessera.data.workers.pool import Lost, Note, Pool
+from tessera.data.workers.worker import TooSlow, time_limit
 
 
 class Refusal(Exception):
@@ -66,7 +66,7 @@ def numbers(pool: Pool, items: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with Pool(do, 2, timeout_s=0.3, grace_s=0.2, ahead=3) as pool:
+    with Pool(do, 2, timeout_s=0.3, grace_s=1.2, ahead=3) as pool:
         yield pool
 
 
@@ -186,7 +186,7 @@ def test_a_worker_stuck_in_c_is_ended(pool: Pool) -> None:
     found = [result for _, result in pool.map([("nap", 0), ("hang", 1), ("hang", 2), ("nap", 3)])]
     assert [found[1], found[2]] == [Lost(1, "took longer than 0.3 s"), Lost(2, "took longer than 0.3 s")]
     assert [found[0][0], found[3][0]] == [0, 3]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20  # it would hang for longer
 
 
 def test_slowness_that_python_sees_is_no_loss(pool: Pool) -> None:
@@ -235,7 +235,7 @@ def test_an_exception_that_cannot_travel_is_told(pool: Pool) -> None:
 
 
 def test_work_that_cannot_travel_is_refused() -> None:
-    with pytest.raises(TesseraError, match="cannot be handed to worker processes") as raised:
+    with pytest.raises(TesseraError, match="cannot be sent to worker processes") as raised:
         Pool(lambda item, note: item, 1)
     assert "data.workers=0" in str(raised.value.fix)
 
@@ -308,7 +308,7 @@ def test_another_thread_can_stop_a_map() -> None:
 # No guard: a program like those in a README.
 SCRIPT = """
     from tessera.core.errors import TesseraError
-    from tessera.data.pool import Pool
+    from tessera.data.workers.pool import Pool
     from test_data_pool import do
     print("begins")
 
@@ -325,7 +325,7 @@ SCRIPT = """
 """
 
 GUARDED = """
-    from tessera.data.pool import Pool
+    from tessera.data.workers.pool import Pool
     print("begins", __name__)
 
     def double(item, note):

@@ -16,11 +16,11 @@ from PIL import Image
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import DataSection
-from tessera.core.types import Batch, GuardedRows, WeighedRows
+from tessera.core.types import Batch, RowSource
 from tessera.data.kinds import KINDS, RowRequest, Work
-from tessera.data.rows import ChatRows
-from tessera.parallel.axes import CONTEXT, DEAL, Axes
-from tessera.parallel.local_rows import LocalRows
+from tessera.data.order.chat_rows import ChatRows
+from tessera.parallel.mesh import CONTEXT, Axes
+from tessera.parallel.sequence_sharding import RankDataset
 
 
 def build(
@@ -204,7 +204,6 @@ def test_a_picture_that_was_exchanged_is_noticed(tmp_path: Path) -> None:
 def test_a_sample_that_breaks_its_reader_is_left_out_by_name(tmp_path: Path) -> None:
     """The pool tells what a process was at when it died; the rows are then made again without that sample."""
     rows = build(texts(tmp_path, 40))
-    assert isinstance(rows, GuardedRows)
     noted: list[int] = []
     whole = rows.guarded([0, 1], {}, noted.append)
     assert noted == rows.order.samples(0) + rows.order.samples(1)
@@ -265,14 +264,15 @@ def test_rows_weigh_what_their_samples_do(tmp_path: Path, caplog: pytest.LogCapt
     ]
     caplog.set_level("INFO", logger="tessera")
     rows = build(path, work=letters_and_pictures)
-    assert isinstance(rows, WeighedRows)
-    for number, work in enumerate(rows.work(range(len(rows)))):
+    works = rows.work(range(len(rows)))
+    assert works is not None
+    for number, work in enumerate(works):
         batch = rows.batch([number])
         assert work == pytest.approx(2 * 64 + 100 * batch.counts["images"])
     assert any("rows: " in line and "work at most 1." in line for line in caplog.messages)
     off = build(path, work=letters_and_pictures, balance=False)
-    assert off.work([0, 1]) == [1.0, 1.0]
-    assert build(path).work([0, 1]) == [1.0, 1.0]
+    assert off.work([0, 1]) is None
+    assert build(path).work([0, 1]) is None
 
     def wants_more(measures: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {"sound": measures["samples_of_sound"] * 1.0}
@@ -304,10 +304,8 @@ def test_what_travels_to_a_worker_is_small(tmp_path: Path) -> None:
     assert pickle.loads(travelled).batch([3]).sample_ids == rows.batch([3]).sample_ids  # noqa: S301
 
 
-class Bare:
+class Bare(RowSource):
     """A source that knows neither work nor danger."""
-
-    bad_samples = ()
 
     def __len__(self) -> int:
         return 4
@@ -318,8 +316,8 @@ class Bare:
 
 def test_ranks_that_share_rows_weigh_and_guard_them_alike(tmp_path: Path) -> None:
     rows = build(texts(tmp_path, 40), work=letters_and_pictures)
-    axes = Axes({"dp_shard": 2}, {CONTEXT: (), DEAL: ()})
-    speaks, silent = (LocalRows(rows, axes, 0, reports=reports, flops=lambda _: 7.0) for reports in (True, False))
+    axes = Axes({"dp_shard": 2}, {CONTEXT: ()})
+    speaks, silent = (RankDataset(rows, axes, 0, reports=reports, flops=lambda _: 7.0) for reports in (True, False))
     assert speaks.work([0, 3]) == silent.work([0, 3]) == rows.work([0, 3])
     noted: list[int] = []
     lost = {rows.order.samples(0)[0]: "crashed"}
@@ -327,8 +325,8 @@ def test_ranks_that_share_rows_weigh_and_guard_them_alike(tmp_path: Path) -> Non
     assert noted == 2 * [~number if number in lost else number for number in rows.order.samples(0)]
     assert (one.rows, one.flops, len(one.problems)) == (rows.batch([0]).rows, 7.0, 1)
     assert (other.rows, other.sample_ids, other.flops, other.problems) == ((), (), 0.0, ())
-    bare = LocalRows(Bare(), axes, 0)
-    assert bare.work([0, 1]) == [1.0, 1.0]
+    bare = RankDataset(Bare(), axes, 0)
+    assert bare.work([0, 1]) is None
     assert bare.guarded([0, 1], {}, noted.append).sample_ids == ("0", "1")
     with pytest.raises(TesseraError, match=r"rows \[0, 1\] failed: crashed"):
         bare.guarded([0, 1], {5: "crashed"}, noted.append)

@@ -21,13 +21,12 @@ from data_cases import pictures, row, seen, texts, write_jsonl
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import SourceSection
 from tessera.core.types import PLAIN, Part, Sample
-from tessera.data.sources import find_rows
-from tessera.data.sources.base import Source
-from tessera.data.sources.forms import RowError
-from tessera.data.sources.open import open_source
+from tessera.data.media.files import ArchiveMember
+from tessera.data.sources import text as text_files
+from tessera.data.sources.container import RecordError
 from tessera.data.sources.parquet import _reader, open_parquet
 from tessera.data.sources.parquet_pages import large_columns
-from tessera.data.sources.within import Within
+from tessera.data.sources.source import Source, open_source
 from tessera.data.tables import Tables, write_tables
 
 
@@ -35,7 +34,7 @@ def opened(path: Path, cache_folder: Path | None = None, **section: Any) -> Sour
     return open_source(SourceSection(path=path, **section), cache_folder)
 
 
-def all_of(source: Source) -> list[Sample | RowError]:
+def all_of(source: Source) -> list[Sample | RecordError]:
     found = list(source.scan(range(len(source))))
     assert [number for number, _ in found] == list(range(len(source)))
     return [sample for _, sample in found]
@@ -51,7 +50,7 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
 
 
 def bytes_within(value: Any) -> bytes:
-    assert isinstance(value, Within)
+    assert isinstance(value, ArchiveMember)
     with value.file.open("rb") as file:
         file.seek(value.start)
         return file.read(value.size)
@@ -76,7 +75,7 @@ def test_json_array_gives_the_same_rows_as_lines(tmp_path: Path) -> None:
 def test_rows_are_found_whatever_the_chunks_cut_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(find_rows, "CHUNK", chunk)
+    monkeypatch.setattr(text_files, "CHUNK", chunk)
     chance = random.Random(chunk)
 
     def value(depth: int = 0) -> Any:
@@ -92,11 +91,11 @@ def test_rows_are_found_whatever_the_chunks_cut_through(
         path = tmp_path / f"{turn}.json"
         path.write_text(json.dumps(rows, indent=chance.choice([None, 1]), ensure_ascii=turn % 2 == 0), encoding="utf-8")
         data = path.read_bytes()
-        assert [json.loads(data[a : a + n]) for a, n, _ in find_rows.find_elements(path).tolist()] == rows
+        assert [json.loads(data[a : a + n]) for a, n, _ in text_files.find_elements(path).tolist()] == rows
         lines = [json.dumps(one) if chance.random() < 0.8 else chance.choice(["", " ", "\t\r"]) for one in rows]
         path.write_text("\n".join(lines) + chance.choice(["", "\n"]), encoding="utf-8")
         data = path.read_bytes()
-        found = [(data[a : a + n].decode().strip(), number) for a, n, number in find_rows.find_lines(path).tolist()]
+        found = [(data[a : a + n].decode().strip(), number) for a, n, number in text_files.find_lines(path).tolist()]
         assert found == [(line, number) for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -113,10 +112,10 @@ def test_a_line_that_is_not_json_is_one_bad_row(tmp_path: Path) -> None:
     good = [json.dumps(row("a", "b")).encode(), json.dumps(row("c", "d")).encode()]
     deep = b'{"messages": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
     path.write_bytes(b"\n".join([good[0], b'{"messages": [', b"[1]", good[1], b'{"a": "\xff"}', b'{"a": "\0"}', deep]))
-    outcomes = [one.reason if isinstance(one, RowError) else one.id for one in all_of(opened(path))]
+    outcomes = [one.reason if isinstance(one, RecordError) else one.id for one in all_of(opened(path))]
     assert outcomes[0] == "torn.jsonl:1"
     assert outcomes[1].startswith("not readable as JSON")
-    assert outcomes[2] == "a row is a JSON object, this is a list"
+    assert outcomes[2] == "a record is a JSON object, this is a list"
     assert outcomes[3] == "torn.jsonl:4"
     assert outcomes[4].startswith("not UTF-8")
     assert outcomes[5].startswith("not readable as JSON")
@@ -127,7 +126,7 @@ def test_a_broken_element_of_an_array_is_one_bad_row(tmp_path: Path) -> None:
     good = json.dumps(row("a", "b"))
     (tmp_path / "a.json").write_text(f'[{good}, {{"b": }}, {good}]')
     outcomes = all_of(opened(tmp_path / "a.json"))
-    assert isinstance(outcomes[1], RowError)
+    assert isinstance(outcomes[1], RecordError)
     assert outcomes[1].id == "a.json:2"
     assert [isinstance(one, Sample) for one in outcomes] == [True, False, True]
 
@@ -136,11 +135,11 @@ def test_a_broken_element_of_an_array_is_one_bad_row(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ('[{"a": 1}', "without ']'"),
-        ('[{"a": "1}]', "in the middle of row 1"),
-        ('[{"a": 1}, 5]', "between rows"),
-        ('[{"a": 1}] x', "between rows"),
-        ("[]", "no rows"),
-        ("\n", "no rows"),
+        ('[{"a": "1}]', "in the middle of record 1"),
+        ('[{"a": 1}, 5]', "between records"),
+        ('[{"a": 1}] x', "between records"),
+        ("[]", "no records"),
+        ("\n", "no records"),
     ],
 )
 def test_files_whose_rows_cannot_be_found(tmp_path: Path, text: str, said: str) -> None:
@@ -150,10 +149,10 @@ def test_files_whose_rows_cannot_be_found(tmp_path: Path, text: str, said: str) 
 
 
 def test_a_row_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tessera.data.sources.text_files.MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr("tessera.data.sources.text.MAX_RECORD_BYTES", 1000)
     outcomes = all_of(opened(write_jsonl(tmp_path / "a.jsonl", [row("a", "b"), row("a" * 2000, "b")])))
     assert isinstance(outcomes[0], Sample)
-    assert isinstance(outcomes[1], RowError)
+    assert isinstance(outcomes[1], RecordError)
     assert "too large" in outcomes[1].reason
 
 
@@ -167,7 +166,7 @@ def test_an_array_is_looked_through_in_memory_that_does_not_grow(tmp_path: Path)
     assert (tmp_path / "big.json").stat().st_size > 32 << 20
     tracemalloc.start()
     try:
-        assert len(find_rows.find_elements(tmp_path / "big.json")) == 4001
+        assert len(text_files.find_elements(tmp_path / "big.json")) == 4001
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
@@ -218,7 +217,7 @@ def test_tables_are_made_again_when_the_file_or_the_table_changed(tmp_path: Path
         table.write_bytes(damage)
         assert len(all_of(opened(path, cache))) == 3
     for lie in (np.full((3, 3), 1 << 40), np.zeros(3, dtype=np.int64)):
-        write_tables(table, {"table": lie}, about)
+        write_tables(table, {"spans": lie}, about)
         assert len(all_of(opened(path, cache))) == 3
     write_jsonl(path, [row("longer", "b")] * 4)
     assert len(opened(path, cache)) == 4
@@ -279,7 +278,7 @@ def test_text_files_are_a_document_a_line_and_folders_one_a_file(tmp_path: Path)
     assert outcomes[0].messages[0].parts == (Part("text", "één"),)
     assert isinstance(outcomes[1], Sample)
     assert outcomes[1].messages[0].parts == (Part("text", "two <image>"),)
-    assert isinstance(outcomes[2], RowError)
+    assert isinstance(outcomes[2], RecordError)
     assert "NUL" in outcomes[2].reason
 
     (tmp_path / "docs" / "deep").mkdir(parents=True)
@@ -290,7 +289,7 @@ def test_text_files_are_a_document_a_line_and_folders_one_a_file(tmp_path: Path)
     assert [one.id for one in outcomes] == ["b.txt", "deep/c.txt", "deep/empty.txt"]
     assert isinstance(outcomes[0], Sample)
     assert outcomes[0].messages[0].parts == (Part("text", "first line\nsecond line"),)
-    assert isinstance(outcomes[2], RowError)
+    assert isinstance(outcomes[2], RecordError)
 
 
 def test_csv_records_may_hold_line_breaks(tmp_path: Path) -> None:
@@ -300,7 +299,7 @@ def test_csv_records_may_hold_line_breaks(tmp_path: Path) -> None:
         outcomes = all_of(source)
         assert isinstance(outcomes[0], Sample)
         assert outcomes[0].messages[0].parts == (Part("text", 'say, "hi"\nplease'),)
-        assert isinstance(outcomes[1], RowError)
+        assert isinstance(outcomes[1], RecordError)
         assert "1 fields where the header names 2" in outcomes[1].reason
         assert isinstance(outcomes[2], Sample)
 
@@ -324,9 +323,9 @@ def test_a_folder_of_pictures_with_words_beside(tmp_path: Path) -> None:
         assert b.id == "bee"
         assert isinstance(c, Sample)
         assert c.messages[0].parts == (Part("image", "deep/c.png"), Part("text", "the third"))
-        assert isinstance(lone, RowError)
-        assert "no words beside it" in lone.reason
-    with pytest.raises(TesseraError, match="has the form 'llava'"):
+        assert isinstance(lone, RecordError)
+        assert "no .json or .txt in this sample" in lone.reason
+    with pytest.raises(TesseraError, match="has the format 'llava'"):
         all_of(opened(folder))
     before = source.facts()
     (folder / "a.txt").write_text("another square\n")
@@ -346,8 +345,8 @@ def test_a_folder_with_metadata(tmp_path: Path, kind: str) -> None:
     outcomes = all_of(opened(tmp_path))
     assert isinstance(outcomes[1], Sample)
     assert outcomes[1].messages[0].parts == (Part("image", "b.png"), Part("text", "second"))
-    assert isinstance(outcomes[2], RowError)
-    assert "names no picture" in outcomes[2].reason
+    assert isinstance(outcomes[2], RecordError)
+    assert "names no image" in outcomes[2].reason
 
 
 def test_a_folder_of_files_of_rows(tmp_path: Path) -> None:
@@ -418,7 +417,7 @@ def test_parquet_rows_by_pages_are_those_by_groups(tmp_path: Path, options: dict
 
     rows = [{"id": f"r{n}", "words": "w" * n, "image": cell(n)} for n in range(60)]
     path = write_parquet(tmp_path / "a.parquet", rows, row_group_size=25, data_page_size=50_000, **options)
-    file = open_parquet(path, "a", None, None)
+    file = open_parquet(path, "a", None)
     whole = [raw for _, raw in file.scan(range(60))]
     order = random.Random(3).sample(range(60), 60)
     assert [file.load(n) for n in order] == [whole[n] for n in order]
@@ -436,7 +435,7 @@ def test_a_shuffled_parquet_does_not_read_a_group_for_each_sample(tmp_path: Path
     chance = random.Random(1)
     rows = [{"id": f"r{n}", "text": "t", "image": chance.randbytes(20_000)} for n in range(800)]
     path = write_parquet(tmp_path / "a.parquet", rows, row_group_size=200, data_page_size=100_000)
-    file = open_parquet(path, "a", None, None)
+    file = open_parquet(path, "a", None)
     order = [group * 200 + chance.randrange(200) for _ in range(10) for group in range(4)]
     before = bytes_read()
     assert [file.load(n).content["image"] for n in order] == [rows[n]["image"] for n in order]
@@ -455,9 +454,9 @@ def test_parquet_pages_that_lie_are_left_to_pyarrow(tmp_path: Path) -> None:
             at = column.start + (number if number < 40 else chance.randrange(column.size))
             torn[at] ^= 1 << chance.randrange(8)
             path.write_bytes(torn)
-            file = open_parquet(path, "a", None, None)
+            file = open_parquet(path, "a", None)
             for one in (0, 11, 19):
-                with contextlib.suppress(RowError):  # no other error
+                with contextlib.suppress(RecordError):  # no other error
                     assert file.load(one).content["text"] == "t"
 
 
@@ -482,7 +481,7 @@ def test_parquet_that_lies(tmp_path: Path) -> None:
             refused += 1
         else:
             read += 1
-            assert all(isinstance(one, (Sample, RowError)) for one in outcomes)
+            assert all(isinstance(one, (Sample, RecordError)) for one in outcomes)
     assert read > 5
     assert refused > 5
 
@@ -512,8 +511,8 @@ def test_tar_shards_are_read_in_place(tmp_path: Path) -> None:
         held = [one.media()[0].value for one in outcomes[:3] if isinstance(one, Sample)]
         assert [bytes_within(value) for value in held] == [data, data, data + b"!"]
         assert held[2].name == f"{long}.png"
-        assert isinstance(outcomes[3], RowError)
-        assert outcomes[3].reason == "no .json or .txt in this sample of the tar file, only d/003.cls"
+        assert isinstance(outcomes[3], RecordError)
+        assert outcomes[3].reason == "no .json or .txt in this sample, only d/003.cls"
     assert source.read(1) == outcomes[1]
     assert len(opened(tmp_path / "s-0.tar", max_samples=2)) == 2
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.png", "cache", "s-0.tar"]  # nothing was unpacked

@@ -12,9 +12,9 @@ from data_cases import row, seen, write_jsonl
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import SourceSection
 from tessera.core.types import PLAIN, Message, Part, Sample
-from tessera.data.sources.forms import RowError
-from tessera.data.sources.names import COLUMNS
-from tessera.data.sources.open import RowsSource, open_source
+from tessera.data.sources.columns import COLUMNS
+from tessera.data.sources.container import RecordError
+from tessera.data.sources.source import Source, open_source
 
 SHAREGPT = {
     "conversations": [
@@ -35,9 +35,9 @@ PARTS = {
 TOOL = {"type": "function", "function": {"name": "sum", "parameters": {"type": "object"}}}
 
 
-def opened(path: Path, rows: list[dict[str, Any]], **section: Any) -> RowsSource:
+def opened(path: Path, rows: list[dict[str, Any]], **section: Any) -> Source:
     source = open_source(SourceSection(path=write_jsonl(path / "rows.jsonl", rows), **section))
-    assert isinstance(source, RowsSource)
+    assert isinstance(source, Source)
     return source
 
 
@@ -53,14 +53,14 @@ def said(sample: Sample) -> list[tuple[str, str]]:
 
 def test_the_forms_of_conversations(tmp_path: Path) -> None:
     source = opened(tmp_path, [PARTS])
-    assert source.form == "messages"
+    assert source.record_format == "messages"
     sample = source.read(0)
     assert sample.id == "7"
     assert sample.messages[0] == Message("user", (Part("image", "a.png"), Part("text", "what <image>?")))
     assert sample.messages[1] == Message("assistant", (Part("text", "A thing."),))
 
     source = opened(tmp_path, [SHAREGPT])
-    assert source.form == "sharegpt"
+    assert source.record_format == "sharegpt"
     sample = source.read(0)
     assert sample.id == "rows.jsonl:1"
     assert [m.role for m in sample.messages] == ["system", "user", "assistant"]
@@ -73,7 +73,7 @@ def test_the_forms_of_conversations(tmp_path: Path) -> None:
     ]
 
     source = opened(tmp_path, [seen("a.png", id="x")])
-    assert source.form == "llava"
+    assert source.record_format == "llava"
     assert source.read(0).messages[0].parts == (Part("image", "a.png"), Part("text", "\nWhat?"))
 
 
@@ -92,7 +92,7 @@ def test_sound_and_lists_beside_messages(tmp_path: Path) -> None:
 def test_alpaca(tmp_path: Path) -> None:
     full = {"instruction": "Add", "input": "1, 2", "output": "3", "system": "Be brief.", "history": [["Hi", "Hello"]]}
     source = opened(tmp_path, [full, {"instruction": "Go", "input": "", "output": "Gone"}])
-    assert source.form == "alpaca"
+    assert source.record_format == "alpaca"
     assert said(source.read(0)) == [
         ("system", "Be brief."),
         ("user", "Hi"),
@@ -189,12 +189,12 @@ def test_columns_name_what_is_called_differently(tmp_path: Path) -> None:
 def test_text_only_rows_do_not_hide_the_form(tmp_path: Path) -> None:
     plain = {"conversations": seen("a.png")["conversations"][1:]}
     source = opened(tmp_path, [plain, seen("a.png"), {**plain, "image": None}])
-    assert source.form == "llava"
-    assert [isinstance(sample, RowError) for _, sample in source.scan(range(3))] == [False] * 3
-    assert opened(tmp_path, [plain]).form == "sharegpt"
+    assert source.record_format == "llava"
+    assert [isinstance(sample, RecordError) for _, sample in source.scan(range(3))] == [False] * 3
+    assert opened(tmp_path, [plain]).record_format == "sharegpt"
     # Only the first thousand rows and some others are asked; what is missed is an error that says what to write.
     late = opened(tmp_path, [plain] * 1001 + [seen("a.png")] + [plain] * 400)
-    with pytest.raises(TesseraError, match="has the form 'llava'") as raised:
+    with pytest.raises(TesseraError, match="has the format 'llava'") as raised:
         late.read(1001)
     assert "`format: llava`" in str(raised.value.fix)
     assert opened(tmp_path, [plain] * 1001 + [seen("a.png")], format="llava").read(1001).media()
@@ -202,10 +202,10 @@ def test_text_only_rows_do_not_hide_the_form(tmp_path: Path) -> None:
 
 def test_mixed_forms_are_an_error_of_the_set(tmp_path: Path) -> None:
     source = opened(tmp_path, [seen("a.png"), row("q", "a")])
-    with pytest.raises(TesseraError, match="has the form 'messages', the data set was read as 'llava'") as raised:
+    with pytest.raises(TesseraError, match="has the format 'messages', the data set was read as 'llava'") as raised:
         list(source.scan(range(2)))
     assert raised.value.where == f"{tmp_path / 'rows.jsonl'}, rows.jsonl:2"
-    with pytest.raises(TesseraError, match="has the form 'llava'"):
+    with pytest.raises(TesseraError, match="has the format 'llava'"):
         opened(tmp_path, [seen("a.png")], format="sharegpt").read(0)
     for other in ({"instruction": "a", "output": "b"}, {"text": "a"}):
         with pytest.raises(TesseraError, match="has the form"):
@@ -214,7 +214,7 @@ def test_mixed_forms_are_an_error_of_the_set(tmp_path: Path) -> None:
     both = {"text": "plain", **row("q", "a")}
     assert one(tmp_path, both, format="text").messages[0].role == PLAIN
     # A row that has the keys of no form is that row's own trouble.
-    with pytest.raises(RowError, match="messages is not a list"):
+    with pytest.raises(RecordError, match="messages is not a list"):
         opened(tmp_path, [row("q", "a"), {"unknown": 1}]).read(1)
 
 
@@ -252,17 +252,17 @@ def test_mixed_forms_are_an_error_of_the_set(tmp_path: Path) -> None:
 )
 def test_rows_that_cannot_be_used(tmp_path: Path, bad: dict[str, Any], reason: str) -> None:
     source = opened(tmp_path, [{**bad, "id": "it"}])
-    with pytest.raises(RowError) as raised:
+    with pytest.raises(RecordError) as raised:
         source.read(0)
     assert reason in raised.value.reason
     assert raised.value.id == "it"
 
 
 def test_a_form_that_cannot_be_told(tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match=r"cannot tell the form .* keys \['prompt'\]") as raised:
+    with pytest.raises(TesseraError, match=r"cannot tell the format .* keys \['prompt'\]") as raised:
         opened(tmp_path, [{"prompt": "x"}])
     assert "llava (conversations, image)" in str(raised.value)
     assert "columns" in str(raised.value.fix)
     (tmp_path / "rows.jsonl").write_text("{torn\n{torn\n")
-    with pytest.raises(TesseraError, match="no row can be read"):
+    with pytest.raises(TesseraError, match="no record can be read"):
         open_source(SourceSection(path=tmp_path / "rows.jsonl"))

@@ -14,13 +14,13 @@ import pytest
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import SourceSection
 from tessera.core.types import Sample
-from tessera.data.sources.forms import RowError
-from tessera.data.sources.open import open_source
+from tessera.data.sources.container import RecordError
+from tessera.data.sources.source import open_source
 
 ABOUT = json.dumps({"text": "a thing"}).encode()
 
 
-def outcomes(path: Path) -> list[Sample | RowError]:
+def outcomes(path: Path) -> list[Sample | RecordError]:
     source = open_source(SourceSection(path=path))
     return [found for _, found in source.scan(range(len(source)))]
 
@@ -65,7 +65,7 @@ def test_members_that_are_not_read(
     path = write(tmp_path / "s.tar", plain("000.json"), member, plain("002.json"), format=format)
     first, bad, last = outcomes(path)
     assert isinstance(first, Sample)
-    assert isinstance(bad, RowError)
+    assert isinstance(bad, RecordError)
     assert reason in bad.reason
     assert isinstance(last, Sample)
     assert os.listdir(tmp_path) == ["s.tar"]
@@ -94,7 +94,7 @@ def test_a_tar_that_is_cut_off_compressed_or_damaged(tmp_path: Path) -> None:
     with pytest.raises(TesseraError, match=r"compressed \(gzip\)"):
         outcomes(tmp_path / "z.tar")
     (tmp_path / "empty.tar").write_bytes(b"\0" * 10240)
-    with pytest.raises(TesseraError, match="no rows"):
+    with pytest.raises(TesseraError, match="no records"):
         outcomes(tmp_path / "empty.tar")
 
 

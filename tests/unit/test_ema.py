@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import tessera
-from tessera.train.callbacks import Callback, StepResult
+from tessera.core.callback import Callback, StepResult
+from tessera.core.errors import TesseraError
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -68,6 +69,7 @@ def test_a_resume_goes_on_with_it_bitwise(data: Path, tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], found[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_it_may_begin_in_the_middle(data: Path, tmp_path: Path) -> None:
     settings = recipe(data, tmp_path)
     del settings["train"]["ema"]
@@ -77,6 +79,43 @@ def test_it_may_begin_in_the_middle(data: Path, tmp_path: Path) -> None:
     found = saved(run)
     name = "text.norm.weight"
     torch.testing.assert_close(found[f"ema.{name}"], (before[f"model.{name}"] + found[f"model.{name}"]) / 2)
+
+
+class Tally(Callback):
+    """Count steps, over resumes too."""
+
+    steps = 0
+
+    def on_step_end(self, trainer: Any, result: StepResult) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state.get("steps", 0)
+
+
+class StepTally(Tally):
+    """The same callback under another name."""
+
+
+def test_state_that_no_callback_takes_up_is_named(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = tessera.train(recipe(data, tmp_path), callbacks=[StopAt(2), Tally()])
+    capsys.readouterr()
+    tessera.resume(part.folder, {"train.ema": None}, callbacks=[StepTally()])
+    said = capsys.readouterr().err
+    assert "state of a callback Tally, which this run does not have" in said
+    assert "This run has StepTally" in said
+    assert "state of a callback Ema, which this run does not have" in said
+    assert "has tensors ema, which this run does not use" in said
+
+
+def test_two_callbacks_with_state_under_one_name_are_refused(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match="2 callbacks keep state in the checkpoint under the name Tally"):
+        tessera.train(recipe(data, tmp_path), callbacks=[Tally(), Tally()])
 
 
 def test_evaluation_and_export_use_it(data: Path, tmp_path: Path) -> None:
@@ -97,12 +136,12 @@ def test_evaluation_and_export_use_it(data: Path, tmp_path: Path) -> None:
 
 def test_answers_are_given_on_the_way(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = recipe(data, tmp_path)
-    settings["train"] |= {"answers_every": 4, "answers_samples": 5, "answers_tokens": 4}
+    settings["train"] |= {"generate_every": 4, "generate_samples": 5, "generate_tokens": 4}
     run = tessera.train(settings)
     assert {path.name for path in run.folder.glob("answers-step-*")} == {"answers-step-4.jsonl", "answers-step-6.jsonl"}
     rows = [row for row in run.metrics if "eval_exact_match" in row]
     assert [row["step"] for row in rows] == [4, 6]
-    from tessera.train.jsonl import read_jsonl
+    from tessera.core.files import read_jsonl
 
     answers = list(read_jsonl(run.folder / "answers-step-6.jsonl"))
     assert [row["id"] for row in answers] == [f"sample-{n}" for n in range(5)]
@@ -116,10 +155,10 @@ def test_answers_are_given_on_the_way(data: Path, tmp_path: Path, capsys: pytest
 
 def test_answers_are_those_of_the_trained_model(data: Path, tmp_path: Path) -> None:
     settings = recipe(data, tmp_path, decay=0.9)
-    settings["train"] |= {"answers_every": 6, "answers_samples": 3, "answers_tokens": 4}
+    settings["train"] |= {"generate_every": 6, "generate_samples": 3, "generate_tokens": 4}
     settings["train"]["ema"]["evaluate"] = False
     run = tessera.train(settings)
-    from tessera.train.jsonl import read_jsonl
+    from tessera.core.files import read_jsonl
 
     told = [row["answer"] for row in read_jsonl(run.folder / "answers-step-6.jsonl")]
     again = tessera.evaluate(run.folder, max_samples=3, max_new_tokens=4)
@@ -128,7 +167,7 @@ def test_answers_are_those_of_the_trained_model(data: Path, tmp_path: Path) -> N
 
 def test_without_held_out_data_there_is_nothing_to_answer(data: Path, tmp_path: Path) -> None:
     settings = recipe(data, tmp_path)
-    settings["train"]["answers_every"] = 2
+    settings["train"]["generate_every"] = 2
     settings["data"]["eval"] = []
     with pytest.raises(Exception, match="no held-out data"):
         tessera.train(settings)

@@ -21,9 +21,9 @@ from tessera.core.errors import TesseraError
 from tessera.core.files import read_bytes, read_json
 from tessera.core.run_config import ModelSection
 from tessera.core.weightmap import WeightMap
-from tessera.data.tokenizer import PieceEncoder, load_tokenizer, train_tokenizer
+from tessera.data.tokenizer import ChatEncoder, load_tokenizer, train_tokenizer
 from tessera.models import resolve
-from tessera.train.export import export_folder
+from tessera.training.export import export_folder
 
 SMALL = {"text": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}}
 SHARD, CONFIG = "model.safetensors", "config.json"
@@ -34,7 +34,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sound")
     train_tokenizer(["red"], 512, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]).save(str(root / "tokenizer.json"))
     spec, config = resolve(ModelSection(family="qwen3", preset="quickstart", config=SMALL))
-    module = spec.build(config)
+    module = spec.main.build(config)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -216,7 +216,7 @@ def test_a_regular_expression_without_end_in_a_tokenizer_is_refused(folder: Path
 def test_one_that_shows_only_later_is_an_error_like_others(folder: Path) -> None:
     """The library panics, which no `except Exception` hears."""
     with_split(folder, r"(?:(?:a|a)(?:a|a)?){1}" + r"(?:b|b|bb)" * 40 + "c$")
-    bomb = PieceEncoder(load_tokenizer(folder))
+    bomb = ChatEncoder(load_tokenizer(folder))
     with pytest.raises(TesseraError, match="cannot encode this text"):
         bomb._ids_and_offsets("a" + "b" * 70)
 

@@ -1,4 +1,4 @@
-"""Limits, divergence, the conditional update, damage, and who is to blame, each by itself."""
+"""StepLimits, divergence, the conditional update, damage, and who is to blame, each by itself."""
 
 from __future__ import annotations
 
@@ -11,21 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.core.types import Batch, LossOut
+from tessera.core.task import Losses, LossTerm, Task
+from tessera.core.types import Batch
+from tessera.observe.anomaly.activation_trace import trace_step
+from tessera.observe.anomaly.attribution import dominant, first_bad, first_outlier
+from tessera.observe.anomaly.check import (
+    IN_A_ROW,
+    LASTING,
+    DivergenceDetector,
+    RunningLimit,
+    StepLimits,
+    check_step,
+    checked_update,
+    step_unless,
+)
+from tessera.observe.anomaly.state import find_damage, largest
 from tessera.optim.adamw import AdamW
 from tessera.parallel.engine import SimpleEngine
-from tessera.train.guard.check import Limits, judge, step_unless, update_within
-from tessera.train.guard.damage import find_damage, largest
-from tessera.train.guard.limits import IN_A_ROW, Running
-from tessera.train.guard.probe import listen
-from tessera.train.guard.suspects import first_bad, first_unlike, most_of
-from tessera.train.guard.trend import LASTING, Trend
 
 INF = math.inf
 
 
 def test_nothing_is_a_spike_before_enough_is_known() -> None:
-    running = Running(10, 100, 20)
+    running = RunningLimit(10, 100, 20)
     for _ in range(19):
         running.add(1.0)
     assert running.limit == INF
@@ -35,7 +43,7 @@ def test_nothing_is_a_spike_before_enough_is_known() -> None:
 
 def test_limits_follow_a_falling_loss_and_bear_noise() -> None:
     chance = torch.Generator().manual_seed(0)
-    running, crossed = Running(10, 200, 20), 0
+    running, crossed = RunningLimit(10, 200, 20), 0
     for step in range(1000):
         value = 5 * math.exp(-step / 100) + 1 + 0.1 * float(torch.randn((), generator=chance))
         crossed += value > running.limit
@@ -45,11 +53,11 @@ def test_limits_follow_a_falling_loss_and_bear_noise() -> None:
 
 
 def test_what_happens_often_is_no_spike_and_one_outlier_moves_nothing() -> None:
-    often = Running(10, 100, 20)
+    often = RunningLimit(10, 100, 20)
     for step in range(100):
         often.add(3.0 if step % 8 == 0 else 0.1)
     assert often.limit > 3.0
-    once = Running(10, 100, 20)
+    once = RunningLimit(10, 100, 20)
     for step in range(60):
         once.add(1000.0 if step == 30 else 1.0)
     assert once.limit == pytest.approx(1.5)
@@ -57,7 +65,7 @@ def test_what_happens_often_is_no_spike_and_one_outlier_moves_nothing() -> None:
 
 def test_a_new_level_is_accepted_after_a_few_values_and_the_limit_is_no_wider_for_it() -> None:
     """A loss that rises and stays is not a spike for ever: dropping all of it would starve the run."""
-    running = Running(10, 200, 20)
+    running = RunningLimit(10, 200, 20)
     for step in range(100):
         running.add(0.5 + 0.01 * (step % 3))
     narrow = running.limit - running.level
@@ -76,7 +84,7 @@ def test_no_sequence_of_values_is_above_the_limit_for_long() -> None:
     """Whatever comes, steps, ramps or noise with a heavy tail: alarms are few, and never many in a row."""
     chance = torch.Generator().manual_seed(3)
     for kind in range(20):
-        running, alarms, in_a_row, most = Running(10, 200, 50), 0, 0, 0
+        running, alarms, in_a_row, most = RunningLimit(10, 200, 50), 0, 0, 0
         level = 1.0
         for step in range(2000):
             if step % 300 == 299:
@@ -95,14 +103,14 @@ def test_no_sequence_of_values_is_above_the_limit_for_long() -> None:
 
 
 def test_what_clipping_lets_through_is_no_spike() -> None:
-    running = Running(20, 200, 20, ordinary=1.0)
+    running = RunningLimit(20, 200, 20, ordinary=1.0)
     for _ in range(100):
         running.add(0.01)
     assert running.limit >= 1.0
 
 
 def test_small_losses_of_a_run_that_learnt_much_are_judged_less_strictly() -> None:
-    learnt, always = Running(10, 100, 20), Running(10, 100, 20)
+    learnt, always = RunningLimit(10, 100, 20), RunningLimit(10, 100, 20)
     for step in range(400):
         learnt.add(6.0 * 0.95**step + 0.01)
         always.add(0.01)
@@ -111,12 +119,12 @@ def test_small_losses_of_a_run_that_learnt_much_are_judged_less_strictly() -> No
 
 
 def test_limits_come_back_from_a_checkpoint() -> None:
-    running, again = Running(10, 50, 5), Running(10, 50, 5)
+    running, again = RunningLimit(10, 50, 5), RunningLimit(10, 50, 5)
     for step in range(30):
         running.add(1 + step % 3)
     again.restore(running.state())
     assert again.limit == running.limit
-    trend, same = Trend(), Trend()
+    trend, same = DivergenceDetector(), DivergenceDetector()
     for step in range(40):
         trend.add(5.0 - step / 10, 5.0 - step / 10)
     same.restore(trend.state())
@@ -125,11 +133,11 @@ def test_limits_come_back_from_a_checkpoint() -> None:
 
 def follow(losses: list[float]) -> list[int]:
     """Steps at which divergence is told."""
-    trend, running, told = Trend(), Running(10, 200, 50), []
+    trend, running, told = DivergenceDetector(), RunningLimit(10, 200, 50), []
     for step, loss in enumerate(losses):
         running.add(loss)
         if trend.add(loss, running.level):
-            trend.told()
+            trend.mark_reported()
             told.append(step)
     return told
 
@@ -158,37 +166,39 @@ def test_divergence_is_a_loss_that_stays_above_where_it_began() -> None:
     ],
 )
 def test_judgement(loss: float, norm: float, expected: list[int]) -> None:
-    judged = judge(torch.tensor(loss), torch.tensor(norm), Limits(5.0, 7.0))
-    assert judged[:2].tolist() == expected
-    assert judged.isfinite().all()
+    checked = check_step(torch.tensor(loss), torch.tensor(norm), StepLimits(5.0, 7.0))
+    assert checked[:2].tolist() == expected
+    assert checked.isfinite().all()
 
 
 @pytest.mark.parametrize(("norm", "clip_norm"), [(0.5, 1.0), (40.0, 1.0), (40.0, None)])
 def test_the_update_of_a_spike_is_clipped_to_what_is_usual_and_no_other_is_touched(
     norm: float, clip_norm: float | None
 ) -> None:
-    def update(limits: Limits) -> Tensor:
+    def update(limits: StepLimits) -> Tensor:
         weight = nn.Parameter(torch.zeros(4))
         optimizer = AdamW([{"params": [weight], "lr": 1.0, "weight_decay": 0.0}], (0.0, 0.0), 1e3)  # as SGD / 1000
         weight.grad = torch.full((4,), norm / 2)
-        optimizer.scale = torch.tensor(min(1.0, (clip_norm or INF) / norm))
-        verdict = update_within(optimizer, torch.tensor(3.0), torch.tensor(norm), limits)
-        assert verdict.applied
+        optimizer.clip_factor = torch.tensor(min(1.0, (clip_norm or INF) / norm))
+        check = checked_update(optimizer, torch.tensor(3.0), torch.tensor(norm), limits)
+        assert check.applied
         return 1000 * weight.detach().norm()
 
     usual = min(norm, clip_norm or INF)
     roof = INF if clip_norm is None else clip_norm
-    assert float(update(Limits(2.0, INF, roof, 0.25))) == pytest.approx(0.25, rel=1e-2)
-    assert float(update(Limits(4.0, INF, roof, 0.25))) == float(update(Limits()))  # no spike: bit by bit
-    assert float(update(Limits(2.0, INF, roof, 1e6))) == pytest.approx(usual, rel=5e-2)  # never more than before
+    assert float(update(StepLimits(2.0, INF, roof, 0.25))) == pytest.approx(0.25, rel=1e-2)
+    assert float(update(StepLimits(4.0, INF, roof, 0.25))) == float(update(StepLimits()))  # no spike: bit by bit
+    assert float(update(StepLimits(2.0, INF, roof, 1e6))) == pytest.approx(usual, rel=5e-2)  # never more than before
 
 
 def test_a_spike_can_be_held_back() -> None:
     weight = nn.Parameter(torch.zeros(4))
     optimizer = AdamW([{"params": [weight], "lr": 1.0, "weight_decay": 0.0}], (0.9, 0.9), 1e-8)
     weight.grad = torch.ones(4)
-    verdict = update_within(optimizer, torch.tensor(3.0), torch.tensor(2.0), Limits(2.0, INF, 1.0, 0.5, hold=True))
-    assert (verdict.kind, verdict.applied) == ("loss spike", False)
+    check = checked_update(
+        optimizer, torch.tensor(3.0), torch.tensor(2.0), StepLimits(2.0, INF, 1.0, 0.5, drop_spikes=True)
+    )
+    assert (check.kind, check.applied) == ("loss spike", False)
     assert not weight.detach().any()
 
 
@@ -209,11 +219,11 @@ def test_a_bad_update_leaves_weights_moments_and_counts_alone(on_device: bool) -
     def update(scale: float) -> None:
         module(torch.ones(2, 3)).sum().mul(scale).backward()
         if on_device:
-            step_unless(optimizer, judge(torch.tensor(scale), torch.tensor(1.0), Limits())[0])
+            step_unless(optimizer, check_step(torch.tensor(scale), torch.tensor(1.0), StepLimits())[0])
             assert not hasattr(optimizer, "found_inf")
         else:
-            verdict = update_within(optimizer, torch.tensor(scale), torch.tensor(1.0), Limits())
-            assert verdict.applied == math.isfinite(scale)
+            check = checked_update(optimizer, torch.tensor(scale), torch.tensor(1.0), StepLimits())
+            assert check.applied == math.isfinite(scale)
         optimizer.zero_grad()
 
     update(1.0)
@@ -280,12 +290,12 @@ class Net(nn.Module):
         return self.last(self.block(self.first(batch["x"])))
 
 
-class Sum:
-    def inputs(self, batch: Batch) -> Batch:
-        return batch
+class Sum(Task):
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"rows": len(batch["x"])}
 
-    def loss(self, outputs: Tensor, batch: Batch) -> LossOut:
-        return LossOut(outputs.sum(), torch.tensor(float(len(outputs))))
+    def losses(self, outputs: Tensor, batch: Batch) -> Losses:
+        return Losses([LossTerm("sum", outputs.sum(), "rows")])
 
 
 def batches(*values: float) -> list[Batch]:
@@ -297,33 +307,33 @@ def batches(*values: float) -> list[Batch]:
     [
         (Divided(), 50.0, "forward of block.1"),
         (Rooted(), 200.0, "backward of block.1"),
-        (nn.Identity(), math.inf, "forward of first (what went in was not finite already)"),
+        (nn.Identity(), math.inf, "forward of first (its input was not finite already)"),
     ],
 )
 def test_the_first_bad_module_is_found(middle: nn.Module, value: float, expected: str) -> None:
     module = Net(middle)
-    heard = listen(module, SimpleEngine(module), Sum(), batches(1.0, value, 2.0))
-    culprit = first_bad(heard.events)
-    assert culprit is not None
-    assert culprit.text == expected
-    assert [heard.fine(number) for number in range(3)] == [True, False, True]
-    assert set(heard.losses) == {0, 1, 2}
+    trace = trace_step(module, SimpleEngine(module), Sum(), batches(1.0, value, 2.0))
+    bad_module = first_bad(trace.records)
+    assert bad_module is not None
+    assert bad_module[1] == expected
+    assert [trace.finite(number) for number in range(3)] == [True, False, True]
+    assert set(trace.losses) == {0, 1, 2}
     assert not module.first._forward_hooks
 
 
 def test_all_is_well_when_it_is() -> None:
     module = Net(nn.Identity())
-    heard = listen(module, SimpleEngine(module), Sum(), batches(1.0, 2.0))
-    assert first_bad(heard.events) is None
-    assert heard.pull(0) > 0
+    trace = trace_step(module, SimpleEngine(module), Sum(), batches(1.0, 2.0))
+    assert first_bad(trace.records) is None
+    assert trace.grad_sq(0) > 0
 
 
 def test_a_module_that_stands_out_is_named() -> None:
     module = Net(nn.Identity())
-    heard = listen(module, SimpleEngine(module), Sum(), batches(1.0, 1000.0))
-    of = lambda number: [e for e in heard.events if e.microbatch == number]  # noqa: E731
-    assert first_unlike(of(1), of(0)) == "first"
-    assert first_unlike(of(0), of(1)) is None
+    trace = trace_step(module, SimpleEngine(module), Sum(), batches(1.0, 1000.0))
+    of = lambda number: [e for e in trace.records if e.microbatch == number]  # noqa: E731
+    assert first_outlier(of(1), of(0)) == "first"
+    assert first_outlier(of(0), of(1)) is None
 
 
 @pytest.mark.parametrize(
@@ -338,7 +348,7 @@ def test_a_module_that_stands_out_is_named() -> None:
     ],
 )
 def test_few_are_to_blame_or_none(excess: list[float], expected: list[int]) -> None:
-    assert most_of(excess) == expected
+    assert dominant(excess) == expected
 
 
 def test_a_checkpoint_of_an_earlier_step_can_be_asked_for(tmp_path: Path) -> None:

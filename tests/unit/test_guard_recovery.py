@@ -12,12 +12,11 @@ import pytest
 import torch
 
 import tessera
+from tessera.core.callback import Callback
 from tessera.core.config import parse_overrides
 from tessera.core.run_config import GuardSection, load_config
-from tessera.train.callbacks import Callback
-from tessera.train.guard.blame import Reader
-from tessera.train.guard.events import GuardStop
-from tessera.train.guard.guard import Guard
+from tessera.observe.anomaly.attribution import GuardStop, ProbeReader
+from tessera.observe.anomaly.guard import Guard
 from tests.toys.chat_set import write_chat_set
 from tests.unit.test_guard_runs import BAD, STEPS, events, held_out, recipe, train_steps
 
@@ -46,7 +45,10 @@ def actions(run: tessera.Run) -> list[str]:
     return [event["action"] for event in events(run.folder)]
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("clip", ["clipped"] * 3), ("skip", ["skipped"] * 2 + ["clipped"])])
+CLIP = pytest.param("clip", ["clipped"] * 3, marks=pytest.mark.slow)  # nothing is dropped, so nothing can starve
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("skip", ["skipped"] * 2 + ["clipped"]), CLIP])
 def test_a_loss_that_rose_and_stays_does_not_starve_the_run(
     data: Path, tmp_path: Path, policy: str, expected: list[str]
 ) -> None:
@@ -60,6 +62,7 @@ def test_a_loss_that_rose_and_stays_does_not_starve_the_run(
     assert losses[-1] < 0.9 * losses[BAD]  # it learns again
 
 
+@pytest.mark.slow
 def test_rollback_goes_back_from_a_lasting_rise_once_and_slower(data: Path, tmp_path: Path) -> None:
     settings = recipe(data, tmp_path, policy="rollback", grad_spike=None, blame="never")
     run = tessera.train(settings, callbacks=[Shake(times=2)])
@@ -77,21 +80,22 @@ def test_rollback_goes_back_from_a_lasting_rise_once_and_slower(data: Path, tmp_
 
 
 def test_a_lower_learning_rate_outlives_a_resume_and_going_back_but_not_another_rate() -> None:
-    guard = Guard(GuardSection(), Reader(None))  # type: ignore[arg-type]
+    guard = Guard(GuardSection(), ProbeReader(None))  # type: ignore[arg-type]
     guard.lr_share, guard._slowed_at = 0.5, 1e-3
     guard.load_state_dict({})  # back to a state from before
     assert guard.lr_share == 0.5
-    again = Guard(GuardSection(), Reader(None))  # type: ignore[arg-type]
+    again = Guard(GuardSection(), ProbeReader(None))  # type: ignore[arg-type]
     again.load_state_dict(guard.state_dict())
     assert (again.lr_share, again._slowed_at) == (0.5, 1e-3)
 
 
 def test_too_high_a_learning_rate_is_told_as_that(data: Path, tmp_path: Path) -> None:
-    """No sample is blamed, and nothing goes round in circles."""
+    """No sample is blamed, and nothing goes round in circles. On some machines a third of the steps is not finite,
+    and 50 that are have to be too high."""
     settings = recipe(data, tmp_path) | {"optim": {"lr": 3.0, "schedule": {"kind": "constant"}}}
     said = ""
     try:
-        tessera.train(settings, {"train.steps": 70, "train.global_batch": 2})
+        tessera.train(settings, {"train.steps": 110, "train.global_batch": 2})
     except GuardStop as stop:
         said = str(stop.fix)
     found = events(tmp_path / "chat")
@@ -102,6 +106,7 @@ def test_too_high_a_learning_rate_is_told_as_that(data: Path, tmp_path: Path) ->
     assert not any(event["action"] == "went back" for event in found)
 
 
+@pytest.mark.slow
 def test_a_spike_is_clipped_and_told_and_its_samples_are_named_on_request(data: Path, tmp_path: Path) -> None:
     faults = {"absurd_labels": ["sample-7", "sample-8"]}
     run = tessera.train(recipe(data, tmp_path / "a", faults))
@@ -114,6 +119,7 @@ def test_a_spike_is_clipped_and_told_and_its_samples_are_named_on_request(data: 
     assert held_out(named) == held_out(run)  # looking for the cause changes nothing
 
 
+@pytest.mark.slow
 def test_a_resume_after_a_stop_does_not_stop_at_the_same_step(data: Path, tmp_path: Path) -> None:
     """Also where a checkpoint of the step before was written before the guard knew of it. Which step has the bad sample
     is the packing's affair: the first run tells."""

@@ -9,24 +9,23 @@ import pytest
 import torch
 
 import tessera
+from tessera.core.files import read_jsonl
 from tessera.core.run_config import load_config
-from tessera.core.types import Batch, SparingRows
+from tessera.core.types import Batch
 from tessera.parallel.engine import SimpleEngine
 from tessera.tasks.dpo import DpoTask
-from tessera.train.build import build_processor, build_rows
-from tessera.train.describe import describe
-from tessera.train.jsonl import read_jsonl
-from tessera.train.records import read_ledger
+from tessera.training.build import build_processor, build_rows
+from tessera.training.records import read_ledger
+from tessera.training.setup import build_meta_model
 from tests.toys.pair_set import pair_recipe, write_pair_set
 from tests.unit.data_cases import row
-from tests.unit.test_data_own import TOYS, chats, recipe, rows
+from tests.unit.test_data_custom import TOYS, chats, recipe, rows
 from tests.unit.test_preference import model_with_adapters
 
 WHY = "bad numbers"
 
 
 def without(source: Any, *names: str) -> Any:
-    assert isinstance(source, SparingRows)
     found = source.without(dict.fromkeys(names, WHY))
     assert found is not None
     return found
@@ -82,7 +81,7 @@ def test_names_of_tuples_of_a_collate_function_and_of_whole_batches() -> None:
     "options", [{"loader": f"{TOYS}:digit_loader"}, {"dataset": f"{TOYS}:DigitStream"}], ids=["loader", "stream"]
 )
 def test_what_only_goes_forward_leaves_nothing_out(options: dict[str, Any]) -> None:
-    assert not isinstance(rows(**options), SparingRows)
+    assert rows(**options).without({}) is None
 
 
 # ---------------------------------------------------------------------------------------------- pairs
@@ -90,8 +89,8 @@ def test_what_only_goes_forward_leaves_nothing_out(options: dict[str, Any]) -> N
 
 def test_a_pair_leaves_a_hole_and_a_row_of_holes_trains_nothing(tmp_path: Path) -> None:
     config = load_config(pair_recipe(write_pair_set(tmp_path / "pairs"), tmp_path))
-    described = describe(config, 1)
-    source: Any = build_rows(config, described, "train", build_processor(config, described))
+    setup = build_meta_model(config, 1)
+    source: Any = build_rows(config, setup, "train", build_processor(config, setup))
     whole = source.batch([0, 1])
     assert whole.counts["pairs"] > 1
     found = without(source, whole.sample_ids[0]).batch([0, 1])
@@ -100,10 +99,10 @@ def test_a_pair_leaves_a_hole_and_a_row_of_holes_trains_nothing(tmp_path: Path) 
     others = whole["pair"] >= 2
     assert torch.equal(found["pair"] >= 0, others)  # they lie where they were
     assert torch.equal(found["tokens"][others], whole["tokens"][others])
-    module = model_with_adapters(described)
+    module = model_with_adapters(setup)
     empty = without(source, *whole.sample_ids).batch([0, 1])
     out = SimpleEngine(module).step(DpoTask(), [empty])
-    assert float(out.count) == float(out.sum) == 0
+    assert float(out.counts["pairs"]) == float(out.loss()) == 0
     assert all(p.grad is None or not p.grad.any() for p in module.parameters())
 
 
@@ -119,7 +118,7 @@ def test_own_data_goes_back_and_on_without_it(tmp_path: Path) -> None:
     settings = recipe(tmp_path, "own", options, steps=8, micro_batch=4)
     run = tessera.train({**settings, "guard": {"policy": "rollback"}})
     (event,) = told(run)
-    assert (event["action"], event["samples"], event["told_apart"]) == ("went back", ["digit-11"], True)
+    assert (event["action"], event["samples"], event["ambiguous"]) == ("went back", ["digit-11"], False)
     seen = [name for found in read_ledger(run.folder).values() for _, names in found for name in names]
     assert "digit-11" not in seen
     assert len(set(seen)) == 47

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import tessera
-from tessera.train.callbacks import Callback
-from tessera.train.guard.events import GuardStop
-from tessera.train.jsonl import read_jsonl
-from tessera.train.records import read_ledger
+from tessera.core.callback import Callback
+from tessera.core.files import read_jsonl
+from tessera.observe.anomaly.attribution import GuardStop
+from tessera.training.records import read_ledger
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.faults import FlipBit
 
@@ -83,6 +83,7 @@ def test_a_bad_picture_is_named_and_its_step_skipped(
     assert held_out(run) == pytest.approx(held_out(clean), rel=0.02)
 
 
+@pytest.mark.slow
 def test_after_a_rollback_the_sample_leaves_a_hole(
     data: Path, tmp_path: Path, clean: tessera.Run, victims: tuple[str, str]
 ) -> None:
@@ -132,6 +133,7 @@ class FlipTwice(Callback):
             flip.on_step_begin(trainer)
 
 
+@pytest.mark.slow
 def test_without_a_good_state_it_begins_again(data: Path, tmp_path: Path) -> None:
     settings = recipe(data, tmp_path / "a")
     settings["train"]["steps"] = 8
@@ -143,6 +145,7 @@ def test_without_a_good_state_it_begins_again(data: Path, tmp_path: Path) -> Non
     assert train_steps(run) == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_too_many_bad_steps_end_the_run(data: Path, tmp_path: Path, victims: tuple[str, str]) -> None:
     everyone = [f"sample-{number}" for number in range(220) if number % 3]
     settings = recipe(data, tmp_path, {"nan_pixels": everyone}, limit=2)
@@ -153,6 +156,7 @@ def test_too_many_bad_steps_end_the_run(data: Path, tmp_path: Path, victims: tup
     assert [event["action"] for event in events(tmp_path / "chat")] == ["skipped", "skipped", "stopped"]
 
 
+@pytest.mark.slow
 def test_stop_keeps_what_was_learnt_and_resume_goes_on(
     data: Path, tmp_path: Path, victims: tuple[str, str], clean: tessera.Run
 ) -> None:

@@ -1,8 +1,10 @@
-"""The rules of the house, read from the source: imports go down only, device words stay in one file."""
+"""Rules of the architecture, read from the source: imports go down only, device names stay in one file."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import re
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tessera"
 
-# What each room may import, besides itself and whatever those rooms may import.
+# What each package may import besides itself.
 MAY_IMPORT = {
     "core": set(),
     "ops": {"core"},
@@ -21,20 +23,28 @@ MAY_IMPORT = {
     "parallel": {"core", "ops"},
     "checkpoint": {"core"},
     "optim": {"core"},
-    "tasks": {"core", "ops", "nn", "models", "data", "parallel", "checkpoint", "optim"},
-    "train": {"core", "models", "data", "parallel", "checkpoint", "optim", "tasks", "infer"},
-    "infer": {"core", "models", "nn", "data", "parallel", "checkpoint"},
-    "evaluate": {"core", "data", "infer", "train"},
-    "tools": {"core", "data", "models", "checkpoint", "optim", "parallel", "tasks", "train", "infer", "evaluate"},
-    "api": {"core", "parallel", "train", "infer", "evaluate", "tools"},
-    "cli": {"core", "train", "infer", "evaluate", "tools", "api"},
+    "tasks": {"core", "ops", "nn", "models"},
+    "inference": {"core", "models", "nn", "data", "parallel", "checkpoint"},
+    "observe": {"core", "data", "parallel", "checkpoint", "optim", "tasks"},
+    "training": {"core", "models", "nn", "data", "parallel", "checkpoint", "optim", "tasks", "inference", "observe"},
+    "evaluation": {"core", "data", "inference"},
+    "tools": {
+        *("core", "data", "models", "checkpoint", "optim", "parallel"),
+        *("tasks", "training", "inference", "evaluation", "observe"),
+    },
+    "compat": {
+        *("core", "ops", "nn", "data", "models", "parallel", "checkpoint", "optim"),
+        *("tasks", "inference", "observe", "training", "evaluation", "tools"),
+    },
+    "api": {"core", "parallel", "training", "inference", "evaluation", "observe", "tools", "compat"},
+    "cli": {"core", "training", "inference", "evaluation", "observe", "tools", "api", "compat"},
 }
 DEVICE_WORDS = re.compile(r"torch\.(?:cuda|npu)\b|\btorch_npu\b|[\"'](?:cuda|npu|nccl|hccl)[\"':]|\.cuda\(\)")
 
 
-def imported_rooms(source: str) -> set[str]:
-    """Rooms of the package that a file imports, at any depth of the file."""
-    rooms: set[str] = set()
+def imported_packages(source: str) -> set[str]:
+    """Return the packages of tessera that a file imports, at any depth of the file."""
+    packages: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names = [node.module] if node.module != "tessera" else [f"tessera.{a.name}" for a in node.names]
@@ -42,12 +52,12 @@ def imported_rooms(source: str) -> set[str]:
             names = [a.name for a in node.names]
         else:
             continue
-        rooms.update(name.split(".")[1] for name in names if name.startswith("tessera.") and name.count("."))
-    return rooms
+        packages.update(name.split(".")[1] for name in names if name.startswith("tessera.") and name.count("."))
+    return packages
 
 
-def import_violations(room: str, source: str) -> set[str]:
-    return imported_rooms(source) - MAY_IMPORT[room] - {room}
+def import_violations(package: str, source: str) -> set[str]:
+    return imported_packages(source) - MAY_IMPORT[package] - {package}
 
 
 def device_words(source: str) -> list[str]:
@@ -58,31 +68,33 @@ def files() -> list[Path]:
     return sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.name == "api.py")
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down(path: Path) -> None:
-    assert not import_violations(room_of(path), path.read_text(encoding="utf-8"))
+    assert not import_violations(package_of(path), path.read_text(encoding="utf-8"))
 
 
-def test_the_order_of_rooms_has_no_circle() -> None:
+def test_the_order_of_packages_has_no_circle() -> None:
     seen: set[str] = set()
     while len(seen) < len(MAY_IMPORT):
-        free = {room for room, below in MAY_IMPORT.items() if below <= seen} - seen
-        assert free, f"rooms import each other: {sorted(set(MAY_IMPORT) - seen)}"
+        free = {package for package, below in MAY_IMPORT.items() if below <= seen} - seen
+        assert free, f"packages import each other: {sorted(set(MAY_IMPORT) - seen)}"
         seen |= free
 
 
 def test_a_planted_import_is_found() -> None:
     assert import_violations("core", "from tessera.models import FAMILIES") == {"models"}
-    assert import_violations("nn", "def f():\n    import tessera.train.trainer") == {"train"}
-    assert not import_violations("models", "from tessera.nn.vlm import VisionLanguageModel")
+    assert import_violations("nn", "def f():\n    import tessera.training.trainer") == {"training"}
+    assert not import_violations("models", "from tessera.nn.multimodal import MultimodalModel")
 
 
 def test_device_words_live_in_one_file() -> None:
-    others = [path for path in files() if path != PACKAGE / "core" / "device.py"]
+    # The copied API itself says cuda; these files translate its words to the device of this machine.
+    copied_api = {PACKAGE / "compat" / "script_device.py"}
+    others = [path for path in files() if path not in {PACKAGE / "core" / "device.py", *copied_api}]
     assert {str(path): words for path in others if (words := device_words(path.read_text(encoding="utf-8")))} == {}
 
 
@@ -92,13 +104,151 @@ def test_a_planted_device_word_is_found() -> None:
     assert not device_words('device = torch.device("cpu")')
 
 
+def folders_that_import_each_other(folder: Path) -> set[tuple[str, str]]:
+    """Return pairs of packages below a folder of which each imports from the other."""
+    sources = list(folder.rglob("*.py"))
+    packages = {".".join(p.parent.relative_to(ROOT).parts) for p in sources if p.name == "__init__.py"}
+    edges: set[tuple[str, str]] = set()
+    for path in sources:
+        here = ".".join(path.parent.relative_to(ROOT).parts)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            while name and name not in packages:
+                name = name.rpartition(".")[0]
+            if name and name != here:
+                edges.add((here, name))
+    return {(a, b) for a, b in edges if a < b and (b, a) in edges}
+
+
+def test_folders_import_in_one_direction() -> None:
+    assert folders_that_import_each_other(PACKAGE) == set()
+
+
+def test_parallel_names_no_modality() -> None:
+    """Everything there works on the streams that a family declares."""
+    words = re.compile(r"pixels|\bvision|image|audio|picture", re.IGNORECASE)
+    texts = {path: path.read_text(encoding="utf-8") for path in (PACKAGE / "parallel").rglob("*.py")}
+    assert {str(path): found for path, text in texts.items() if (found := words.findall(text))} == {}
+
+
 def test_no_pickle_and_no_globals() -> None:
     bad = re.compile(
-        r"^\s*(?:import pickle|from pickle|global )|torch\.(?:load|save)\(|allow_pickle=True", re.MULTILINE
+        r"^\s*(?:import pickle\b|from pickle\b|global )|torch\.(?:load|save)\(|allow_pickle=True", re.MULTILINE
     )
-    between_processes = PACKAGE / "data" / "processes" / "messages.py"  # sockets of our own, never a file
+    between_processes = PACKAGE / "data" / "workers" / "messages.py"  # sockets of our own, never a file
     found = [p for p in files() if bad.search(p.read_text(encoding="utf-8"))]
     assert [str(p) for p in found if p != between_processes] == []
+
+
+PYTHON_OWN = {"_exit", "_current_frames", "_replace", "_asdict", "_fields", "_make"}  # of os, sys and named tuples
+
+
+def own_private_names(sources: list[str]) -> set[str]:
+    """Return the private names that some source gives to something: functions, attributes, fields, modules."""
+    found: set[str] = set()
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return {name for name in found if name.startswith("_")}
+
+
+def private_symbols(source: str, own: set[str]) -> list[str]:
+    """Return private symbols of torch and transformers that a source imports or reads: those that nobody here gave."""
+
+    def private(name: str) -> bool:
+        return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in own | PYTHON_OWN:
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
+            asked = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            found += [asked] if private(asked) and asked not in own else []
+        for name in names:
+            root, *rest = name.split(".")
+            found += [name] if root in ("torch", "transformers") and any(map(private, rest)) else []
+    return found
+
+
+def test_private_symbols_live_in_one_file() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in files()}
+    del sources[PACKAGE / "core" / "torch_internals.py"]
+    own = own_private_names(list(sources.values()))
+    assert {str(path): found for path, source in sources.items() if (found := private_symbols(source, own))} == {}
+
+
+def test_a_planted_private_symbol_is_found() -> None:
+    for line in (
+        "from torch._C import Graph",
+        "from torch.distributed.distributed_c10d import _get_default_store",
+        "import torch.utils._pytree",
+        "x = torch._foreach_add_(a, 1)",
+        "mesh['a', 'b']._flatten('c')",
+        "class A(AdamW):\n    def step(self): self._init_group(1)",
+        "getattr(module, '_no_split_modules', None)",
+    ):
+        assert private_symbols(line, {"_mine"}), line
+    assert not private_symbols("self._mine = other._mine; os._exit(1); from tessera.models._chat import x", {"_mine"})
+
+
+# Attributes that objects of other libraries have or lack; objects of our own declare what they can do.
+ASKED_BY_NAME = {
+    ("core/process.py", "sched_getaffinity"): "os has it on Linux alone",
+    ("core/torch_internals.py", "_no_split_modules"): "models of transformers",
+    ("core/device.py", "pci_bus_id"): "properties of a device that not every backend of torch has",
+    ("core/torch_internals.py", "_model_mapping"): "auto classes of transformers",
+    ("core/values.py", "metadata"): "annotations of pydantic are a bound, or hold several",
+    ("data/custom/rows.py", "sampler"): "a user's own batch sampler may have none inside",
+    ("data/custom/rows.py", "generator"): "samplers of torch that draw at random have one",
+    ("data/media/animation.py", "default_image"): "PNGs of Pillow",
+    ("data/media/files.py", "strerror"): "errors of PyAV that stand for errors of the system",
+    ("data/media/images.py", "tag_v2"): "TIFFs of Pillow",
+    ("models/transformers/model.py", "sub_configs"): "configurations of transformers",
+    ("models/transformers/model.py", "use_cache"): "configurations of transformers",
+    ("models/transformers/model.py", "is_encoder_decoder"): "configurations of transformers",
+    ("optim/adamw.py", "found_inf"): "torch's gradient scaler sets it on optimizers and reads it by name",
+    ("tasks/transformers.py", "logits"): "outputs of transformers",
+    ("tasks/transformers.py", "encoder_last_hidden_state"): "outputs of transformers",
+    ("tools/compare.py", "tokenizer"): "processors of transformers",
+    ("tools/compare.py", "chat_template"): "processors of transformers",
+    ("tools/compare.py", "architectures"): "configurations of transformers",
+}
+
+
+def attributes_asked_by_name(source: str) -> list[str]:
+    """Return the names in `hasattr(x, "name")` and `getattr(x, "name", default)`, without Python's own protocols."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            optional = node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3)
+            if optional and isinstance(node.args[1], ast.Constant):
+                found.append(str(node.args[1].value))
+    return [name for name in found if not (name.startswith("__") and name.endswith("__"))]
+
+
+def test_optional_abilities_are_declared_and_not_found_by_name() -> None:
+    asked = {
+        (str(path.relative_to(PACKAGE)), name)
+        for path in files()
+        if package_of(path) != "compat"
+        for name in attributes_asked_by_name(path.read_text(encoding="utf-8"))
+    }
+    assert asked - ASKED_BY_NAME.keys() == set()
+
+
+def test_a_planted_ability_is_found() -> None:
+    assert attributes_asked_by_name("getattr(task, 'reference', None)") == ["reference"]
+    assert attributes_asked_by_name("if hasattr(task, 'compile'): task.compile()") == ["compile"]
+    assert not attributes_asked_by_name("getattr(section, name); getattr(x, 'shape'); hasattr(x, '__len__')")
 
 
 def test_test_files_have_names_of_their_own() -> None:
@@ -108,7 +258,7 @@ def test_test_files_have_names_of_their_own() -> None:
 
 
 def test_the_trainer_stays_small_and_knows_no_axis_or_modality() -> None:
-    text = (PACKAGE / "train" / "trainer.py").read_text(encoding="utf-8")
+    text = (PACKAGE / "training" / "trainer.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 350
     loop = next(
         node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name == "_loop"
@@ -120,3 +270,143 @@ def test_the_trainer_stays_small_and_knows_no_axis_or_modality() -> None:
     )
     code = "\n".join(line.split("#")[0] for line in text.splitlines())
     assert words.findall(code) == []
+
+
+GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+
+
+def named(page: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+
+
+def test_contributing_names_every_package_in_the_order_of_imports() -> None:
+    table = re.findall(r"^\| `tessera/(\w+)(?:\.py)?` \|", CONTRIBUTING.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(table) == sorted(MAY_IMPORT)
+    for number, package in enumerate(table):
+        assert MAY_IMPORT[package] <= set(table[:number]), package
+
+
+def test_paths_that_contributing_names_exist() -> None:
+    paths = [one for one in named(CONTRIBUTING) if re.fullmatch(r"(?:tessera|tests|docs|bench)/[\w./-]*", one)]
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", [CONTRIBUTING, GLOSSARY], ids=lambda page: page.name)
+def test_classes_that_a_page_names_exist(page: Path) -> None:
+    classes = {
+        node.name
+        for path in files()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    found = [one.split(".")[0] for one in named(page) if re.fullmatch(r"[A-Z][a-z]\w*[A-Z]?\w*(?:\.\w+)?", one)]
+    assert len(found) > 5
+    assert [name for name in found if name not in classes] == []
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    names: dict[str, list[str]] = {}
+    for path in files():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                names.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: paths for name, paths in names.items() if len(paths) > 1} == {}
+
+
+def test_tests_that_the_makefile_names_exist() -> None:
+    """A renamed file would end `make test` with "no tests ran" after the whole suite has passed."""
+    named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert named
+    for path, test in named:
+        assert (ROOT / path).is_file(), path
+        assert not test or f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), test
+
+
+def defined_names(source: str) -> set[str]:
+    """Return the names that a module has: what it defines, assigns or imports outside of functions and classes."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = list(ast.parse(source).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        waiting += ast.iter_child_nodes(node)
+    return found
+
+
+@functools.cache
+def names_of_module(module: str) -> set[str] | None:
+    """Return the names of one of our modules, submodules of a package included; None if there is no such module."""
+    path = ROOT.joinpath(*module.split("."))
+    if path.with_suffix(".py").is_file():
+        return defined_names(path.with_suffix(".py").read_text(encoding="utf-8"))
+    if not path.is_dir():
+        return None
+    inside = {one.stem if one.suffix == ".py" else one.name for one in path.iterdir()}
+    init = path / "__init__.py"
+    return inside | (defined_names(init.read_text(encoding="utf-8")) if init.is_file() else set())
+
+
+OWN_IMPORT = re.compile(
+    r"^[ \t]*(?:from (?:tessera|tests)[\w.]* import (?:\([^)]*\)|[^\n(#]*)|import (?:tessera|tests)[\w.]*)",
+    re.MULTILINE,
+)
+
+
+def broken_imports(source: str) -> list[str]:
+    """Return the imports of `tessera` and `tests` that name a module or a symbol that does not exist."""
+    broken: list[str] = []
+    # Only these statements are parsed: walking whole trees takes many seconds.
+    statements = [re.sub(r"(?:#[^\n]*)?\s+", " ", found).strip() for found in OWN_IMPORT.findall(source)]
+    for node in ast.parse("\n".join(statements)).body:
+        if isinstance(node, ast.Import):
+            wanted = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            wanted = [(node.module, alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in wanted:
+            if module.split(".")[0] in ("tessera", "tests"):
+                names = names_of_module(module)
+                if names is None or (name and name not in names):
+                    broken.append(f"{module}.{name}".rstrip("."))
+    return broken
+
+
+def python_sources() -> dict[str, str]:
+    """Return all Python files by path, and the Python blocks of the docs that can be parsed by page and number."""
+    found = {}
+    for folder in ("tessera", "tests", "bench", "recipes"):
+        found |= {str(path): path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        for number, block in enumerate(blocks):
+            with contextlib.suppress(SyntaxError):  # a block may show a part of a statement
+                ast.parse(block)
+                found[f"{page}, block {number}"] = block
+    return found
+
+
+def test_imports_name_modules_and_symbols_that_exist() -> None:
+    """The type checker reads no tests, and takes a module that was removed for one that is not installed."""
+    sources = python_sources()
+    assert len(sources) > 400
+    assert {path: broken for path, source in sources.items() if (broken := broken_imports(source))} == {}
+
+
+def test_a_planted_broken_import_is_found() -> None:
+    for line in (
+        "from tessera.training.trainer import NoSuchTrainer",
+        "def f():\n    from tessera.training.no_such_module import Trainer",
+        "import tessera.no_such_package",
+        "from tests.toys import no_such_toy",
+    ):
+        assert broken_imports(line), line
+    assert not broken_imports("import tessera.cli.main\nfrom tessera.training import trainer\nfrom torch import no")

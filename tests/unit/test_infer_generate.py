@@ -11,9 +11,7 @@ from torch import Tensor
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import Batch, Segments
-from tessera.infer.generate import generate
-from tessera.infer.sampling import Sampling, pick
-from tessera.infer.stream import TextStream
+from tessera.inference.generate import Sampling, TextStream, generate_tokens, pick
 
 cases = pytest.importorskip("qwen2_vl_cases", reason="needs transformers, the reference")
 
@@ -53,7 +51,7 @@ def test_greedy_equals_transformers(number: int) -> None:
 
 
 def generate_greedy(model: Any, batch: Batch) -> list[list[int]]:
-    return generate(model, batch, max_new_tokens=12, stop_tokens=[1], sampling=GREEDY)
+    return generate_tokens(model, batch, max_new_tokens=12, stop_tokens=[1], sampling=GREEDY)
 
 
 # ---------------------------------------------------------------------------------------------- a model of our own
@@ -82,7 +80,7 @@ def prompt() -> Batch:
 def test_each_row_stops_for_itself() -> None:
     heard: list[tuple[int, int]] = []
     model = Counter()
-    out = generate(
+    out = generate_tokens(
         model,
         prompt(),
         max_new_tokens=5,
@@ -99,11 +97,11 @@ def test_each_row_stops_for_itself() -> None:
 
 def test_all_done_ends_early_and_nothing_asked_is_nothing_done() -> None:
     model = Counter()
-    assert generate(model, prompt(), max_new_tokens=50, stop_tokens=(7, 12), sampling=GREEDY) == [[6], [11]]
+    assert generate_tokens(model, prompt(), max_new_tokens=50, stop_tokens=(7, 12), sampling=GREEDY) == [[6], [11]]
     assert len(model.asked) == 2
-    assert generate(model, prompt(), max_new_tokens=0, stop_tokens=(), sampling=GREEDY) == [[], []]
+    assert generate_tokens(model, prompt(), max_new_tokens=0, stop_tokens=(), sampling=GREEDY) == [[], []]
     with pytest.raises(TesseraError, match="max_new_tokens"):
-        generate(model, prompt(), max_new_tokens=-1, stop_tokens=(), sampling=GREEDY)
+        generate_tokens(model, prompt(), max_new_tokens=-1, stop_tokens=(), sampling=GREEDY)
 
 
 def test_nan_is_an_error_not_a_token() -> None:
@@ -112,7 +110,7 @@ def test_nan_is_an_error_not_a_token() -> None:
             return SimpleNamespace(logits=torch.full((cache.rows, 20), float("nan")))
 
     with pytest.raises(TesseraError, match="nan"):
-        generate(Broken(), prompt(), max_new_tokens=2, stop_tokens=(), sampling=GREEDY)
+        generate_tokens(Broken(), prompt(), max_new_tokens=2, stop_tokens=(), sampling=GREEDY)
 
 
 def test_a_seed_gives_the_same_again_whoever_is_in_the_next_row() -> None:
@@ -121,7 +119,7 @@ def test_a_seed_gives_the_same_again_whoever_is_in_the_next_row() -> None:
             def __call__(self, batch: Batch, logits: str, cache: SimpleNamespace) -> SimpleNamespace:
                 return SimpleNamespace(logits=torch.zeros(cache.rows, 1000))
 
-        return generate(Flat(), batch, max_new_tokens=8, stop_tokens=(), sampling=Sampling(1.0, seed=seed))
+        return generate_tokens(Flat(), batch, max_new_tokens=8, stop_tokens=(), sampling=Sampling(1.0, seed=seed))
 
     first = run(prompt(), 1)
     alone = Batch({"tokens": torch.tensor([3]), "positions": torch.tensor([0])}, {"text": Segments.of([1])})

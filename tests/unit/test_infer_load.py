@@ -13,14 +13,14 @@ from PIL import Image
 
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.checkpoint.model_state import model_tensors
+from tessera.checkpoint.state import model_tensors
 from tessera.core.config import dump_yaml
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import load_config
 from tessera.core.types import Message, Part, Sample
 from tessera.data.chat import ChatTemplate
 from tessera.data.tokenizer import train_tokenizer
-from tessera.infer.load import LoadedModel, LoadedProcessor, load
+from tessera.inference.load import LoadedModel, LoadedProcessor, load
 from tessera.models.qwen2_vl import SPEC
 
 VOCAB = 300
@@ -60,11 +60,10 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_tokenizer(["what is in this picture", "a cat"], VOCAB, WORDS).save(str(words / "tokenizer.json"))
     config = SPEC.config.model_validate(settings())
     torch.manual_seed(0)
-    module = SPEC.build(config)
+    module = SPEC.main.build(config)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(0, 0.3)
-    assert SPEC.weights is not None
     assert SPEC.processor is not None
     processor = SPEC.processor(config, words, min_pixels=64, max_pixels=4096)
     run = load_config(
@@ -81,7 +80,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     manager = CheckpointManager(run.folder / "checkpoints", 2)
     manager.save(1, {name: torch.zeros_like(t) for name, t in tensors.items()}, {}, dump_yaml(run))
     manager.save(2, {**tensors, "optim.x.exp_avg": torch.ones(3)}, {}, dump_yaml(run))
-    save_folder(root / "hf", model_tensors(module), SPEC.weights(config), config.to_hf(), extras=processor.save)
+    save_folder(root / "hf", model_tensors(module), SPEC.main.weight_map(config), config.to_hf(), extras=processor.save)
     picture().save(root / "cat.png")
     return root
 

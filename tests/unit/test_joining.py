@@ -19,7 +19,7 @@ from tessera.cli import launch as launching
 from tessera.cli.cluster import Cluster
 from tessera.core import device as devices
 from tessera.core.dist import free_port, is_peer_error, rank_on_machine, world
-from tessera.core.join import open_store
+from tessera.core.rendezvous import open_store
 
 
 def listens_at(port: int) -> set[str]:
@@ -62,7 +62,7 @@ def test_the_launcher_serves_one_machine_on_loopback_alone(monkeypatch: pytest.M
         return start
 
     monkeypatch.setattr(launching, "elastic_launch", elastic_launch)
-    monkeypatch.setattr(launching, "describe", lambda config, ranks: None)
+    monkeypatch.setattr(launching, "build_meta_model", lambda config, ranks: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config: Any = SimpleNamespace(folder=Path("nowhere"), parallel=SimpleNamespace(join_timeout_s=5.0))
     launching.launch(["train"], Cluster(nproc=2), config)
@@ -116,7 +116,7 @@ def test_in_a_group_of_the_callers_a_rank_takes_the_device_of_its_place(monkeypa
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
-    monkeypatch.setattr("tessera.core.dist._get_default_store", lambda: store)
+    monkeypatch.setattr("tessera.core.dist.default_store", lambda: store)
     monkeypatch.setattr(devices, "_accelerator", lambda: "cuda")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
@@ -134,7 +134,7 @@ def test_in_a_group_of_the_callers_a_rank_takes_the_device_of_its_place(monkeypa
 
 
 def test_loading_over_ranks_takes_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tessera.infer.load import _own_device
+    from tessera.inference.load import _own_device
 
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -12,13 +12,13 @@ from torch import nn
 
 import tessera
 from tessera.core.adapters import is_factor
+from tessera.core.callback import Callback
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import load_config
 from tessera.nn.lora import LoraLinear, adapters_of, without_adapters
-from tessera.train.callbacks import Callback
-from tessera.train.describe import describe
-from tessera.train.run import Run, resume, train
+from tessera.training.run import Run, resume, train
+from tessera.training.setup import build_meta_model
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import MODEL, chat_recipe, write_chat_set
 
@@ -64,30 +64,30 @@ def tensors_of(run: Run) -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------------------------------------- which layers
 
 
-def described(**lora: Any) -> Any:
+def setup(**lora: Any) -> Any:
     made = {
         "model": {"family": "qwen2_vl", "preset": "quickstart", "config": MODEL, "lora": lora},
         "train": {"steps": 1},
     }
-    return describe(load_config(made), 1)
+    return build_meta_model(load_config(made), 1)
 
 
-def test_by_default_all_layers_of_the_text_tower() -> None:
-    found = described()
+def test_by_default_all_layers_of_the_text_decoder() -> None:
+    found = setup()
     kinds = {f"text.layers.{n}.{kind}" for n in (0, 1) for kind in (
         "attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")}  # fmt: skip
     assert set(found.adapters) == kinds
-    trained = {piece.name for piece in found.plan.pieces if piece.trained}
+    trained = {piece.name for piece in found.plan.param_shards if piece.trained}
     assert trained == {f"{path}.{side}.weight" for path in kinds for side in ("lora_a", "lora_b")}
 
 
 def test_patterns_may_have_settings_of_their_own_and_the_last_one_wins() -> None:
-    found = described(targets=["text.layers.{*}.attn", {"modules": "*.layers.0.attn.q", "rank": 3, "alpha": 5}], rank=8)
+    found = setup(targets=["text.layers.{*}.attn", {"modules": "*.layers.0.attn.q", "rank": 3, "alpha": 5}], rank=8)
     assert found.adapters["text.layers.0.attn.q"].rank == 3
     assert found.adapters["text.layers.0.attn.q"].scale == pytest.approx(5 / 3)
     assert found.adapters["text.layers.1.attn.q"].scale == pytest.approx(32 / 8)
     assert found.module.get_parameter("text.layers.0.attn.q.lora_a.weight").shape == (3, 32)
-    assert described(rslora=True).adapters["text.layers.0.mlp.up"].scale == pytest.approx(32 / 4)
+    assert setup(rslora=True).adapters["text.layers.0.mlp.up"].scale == pytest.approx(32 / 4)
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_patterns_may_have_settings_of_their_own_and_the_last_one_wins() -> None
 )
 def test_what_cannot_be_adapted_is_told(target: str, told: str) -> None:
     with pytest.raises(TesseraError, match=told):
-        described(targets=[target])
+        setup(targets=[target])
 
 
 def test_experts_are_refused_and_passed_over_by_default() -> None:
     made = {"model": {"family": "qwen3", "preset": "quickstart-moe", "lora": {}}, "train": {"steps": 1}}
-    assert {path.split(".")[3] for path in describe(load_config(made), 1).adapters} == {"attn"}
+    assert {path.split(".")[3] for path in build_meta_model(load_config(made), 1).adapters} == {"attn"}
     with pytest.raises(TesseraError, match="stacked"):
-        describe(load_config(made, {"model.lora.targets": ["text.layers.{*}.mlp.experts"]}), 1)
+        build_meta_model(load_config(made, {"model.lora.targets": ["text.layers.{*}.mlp.experts"]}), 1)
 
 
 # ---------------------------------------------------------------------------------------------- a run
@@ -179,7 +179,7 @@ def test_starting_from_something_else_is_told(data: Path, tmp_path: Path) -> Non
 
 
 def test_dropout_is_of_training_alone() -> None:
-    layer = LoraLinear(nn.Linear(8, 8), described().adapters["text.layers.0.attn.q"], dropout=0.5)
+    layer = LoraLinear(nn.Linear(8, 8), setup().adapters["text.layers.0.attn.q"], dropout=0.5)
     for factor in (layer.lora_a, layer.lora_b):
         nn.init.normal_(factor.weight)
     x = torch.randn(3, 8)

@@ -17,7 +17,7 @@ from tessera.core.run_config import LoraSection, ModelSection, ParallelSection
 from tessera.core.types import Batch
 from tessera.models import resolve
 from tessera.nn.lora import adapted_layers, add_adapters, find_adapters, with_adapters, without_adapters
-from tessera.parallel.compile import apply_compile
+from tessera.parallel.modules import apply_compile
 from tessera.parallel.plan import make_plan
 from tests.unit.test_parallel_compile import batch_of, gradients, varied
 
@@ -48,10 +48,10 @@ def fill(module: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def adapted_model(dropout: float = 0.0, quantized: bool = False) -> tuple[Any, nn.Module, tuple[str, ...]]:
-    """A configuration, its model with adapters in the text tower, and the blocks to compile."""
+    """A configuration, its model with adapters in the text decoder, and the blocks to compile."""
     spec, config = resolve(ModelSection(family="qwen2_vl", preset="quickstart", config=SHAPE))
     chance = torch.Generator().manual_seed(0)
-    model, plan = spec.build(config), spec.plan(config)
+    model, plan = spec.main.build(config), spec.main.plan(config)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05, generator=chance)
     adapters = find_adapters(LoraSection(rank=3), model, plan)
@@ -73,7 +73,7 @@ def test_gradients_and_the_reference_of_dpo_and_nothing_is_compiled_again() -> N
     plain = [(reference(model, batch), gradients(model, batch)) for batch in batches]
     assert not torch.equal(plain[0][0], model(batches[0]).hidden)  # adapters matter
     counter = CompileCounter()
-    # The tower that sees has no adapters here; the slow test below compiles it as well.
+    # The encoder that sees has no adapters here; the slow test below compiles it as well.
     apply_compile(model, [path for path in blocks if path.startswith("text.")], backend=counter)  # type: ignore[arg-type]
     for batch, (before, expected) in zip(batches, plain, strict=True):
         torch.testing.assert_close(reference(model, batch), before, rtol=1e-5, atol=1e-6)
@@ -162,6 +162,7 @@ def slopes(net: nn.Module, x: Tensor, seed: int = 3) -> tuple[Tensor, dict[str, 
     return weighted.detach(), {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_four_bits_and_dropout_through_kernels() -> None:
     x = torch.randn(16, 24, generator=torch.Generator().manual_seed(4))
     net = adapted_net(0.4, quantized=True)

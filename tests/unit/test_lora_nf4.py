@@ -11,8 +11,8 @@ import torch
 import tessera
 from tessera.core.errors import TesseraError
 from tessera.nn.lora import QuantizedLoraLinear, adapted_layers
-from tessera.ops.nf4 import BLOCK, dequantize, nf4_linear, quantize
-from tessera.train.run import resume, train
+from tessera.ops.linear import BLOCK, dequantize, nf4_linear, quantize
+from tessera.training.run import resume, train
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import write_chat_set
 from tests.unit.test_lora import Watcher, losses, recipe, tensors_of
@@ -108,7 +108,7 @@ def test_it_begins_near_the_whole_model_and_from_the_same_folder(data: Path, tmp
 
 @pytest.mark.parametrize(
     ("settings", "told"),
-    [({"parallel.tp": 2}, "would cut them"), ({"model.lora.merge": True}, "four bits")],
+    [({"parallel.tp": 2}, "would split them"), ({"model.lora.merge": True}, "four bits")],
 )
 def test_what_does_not_go_with_it_is_refused(settings: dict[str, Any], told: str, data: Path, tmp_path: Path) -> None:
     with pytest.raises(TesseraError, match=told):

@@ -14,10 +14,10 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 from test_lora_peft import compare_weights, foreign, ours, weights_of
 
-from tessera.checkpoint.model_state import model_tensors
 from tessera.checkpoint.peft import _by_pattern, fill_adapters, read_adapters, settled
+from tessera.checkpoint.state import model_tensors
 from tessera.core.errors import TesseraError
-from tessera.core.foreign_regex import first_matches
+from tessera.core.pattern import first_matches
 from tessera.core.run_config import LoraSection, ModelSection
 from tessera.core.weightmap import WeightMap
 from tessera.models import resolve
@@ -70,7 +70,7 @@ def test_an_adapter_with_patterns_computes_what_peft_computes(tmp_path: Path) ->
                 parameter.normal_(0, 0.05)
     adapted.save_pretrained(tmp_path / "adapter")
     plain = ours(spec, config, tmp_path / "base", None)
-    names, table = [n for n, _ in plain.named_parameters()], spec.weights(config)  # type: ignore[misc]
+    names, table = [n for n, _ in plain.named_parameters()], spec.main.weight_map(config)  # type: ignore[misc]
     module = ours(spec, config, tmp_path / "base", settled(LoraSection(path=tmp_path / "adapter"), names, table))
     fill_adapters(tmp_path / "adapter", model_tensors(module), adapters_of(module), names, table)
     assert compare_weights(module, spec, config, adapted.merge_and_unload(), base) > 0
@@ -97,7 +97,7 @@ def test_what_is_no_regular_expression_is_refused(bad: str) -> None:
         ({"alpha_pattern": {"q_proj": "8"}}, "numbers above 0"),
         ({"alpha_pattern": ["q_proj"]}, "mapping of patterns"),
         ({"lora_alpha": float("nan")}, "numbers above 0"),
-        ({"rank_pattern": {"q_proj": 3}}, "says rank 3, the weights have 2"),
+        ({"rank_pattern": {"q_proj": 3}}, "states rank 3, the weights have 2"),
     ],
 )
 def test_patterns_without_sense_are_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:

@@ -13,15 +13,14 @@ import transformers
 from parity import reference_model
 from qwen2_vl_cases import Qwen2VL
 from safetensors.torch import load_file, save_file
-from seeing import Pair
 from torch import Tensor, nn
+from vision_language import Pair
 
 import tessera
-from tessera.checkpoint.adapter_forms import merged
 from tessera.checkpoint.hf import load_folder
-from tessera.checkpoint.model_state import model_tensors
-from tessera.checkpoint.origin import fill_from
-from tessera.checkpoint.peft import fill_adapters, read_adapters, save_adapters, settled
+from tessera.checkpoint.peft import fill_adapters, merge_adapter, read_adapters, save_adapters, settled
+from tessera.checkpoint.state import model_tensors
+from tessera.checkpoint.weight_source import fill_from
 from tessera.core.adapters import is_factor
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import LoraSection, ModelSection
@@ -29,7 +28,7 @@ from tessera.core.weightmap import WeightMap
 from tessera.data.tokenizer import train_tokenizer
 from tessera.models import FAMILIES, resolve
 from tessera.nn.lora import adapters_of, add_adapters, find_adapters, without_adapters
-from tessera.train.export import export_folder
+from tessera.training.export import export_folder
 from tests.toys.chat_set import SPECIAL
 
 TOLERANCE = 1e-5
@@ -52,19 +51,17 @@ def foreign(config: Any, seed: int = 0) -> transformers.PreTrainedModel:
 def all_layers(module: nn.Module, spec: Any, config: Any) -> list[str]:
     """Every plain linear layer but the head, which the loss reads."""
     plain = [name for name, part in module.named_modules() if type(part) is nn.Linear]
-    table = spec.weights(config)
-    return [
-        p for p in plain if p != "head" and "Convolution" not in type(table.to_foreign(p + ".weight")[0].op).__name__
-    ]
+    table = spec.main.weight_map(config)
+    return [p for p in plain if p != "head" and "Conv" not in type(table.rule_for(p + ".weight")[0].op).__name__]
 
 
 def ours(spec: Any, config: Any, folder: Path, section: LoraSection | None) -> nn.Module:
     """With the weights of a folder; adapters are there and not filled."""
-    module = spec.build(config)
+    module = spec.main.build(config)
     with torch.no_grad():
-        load_folder(folder, model_tensors(module), spec.weights(config))
+        load_folder(folder, model_tensors(module), spec.main.weight_map(config))
     if section is not None:
-        add_adapters(module, find_adapters(section, module, spec.plan(config)))
+        add_adapters(module, find_adapters(section, module, spec.main.plan(config)))
     return module.eval()
 
 
@@ -78,13 +75,13 @@ def draw(module: nn.Module, seed: int = 1, size: float = 0.05) -> None:
 
 def merged_as_theirs(module: nn.Module, spec: Any, config: Any) -> dict[str, Tensor]:
     tensors, adapters = model_tensors(module), adapters_of(module)
-    plain = {n: merged(n, t.detach(), tensors, adapters) for n, t in tensors.items() if not is_factor(n)}
-    return dict(spec.weights(config).theirs(plain))
+    plain = {n: merge_adapter(n, t.detach(), tensors, adapters) for n, t in tensors.items() if not is_factor(n)}
+    return dict(spec.main.weight_map(config).to_foreign(plain))
 
 
 def weights_of(model: nn.Module, spec: Any, config: Any) -> dict[str, Tensor]:
     """By the names of folders. What lies otherwise in memory, as experts do, has names that no folder has."""
-    table = spec.weights(config)
+    table = spec.main.weight_map(config)
     return {table.canonical(name): tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
@@ -105,12 +102,11 @@ def compare_weights(module: nn.Module, spec: Any, config: Any, model: nn.Module,
 def test_modules_have_their_names_in_the_class_of_transformers(family: str) -> None:
     spec, config = resolve(ModelSection(family=family, preset="quickstart"))
     with torch.device("meta"):
-        module, model = spec.build(config), foreign(config)
-    assert spec.weights is not None
-    table = spec.weights(config)
+        module, model = spec.main.build(config), foreign(config)
+    table = spec.main.weight_map(config)
     known = {name for name, _ in model.named_modules()}
     for path in all_layers(module, spec, config):
-        for name in table.to_foreign(f"{path}.weight")[1]:  # type: ignore[index]
+        for name in table.rule_for(f"{path}.weight")[1]:  # type: ignore[index]
             assert table.in_memory(name).removesuffix(".weight") in known, path
 
 
@@ -126,7 +122,7 @@ def test_what_we_write_peft_loads(family: str, rslora: bool, tmp_path: Path) -> 
     section = LoraSection.model_validate({"targets": [*layers[1:], wide], "rank": 4, "alpha": 8, "rslora": rslora})
     module = ours(spec, config, tmp_path / "base", section)
     draw(module)
-    table = spec.weights(config)  # type: ignore[misc]
+    table = spec.main.weight_map(config)  # type: ignore[misc]
     save_adapters(tmp_path / "adapter", model_tensors(module), adapters_of(module), table, base=str(tmp_path / "base"))
     loaded = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
     there = {name for name, part in loaded.named_modules() if hasattr(part, "lora_A")}
@@ -151,11 +147,11 @@ def test_what_peft_writes_we_load(family: str, tmp_path: Path) -> None:
     base = weights_of(model, spec, config)
     model.save_pretrained(tmp_path / "base")
     plain = ours(spec, config, tmp_path / "base", None)
-    table = spec.weights(config)  # type: ignore[misc]
+    table = spec.main.weight_map(config)  # type: ignore[misc]
     targets = {
         table.in_memory(name).removesuffix(".weight")
         for path in all_layers(plain, spec, config)
-        for name in table.to_foreign(f"{path}.weight")[1]  # type: ignore[index]
+        for name in table.rule_for(f"{path}.weight")[1]  # type: ignore[index]
     }
     # Some are left out: of a layer that is several of theirs, perhaps one alone.
     chosen = sorted(targets)[::2] + sorted(targets)[1::4]
@@ -207,7 +203,7 @@ def test_logits_are_those_of_peft_and_of_the_merged_folder(pair: tuple[Any, Any,
         folder / "adapter",
         model_tensors(module),
         adapters_of(module),
-        spec.weights(config),
+        spec.main.weight_map(config),
         base=str(folder / "base"),  # type: ignore[misc]
     )
     adapted = peft.PeftModel.from_pretrained(model, folder / "adapter")
@@ -232,7 +228,7 @@ def test_a_folder_of_adapters_is_a_model_by_itself(tmp_path: Path) -> None:
     # Adapters that outweigh their layers amplify rounding: merged and unmerged agree to 1e-13 in fp64 at any size.
     module = ours(spec, config, tmp_path / "base", LoraSection(rank=3, alpha=4))
     draw(module, size=0.1)
-    table = spec.weights(config)  # type: ignore[misc]
+    table = spec.main.weight_map(config)  # type: ignore[misc]
     save_adapters(tmp_path / "adapter", model_tensors(module), adapters_of(module), table, base=str(tmp_path / "base"))
     loaded, processor = tessera.load(tmp_path / "adapter", device="cpu")
     batch = processor([{"role": "user", "content": "red blue"}])
@@ -299,7 +295,7 @@ def test_what_is_not_plain_lora_is_refused(change: dict[str, Any], told: str, tm
 def test_files_that_do_not_fit_are_refused(tensors: dict[str, Tensor], told: str, tmp_path: Path) -> None:
     spec, config = resolve(ModelSection(family="qwen3", preset="quickstart"))
     with pytest.raises(TesseraError, match=told):
-        read_adapters(folder_with(tmp_path, tensors), ["text.layers.0.attn.q"], spec.weights(config))  # type: ignore[misc]
+        read_adapters(folder_with(tmp_path, tensors), ["text.layers.0.attn.q"], spec.main.weight_map(config))  # type: ignore[misc]
 
 
 def test_adapters_alone_are_no_model_to_start_from(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tessera.train.meter import step_line
+from tessera.training.metrics import step_line
 
 
 def test_memory_on_the_step_line_is_the_peak() -> None:

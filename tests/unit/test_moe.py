@@ -15,15 +15,16 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     load_balancing_loss_func,
 )
 
-from tessera.checkpoint.model_state import model_tensors
+from tessera.checkpoint.state import model_tensors
 from tessera.core.errors import TesseraError
 from tessera.core.rng import generator
 from tessera.core.types import IGNORE, Batch, LanguageOutput, Segments
 from tessera.models import FAMILIES
-from tessera.nn.language import LanguageModel
-from tessera.nn.moe import Balance, MoE, MoEShape, Rows, TokenRows, balance_loss
+from tessera.nn.causal_lm import LanguageModel
+from tessera.nn.moe import Balance, MoE, MoEShape, RowIds, TokenRows, balance_loss
 from tessera.ops.moe import ExpertOrder, collect_rows, expert_mlp, grouped_linear, spread_rows, weigh_choices
 from tessera.tasks.language import LanguageTask
+from tests.task_parts import sum_and_count
 from tests.toys import token_rows
 
 LIMIT = 1e-5
@@ -139,7 +140,7 @@ def test_the_balance_of_one_row_is_that_of_transformers(layers: int) -> None:
     torch.manual_seed(0)
     logits = [torch.randn(30, 6, requires_grad=True) for _ in range(layers)]
     counts = torch.arange(30) < 25
-    rows = Rows(torch.zeros(30, dtype=torch.int64), counts, torch.ones(1))
+    rows = RowIds(torch.zeros(30, dtype=torch.int64), counts, torch.ones(1))
     balance = Balance(MoEShape(1, 1, 6, 2, balance=1.0))
     used = torch.zeros(2, 1, 6)
     for one in logits:
@@ -187,14 +188,17 @@ def test_router_gradients_and_loss_are_those_of_transformers(asked: bool) -> Non
     data = Batch(
         {"tokens": tokens, "labels": labels, "positions": torch.arange(21)}, {"text": Segments.of([21])}, seeds=(0,)
     )
-    out = LanguageTask().loss(made(data), data)
-    (out.sum / out.count).backward()
+    task = LanguageTask()
+    outputs = made(data)
+    total, count = sum_and_count(task, outputs, data)
+    (total / count).backward()
     right = theirs(tokens[None], labels=tokens[None])
     right.loss.backward()
-    close(out.sum / out.count, right.loss)
-    assert ("router_aux_loss" in out.metrics) == asked
+    close(total / count, right.loss)
+    terms = {term.name: term for term in task.losses(outputs, data).terms}
+    assert ("router_aux_loss" in terms) == asked
     if asked:
-        close(out.metrics["router_aux_loss"] / out.count, right.aux_loss)
+        close(terms["router_aux_loss"].sum / count, right.aux_loss)
     for layer in range(4):
         close(made.text.layers[layer].mlp.router.weight.grad, theirs.model.layers[layer].mlp.gate.weight.grad, 1e-4)
 
@@ -204,7 +208,7 @@ def test_router_gradients_and_loss_are_those_of_transformers(asked: bool) -> Non
 
 def model(**config: object) -> LanguageModel:
     spec = FAMILIES.get("tests.toys.moe_decoder")
-    made = spec.build(spec.config.model_validate(config))
+    made = spec.main.build(spec.config.model_validate(config))
     assert isinstance(made, LanguageModel)
     for name, parameter in made.named_parameters():
         made.initialize(name, parameter, generator("cpu", "test", name))
@@ -249,7 +253,7 @@ def gradients(made: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
 def task_loss(made: LanguageModel, data: Batch) -> Tensor:
     out = made(data)
     assert isinstance(out, LanguageOutput)
-    return LanguageTask().loss(out, data).sum
+    return sum_and_count(LanguageTask(), out, data)[0]
 
 
 def test_the_balance_loss_is_the_formula_over_rows_without_padding() -> None:

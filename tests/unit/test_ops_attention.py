@@ -163,7 +163,7 @@ def test_an_implementation_that_cannot_serve_is_an_error_that_names_those_that_c
 
 def test_a_recipe_may_ask_for_every_implementation_and_no_other() -> None:
     names = [implementation.name for implementation in attention.PACKED_ATTENTION.implementations]
-    assert list(get_args(attention.AttentionWay)) == [AUTO, *names]
+    assert list(get_args(attention.AttentionBackend)) == [AUTO, *names]
 
 
 def test_nothing_in_is_nothing_out() -> None:
@@ -214,10 +214,10 @@ KINDS = {
     "windows of all sizes": Kind("short", Segments.of([64, 3, 0, 49, 16] * 7 + [64, 36]), False, 80),
     "causal windows": Kind("short", Segments.of([64] * 16), True, 64),
     "short pieces, odd heads": Kind("short", Segments.of([32] * 31 + [30, 2]), True, 36),
-    "short pieces, shared heads": Kind("pieces", Segments.of([64] * 16), True, 64, 2),
-    "pieces": Kind("pieces", Segments.of([300, 200, 1, 523]), True, 128, 2),
-    "odd heads": Kind("pieces", Segments.of([512, 512]), True, 36, 2),
-    "one piece": Kind("pieces", Segments.of([1024]), False, 80),
+    "short segments, shared heads": Kind("flash", Segments.of([64] * 16), True, 64, 2),
+    "several segments": Kind("flash", Segments.of([300, 200, 1, 523]), True, 128, 2),
+    "odd heads": Kind("flash", Segments.of([512, 512]), True, 36, 2),
+    "one segment": Kind("flash", Segments.of([1024]), False, 80),
 }
 
 
@@ -227,9 +227,9 @@ def test_every_kind_of_batch_has_its_kernel(kind: str, monkeypatch: pytest.Monke
     q, k, _ = inputs(1024, kv_heads=kv_heads, dim=size)
     monkeypatch.setattr(fused, "_supports", lambda device, what: True)
     longest, rows = segments.extent.tolist()
-    assert fused._way(q, k, segments.bounds, longest, rows, causal)[0] == way
+    assert fused._select_kernel(q, k, segments.bounds, longest, rows, causal)[0] == way
     monkeypatch.setattr(fused, "_supports", lambda device, what: False)
-    assert fused._way(q, k, segments.bounds, longest, rows, causal)[0] == "pieces"
+    assert fused._select_kernel(q, k, segments.bounds, longest, rows, causal)[0] == "flash"
 
 
 @pytest.mark.gpu

@@ -39,8 +39,8 @@ def close(found: list[Tensor], expected: list[Tensor]) -> None:
 def test_pieces_equal_packed_attention(lengths: list[int], causal: bool, kv_heads: int) -> None:
     segments = Segments.of(lengths)
     q, k, v, grad = inputs(sum(lengths), kv_heads)
-    out, lse = block_attention(q, k, v, pieces=segments, causal=causal, scale=0.3)
-    back = block_attention_backward(grad, q, k, v, out, lse, pieces=segments, causal=causal, scale=0.3)
+    out, lse = block_attention(q, k, v, segments=segments, causal=causal, scale=0.3)
+    back = block_attention_backward(grad, q, k, v, out, lse, segments=segments, causal=causal, scale=0.3)
     close([out, *back], whole(q, k, v, grad, segments, causal))
 
 
@@ -49,8 +49,8 @@ def test_lengths_may_be_known_on_the_device_alone() -> None:
     known = Segments.of([7, 5, 6])
     unknown = Segments(known.bounds, known.longest)
     for ours, theirs in zip(
-        block_attention(q, k, v, pieces=unknown, causal=True, scale=0.3),
-        block_attention(q, k, v, pieces=known, causal=True, scale=0.3),
+        block_attention(q, k, v, segments=unknown, causal=True, scale=0.3),
+        block_attention(q, k, v, segments=known, causal=True, scale=0.3),
         strict=True,
     ):
         assert torch.equal(ours, theirs)
@@ -62,13 +62,13 @@ def test_rectangles_join_to_the_whole(kv_heads: int) -> None:
     q, k, v, grad = inputs(18, kv_heads)
     parts = ((slice(0, 18), slice(0, 5)), (slice(0, 18), slice(5, 12)), (slice(4, 9), slice(12, 18)))
     rows, keys = parts[0]
-    out, lse = block_attention(q[rows], k[keys], v[keys], pieces=None, causal=False, scale=0.3)
+    out, lse = block_attention(q[rows], k[keys], v[keys], segments=None, causal=False, scale=0.3)
     for rows, keys in parts[1:]:
-        join(out, lse, rows, *block_attention(q[rows], k[keys], v[keys], pieces=None, causal=False, scale=0.3))
+        join(out, lse, rows, *block_attention(q[rows], k[keys], v[keys], segments=None, causal=False, scale=0.3))
     found = [out, *(torch.zeros_like(x) for x in (q, k, v))]
     for rows, keys in parts:
         given = (grad[rows], q[rows], k[keys], v[keys], out[rows], lse[:, rows])
-        dq, dk, dv = block_attention_backward(*given, pieces=None, causal=False, scale=0.3)
+        dq, dk, dv = block_attention_backward(*given, segments=None, causal=False, scale=0.3)
         found[1][rows] += dq
         found[2][keys] += dk
         found[3][keys] += dv
@@ -85,9 +85,9 @@ def test_rectangles_join_to_the_whole(kv_heads: int) -> None:
 def test_half_precision_adds_up_in_full() -> None:
     q, k, v, grad = inputs(18, 2, torch.bfloat16)
     segments = Segments.of([18])
-    out, lse = block_attention(q, k, v, pieces=segments, causal=True, scale=0.3)
+    out, lse = block_attention(q, k, v, segments=segments, causal=True, scale=0.3)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-    back = block_attention_backward(grad, q, k, v, out, lse, pieces=segments, causal=True, scale=0.3)
+    back = block_attention_backward(grad, q, k, v, out, lse, segments=segments, causal=True, scale=0.3)
     expected = whole(*(x.double() for x in (q, k, v, grad)), segments, True)
     for ours, theirs in zip([out, *back], expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=2e-2, atol=2e-2)
@@ -96,7 +96,7 @@ def test_half_precision_adds_up_in_full() -> None:
 def test_what_cannot_serve_is_refused() -> None:
     q, k, v, _ = inputs(4, 4)
     with pytest.raises(TesseraError, match=r"flash.*allowed: auto, eager".replace(".*", r"[\s\S]*")):
-        block_attention(q, k, v, pieces=None, causal=False, scale=1.0, implementation="flash")
+        block_attention(q, k, v, segments=None, causal=False, scale=1.0, implementation="flash")
 
 
 @pytest.mark.gpu
@@ -109,7 +109,7 @@ def test_flash_equals_eager(kind: str, dim: int) -> None:
     q, k, v, grad = (x.to(device) for x in inputs(300, 2, torch.bfloat16, dim))
     segments = Segments.of([100, 0, 137, 63]).to(device) if kind != "rectangle" else None
     keys = slice(0, 300) if segments is not None else slice(0, 171)
-    how = {"pieces": segments, "causal": kind == "causal", "scale": dim**-0.5}
+    how = {"segments": segments, "causal": kind == "causal", "scale": dim**-0.5}
     block = (q, k[keys], v[keys])
 
     def plain(dtype: torch.dtype) -> list[Tensor]:
@@ -127,7 +127,7 @@ def test_flash_equals_eager(kind: str, dim: int) -> None:
     assert distance(out, wide_out) <= limits[0]
     assert distance(lse, wide_lse) <= rounding(300) * float(wide_lse.abs().max())
     # Joined with more keys in float64, which changes nobody's rounding.
-    more = block_attention(*(x.double() for x in (q[50:200], k, v)), pieces=None, causal=False, scale=0.1)
+    more = block_attention(*(x.double() for x in (q[50:200], k, v)), segments=None, causal=False, scale=0.1)
     join(wide_out, wide_lse, slice(50, 200), *more)
     given = (grad, *block, wide_out.to(q.dtype), wide_lse.float())
     ours = block_attention_backward(*given, **how, implementation="flash")

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.ops.glu import swiglu
-from tessera.ops.norm import layer_norm, rms_norm
-from tessera.ops.rope import Angles, Rope, axial_angles, rotate
+from tessera.ops.pointwise import Angles, Rope, axial_angles, layer_norm, rms_norm, rotate, swiglu
 
 
 def gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:

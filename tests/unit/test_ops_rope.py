@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tessera.core.errors import TesseraError
 from tessera.models import FAMILIES
-from tessera.models._text.build import text_shape
+from tessera.models.common.text import text_shape
 
 KINDS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 2.5},
@@ -84,8 +84,8 @@ def test_yarn_goes_with_positions_of_three_axes() -> None:
 
 def test_what_dynamic_would_stretch_is_refused() -> None:
     config = ours_of("qwen3", {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
-    assert config.text.longest == 40960
-    assert ours_of("qwen3", {}).text.longest is None
+    assert config.text.max_length == 40960
+    assert ours_of("qwen3", {}).text.max_length is None
     with pytest.raises(TesseraError, match=r"rope type = 'dynamic' is not supported"):
         FAMILIES.get("llava").config.from_hf(  # type: ignore[attr-defined]
             {"model_type": "llava", "text_config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}

@@ -8,11 +8,17 @@ import torch
 from torch import nn
 
 from tessera.core.errors import TesseraError
+from tessera.core.gradients import scale_gradients
 from tessera.core.run_config import OptimSection, ScheduleSection
-from tessera.optim.adamw import AdamW, _multiply
-from tessera.optim.clip import norm_and_factor, total_norm
-from tessera.optim.groups import build_optimizer, parameter_groups
-from tessera.optim.schedule import factor, set_learning_rate
+from tessera.optim.adamw import AdamW
+from tessera.optim.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    lr_factor,
+    parameter_groups,
+    set_learning_rate,
+    total_norm,
+)
 
 
 def net() -> nn.Module:
@@ -53,7 +59,7 @@ def test_a_group_for_nothing_is_an_error() -> None:
 def test_schedules(kind: str) -> None:
     final = {} if kind == "constant" else {"final": 0.1}
     section = ScheduleSection.model_validate({"kind": kind, "warmup": 10, **final})
-    values = [factor(section, step, 110) for step in range(110)]
+    values = [lr_factor(section, step, 110) for step in range(110)]
     assert values[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert values[10] == pytest.approx(1.0)
     if kind == "constant":
@@ -61,9 +67,9 @@ def test_schedules(kind: str) -> None:
         return
     assert all(a > b for a, b in itertools.pairwise(values[10:]))
     assert 0.1 <= values[-1] < 0.12
-    middle = factor(section, 60, 110)
+    middle = lr_factor(section, 60, 110)
     assert middle == pytest.approx(0.55)
-    assert kind == "linear" or factor(section, 35, 110) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi / 4)))
+    assert kind == "linear" or lr_factor(section, 35, 110) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi / 4)))
 
 
 def test_learning_rates_keep_their_ratio() -> None:
@@ -73,22 +79,29 @@ def test_learning_rates_keep_their_ratio() -> None:
     assert sorted({g["lr"] for g in optimizer.param_groups}) == pytest.approx([5e-4, 5e-3])
 
 
-def test_gradients_are_divided_by_the_count_and_clipped_by_one_factor() -> None:
+def test_clipping_is_one_factor_of_the_update_and_leaves_gradients_alone() -> None:
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad = torch.tensor([3.0, 0.0, 0.0])
     parameters[1].grad = torch.tensor([[0.0, 4.0], [0.0, 0.0]])
     assert float(total_norm([p.grad for p in parameters[:2]])) == pytest.approx(5.0)
-    norm, factor = norm_and_factor(parameters, torch.tensor(10.0), max_norm=0.25)
-    assert float(norm) == pytest.approx(0.5)
-    assert float(factor) == pytest.approx(0.05, rel=1e-4)
-    assert float(norm_and_factor(parameters, torch.tensor(10.0), max_norm=None)[1]) == pytest.approx(0.1)
+    optimizer = AdamW([{"params": parameters}], (0.9, 0.95), 1e-8)
+    norm = clip_gradients(optimizer, parameters, torch.device("cpu"), max_norm=0.25)
+    assert float(norm) == pytest.approx(5.0)
+    assert optimizer.clip_factor is not None
+    assert float(optimizer.clip_factor) == pytest.approx(0.05, rel=1e-4)
+    assert parameters[0].grad.tolist() == [3.0, 0.0, 0.0]
+    optimizer.zero_grad()
+    clip_gradients(optimizer, parameters, torch.device("cpu"), max_norm=None)
+    assert optimizer.clip_factor is None
 
 
-def test_nothing_trained_on_gives_no_infinity() -> None:
+def test_gradients_of_another_optimizer_are_clipped_in_place() -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.zeros(2)
-    norm, factor = norm_and_factor([parameter], torch.tensor(0.0), None)
-    assert (float(norm), float(factor)) == (0.0, 1.0)
+    parameter.grad = torch.tensor([3.0, 4.0])
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    norm = clip_gradients(optimizer, [parameter], torch.device("cpu"), max_norm=1.0)
+    assert float(norm) == pytest.approx(5.0)
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
 
 
 def test_an_update_multiplies_gradients_of_each_type_by_the_factor_once() -> None:
@@ -101,7 +114,7 @@ def test_an_update_multiplies_gradients_of_each_type_by_the_factor_once() -> Non
             one.grad = torch.randn_like(one)
             other.grad = one.grad * (share or 1.0)
         if share is not None:
-            mine.scale = torch.tensor(share, dtype=torch.float64)
+            mine.clip_factor = torch.tensor(share, dtype=torch.float64)
         mine.step()
         known.step()
     for one, other in zip(ours, theirs, strict=True):
@@ -113,7 +126,7 @@ def test_a_dropped_step_takes_its_factor_along() -> None:
     """Moments made afterwards, from zeros, would be nan otherwise."""
     parameter = nn.Parameter(torch.ones(2))
     optimizer = AdamW([{"params": [parameter]}], (0.9, 0.95), 1e-8)
-    parameter.grad, optimizer.scale = torch.ones(2), torch.tensor(float("nan"))
+    parameter.grad, optimizer.clip_factor = torch.ones(2), torch.tensor(float("nan"))
     optimizer.zero_grad()
     parameter.grad = torch.zeros(2)
     optimizer.step()
@@ -125,5 +138,5 @@ def test_bf16_gradients_are_scaled_by_a_factor_of_full_precision() -> None:
     torch.manual_seed(0)
     wide = torch.randn(4096)
     narrow = wide.bfloat16()
-    _multiply([narrow], torch.tensor(1 / 3))
+    scale_gradients([narrow], torch.tensor(1 / 3))
     assert torch.equal(narrow, (wide.bfloat16().float() * (1 / 3)).bfloat16())

@@ -8,14 +8,20 @@ import pytest
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ParallelSection
-from tessera.core.types import ModelPlan
-from tessera.parallel.axes import COPY, COPY_TOWER, DATA, DEAL, LOSS, TENSOR, Axes, make_axes
-
-MODEL = ModelPlan(blocks=(), tensor={}, towers={"vision": "vision"})
+from tessera.core.types import ModelPlan, Stream
+from tessera.parallel.mesh import DATA, FSDP, LOSS, TENSOR, Axes, make_axes
 
 
-def axes(world: int, **degrees: Any) -> Axes:
-    return make_axes(ParallelSection(**degrees), MODEL, world)
+def encoder(name: str) -> Stream:
+    return Stream(tensors=(name,), segments=name, module=name, projector=f"{name}_projector", slots=f"{name}_slots")
+
+
+MODEL = ModelPlan(blocks=(), tensor={}, streams={"vision": encoder("vision")})
+TWO = ModelPlan(blocks=(), tensor={}, streams={"vision": encoder("vision"), "audio": encoder("audio")})
+
+
+def axes(world: int, model: ModelPlan = MODEL, **degrees: Any) -> Axes:
+    return make_axes(ParallelSection(**degrees), model, world)
 
 
 def test_axes_multiply_to_the_ranks_and_views_join_them() -> None:
@@ -24,7 +30,8 @@ def test_axes_multiply_to_the_ranks_and_views_join_them() -> None:
         "pp": 2, "dp_replicate": 2, "dp_shard": 2, "ep": 2, "cp_ring": 2, "cp_ulysses": 2, "tp": 2
     }  # fmt: skip
     assert made.world == 128
-    assert [made.size(view) for view in (DATA, COPY, LOSS, TENSOR, DEAL)] == [8, 16, 64, 2, 4]
+    views = (DATA, FSDP, LOSS, TENSOR, made.encoders["vision"].dp)
+    assert [made.size(view) for view in views] == [8, 16, 64, 2, 4]
 
 
 def test_an_axis_of_one_rank_is_left_out_but_one() -> None:
@@ -40,31 +47,57 @@ def test_positions_are_those_of_the_mesh() -> None:
     assert made.position(13, DATA) == 2
 
 
-def test_a_tower_s_own_split_deals_what_is_left() -> None:
-    made = axes(8, tp=4, cp=2, towers={"vision": {"tp": 2}})
-    assert made.size("tp") * made.size("tp_rest") == made.size(TENSOR) == 4
-    assert made.size(DEAL) == 4
-    assert made.size(COPY_TOWER) == made.size(COPY) * 2
+def test_an_encoder_with_its_own_split_distributes_inputs_over_the_other_ranks() -> None:
+    made = axes(8, tp=4, cp=2, encoders={"vision": {"tp": 2}})
+    assert made.size("tp") * made.size("tp_outer") == made.size(TENSOR) == 4
+    views = made.encoders["vision"]
+    assert made.size(views.dp) == 4
+    assert made.size(views.tensor) == 2
+    assert made.size(views.fsdp) == made.size(FSDP) * 2
+    assert made.fsdp_view("vision.blocks.0.weight") == views.fsdp
+    assert made.fsdp_view("vision_projector.weight") == FSDP
+
+
+def test_encoders_may_have_different_splits() -> None:
+    split = {"vision": {"tp": 2, "cp": 2}, "audio": {"tp": 1}}
+    made = axes(16, TWO, tp=4, cp=2, encoders=split)
+    assert dict(made.root) == {"dp_shard": 2, "cp_ulysses": 2, "tp_outer": 2, "tp_outer_2": 2}
+    vision, audio = made.encoders["vision"], made.encoders["audio"]
+    assert [made.size(view) for view in (TENSOR, vision.tensor, audio.tensor)] == [4, 2, 1]
+    assert [made.size(view) for view in (FSDP, vision.fsdp, audio.fsdp)] == [4, 8, 16]
+    assert [made.size(view) for view in (vision.dp, audio.dp)] == [2, 8]
+    assert made.views[vision.tensor] == ("tp_outer_2",)
+
+
+def test_encoders_with_one_split_share_their_groups() -> None:
+    made = axes(8, TWO, tp=4, encoders={"vision": {"tp": 2}, "audio": {"tp": 2}})
+    assert made.encoders["vision"] == made.encoders["audio"]
+    assert axes(8, TWO, tp=4).encoders["vision"].tensor == TENSOR
 
 
 @pytest.mark.parametrize(
-    ("world", "degrees", "told", "near"),
+    ("world", "degrees", "message", "near"),
     [
         (1024, {"tp": 8, "pp": 3}, "does not divide the 1024 ranks", "pp=4 cp=1 tp=8"),
         (64, {"tp": 6}, "does not divide the 64 ranks", "pp=1 cp=1 tp=8"),
         (8, {"cp": 4, "ulysses": 3}, "ulysses=3 does not divide", None),
         (8, {"ep": 3}, "ep=3 does not divide", None),
         (8, {"tp": 2, "shard": 3}, "shard=3 does not divide", None),
-        (8, {"tp": 4, "towers": {"vision": {"tp": 3}}}, "tp=3 does not divide", None),
-        (8, {"cp": 4, "towers": {"vision": {"cp": 2}}}, "cp=2 is neither", None),
-        (8, {"towers": {"audio": {"tp": 1}}}, "no tower 'audio'", None),
+        (8, {"tp": 4, "encoders": {"vision": {"tp": 3}}}, "tp=3 of encoder vision does not divide", None),
+        (8, {"cp": 4, "encoders": {"vision": {"cp": 2}}}, "cp=2 of encoder vision is neither", None),
+        (8, {"encoders": {"audio": {"tp": 1}}}, "no encoder 'audio'", None),
     ],
 )
-def test_what_does_not_fit(world: int, degrees: dict[str, Any], told: str, near: str | None) -> None:
+def test_what_does_not_fit(world: int, degrees: dict[str, Any], message: str, near: str | None) -> None:
     with pytest.raises(TesseraError) as caught:
         axes(world, **degrees)
-    assert told in caught.value.what
+    assert message in caught.value.what
     if near:
         assert near in str(caught.value)
     else:
         assert "allowed" in str(caught.value)
+
+
+def test_degrees_of_encoders_that_one_mesh_cannot_serve_are_refused() -> None:
+    with pytest.raises(TesseraError, match="tp=3 of encoder audio and tp=2 of encoder vision do not divide"):
+        axes(6, TWO, tp=6, encoders={"vision": {"tp": 2}, "audio": {"tp": 3}})

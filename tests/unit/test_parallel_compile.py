@@ -12,26 +12,27 @@ from torch.distributed.fsdp import FSDPModule
 
 from tessera.core.dist import fake_world
 from tessera.core.errors import TesseraError
-from tessera.core.names import clean
+from tessera.core.modules import clean_name
 from tessera.core.run_config import ModelSection, ParallelSection
 from tessera.core.types import Batch, ModelPlan, Segments
 from tessera.models import resolve
 from tessera.ops.loss import linear_cross_entropy
-from tessera.parallel.apply import arrange
-from tessera.parallel.compile import apply_compile
-from tessera.parallel.mesh import build_mesh
+from tessera.parallel.apply import parallelize_on_meta
+from tessera.parallel.mesh import Mesh
+from tessera.parallel.modules import apply_compile
 from tessera.parallel.plan import make_plan
-from tests.toys.own_models import TwoTowers
+from tests.toys.own_models import TwoEncoders
 
 TOKENS = 96
 
 
 def tiny() -> tuple[Any, Any, nn.Module]:
+    """Two blocks of a kind: the second one takes what was compiled for the first."""
     spec, config = resolve(
-        ModelSection(family="qwen2_vl", preset="quickstart", config={"text.num_hidden_layers": 3, "vision.depth": 3})
+        ModelSection(family="qwen2_vl", preset="quickstart", config={"text.num_hidden_layers": 2, "vision.depth": 2})
     )
     torch.manual_seed(0)
-    model = spec.build(config)
+    model = spec.main.build(config)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05)
     return spec, config, model
@@ -71,14 +72,15 @@ def gradients(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_plain_blocks_and_nothing_is_compiled_again() -> None:
     torch._dynamo.reset()
     spec, config, model = tiny()
     batches = varied(config)
     plain = [gradients(model, batch) for batch in batches]
     counter = CompileCounterWithBackend("aot_eager")
-    plan = make_plan(ParallelSection(compile=True), spec.plan(config), model, 1)
-    assert len(plan.compiled) == 6
+    plan = make_plan(ParallelSection(compile=True), spec.main.plan(config), model, 1)
+    assert len(plan.compiled) == 4
     apply_compile(model, plan.compiled, backend=counter)  # type: ignore[arg-type]
     for _ in range(2):
         before = counter.frame_count
@@ -98,7 +100,7 @@ def test_gradients_are_those_of_plain_blocks_and_nothing_is_compiled_again() -> 
     ("section", "words"),
     [
         ({"compile": ["text.layers.{*}", "text.layers.{*}.mlp"]}, "compiled already"),
-        ({"compile": True, "swap": ["text.layers.{*}.attn"]}, "is swapped"),
+        ({"compile": True, "activation_offload": ["text.layers.{*}.attn"]}, "has its activations offloaded"),
         ({"compile": True, "recompute": ["text.layers.{*}"], "use_reentrant": True}, "reentrant"),
         ({"compile": ["text.layer.{*}"]}, "text.layer"),
     ],
@@ -106,15 +108,17 @@ def test_gradients_are_those_of_plain_blocks_and_nothing_is_compiled_again() -> 
 def test_what_cannot_be_compiled_is_refused(section: dict[str, Any], words: str) -> None:
     spec, config, model = tiny()
     with pytest.raises(TesseraError, match=words):
-        make_plan(ParallelSection.model_validate(section), spec.plan(config), model, 1)
+        make_plan(ParallelSection.model_validate(section), spec.main.plan(config), model, 1)
 
 
 def test_blocks_of_a_class_that_shards_itself_are_compiled_too() -> None:
     with torch.device("meta"):
-        module = TwoTowers()
+        module = TwoEncoders()
     plan = make_plan(ParallelSection(compile=["fuse", "picture.1"]), ModelPlan(blocks=(), tensor={}), module, 2)
     with fake_world(2):
-        part = arrange(module, plan, build_mesh(plan.axes, torch.device("cpu")), torch.device("cpu"))
-    compiled = {clean(name + ".")[:-1] for name, one in part.named_modules() if one._compiled_call_impl is not None}
+        part = parallelize_on_meta(module, plan, Mesh(plan.axes, torch.device("cpu")), torch.device("cpu"))
+    compiled = {
+        clean_name(name + ".")[:-1] for name, one in part.named_modules() if one._compiled_call_impl is not None
+    }
     assert compiled == {"fuse", "picture.1"}
     assert isinstance(part.get_submodule("fuse"), FSDPModule)

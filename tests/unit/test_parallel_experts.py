@@ -12,9 +12,9 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
 from tessera.models import FAMILIES
-from tessera.parallel.axes import make_axes
+from tessera.parallel.experts import plan_experts
+from tessera.parallel.mesh import make_axes
 from tessera.parallel.plan import Plan
-from tessera.parallel.planning.experts import plan_experts
 
 
 def plan(world: int, model: dict[str, Any] | None = None, **parallel: Any) -> Plan:
@@ -27,11 +27,11 @@ def plan(world: int, model: dict[str, Any] | None = None, **parallel: Any) -> Pl
     return tessera.plan(recipe, world=world)
 
 
-def test_each_layers_experts_are_a_shard_group_of_their_own_where_they_are_dealt() -> None:
+def test_experts_of_a_layer_are_a_shard_group_of_their_own_where_ep_distributes_them() -> None:
     made = plan(4, ep=2).experts
     assert made is not None
     assert made.modules == ("text.layers.0.mlp.experts", "text.layers.1.mlp.experts")
-    assert (made.ep, made.tp, made.row_sums, made.steered) == (2, 1, (), ())
+    assert (made.ep, made.tp, made.row_sums, made.bias_balanced) == (2, 1, (), ())
 
 
 def test_experts_that_every_rank_has_go_with_their_layer() -> None:
@@ -55,7 +55,7 @@ def test_tp_cuts_the_width_of_every_expert() -> None:
 def test_loads_are_steered_where_there_is_a_bias() -> None:
     made = plan(1, {"bias_rate": 0.1}).experts
     assert made is not None
-    assert made.steered == ("text.layers.0.mlp.balance", "text.layers.1.mlp.balance")
+    assert made.bias_balanced == ("text.layers.0.mlp.balance", "text.layers.1.mlp.balance")
 
 
 def test_rows_on_several_ranks_are_added_up() -> None:
@@ -63,15 +63,15 @@ def test_rows_on_several_ranks_are_added_up() -> None:
     spec = FAMILIES.get("tests.toys.moe_decoder")
     config = spec.config.model_validate({})
     with torch.device("meta"):
-        module = spec.build(config)
+        module = spec.main.build(config)
     section = ParallelSection(cp=2)
-    made = plan_experts(section, spec.plan(config), module, make_axes(section, spec.plan(config), 2))
+    made = plan_experts(section, spec.main.plan(config), module, make_axes(section, spec.main.plan(config), 2))
     assert made is not None
     assert set(made.row_sums) == {"token_rows", "text.layers.0.mlp.balance", "text.layers.1.mlp.balance"}
 
 
 REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
-    (3, {}, {"ep": 3}, r"4 experts of text.layers.0.mlp.experts cannot be dealt.*\n.*\n  allowed: 1$"),
+    (3, {}, {"ep": 3}, r"4 experts of text.layers.0.mlp.experts cannot be distributed.*\n.*\n  allowed: 1$"),
     (4, {"experts": 6}, {"ep": 4}, r"6 experts .*\n.*\n  allowed: 1, 2$"),
     (24, {"experts": 6}, {"ep": 4}, r"6 experts .*\n.*\n  allowed: 1, 2, 3, 6$"),
     (2, {"expert_width": 15}, {"tp": 2}, r"15 wide, which tp=2 .*\n.*\n  allowed: 1$"),
@@ -81,23 +81,23 @@ REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("world", "model", "parallel", "message"), REFUSED)
-def test_what_cannot_be_dealt_is_refused_with_what_can(
+def test_degrees_that_do_not_divide_experts_are_refused_with_those_that_do(
     world: int, model: dict[str, Any], parallel: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TesseraError, match=message):
         plan(world, model, **parallel)
 
 
-def test_a_model_without_experts_is_not_dealt() -> None:
+def test_a_model_without_experts_refuses_ep() -> None:
     recipe = {"model": {"family": "qwen2_vl", "preset": "quickstart"}, "train": {"steps": 1}}
-    with pytest.raises(TesseraError, match=r"parallel.ep=2 deals experts, and the model has none"):
+    with pytest.raises(TesseraError, match=r"parallel.ep=2 distributes experts, and the model has none"):
         tessera.plan(recipe, {"parallel.ep": 2}, world=2)
 
 
 @pytest.mark.parametrize(
     ("pattern", "style", "section", "message"),
     [
-        ("text.layers.{*}.mlp.experts.down", "replicate", {"tp": 2}, "replicate is neither column nor row"),
+        ("text.layers.{*}.mlp.experts.down", "replicate", {"tp": 2}, "replicate is not column or row"),
         ("text.layers.{*}.mlp.router.weight", "replicate", {"tp": 2, "sequence_parallel": True}, "sees all"),
     ],
 )
@@ -107,8 +107,8 @@ def test_a_model_that_does_not_say_how_it_is_cut_is_not(
     spec = FAMILIES.get("tests.toys.moe_decoder")
     config = spec.config.model_validate({})
     with torch.device("meta"):
-        module = spec.build(config)
-    said = spec.plan(config)
+        module = spec.main.build(config)
+    said = spec.main.plan(config)
     name = pattern.rpartition(".mlp.")[2]
     others = {key: value for key, value in said.tensor.items() if not key.endswith(name)}
     changed = ModelPlan(blocks=said.blocks, tensor={**others, pattern: style}, experts=said.experts)

@@ -10,7 +10,7 @@ import yaml
 
 from tessera.core.config import dump_yaml, read_mapping
 from tessera.core.errors import TesseraError
-from tessera.core.run_config import ParallelSection, RunConfig, load_config
+from tessera.core.run_config import ParallelSection, PrecisionSection, RunConfig, load_config
 
 # As the published example has it, tabs at the ends of lines included.
 EXAMPLE = """sharding_size: auto\t
@@ -32,39 +32,61 @@ offload_to_cpu: False
 """
 
 
-def load(folder: Path, text: str, **parallel: Any) -> RunConfig:
+def load(folder: Path, text: str, compute: str | None = None, **parallel: Any) -> RunConfig:
     path = folder / "fsdp2_config.yaml"
     path.write_text(text)
     recipe = {"model": {"family": "qwen2_vl"}, "train": {"steps": 1}}
-    return load_config({**recipe, "parallel": {"fsdp2_config": str(path), **parallel}})
+    own = {} if compute is None else {"precision": {"compute": compute}}
+    return load_config({**recipe, **own, "parallel": {"fsdp2_config": str(path), **parallel}})
 
 
 def test_the_published_example(tmp_path: Path) -> None:
-    section = load(tmp_path, EXAMPLE).parallel
+    config = load(tmp_path, EXAMPLE)
+    section, precision = config.parallel, config.precision
     assert section.wrap == [
         "text_decoder.output_layer",
         "text_decoder.embedding",
         "text_decoder.rotary_pos_emb",
         "text_decoder.decoder.layers.{*}",
     ]
-    assert (section.shard, section.param_dtype, section.reduce_dtype) == ("auto", "bfloat16", "float32")
+    assert (section.shard, precision.compute, precision.reduce) == ("auto", "bfloat16", "float32")
     assert (section.ignore, section.recompute) == (["image_encoder"], ["text_decoder.decoder.layers.{*}"])
     assert (section.prefetch_forward, section.prefetch_backward) == (2, 2)
-    assert section.cast_forward_inputs
+    assert precision.cast_inputs
     assert section.use_reentrant  # the file's own default
     assert not section.offload
 
 
 def test_defaults_are_the_files_own(tmp_path: Path) -> None:
-    section = load(tmp_path, "offload_to_cpu: true\n").parallel
-    assert section == ParallelSection(
-        shard=1,
-        offload=True,
-        pin_memory=False,
-        cast_forward_inputs=True,
-        reshard_after_forward=True,
-        prefetch_backward=1,
+    config = load(tmp_path, "offload_to_cpu: true\n")
+    assert config.parallel == ParallelSection(
+        shard=1, offload=True, pin_memory=False, reshard_after_forward=True, prefetch_backward=1
     )
+    assert config.precision == PrecisionSection(cast_inputs=True)
+
+
+def test_fp16_is_computed_with_loss_scaling(tmp_path: Path) -> None:
+    precision = load(tmp_path, "param_dtype: fp16\nreduce_dtype: fp16\noutput_dtype: fp16\n").precision
+    assert (precision.compute, precision.reduce, precision.output) == ("float16",) * 3
+
+
+def test_a_file_that_names_classes_has_the_defaults_of_its_form(tmp_path: Path) -> None:
+    wrapped = "sub_modules_to_wrap:\n  - megatron.core.transformer.transformer_layer.TransformerLayer\n"
+    section = load(tmp_path, wrapped + "offload_to_cpu: true\n").parallel
+    assert (section.shard, section.pin_memory, section.prefetch_backward) == ("auto", True, 0)
+    recomputed = wrapped + "recompute_modules:\n  - my_models.layers.Layer\n"
+    section = load(tmp_path, recomputed).parallel
+    assert (section.use_reentrant, section.prefetch_backward) == (False, 1)
+
+
+def test_keys_about_experts_are_honoured_or_explained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "expert_parallel_size: 2\nmoe_modules:\n  - model.layers.{*}.mlp.experts\nalign_fsdp_param_groups: true\n"
+    assert load(tmp_path, text).parallel.ep == 2
+    assert "moe_modules has no effect here: a model says itself" in caplog.text
+    assert "align_fsdp_param_groups has no effect here" in caplog.text
+    caplog.clear()
+    assert load(tmp_path, "reshard_local_experts: false\n").parallel.ep == 1
+    assert caplog.text == ""
 
 
 def test_a_saved_run_needs_the_file_no_more(tmp_path: Path) -> None:
@@ -76,7 +98,7 @@ def test_a_saved_run_needs_the_file_no_more(tmp_path: Path) -> None:
 
 
 def test_both_places_may_agree(tmp_path: Path) -> None:
-    assert load(tmp_path, "sharding_size: 2\nparam_dtype: bf16\n", param_dtype="bfloat16", shard=2).parallel.shard == 2
+    assert load(tmp_path, "sharding_size: 2\nparam_dtype: bf16\n", "bfloat16", shard=2).parallel.shard == 2
     assert load(tmp_path, "param_dtype: bf16\n", shard=4).parallel.shard == 4  # a default is no statement
 
 
@@ -85,11 +107,12 @@ def test_both_places_may_agree(tmp_path: Path) -> None:
     [
         ("sharding_sise: 2\n", {}, "did you mean sharding_size"),
         ("param_dtype: bf61\n", {}, "'bf16', 'fp16' or 'fp32'"),
-        ("param_dtype: fp16\n", {}, "loss scaling.*\n.*\n.*\n.*param_dtype: bf16"),
+        ("expert_parallel_size: 2\nreshard_local_experts: false\n", {}, "always share their weights"),
+        ("moe_modulez: []\n", {}, "did you mean moe_modules"),
         ("num_to_forward_prefetch: -1\n", {}, "at least 0"),
         ("sub_modules_to_wrap: layers\n", {}, "list"),
         ("sharding_size: 2\n", {"shard": 4}, "parallel.shard is 4 in the recipe, but sharding_size is 2 here"),
-        ("param_dtype: bf16\n", {"param_dtype": "float32"}, "give it in one of the two places"),
+        ("param_dtype: bf16\n", {"compute": "float32"}, "give it in one of the two places"),
         ("- 1\n", {}, "mapping"),
     ],
 )
@@ -99,6 +122,18 @@ def test_mistakes_name_the_file(tmp_path: Path, text: str, own: dict[str, Any], 
     assert "fsdp2_config.yaml" in str(caught.value)
 
 
+def test_fp16_without_loss_scaling_is_refused(tmp_path: Path) -> None:
+    for key in ("reduce", "output"):
+        with pytest.raises(TesseraError, match=f"{key} float16 would overflow"):
+            load(tmp_path, f"param_dtype: bf16\n{key}_dtype: fp16\n")
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TesseraError, match="no such configuration file"):
-        ParallelSection(fsdp2_config=tmp_path / "none.yaml")
+        load_config(
+            {
+                "model": {"family": "qwen2_vl"},
+                "train": {"steps": 1},
+                "parallel": {"fsdp2_config": str(tmp_path / "none.yaml")},
+            }
+        )

@@ -1,4 +1,4 @@
-"""Each memory form does what its name says: recompute computes again, swap frees, prefetch lists are in order."""
+"""Each memory form does what its name says: recompute computes again, offload frees, prefetch lists are in order."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.core import dist
-from tessera.core.names import clean
-from tessera.core.run_config import ParallelSection
+from tessera.core.modules import clean_name
+from tessera.core.run_config import ParallelSection, PrecisionSection
 from tessera.core.types import ModelPlan
-from tessera.optim.clip import norm_and_factor
+from tessera.optim.optimizer import total_norm
+from tessera.parallel.activations import apply_activation_offload, apply_recompute
 from tessera.parallel.apply import parallelize
 from tessera.parallel.fsdp import prefetch_modules
-from tessera.parallel.memory.recompute import apply_recompute
-from tessera.parallel.memory.swap import apply_swap
-from tessera.parallel.mesh import build_mesh
-from tessera.parallel.plan import Plan, Recompute, make_plan
+from tessera.parallel.mesh import Mesh
+from tessera.parallel.plan import DEFAULT_PRECISION, Plan, Recompute, make_plan
 
 CPU = torch.device("cpu")
 
@@ -109,12 +108,12 @@ def test_reentrant_recompute_trains_a_block_whose_input_has_no_gradient() -> Non
         assert not net(torch.ones(4, 8)).requires_grad
 
 
-def test_swap_frees_activations_and_gives_them_back_exactly() -> None:
+def test_activation_offload_frees_activations_and_gives_them_back_exactly() -> None:
     expected, _, _ = gradients(Net())
     net = Net()
     layers = list(net.layers)
-    apply_swap(net, ["layers.0", "layers.1"], CPU)
-    assert [clean(n) for n, _ in net.named_parameters()] == [n for n, _ in Net().named_parameters()]
+    apply_activation_offload(net, ["layers.0", "layers.1"], CPU)
+    assert [clean_name(n) for n, _ in net.named_parameters()] == [n for n, _ in Net().named_parameters()]
     held = net(torch.randn(4, 8))
     assert layers[0].made[-1].expired()  # type: ignore[union-attr, index]
     assert layers[1].made[-1].expired()  # type: ignore[union-attr, index]
@@ -124,23 +123,23 @@ def test_swap_frees_activations_and_gives_them_back_exactly() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_swap_keeps_weights_where_they_are() -> None:
+def test_activation_offload_keeps_weights_where_they_are() -> None:
     net = Net()
-    apply_swap(net, ["layers.0"], CPU)
+    apply_activation_offload(net, ["layers.0"], CPU)
     copied: list[tuple[int, ...]] = []
-    lane = net.layers[0].lane
-    plain = lane.to_host
-    lane.to_host = lambda tensor: (copied.append(tuple(tensor.shape)), plain(tensor))[1]
+    copies = net.layers[0].copies
+    plain = copies.to_host
+    copies.to_host = lambda tensor: (copied.append(tuple(tensor.shape)), plain(tensor))[1]
     net(torch.randn(4, 8))
     assert copied
     assert (8, 16) not in copied  # the transposed weight that a linear layer saves
     assert (16, 8) not in copied
 
 
-def planned(world: int = 1, **section: Any) -> Plan:
+def planned(world: int = 1, precision: PrecisionSection = DEFAULT_PRECISION, **section: Any) -> Plan:
     with torch.device("meta"):
         net = Net()
-    return make_plan(ParallelSection(**section), ModelPlan(("layers.{*}",), {}), net, world)
+    return make_plan(ParallelSection(**section), ModelPlan(("layers.{*}",), {}), net, world, precision=precision)
 
 
 def test_prefetch_lists_are_in_order_of_execution() -> None:
@@ -157,7 +156,7 @@ def test_prefetch_reaches_the_engine() -> None:
         plan = planned(2, prefetch_forward=2, prefetch_backward=1)
         with torch.device("meta"):
             net = Net()
-        parallelize(net, plan, build_mesh(plan.axes, CPU), CPU)
+        parallelize(net, plan, Mesh(plan.axes, CPU), CPU)
         state = net.layers[0]._get_fsdp_state()
         others = [layer._get_fsdp_state() for layer in net.layers]
         assert state._states_to_forward_prefetch == others[1:]
@@ -171,8 +170,8 @@ def test_types_are_of_parameters_alone_and_the_output_type_is_the_roots() -> Non
         with torch.device("meta"):
             net = Net()
             net.register_buffer("table", torch.zeros(3))
-        plan = planned(param_dtype="bfloat16", output_dtype="float32")
-        parallelize(net, plan, build_mesh(plan.axes, CPU), CPU)
+        plan = planned(precision=PrecisionSection(compute="bfloat16", output="float32"))
+        parallelize(net, plan, Mesh(plan.axes, CPU), CPU)
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.to_local().normal_()  # type: ignore[attr-defined]
@@ -185,8 +184,7 @@ def test_types_are_of_parameters_alone_and_the_output_type_is_the_roots() -> Non
         assert out.dtype == torch.float32
 
 
-def test_the_norm_of_gradients_of_several_types_stays_with_the_count() -> None:
+def test_the_norm_of_gradients_of_several_types_is_one_number() -> None:
     one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     one.grad, other.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0], dtype=torch.bfloat16)
-    norm, factor = norm_and_factor([one, other], torch.tensor(2.0), max_norm=None)
-    assert (float(norm), float(factor)) == (2.5, 0.5)
+    assert float(total_norm([one.grad, other.grad])) == 5.0

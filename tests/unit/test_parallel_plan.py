@@ -13,8 +13,8 @@ import tessera
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
+from tessera.parallel.memory_estimate import shard_dimension
 from tessera.parallel.plan import Plan, make_plan
-from tessera.parallel.planning.holdings import shard_dimension
 
 
 def plan(world: int = 1, preset: str = "quickstart", **overrides: Any) -> Plan:
@@ -23,7 +23,7 @@ def plan(world: int = 1, preset: str = "quickstart", **overrides: Any) -> Plan:
 
 
 def test_a_plan_of_72b_on_a_thousand_ranks_is_made_on_a_laptop() -> None:
-    made = plan(1024, "72b", parallel__param_dtype="bfloat16", parallel__shard=64)
+    made = plan(1024, "72b", precision__compute="bfloat16", parallel__shard=64)
     assert not dist.is_initialized()
     assert (made.replicate, made.shard, made.param_dtype) == (16, 64, torch.bfloat16)
     assert 72e9 < made.parameters < 75e9
@@ -60,13 +60,13 @@ def test_the_dimension_that_ranks_share(shape: Any, ranks: int, cut: Any, expect
     assert shard_dimension(shape, ranks, cut) == expected
 
 
-def test_blocks_are_the_layers_of_both_towers() -> None:
+def test_blocks_are_the_layers_of_encoder_and_decoder() -> None:
     made = plan()
     assert "text.layers.0" in made.blocks
     assert "vision.blocks.2" in made.blocks
 
 
-def test_frozen_towers_have_no_gradients() -> None:
+def test_frozen_encoders_have_no_gradients() -> None:
     made = plan(model__freeze=["vision", "projector"])
     whole = plan()
     assert all(name.startswith(("vision.", "projector.")) for name in made.frozen)
@@ -78,29 +78,36 @@ LAYERS = "text.layers.{*}"
 BAD_PLANS: list[tuple[dict[str, Any], str]] = [
     ({"parallel__shard": 3}, "does not divide"),
     ({"parallel__shard": 0}, "at least 1"),
-    ({"parallel__param_dtype": "bfloat61"}, "param_dtype.*'float32' or 'bfloat16'"),
-    ({"parallel__param_dtype": "float16"}, "use bfloat16"),
-    ({"parallel__reduce_dtype": "fp16"}, "use bfloat16"),
+    ({"precision__compute": "bfloat61"}, "precision.compute.*'float32'"),
+    ({"precision__reduce": "float16"}, "reduce float16 would overflow"),
+    ({"parallel__param_dtype": "bfloat16"}, "parallel.param_dtype is now called precision.compute"),
+    ({"precision__modules": {"text.nothing": "float32"}}, "text.nothing"),
     ({"parallel__reshard_after_forward": 3}, "no part of the 8 ranks"),
     ({"parallel__recompute": ["text.layer.{*}"]}, "matches nothing"),
     ({"parallel__recompute": [{"modules": "text.layer.{*}"}]}, "did you mean: text.layers"),
     ({"parallel__wrap": ["text.layer.{*}"]}, "matches nothing"),
     ({"parallel__ignore": ["visions"]}, "did you mean: vision"),
-    ({"parallel__swap": ["text.layers.{*}.atn"]}, "matches nothing"),
+    ({"parallel__activation_offload": ["text.layers.{*}.atn"]}, "matches nothing"),
     ({"parallel__recompute": ["text.layers.{0}", "text.layers.{*}.attn"]}, "twice"),
     ({"parallel__recompute": [LAYERS, "text.layers.{0-1}"]}, "named twice"),
     ({"parallel__recompute": [LAYERS], "parallel__recompute_norm": [LAYERS]}, "named twice"),
     ({"parallel__wrap": [LAYERS, "text.layers.0"]}, "matched twice: by 'text.layers.{.}' and by 'text.layers.0'"),
-    ({"parallel__swap": [LAYERS, "text.layers.0"]}, "matched twice"),
+    ({"parallel__activation_offload": [LAYERS, "text.layers.0"]}, "matched twice"),
     ({"parallel__wrap": ["text.layers"]}, "list of modules"),
     ({"parallel__recompute": ["text.layers"]}, "name its members: text.layers.{.}"),
     ({"parallel__wrap": ["vision.blocks.{*}"], "parallel__ignore": ["vision"], "model__freeze": ["vision"]}, "wrapped"),
     ({"parallel__ignore": ["vision"]}, "cannot be ignored while vision.patch_embed.weight is trained"),
     ({"parallel__ignore": ["vision", "vision.blocks.0"], "model__freeze": ["vision"]}, "inside vision"),
     ({"parallel__wrap": ["head"]}, "outside of its own forward"),
-    ({"parallel__recompute": [LAYERS], "parallel__swap": [LAYERS]}, "both recomputed and swapped"),
-    ({"parallel__recompute": [LAYERS], "parallel__swap": [LAYERS + ".attn"]}, "cannot be swapped inside"),
-    ({"parallel__recompute": [LAYERS + ".mlp"], "parallel__swap": [LAYERS]}, "cannot be recomputed inside"),
+    ({"parallel__recompute": [LAYERS], "parallel__activation_offload": [LAYERS]}, "both recomputed and offloaded"),
+    (
+        {"parallel__recompute": [LAYERS], "parallel__activation_offload": [LAYERS + ".attn"]},
+        "cannot be offloaded inside",
+    ),
+    (
+        {"parallel__recompute": [LAYERS + ".mlp"], "parallel__activation_offload": [LAYERS]},
+        "cannot be recomputed inside",
+    ),
     (
         {"parallel__recompute": [{"modules": LAYERS, "keep": "matmul"}], "parallel__use_reentrant": True},
         "reentrant recompute cannot",
@@ -140,9 +147,9 @@ def test_a_tied_weight_cannot_lie_in_two_groups() -> None:
         make_plan(ParallelSection(wrap=["embed", "head"]), model_plan, Tied(), 2)
 
 
-def test_ignored_towers_are_whole_and_no_blocks() -> None:
-    made = plan(2, model__freeze=["vision"], parallel__ignore=["vision"], parallel__param_dtype="bfloat16")
-    sharded = plan(2, model__freeze=["vision"], parallel__param_dtype="bfloat16")
+def test_ignored_encoders_are_whole_and_no_blocks() -> None:
+    made = plan(2, model__freeze=["vision"], parallel__ignore=["vision"], precision__compute="bfloat16")
+    sharded = plan(2, model__freeze=["vision"], precision__compute="bfloat16")
     assert all(path.startswith("text.") for path in made.blocks)
     # Whole in bf16 or half of it in fp32 is the same number of bytes.
     assert made.heaviest.parameters == pytest.approx(sharded.heaviest.parameters, rel=0.01)
@@ -157,11 +164,11 @@ def test_the_text_names_every_memory_form() -> None:
         parallel__shard=8,
         parallel__reshard_after_forward=4,
         parallel__recompute=[{"modules": "text.layers.{*}.mlp", "keep": "matmul"}],
-        parallel__swap=["text.layers.{*}.attn"],
+        parallel__activation_offload=["text.layers.{*}.attn"],
         parallel__offload=True,
         parallel__prefetch_forward=2,
         parallel__accumulate="local",
-        parallel__output_dtype="float32",
+        precision__output="float32",
     ).describe()
     for words in (
         "dp_replicate=8, dp_shard=8",

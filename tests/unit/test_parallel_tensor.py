@@ -18,7 +18,7 @@ from tessera.core.run_config import ParallelSection
 from tessera.core.types import IGNORE, ModelPlan, TensorStyle
 from tessera.ops.loss import linear_cross_entropy
 from tessera.ops.vocab import TENSOR_AXES, vocab_embedding, vocab_logits, vocab_part
-from tessera.parallel import axes
+from tessera.parallel.mesh import TENSOR, TP, TP_OUTER
 from tessera.parallel.plan import Plan, Workload, make_plan
 from tests.dist.spawn import run_ranks
 
@@ -44,7 +44,7 @@ def test_layers_enter_once_and_every_parameter_has_a_style() -> None:
     assert made.layers["text.embed"] == "vocab"
     assert made.styles["vision.blocks.1.attn.proj.bias"] == "replicate"
     first = {path for path in made.entries if ".0." in path or path.startswith("projector")}
-    # The vision tower's modules have one column layer each, and the projector normalises before: these enter there.
+    # The vision encoder's modules have one column layer each, and the projector normalises before: these enter there.
     assert first == {
         "text.layers.0.attn",
         "text.layers.0.mlp",
@@ -54,8 +54,6 @@ def test_layers_enter_once_and_every_parameter_has_a_style() -> None:
     }
     assert made.in_decoder("text.layers.0.mlp")
     assert not made.in_decoder("vision.blocks.0.mlp.up")
-    assert made.in_tower("vision.blocks.0.mlp.up")
-    assert not made.in_tower("projector.up")
 
 
 ODD_VISION = {"vision": {"embed_dim": 96, "num_heads": 3}}
@@ -67,7 +65,7 @@ REFUSED: list[tuple[int, dict[str, Any], list[str]]] = [
     (
         2,
         {"parallel__tp": 2, "model__config": ODD_VISION},
-        ["tp=2 does not divide the 3 heads of vision.blocks.0.attn.qkv", "allowed: 1$", "parallel.towers.NAME.tp"],
+        ["tp=2 does not divide the 3 heads of vision.blocks.0.attn.qkv", "allowed: 1$", "parallel.encoders.vision.tp"],
     ),
     (
         2,
@@ -83,10 +81,14 @@ REFUSED: list[tuple[int, dict[str, Any], list[str]]] = [
         4,
         {
             "parallel__tp": 4,
-            "parallel__towers": {"vision": {"tp": 2}},
+            "parallel__encoders": {"vision": {"tp": 2}},
             "model__config": {**FOUR_HEADS, **ODD_VISION},
         },
-        ["a tower's tp=2 does not divide the 3 heads of vision", "where:   parallel.towers$", "allowed: 1$"],
+        [
+            "tp=2 of encoder vision does not divide the 3 heads of vision",
+            "where:   parallel.encoders.vision$",
+            "allowed: 1$",
+        ],
     ),
     (1, {"parallel__sequence_parallel": True}, ["needs ranks that compute layers together", "parallel.tp above 1"]),
     (
@@ -120,10 +122,10 @@ class Decoder(nn.Module):
 
 TABLE: dict[str, TensorStyle] = {"norm.weight": "sequence", "up.weight": "column", "down.weight": "row"}
 BAD_TABLES: list[tuple[dict[str, TensorStyle], dict[str, Any], str]] = [
-    ({}, {}, "does not say how its layers are cut"),
+    ({}, {}, "does not say how its layers are split"),
     ({"norm.weight": "sequence", "up.weight": "column"}, {}, "down.weight has no tensor styles"),
     ({**TABLE, "*.weight": "replicate"}, {}, "norm.weight has 2 tensor styles"),
-    ({**TABLE, "norm.weight": "column"}, {}, "norm.weight cannot be cut by column: LayerNorm"),
+    ({**TABLE, "norm.weight": "column"}, {}, "norm.weight cannot be split by column: LayerNorm"),
     (TABLE, {"sequence_parallel": True}, "no one module that could keep parts"),  # it would be the whole model
     ({**TABLE, "norm.weight": "replicate"}, {"sequence_parallel": True}, "no one module"),
 ]
@@ -143,7 +145,7 @@ def test_a_family_of_foreign_modules_is_refused() -> None:
         "model": {"family": "module", "config": {"class": "tests.toys.own_models:PlainNet"}},
         "train": {"steps": 1},
     }
-    with pytest.raises(TesseraError, match=r"this model family does not say how its layers are cut"):
+    with pytest.raises(TesseraError, match=r"this model family does not say how its layers are split"):
         tessera.plan(recipe, {"parallel.tp": 2}, world=2)
 
 
@@ -244,4 +246,4 @@ def refuse_shard(rank: int, world: int) -> str:
 
 def test_a_shard_that_was_not_gathered_is_not_taken_for_a_part_of_the_vocabulary() -> None:
     assert "has to be gathered" in run_ranks(refuse_shard, 2)[0]
-    assert {axes.TP, axes.TP_REST, axes.TENSOR} == TENSOR_AXES
+    assert {TENSOR, TP, TP_OUTER} == TENSOR_AXES

@@ -14,13 +14,12 @@ from typer.testing import CliRunner
 import tessera
 from tessera.cli.main import app
 from tessera.core import dist
+from tessera.core.modules import local_shard
 from tessera.core.run_config import load_config
-from tessera.core.tensors import local_part
-from tessera.ops.nf4 import packed_sizes
+from tessera.ops.linear import packed_sizes
 from tessera.parallel.apply import parallelize
-from tessera.parallel.axes import PP
-from tessera.parallel.mesh import build_mesh
-from tessera.train.describe import describe
+from tessera.parallel.mesh import PP, Mesh
+from tessera.training.setup import build_meta_model
 
 CPU = torch.device("cpu")
 FOUR_BITS = {"family": "qwen2_vl", "preset": "quickstart", "lora": {"rank": 4, "quantize": "nf4"}}
@@ -36,7 +35,7 @@ def recipe(model: dict[str, Any]) -> dict[str, Any]:
     [
         (FOUR_BITS, 1, {}),
         (FOUR_BITS, 4, {}),
-        (FOUR_BITS, 4, {"parallel.shard": 2, "parallel.param_dtype": "bfloat16"}),
+        (FOUR_BITS, 4, {"parallel.shard": 2, "precision.compute": "bfloat16"}),
         (FOUR_BITS, 4, {"parallel.pp": 2}),
         (FOUR_BITS, 2, {"parallel.pp": 2, "parallel.layers": {"vision": [3, 0], "text": [1, 3]}}),
         (DIGITS, 2, {}),
@@ -44,22 +43,22 @@ def recipe(model: dict[str, Any]) -> dict[str, Any]:
 )
 def test_a_rank_holds_what_the_plan_says(model: dict[str, Any], world: int, parallel: dict[str, Any]) -> None:
     planned = tessera.plan(recipe(model), parallel, world=world)
-    assert sum(held.buffers for held in planned.held) > 0
+    assert sum(memory.buffers for memory in planned.memory) > 0
     for position in range(planned.axes.size(PP)):
-        described = describe(load_config(recipe(model), parallel), world)
+        setup = build_meta_model(load_config(recipe(model), parallel), world)
         with dist.fake_world(world, position * world // planned.axes.size(PP)):
-            mesh = build_mesh(described.plan.axes, CPU)
-            module = parallelize(described.module, described.plan, mesh, CPU)
-            parameters = sum(local_part(p).nbytes for p in module.parameters())
+            mesh = Mesh(setup.plan.axes, CPU)
+            module = parallelize(setup.module, setup.plan, mesh, CPU)
+            parameters = sum(local_shard(p).nbytes for p in module.parameters())
             buffers = sum(buffer.nbytes for buffer in module.buffers())
-        assert (parameters, buffers) == (planned.held[position].parameters, planned.held[position].buffers)
+        assert (parameters, buffers) == (planned.memory[position].parameters, planned.memory[position].buffers)
 
 
 def test_four_bits_are_half_a_byte_and_a_scale_for_64_and_part_of_the_total() -> None:
-    described = describe(load_config(recipe(FOUR_BITS)), 8)
-    whole = dict(describe(load_config(recipe({**FOUR_BITS, "lora": None})), 8).module.named_parameters())
-    sizes = [packed_sizes(*whole[f"{path}.weight"].shape) for path in described.adapters]
-    most = described.plan.heaviest
+    setup = build_meta_model(load_config(recipe(FOUR_BITS)), 8)
+    whole = dict(build_meta_model(load_config(recipe({**FOUR_BITS, "lora": None})), 8).module.named_parameters())
+    sizes = [packed_sizes(*whole[f"{path}.weight"].shape) for path in setup.adapters]
+    most = setup.plan.heaviest
     assert most.buffers == sum(count + 4 * blocks for count, blocks in sizes)
     assert most.total == most.parameters + most.buffers + most.gradients + most.optimizer
 
@@ -79,10 +78,10 @@ def test_text_and_figures_tell_of_it(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     planned = tessera.plan(recipe(FOUR_BITS), {"parallel.pp": 2}, world=2)
     figures = json.loads((tmp_path / "a/plan.json").read_text())
-    assert [one["buffers"] for one in figures["held"]] == [held.buffers for held in planned.held]
-    assert [one["total"] for one in figures["held"]] == [held.total for held in planned.held]
+    assert [one["buffers"] for one in figures["memory"]] == [memory.buffers for memory in planned.memory]
+    assert [one["total"] for one in figures["memory"]] == [memory.total for memory in planned.memory]
     assert figures["axes"] == {"pp": 2, "dp_shard": 1}
-    assert figures["sent"][0][0]["kind"] == "send"
+    assert figures["communication"][0][0]["kind"] == "send"
     (line,) = [line for line in done.output.splitlines() if line.startswith("per rank")]
     assert f"buffers {planned.heaviest.buffers / 1024:.2f} KiB (whole on every rank)" in line
     plain = tessera.plan(recipe({**FOUR_BITS, "lora": {}}))

@@ -9,22 +9,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor
 
+from tessera.api import plan
+from tessera.core.callback import Callback
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import LoraSection, load_config
 from tessera.core.types import IGNORE, Batch
-from tessera.data.sources.forms import RowError, parse
-from tessera.data.sources.names import names_of
+from tessera.data.sources.columns import column_map
+from tessera.data.sources.container import RecordError
+from tessera.data.sources.formats import parse
 from tessera.nn.lora import add_adapters, find_adapters, without_adapters
-from tessera.ops.token_loss import token_log_probs
+from tessera.ops.loss import token_log_probs
 from tessera.parallel.engine import SimpleEngine
 from tessera.tasks.dpo import DpoTask
-from tessera.train.build import build_processor, build_rows
-from tessera.train.callbacks import Callback
-from tessera.train.describe import describe
-from tessera.train.run import train
+from tessera.training.build import build_processor, build_rows
+from tessera.training.run import resume, train
+from tessera.training.setup import build_meta_model
 from tests.close import assert_within_rounding, move_by_a_rounding, with_moved_weights
+from tests.toys.callbacks import StopAt
 from tests.toys.pair_set import pair_recipe, write_pair_set
 
 ASK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Who?"}]
@@ -57,7 +61,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_every_spelling_means_the_same(name: str) -> None:
-    messages = parse(SPELLINGS[name], "preference", names_of("preference", {}))
+    messages = parse(SPELLINGS[name], "preference", column_map("preference", {}))
     said = [(message.role, message.parts[0].value) for message in messages]
     assert said == [("system", "Be kind."), ("user", "Who?"), ("chosen", "I."), ("rejected", "You.")]
 
@@ -69,7 +73,7 @@ def test_media_and_other_names() -> None:
         "better": {"from": "gpt", "value": "I."},
         "worse": {"from": "gpt", "value": "You."},
     }
-    messages = parse(row, "preference", names_of("preference", {"chosen": "better", "rejected": "worse"}))
+    messages = parse(row, "preference", column_map("preference", {"chosen": "better", "rejected": "worse"}))
     assert [part.kind for part in messages[0].parts] == ["image", "text"]
 
 
@@ -89,8 +93,8 @@ def test_media_and_other_names() -> None:
     ],
 )
 def test_rows_that_are_no_pairs_are_told(row: dict[str, Any], told: str) -> None:
-    with pytest.raises(RowError, match=told):
-        parse(row, "preference", names_of("preference", {}))
+    with pytest.raises(RecordError, match=told):
+        parse(row, "preference", column_map("preference", {}))
 
 
 # ---------------------------------------------------------------------------------------------- operation
@@ -123,10 +127,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def batches(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Batch], Any]:
     config = load_config(pair_recipe(data, tmp_path_factory.mktemp("out")))
-    described = describe(config, 1)
-    processor = build_processor(config, described)
-    rows = build_rows(config, described, "train", processor)
-    return described, [rows.batch([0]), rows.batch([1, 2])], processor
+    setup = build_meta_model(config, 1)
+    processor = build_processor(config, setup)
+    rows = build_rows(config, setup, "train", processor)
+    return setup, [rows.batch([0]), rows.batch([1, 2])], processor
 
 
 def test_pairs_lie_side_by_side(data: Path, batches: tuple[Any, list[Batch], Any]) -> None:
@@ -144,9 +148,9 @@ def test_pairs_lie_side_by_side(data: Path, batches: tuple[Any, list[Batch], Any
             assert said == [rows[name]["chosen"]["content"], rows[name]["rejected"]]  # nothing else is compared
 
 
-def model_with_adapters(described: Any) -> torch.nn.Module:
-    module = described.spec.build(described.config)
-    add_adapters(module, find_adapters(LoraSection(rank=3), module, described.spec.plan(described.config)))
+def model_with_adapters(setup: Any) -> torch.nn.Module:
+    module = setup.spec.main.build(setup.config)
+    add_adapters(module, find_adapters(LoraSection(rank=3), module, setup.spec.main.plan(setup.config)))
     chance = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for _, parameter in module.named_parameters():
@@ -178,19 +182,20 @@ def plain_loss(module: torch.nn.Module, batch: Batch, beta: float, smoothing: fl
 def test_loss_and_gradients_are_those_of_the_formula(
     beta: float, smoothing: float, free: bool, batches: tuple[Any, list[Batch], Any]
 ) -> None:
-    described, found, _ = batches
-    module = model_with_adapters(described)
+    setup, found, _ = batches
+    module = model_with_adapters(setup)
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    pairs = sum(batch["pair_ids"].shape[0] for batch in found)
 
     def plain() -> dict[str, Tensor]:
-        total = sum((plain_loss(module, batch, beta, smoothing, free) for batch in found), torch.zeros(()))
+        total = sum((plain_loss(module, batch, beta, smoothing, free) for batch in found), torch.zeros(())) / pairs
         return {"loss": total.detach(), **dict(zip(trained, torch.autograd.grad(total, trained.values()), strict=True))}
 
     expected = with_moved_weights(module.parameters(), plain)
     out = SimpleEngine(module).step(DpoTask(beta, smoothing, free), found)
-    assert float(out.count) == sum(batch["pair_ids"].shape[0] for batch in found)
-    assert float(out.metrics["margin"]) != 0
-    ours = {"loss": out.sum, **{name: p.grad for name, p in trained.items() if p.grad is not None}}
+    assert float(out.counts["pairs"]) == pairs
+    assert float(out.metrics()["margin"]) != 0
+    ours = {"loss": out.loss(), **{name: p.grad for name, p in trained.items() if p.grad is not None}}
     # The margin is a small difference of four large sums: a rounding of each is so many of the slope of the loss.
     with torch.no_grad():
         size = max(float(plain_log_probs(module, batch).abs().max()) for batch in found)
@@ -198,23 +203,23 @@ def test_loss_and_gradients_are_those_of_the_formula(
 
 
 def test_a_new_adapter_begins_at_the_reference(batches: tuple[Any, list[Batch], Any]) -> None:
-    described, (batch, _), _ = batches
-    module = model_with_adapters(described)
+    setup, (batch, _), _ = batches
+    module = model_with_adapters(setup)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if "lora_b" in name:
                 parameter.zero_()
     out = SimpleEngine(module).step(DpoTask(), [batch])
-    assert float(out.sum / out.count) == pytest.approx(0.693147, rel=1e-5)
-    assert float(out.metrics["margin"]) == pytest.approx(0, abs=1e-5)
+    assert float(out.loss()) == pytest.approx(0.693147, rel=1e-5)
+    assert float(out.metrics()["margin"]) == pytest.approx(0, abs=1e-5)
 
 
 def test_a_hole_counts_for_nothing(batches: tuple[Any, list[Batch], Any]) -> None:
-    described, (batch, _), _ = batches
-    module = model_with_adapters(described)
+    setup, (batch, _), _ = batches
+    module = model_with_adapters(setup)
     emptied = batch.with_tensors(labels=batch["labels"].where(batch["pair"] != 1, IGNORE))
     out = SimpleEngine(module).step(DpoTask(), [emptied])
-    assert float(out.count) == batch["pair_ids"].shape[0] - 1
+    assert float(out.counts["pairs"]) == batch["pair_ids"].shape[0] - 1
 
 
 # ---------------------------------------------------------------------------------------------- runs
@@ -251,20 +256,50 @@ def test_any_split_gives_the_same_gradient_and_it_learns(data: Path, tmp_path: P
     assert steps[-1]["accuracy"] > 0.8
 
 
-def test_full_tuning_is_refused_with_what_would_work(data: Path, tmp_path: Path) -> None:
-    recipe = pair_recipe(data, tmp_path, steps=1)
+def whole_recipe(data: Path, out: Path, **train: Any) -> dict[str, Any]:
+    recipe = pair_recipe(data, out, **train)
     recipe["model"].pop("lora")
-    with pytest.raises(TesseraError, match="reference_free") as caught:
-        train(recipe)
+    return recipe
+
+
+def test_a_whole_model_is_compared_with_a_frozen_copy_of_its_initial_weights(data: Path, tmp_path: Path) -> None:
+    """The first loss is log 2, as the model still equals its reference; a resumed run has the same reference."""
+    settings = {"optim.lr": 1e-3, "checkpoint.every": 4}
+    whole = train(whole_recipe(data, tmp_path / "whole", steps=8), settings)
+    rows = [row for row in whole.metrics if row["kind"] == "train"]
+    assert rows[0]["loss"] == pytest.approx(0.693147, rel=1e-5)
+    assert rows[0]["margin"] == pytest.approx(0, abs=1e-5)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    stopped = train(whole_recipe(data, tmp_path / "stopped", steps=8), settings, callbacks=[StopAt(4)])
+    resumed = resume(stopped.folder)
+    assert [row["loss"] for row in resumed.metrics if row["kind"] == "train"] == [row["loss"] for row in rows]
+    assert whole.checkpoint is not None
+    assert not any("reference" in name for name in saved_names(whole.checkpoint))
+
+
+def saved_names(checkpoint: Path) -> set[str]:
+    found: set[str] = set()
+    for path in checkpoint.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= set(file.keys())
+    return found
+
+
+def test_without_a_reference_there_is_no_copy_and_a_pipeline_refuses_one(data: Path, tmp_path: Path) -> None:
+    recipe = whole_recipe(data, tmp_path, steps=1)
+    assert plan(recipe).frozen_components.keys() == {"reference"}
+    assert "reference     frozen" in plan(recipe).describe()
+    assert plan(recipe, {"train.task_options.reference_free": True}).frozen_components == {}
+    with pytest.raises(TesseraError, match="second copy") as caught:
+        plan(recipe, {"parallel.pp": 2}, world=2)
     assert "model.lora" in str(caught.value)
-    train(recipe, {"train.task_options.reference_free": True})
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
         ({"data.kind": "chat", "data.train.0.format": "preference"}, "no conversations"),
-        ({"data.too_long": "turns"}, "cannot be cut"),
+        ({"data.truncate": "turns"}, "cannot be cut"),
         ({"train.task_options.beta": 0}, "beta"),
         ({"train.task_options.label_smoothing": 0.5}, "label_smoothing"),
     ],
@@ -276,7 +311,7 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], told: str, data: Pa
 
 def test_batches_without_pairs_are_refused() -> None:
     with pytest.raises(TesseraError, match="no pairs"):
-        DpoTask().inputs(Batch({"tokens": torch.zeros(1)}))
+        DpoTask().counts(Batch({"tokens": torch.zeros(1)}))
 
 
 def test_the_step_line_shows_what_the_page_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def test_parameters_are_as_many_as_published(family: str) -> None:
     counted = {}
     for name in (preset for owner, preset in PRESETS if owner == family):
         with torch.device("meta"):
-            model = FAMILIES.get(family).build(config_of(family, name))
+            model = FAMILIES.get(family).main.build(config_of(family, name))
         counted[name] = sum(parameter.numel() for parameter in model.parameters())
     assert counted == {preset: count for (owner, preset), count in ROWS.items() if owner == family}
 
@@ -84,7 +84,7 @@ def test_what_a_count_does_not_see_of_the_text(
         assert (text.rope_theta, text.rms_norm_eps, text.max_position_embeddings) == numbers, name
 
 
-def test_what_a_count_does_not_see_of_towers() -> None:
+def test_what_a_count_does_not_see_of_encoders() -> None:
     windows = config_of("qwen2_5_vl", "72b").vision
     assert (windows.window_size, windows.fullatt_block_indexes, windows.tokens_per_second) == (112, (7, 15, 23, 31), 2)
     taps = {

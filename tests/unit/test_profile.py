@@ -17,17 +17,15 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import tessera
+from tessera.core.callback import Callback, StepResult
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import load_config
-from tessera.parallel.compile import apply_compile
-from tessera.train.callbacks import Callback, StepResult
-from tessera.train.profile import account as accounts
-from tessera.train.profile import classes, events, memory, owners
-from tessera.train.profile.account import Account, Row, settle
-from tessera.train.profile.advice import Case, advise
-from tessera.train.profile.events import Allocation, DeviceEvent, HostEvent, Recording
-from tessera.train.profile.owners import Owner, own
-from tessera.train.profile.ranges import Marks
+from tessera.observe.profile import account as kinds
+from tessera.observe.profile import memory
+from tessera.observe.profile.account import Account, Owned, WorkOwner, WorkTime, add_up, find_owners, make_account
+from tessera.observe.profile.recording import Allocation, DeviceEvent, HostEvent, Marks, Recording, read
+from tessera.observe.profile.summary import Case, advise
+from tessera.parallel.modules import apply_compile
 from tests.dist.spawn import run_ranks
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -44,7 +42,7 @@ class Layer(nn.Module):
         return x + self.mlp(self.attn(x))
 
 
-class Tower(nn.Module):
+class Blocks(nn.Module):
     """Its mlps cost 20 times what its attns cost."""
 
     def __init__(self, recompute: bool = False) -> None:
@@ -74,16 +72,16 @@ def recorded(module: nn.Module) -> Account:
     marks.phase("updating weights")
     marks.close()
     recorder.stop()
-    recording = events.read(recorder, torch.device("cpu"), memory=False)
-    return settle(recording, own(recording.host), 2, accelerated=False)
+    recording = read(recorder, torch.device("cpu"), memory=False)
+    return make_account(recording, find_owners(recording.host), 2, accelerated=False)
 
 
 def share(account: Account, name: str, direction: str) -> float:
-    return account.share(account.owners.get(Owner(name, direction), Row()))  # type: ignore[arg-type]
+    return account.share(account.owners.get(WorkOwner(name, direction), WorkTime()))  # type: ignore[arg-type]
 
 
 def test_time_belongs_to_the_module_that_took_it() -> None:
-    account = recorded(Tower())
+    account = recorded(Blocks())
     for direction in ("forward", "backward"):
         # The products of one are many times those of the other; on a busy machine times tell no more than that.
         assert share(account, "layers.*.mlp", direction) > share(account, "layers.*.attn", direction) > 0
@@ -91,20 +89,20 @@ def test_time_belongs_to_the_module_that_took_it() -> None:
     assert sum(row.ns for row in account.owners.values()) == pytest.approx(account.window_ns, rel=0.01)
     assert sum(row.ns for row in account.kinds.values()) == pytest.approx(account.window_ns, rel=0.01)
     forward = 2 * 512 * 3 * 2 * 128 * 1280
-    assert account.owners[Owner("layers.*.mlp", "forward")].flops == 2 * forward
-    assert account.owners[Owner("layers.*.mlp", "backward")].flops == 2 * 2 * forward
-    assert account.kinds[classes.PRODUCTS].rate is not None
+    assert account.owners[WorkOwner("layers.*.mlp", "forward")].flops == 2 * forward
+    assert account.owners[WorkOwner("layers.*.mlp", "backward")].flops == 2 * 2 * forward
+    assert account.kinds[kinds.PRODUCTS].rate is not None
 
 
 def test_what_is_computed_again_is_told_apart() -> None:
-    account = recorded(Tower(recompute=True))
+    account = recorded(Blocks(recompute=True))
     assert share(account, "layers.*.mlp", "recompute") > share(account, "layers.*.attn", "recompute") > 0
     assert share(account, "layers.*.mlp", "backward") > share(account, "layers.*.attn", "backward")
     assert share(account, "head", "recompute") == 0
 
 
 def test_compiled_blocks_keep_their_time_and_are_not_compiled_again() -> None:
-    module = Tower()
+    module = Blocks()
     apply_compile(module, BLOCKS, backend="aot_eager")
     calls = [module.get_submodule(path)._compiled_call_impl for path in BLOCKS]
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -116,7 +114,7 @@ def test_compiled_blocks_keep_their_time_and_are_not_compiled_again() -> None:
 
 
 def test_nothing_stays_behind() -> None:
-    module = Tower(recompute=True)
+    module = Blocks(recompute=True)
     recorded(module)
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
 
@@ -163,23 +161,23 @@ class Plant(Callback):
         elif result.step == 2:
             trainer.optimizer.register_step_pre_hook(lambda *_: time.sleep(self.seconds))
         self.hooks = sum(len(part._forward_hooks) for part in trainer.module.modules())
-        self.followers = len(trainer.followers)
+        self.phase_listeners = len(trainer.phase_listeners)
 
 
-def told(run: tessera.Run) -> dict[str, Any]:
+def table(run: tessera.Run) -> dict[str, Any]:
     return dict(json.loads((run.folder / "profile" / "table.json").read_text()))
 
 
 def test_a_slow_loader_is_named(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plant = Plant("data")
     run = tessera.train(recipe_of(data, tmp_path, steps=[3, 4]), callbacks=[plant])
-    result = told(run)
+    result = table(run)
     assert result["steps"] == [3, 4]
-    assert result["modules"][0]["name"] == owners.LOADING
+    assert result["modules"][0]["name"] == kinds.LOADING
     assert result["modules"][0]["ms"] > 290
     assert re.match(r"waiting for data \d\d%: .*data\.workers=auto", result["verdict"][0])
     assert result["verdict"][0] in capsys.readouterr().err
-    assert plant.hooks == plant.followers == 0  # after the window
+    assert plant.hooks == plant.phase_listeners == 0  # after the window
     folder = run.folder / "profile"
     with gzip.open(folder / "trace.json.gz") as file:
         assert any("tessera::forward text.layers.0.attn" in str(e.get("name")) for e in json.load(file)["traceEvents"])
@@ -187,12 +185,12 @@ def test_a_slow_loader_is_named(data: Path, tmp_path: Path, capsys: pytest.Captu
     assert "<polyline" in (folder / "memory.html").read_text()
     rows = (folder / "memory.csv").read_text().splitlines()
     assert {row.split(",")[2] for row in rows[1:]} >= {"forward", "backward", "optimizer"}
-    assert {"weights", "optimizer state"} <= {one["name"] for one in result["memory"]["held_by"]}
+    assert {"weights", "optimizer state"} <= {one["name"] for one in result["memory"]["used_by"]}
 
 
 def test_a_slow_optimizer_is_named(data: Path, tmp_path: Path) -> None:
-    result = told(tessera.train(recipe_of(data, tmp_path, steps=[4, 4], memory=False), callbacks=[Plant("optimizer")]))
-    assert result["modules"][0]["name"] == owners.OPTIMIZER
+    result = table(tessera.train(recipe_of(data, tmp_path, steps=[4, 4], memory=False), callbacks=[Plant("optimizer")]))
+    assert result["modules"][0]["name"] == kinds.OPTIMIZER
     assert result["verdict"][0].startswith("optimizer ")
     assert "memory" not in result
 
@@ -211,6 +209,7 @@ def two_ranks(rank: int, world: int, recipe: dict[str, Any]) -> None:
     tessera.train(recipe)
 
 
+@pytest.mark.slow
 def test_ranks_record_their_own(data: Path, tmp_path: Path) -> None:
     run_ranks(two_ranks, 2, recipe_of(data, tmp_path, steps=[3, 4], ranks=[0, 1]))
     for folder, rank in ((tmp_path / "chat" / "profile", 0), (tmp_path / "chat" / "profile" / "rank-1", 1)):
@@ -238,7 +237,7 @@ def host(name: str, start: int, end: int, number: int, *, thread: int = 1, made:
     return HostEvent(name, thread, start, end, number, made, of, [[64, 64], [64, 64]] if name == "aten::mm" else [])
 
 
-def device_account() -> tuple[Recording, owners.Owned, Account]:
+def device_account() -> tuple[Recording, Owned, Account]:
     """Data until 100, a product forward, its backward on another thread, a collective half hidden, a copy."""
     hosts = [
         host("tessera::phase loading data", 0, 100, 1),
@@ -257,8 +256,8 @@ def device_account() -> tuple[Recording, owners.Owned, Account]:
         DeviceEvent("Memset (Device)", 345, 345, 0),
     ]
     recording = Recording(hosts, kernels, waits=0)
-    owned = own(hosts)
-    return recording, owned, settle(recording, owned, 1, accelerated=True)
+    owned = find_owners(hosts)
+    return recording, owned, make_account(recording, owned, 1, accelerated=True)
 
 
 def test_computation_hides_what_runs_beside_it_and_idle_time_has_a_reason() -> None:
@@ -274,9 +273,9 @@ def test_computation_hides_what_runs_beside_it_and_idle_time_has_a_reason() -> N
     }
     assert sum(found.values()) == account.window_ns == 500
     assert account.hidden_collectives_ns == 40
-    assert account.idle_while[Owner("text.layers.*.mlp", "backward")] == 20  # the thread that the step waits for
-    assert account.idle_while[Owner("optimizer")] == 100
-    assert account.kinds[classes.PRODUCTS].rate == pytest.approx(2 * 2 * 64**3 / 130e-9)
+    assert account.idle_while[WorkOwner("text.layers.*.mlp", "backward")] == 20  # the thread that the step waits for
+    assert account.idle_while[WorkOwner("optimizer")] == 100
+    assert account.kinds[kinds.PRODUCTS].rate == pytest.approx(2 * 2 * 64**3 / 130e-9)
 
 
 def test_sentences_say_what_bounds_the_step() -> None:
@@ -291,13 +290,13 @@ def test_sentences_say_what_bounds_the_step() -> None:
     assert said[2].startswith("communication not hidden 8%")
     assert said[-1] == "of what was computed, most time went to text.layers.*.mlp: 26% (backward 16%, forward 10%)"
     good = Account(1, True, 100)
-    good.kinds[classes.PRODUCTS] = Row(71, 1, flops=620, product_ns=1)
+    good.kinds[kinds.PRODUCTS] = WorkTime(71, 1, flops=620, product_ns=1)
     (first, _) = advise(Case(good, config, 10, peak_flops=1e12))
     assert first.startswith("matrix products and attention 71%")
     assert "0.62 of the stated peak: this is near what the device can do" in first
 
 
-def test_the_peak_of_memory_has_holders() -> None:
+def test_what_used_memory_at_its_peak_is_named() -> None:
     recording, owned, _ = device_account()
     allocations = [
         Allocation(122, 1, 100, 1100, 4),
@@ -310,7 +309,7 @@ def test_the_peak_of_memory_has_holders() -> None:
     line = memory.replay(recording, owned, {"weights": 700}, accelerated=True)
     assert line is not None
     assert (line.peak, line.peak_phase) == (1160, "backward")
-    assert dict(line.holders) == {
+    assert dict(line.users) == {
         "weights": 700,
         memory.BEFORE: 300,
         "text.layers.*.mlp, forward": 100,
@@ -322,24 +321,24 @@ def test_the_peak_of_memory_has_holders() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", classes.PRODUCTS),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<96, 128>>", classes.ATTENTION),
-        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", classes.POINTWISE),
-        ("void at::native::reduce_kernel<128, 4, at::native::ReduceOp<c10::BFloat16>>", classes.REDUCTIONS),
-        ("void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel>", classes.COPIES),
-        ("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<float>>", classes.POINTWISE),
-        ("Memcpy HtoD (Pageable -> Device)", classes.TRANSFERS),
-        ("Memcpy DtoD (Device -> Device)", classes.COPIES),
-        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", classes.COLLECTIVES),
-        ("something_of_its_own", classes.OTHER),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", kinds.PRODUCTS),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<96, 128>>", kinds.ATTENTION),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", kinds.POINTWISE),
+        ("void at::native::reduce_kernel<128, 4, at::native::ReduceOp<c10::BFloat16>>", kinds.REDUCTIONS),
+        ("void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel>", kinds.COPIES),
+        ("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<float>>", kinds.POINTWISE),
+        ("Memcpy HtoD (Pageable -> Device)", kinds.TRANSFERS),
+        ("Memcpy DtoD (Device -> Device)", kinds.COPIES),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", kinds.COLLECTIVES),
+        ("something_of_its_own", kinds.OTHER),
     ],
 )
 def test_kinds_of_kernels(name: str, kind: str) -> None:
-    assert classes.kind_of(name) == kind
+    assert kinds.kind_of(name) == kind
 
 
 def test_rows_add_up() -> None:
-    assert accounts.add_up([Row(1, 2, 3, 4), Row(1, 1, 1, 1)]) == Row(2, 3, 4, 5)
+    assert add_up([WorkTime(1, 2, 3, 4), WorkTime(1, 1, 1, 1)]) == WorkTime(2, 3, 4, 5)
 
 
 def test_kernels_of_our_own_have_a_kind() -> None:
@@ -348,6 +347,6 @@ def test_kernels_of_our_own_have_a_kind() -> None:
     for path in Path(tessera.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list):
-                found |= {} if node.name.startswith("_") else {node.name: classes.kind_of(node.name)}
-    assert classes.OTHER not in found.values()
-    assert {kind for name, kind in found.items() if "attention" in name} == {classes.ATTENTION}
+                found |= {} if node.name.startswith("_") else {node.name: kinds.kind_of(node.name)}
+    assert kinds.OTHER not in found.values()
+    assert {kind for name, kind in found.items() if "attention" in name} == {kinds.ATTENTION}

@@ -10,9 +10,9 @@ import pytest
 
 from tessera.core.config import build
 from tessera.core.errors import TesseraError
+from tessera.core.files import read_jsonl
 from tessera.core.run_config import DataSection
-from tessera.train.jsonl import read_jsonl
-from tessera.train.records import Quarantine
+from tessera.training.records import Quarantine
 
 
 def rank(folder: Path, main: bool) -> Any:
@@ -24,9 +24,9 @@ def test_ranks_list_a_sample_once_and_count_what_all_found(tmp_path: Path, caplo
     main, second = rank(tmp_path, True), rank(tmp_path, False)
     one.on_start(main)
     other.on_start(second)
-    other.note(second, "b", "truncated")
-    one.note(main, "b", "truncated")
-    other.note(second, "c", "gone")
+    other.note("b", "truncated")
+    one.note("b", "truncated")
+    other.note("c", "gone")
     other.on_end(second)
     one.on_end(main)
     assert [row["id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == ["a", "b", "c"]

@@ -15,13 +15,13 @@ import pytest
 import yaml
 
 import tessera
-from tessera.checkpoint.run_files import find_file, run_exists
+from tessera.checkpoint.weight_source import find_file, run_exists
+from tessera.core.callback import Callback
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import CheckpointSection, load_config
-from tessera.train.callbacks import Callback
-from tessera.train.lock import OWNER
-from tessera.train.run import resume_config
-from tessera.train.run_folder import RunFolder, check_fresh, describe_saving
+from tessera.training.lock import OWNER
+from tessera.training.run import resume_config
+from tessera.training.run_folder import RunFolder, check_fresh, describe_saving
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -300,12 +300,13 @@ def test_how_often_a_run_saves_is_said(given: dict[str, Any], minutes: float, sa
 
 
 def test_a_run_saves_by_the_clock(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = quick_recipe(data, tmp_path) | {"checkpoint": {"minutes": 1e-9, "keep": 9}}
+    recipe = quick_recipe(data, tmp_path) | {"checkpoint": {"minutes": 1e-9, "keep": 9, "asynchronous": False}}
 
     class Quick(Callback):
         def on_save(self, trainer: Any, path: Path) -> None:
             assert trainer.checkpoints.report is not None
-            object.__setattr__(trainer.checkpoints.report, "seconds", 0.0)  # or it would be seen to take too long
+            for field in ("seconds", "paused_seconds"):  # or it would be seen to take too long
+                object.__setattr__(trainer.checkpoints.report, field, 0.0)
 
     tessera.train(recipe, callbacks=[Quick()])
     assert "checkpoints   every 1e-09 minutes and at the end" in capsys.readouterr().err
@@ -314,11 +315,11 @@ def test_a_run_saves_by_the_clock(data: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_saving_takes_no_more_than_a_twentieth_of_the_time(data: Path, tmp_path: Path) -> None:
-    recipe = quick_recipe(data, tmp_path, steps=5) | {"checkpoint": {"minutes": 1e-9, "keep": 9}}
+    recipe = quick_recipe(data, tmp_path, steps=5) | {"checkpoint": {"minutes": 1e-9, "keep": 9, "asynchronous": False}}
 
     class Slow(Callback):
         def on_save(self, trainer: Any, path: Path) -> None:
-            object.__setattr__(trainer.checkpoints.report, "seconds", 1000.0)
+            object.__setattr__(trainer.checkpoints.report, "paused_seconds", 1000.0)
 
     tessera.train(recipe, callbacks=[Slow()])
     saved = sorted(path.name for path in (tmp_path / "chat" / "checkpoints").glob("step-*"))
@@ -332,8 +333,8 @@ def test_a_finished_run_does_not_read_its_checkpoint_again(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
-    real = tessera.checkpoint.manifest.hash_file  # type: ignore[attr-defined]
-    monkeypatch.setattr("tessera.checkpoint.manifest.hash_file", lambda path: read.append(path) or real(path))
+    real = tessera.checkpoint.files.hash_file  # type: ignore[attr-defined]
+    monkeypatch.setattr("tessera.checkpoint.files.hash_file", lambda path: read.append(path) or real(path))
     run = tessera.train(quick_recipe(data, tmp_path))
     assert run.checkpoint == tmp_path / "chat" / "checkpoints" / "step-00000003"
     assert read == []

@@ -15,14 +15,14 @@ import pytest
 
 from tessera.core.errors import TesseraError
 from tessera.core.process import Process
-from tessera.train import lock as locks
-from tessera.train.lock import LOCK, OWNER, FolderLock, Owner
+from tessera.training import lock as locks
+from tessera.training.lock import LOCK, OWNER, FolderLock, FolderOwner
 
 BEAT = 0.2
 HOLDER = """
 import sys, time, os
 from pathlib import Path
-from tessera.train.lock import FolderLock
+from tessera.training.lock import FolderLock
 held = FolderLock(Path(sys.argv[1]), heartbeat_s=float(sys.argv[2]))
 held.acquire()
 if sys.argv[3] == "fork" and os.fork() == 0:
@@ -56,9 +56,9 @@ def take(folder: Path) -> None:
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> Owner:
+def elsewhere(tmp_path: Path) -> FolderOwner:
     """The record of an owner on another machine."""
-    owner = Owner(replace(Process.this(), host="far-away", realm="another-boot/pid:[1]", pid=4321), "0" * 16, 7)
+    owner = FolderOwner(replace(Process.this(), host="far-away", realm="another-boot/pid:[1]", pid=4321), "0" * 16, 7)
     (tmp_path / OWNER).write_bytes(owner.dump())
     return owner
 
@@ -98,18 +98,18 @@ def test_a_second_run_of_the_same_process_is_refused_and_takes_nothing_away(tmp_
 
 
 def test_a_record_that_a_run_of_this_process_left_locks_nobody_out(tmp_path: Path) -> None:
-    (tmp_path / OWNER).write_bytes(Owner(Process.this(), "0" * 16, 3).dump())
+    (tmp_path / OWNER).write_bytes(FolderOwner(Process.this(), "0" * 16, 3).dump())
     take(tmp_path)
 
 
-def test_a_live_owner_on_another_machine_is_found_by_its_heartbeat(tmp_path: Path, elsewhere: Owner) -> None:
+def test_a_live_owner_on_another_machine_is_found_by_its_heartbeat(tmp_path: Path, elsewhere: FolderOwner) -> None:
     """Also where the lock could be had, since other machines may not see it."""
     beating = subprocess.Popen(
         [
             sys.executable,
             "-c",
             "import sys, time, json\nwhile True:\n    f = open(sys.argv[1], 'r+'); d = json.loads(f.read()); "
-            "d['beat'] += 1; f.seek(0); f.write(json.dumps(d).ljust(1023) + '\\n'); f.close(); time.sleep(0.1)",
+            "d['heartbeat'] += 1; f.seek(0); f.write(json.dumps(d).ljust(1023) + '\\n'); f.close(); time.sleep(0.1)",
             str(tmp_path / OWNER),
         ]
     )
@@ -121,7 +121,9 @@ def test_a_live_owner_on_another_machine_is_found_by_its_heartbeat(tmp_path: Pat
         beating.wait()
 
 
-def test_a_dead_owner_on_another_machine_is_replaced_after_a_few_heartbeats(tmp_path: Path, elsewhere: Owner) -> None:
+def test_a_dead_owner_on_another_machine_is_replaced_after_a_few_heartbeats(
+    tmp_path: Path, elsewhere: FolderOwner
+) -> None:
     began = time.monotonic()
     take(tmp_path)
     assert time.monotonic() - began > 2 * BEAT
@@ -133,7 +135,7 @@ def test_a_dead_owner_on_another_machine_is_replaced_after_a_few_heartbeats(tmp_
 
 
 def test_a_lock_that_a_dead_machine_keeps_is_replaced(
-    tmp_path: Path, elsewhere: Owner, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, elsewhere: FolderOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a file server does that has not noticed yet."""
     asked: list[int] = []
@@ -165,7 +167,7 @@ def test_without_locks_the_record_decides(tmp_path: Path, code: int, monkeypatch
 
 def test_the_owner_of_a_reused_pid_is_no_owner(tmp_path: Path) -> None:
     other = replace(Process.this(), started="1")
-    (tmp_path / OWNER).write_bytes(Owner(other, "0" * 16, 3).dump())
+    (tmp_path / OWNER).write_bytes(FolderOwner(other, "0" * 16, 3).dump())
     began = time.monotonic()
     FolderLock(tmp_path, heartbeat_s=5).acquire()
     assert time.monotonic() - began < 5

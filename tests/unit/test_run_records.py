@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import tessera
+from tessera.core.callback import Callback, StepResult
+from tessera.core.files import JsonLines, last_step, read_jsonl, rows_from_end, truncate_after
 from tessera.core.types import Batch
-from tessera.train.callbacks import Callback, StepResult
-from tessera.train.jsonl import JsonLines, last_step, read_jsonl, rows_from_end, truncate_after
-from tessera.train.records import Ledger, Quarantine, read_ledger
+from tessera.training.records import Ledger, Quarantine, read_ledger
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -87,7 +87,7 @@ def test_only_the_end_of_a_long_record_is_read(tmp_path: Path, monkeypatch: pyte
         parsed += 1
         return json.loads(line)
 
-    monkeypatch.setattr("tessera.train.jsonl.parse_row", count)
+    monkeypatch.setattr("tessera.core.files.parse_row", count)
     truncate_after(path, 19990)
     assert parsed == 11
     assert last_step(path) == 19990
@@ -242,6 +242,7 @@ def test_the_main_rank_cuts_the_ledgers_of_ranks_that_are_gone(tmp_path: Path) -
 def test_quarantine_passes_over_a_broken_line(tmp_path: Path) -> None:
     (tmp_path / "quarantine.jsonl").write_bytes(b'{"id": "a", "reason": ""}\n\xff\xff\n')
     quarantine = Quarantine()
-    quarantine.note(trainer_at(tmp_path, 0), "a", "again")
-    quarantine.note(trainer_at(tmp_path, 0), "b", "new")
+    quarantine.on_start(trainer_at(tmp_path, 0))
+    quarantine.note("a", "again")
+    quarantine.note("b", "new")
     assert [row["id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == ["a", "b"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tessera.core import device as devices
-from tessera.train.callbacks import Callback, StepResult
-from tessera.train.run import train
+from tessera.core.callback import Callback, StepResult
+from tessera.training.run import train
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -21,7 +21,7 @@ class Watch(Callback):
         self.handles: list[int] = []
 
     def on_step_end(self, trainer: Any, result: StepResult) -> None:
-        if result.step % 20 == 0:
+        if result.step % 8 == 0:
             self.memory.append(devices.memory(torch.device("cpu")).used)
             self.handles.append(len(os.listdir("/proc/self/fd")))
 
@@ -32,7 +32,7 @@ def soak(tmp_path: Path, steps: int, workers: int, quickstart: bool) -> Watch:
         recipe["model"]["config"] = {}
     recipe["data"]["workers"] = workers
     recipe["checkpoint"] = {"every": steps // 8}
-    recipe["log"]["every"] = 50
+    recipe["log"]["every"] = 25
     watch = Watch()
     train(recipe, callbacks=[watch])
     return watch
@@ -46,8 +46,9 @@ def check(watch: Watch) -> None:
     assert max(watch.handles[half:]) <= max(watch.handles[2:half])
 
 
+@pytest.mark.slow
 def test_a_short_soak(tmp_path: Path) -> None:
-    check(soak(tmp_path, 320, workers=1, quickstart=False))
+    check(soak(tmp_path, 128, workers=1, quickstart=False))
 
 
 @pytest.mark.slow

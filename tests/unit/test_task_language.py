@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tessera.core.types import IGNORE, Batch, LanguageOutput, Segments, trained_positions
 from tessera.tasks.dpo import answer_log_probs
 from tessera.tasks.language import LanguageTask
+from tests.task_parts import sum_and_count
 
 
 def given(share: float) -> tuple[Batch, Tensor, nn.Linear]:
@@ -23,8 +24,8 @@ def test_the_loss_of_trained_positions_is_the_loss(share: float) -> None:
     batch, hidden, head = given(share)
     found = []
     for one in (batch, batch.with_tensors(trained=trained_positions(batch["labels"]))):
-        out = LanguageTask().loss(LanguageOutput(hidden, head), one)
-        found.append((out.sum, out.count, *torch.autograd.grad(out.sum, (hidden, head.weight))))
+        total, count = sum_and_count(LanguageTask(), LanguageOutput(hidden, head), one)
+        found.append((total, count, *torch.autograd.grad(total, (hidden, head.weight))))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 

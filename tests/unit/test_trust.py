@@ -18,7 +18,7 @@ from tessera.core.run_config import DataSection, load_config
 from tessera.core.trust import RUN_ID, STATE_VARIABLE, named_code
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.models import FAMILIES, resolve
-from tessera.models._foreign import import_class
+from tessera.models.common.foreign import import_class
 from tessera.tasks import TASKS
 
 TOYS = "tests.toys.own_data"
@@ -42,7 +42,7 @@ def recipe(out: Path, **changes: Any) -> dict[str, Any]:
         "name": "own",
         "out": str(out),
         "model": {"family": "module", "config": {"class": "tests.toys.own_models:PlainNet"}},
-        "data": {"kind": "own", "options": {"dataset": f"{TOYS}:Digits", "arguments": {"count": 8}}, "workers": 0},
+        "data": {"kind": "custom", "options": {"dataset": f"{TOYS}:Digits", "arguments": {"count": 8}}, "workers": 0},
         "train": {"steps": 2, "global_batch": 2},
         "optim": {"lr": 1e-3},
         **changes,
@@ -50,7 +50,7 @@ def recipe(out: Path, **changes: Any) -> dict[str, Any]:
 
 
 def rows(**options: Any) -> Any:
-    return KINDS.get("own")(RowRequest(DataSection(kind="own", options=options), "train", None, 0))
+    return KINDS.get("custom")(RowRequest(DataSection(kind="custom", options=options), "train", None, 0))
 
 
 # ---------------------------------------------------------------------------------------------- what is called
@@ -112,7 +112,7 @@ def test_every_other_road_refuses_them_too(path: str) -> None:
         ).model
         spec, config = resolve(section)
         with pytest.raises(TesseraError):
-            spec.build(config)
+            spec.main.build(config)
 
 
 def test_modules_of_python_itself_are_refused_before_they_are_imported() -> None:
@@ -131,7 +131,7 @@ def test_what_is_imported_by_a_path_is_asked_about_too(
     (tmp_path / f"{name}.py").write_text(FOREIGN.format(mark=str(mark)), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     path = f"{name}:Set"
-    config = load_config(recipe(tmp_path, data={"kind": "own", "options": {"dataset": path}}))
+    config = load_config(recipe(tmp_path, data={"kind": "custom", "options": {"dataset": path}}))
     if path in named_code(config):
         return
     with pytest.raises(TesseraError, match="not an import path"):
@@ -245,9 +245,9 @@ def test_nothing_is_imported_from_a_foreign_folder(tmp_path: Path, state: Path) 
         {"model": {"family": "transformers", "config": {"hub": {"x": "evil_module:SPEC"}}}},
         {"train": {"steps": 1, "task": "evil_module:TASK"}},
         {"data": {"kind": "evil_module:KIND"}},
-        {"data": {"kind": "own", "options": {"dataset": "evil_module:KIND"}}},
-        {"data": {"kind": "own", "options": {"dataset": "tessera.x:y", "collate_fn": "evil_module:KIND"}}},
-        {"data": {"kind": "own", "options": {"eval": {"loader": "evil_module:KIND"}}}},
+        {"data": {"kind": "custom", "options": {"dataset": "evil_module:KIND"}}},
+        {"data": {"kind": "custom", "options": {"dataset": "tessera.x:y", "collate_fn": "evil_module:KIND"}}},
+        {"data": {"kind": "custom", "options": {"eval": {"loader": "evil_module:KIND"}}}},
     ]
     for changes in roads:
         plain = {"model": {"family": "qwen2_vl"}, "train": {"steps": 1}}
@@ -323,7 +323,7 @@ def test_a_run_without_code_of_its_own_leaves_no_note(tmp_path: Path, state: Pat
     plain = load_config({"model": {"family": "qwen2_vl"}, "train": {"steps": 1, "task": "language"}})
     assert named_code(plain) == {}
     assert named_code(load_config({"model": {"family": "tessera.models.qwen3"}, "train": {"steps": 1}})) == {}
-    led_out = {"kind": "own", "options": {"dataset": "tessera.core.process:os.system"}}
+    led_out = {"kind": "custom", "options": {"dataset": "tessera.core.process:os.system"}}
     assert named_code(load_config({"model": {"family": "qwen3"}, "train": {"steps": 1}, "data": led_out}))
 
 

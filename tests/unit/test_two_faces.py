@@ -86,7 +86,7 @@ def test_a_run_outlives_the_folder_it_began_from(run: tessera.Run, data: Path, t
 def test_evaluate_writes_answers_and_the_report_shows_them(run: tessera.Run) -> None:
     score = tessera.evaluate(run.folder, max_new_tokens=4)
     assert len(score.rows) == 6
-    assert set(score.groups()) == {"text only", "1 picture", "2 pictures"}
+    assert set(score.groups()) == {"text only", "1 image", "2 images"}
     page = tessera.report(run.folder).read_text()
     assert "Held-out answers" in page
     assert "data:image/png;base64" in page
@@ -100,10 +100,10 @@ def test_transformers_agrees_with_the_export(run: tessera.Run, data: Path) -> No
 
 
 def test_both_faces_have_the_same_verbs() -> None:
-    """What prints a recipe's settings, writes a job for a scheduler or looks at data sets is for the shell."""
+    """What prints settings, writes a job for a scheduler, looks at data sets or runs a script is for the shell."""
     verbs = {str(command.name or command.callback.__name__) for command in app.registered_commands if command.callback}
     spelled = {"eval": "evaluate"}
-    assert {spelled.get(verb, verb) for verb in verbs} - {"launch"} <= set(tessera.__all__)
+    assert {spelled.get(verb, verb) for verb in verbs} - {"launch", "run"} <= set(tessera.__all__)
     assert set(tessera.__all__) - {"Run", "load", "dry_run"} <= {spelled.get(verb, verb) for verb in verbs}
     for name in tessera.__all__:
         assert callable(getattr(tessera, name)), name
@@ -124,7 +124,7 @@ def test_folders_are_named_by_text_or_by_path(run: tessera.Run, data: Path, tmp_
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(chat_recipe(data, tmp_path, steps=1)))
     assert tessera.plan(str(recipe), world=2).world == tessera.plan(recipe, world=2).world
-    assert tessera.preflight(str(recipe))[0].startswith("1 ranks met")
+    assert tessera.preflight(str(recipe))[0].startswith("1 ranks came together")
     again = tessera.train(str(recipe))
     assert tessera.resume(str(again.folder), {"train.steps": 2}).folder == again.folder
     for verb in (tessera.report, tessera.resume, tessera.load, tessera.evaluate):

@@ -17,31 +17,31 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tessera.checkpoint import hf
-from tessera.checkpoint.weights import Recipe, fill
+from tessera.checkpoint import folder_tensors, hf
+from tessera.checkpoint.weights import TensorSource, fill
 from tessera.core.weightmap import (
     ByBox,
     Concat,
     GroupByHead,
+    Identity,
     Operation,
-    Part,
     Rule,
-    Same,
     Stack,
-    Turned,
+    TensorChunk,
+    TransposeIfNeeded,
     WeightMap,
     can_read_boxes,
     shape_of,
 )
 
 OPERATIONS: dict[str, tuple[Operation, list[tuple[int, ...]]]] = {
-    "same": (Same(), [(6, 8)]),
+    "same": (Identity(), [(6, 8)]),
     "experts one by one": (Stack(), [(4, 6)] * 5),
-    "experts turned": (Turned(4, 6), [(5, 6, 4)]),
-    "experts as ours": (Turned(4, 6), [(5, 4, 6)]),
-    "first half of turned experts": (Part(0, 2, 1, Turned(8, 6)), [(5, 6, 8)]),
-    "second half of turned experts": (Part(1, 2, 1, Turned(8, 6)), [(5, 6, 8)]),
-    "third of rows": (Part(2, 3, 0), [(12, 4)]),
+    "experts turned": (TransposeIfNeeded(4, 6), [(5, 6, 4)]),
+    "experts as ours": (TransposeIfNeeded(4, 6), [(5, 4, 6)]),
+    "first half of turned experts": (TensorChunk(0, 2, 1, TransposeIfNeeded(8, 6)), [(5, 6, 8)]),
+    "second half of turned experts": (TensorChunk(1, 2, 1, TransposeIfNeeded(8, 6)), [(5, 6, 8)]),
+    "third of rows": (TensorChunk(2, 3, 0), [(12, 4)]),
     "joined rows": (Concat((3, 5, 4)), [(3, 6), (5, 6), (4, 6)]),
     "joined columns": (Concat((3, 5), 1), [(2, 3), (2, 5)]),
 }
@@ -66,7 +66,7 @@ class Files:
 def test_a_box_is_made_of_boxes_and_of_no_byte_more(name: str) -> None:
     op, shapes = OPERATIONS[name]
     files, chance = Files(shapes), random.Random(0)
-    whole = op.to_ours(list(files.tensors.values()))
+    whole = op.to_native(list(files.tensors.values()))
     assert shape_of(op, shapes) == tuple(whole.shape)
     assert can_read_boxes(op)
     assert isinstance(op, ByBox)
@@ -75,14 +75,14 @@ def test_a_box_is_made_of_boxes_and_of_no_byte_more(name: str) -> None:
         sizes = [chance.randint(1, size - at) for size, at in zip(whole.shape, offsets, strict=True)]
         files.read_numbers = 0
         pieces = [files.read(str(number), o, s) for number, o, s in op.boxes(offsets, sizes, shapes)]
-        made = op.joined(pieces, shapes)
+        made = op.join_boxes(pieces, shapes)
         assert torch.equal(made, whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))])
         assert files.read_numbers == made.numel()
 
 
 def test_what_mixes_everything_is_read_whole() -> None:
     assert not can_read_boxes(GroupByHead(2))
-    assert not can_read_boxes(Part(0, 2, 0, GroupByHead(2)))
+    assert not can_read_boxes(TensorChunk(0, 2, 0, GroupByHead(2)))
 
 
 @pytest.fixture
@@ -100,9 +100,9 @@ def four_ranks() -> Iterator[Any]:
 def test_a_rank_reads_its_own_experts_along_any_dimension(name: str, dim: int, four_ranks: Any) -> None:
     op, shapes = OPERATIONS[name]
     files = Files(shapes)
-    whole = op.to_ours(list(files.tensors.values()))
+    whole = op.to_native(list(files.tensors.values()))
     target = distribute_tensor(torch.zeros_like(whole), four_ranks, [Shard(dim)], src_data_rank=None)
-    fill(target, Recipe("ours", tuple(files.tensors), op), files.shapes, files.read, "folder")
+    fill(target, TensorSource("ours", tuple(files.tensors), op), files.shapes, files.read, "folder")
     mine = distribute_tensor(whole, four_ranks, [Shard(dim)], src_data_rank=None).to_local()
     assert torch.equal(target.to_local(), mine)
     assert files.read_numbers == mine.numel()
@@ -127,14 +127,14 @@ def test_bytes_that_leave_the_files_of_a_moe_folder(
         for layer in range(2)
     }
     found: list[tuple[str, int]] = []
-    plain = hf.read_box
+    plain = folder_tensors.read_box
 
     def counted(file: Any, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         piece = plain(file, key, offsets, sizes)
         found.append((key, piece.numel() * piece.itemsize))
         return piece
 
-    monkeypatch.setattr(hf, "read_box", counted)
+    monkeypatch.setattr(folder_tensors, "read_box", counted)
     monkeypatch.setattr(hf.Ranks, "current", classmethod(lambda cls: cls(0, 1)))  # nobody answers here
     hf.load_folder(tmp_path, tensors, table)
     assert sum(size for _, size in found) == sum(tensor.to_local().numel() * 4 for tensor in tensors.values())

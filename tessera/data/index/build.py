@@ -2,7 +2,7 @@
 
 An index is made once and kept in a file named by what it was made from: other rows, another root, or another
 preprocessing give another name. Pixels are never decoded here and never kept. A media file that is exchanged later is
-not noticed here; it shows when it is decoded, as a sample whose length is not the one promised.
+noticed when it is decoded, as a sample whose length is not the indexed one.
 """
 
 from __future__ import annotations
@@ -11,31 +11,39 @@ import dataclasses
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import numpy as np
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import SourceSection
-from tessera.data.index import fit
-from tessera.data.index.fit import TooLong
-from tessera.data.index.gather import Workers, forget, gather
-from tessera.data.index.measure import Measured, MeasureRows
-from tessera.data.index.split import SourceIndex, SplitIndex, find_repeats, sound
-from tessera.data.media.images import Limits
-from tessera.data.processor import ChatProcessor
-from tessera.data.sources.base import Source
-from tessera.data.sources.open import open_source
+from tessera.data.index.measure import Measured, MeasureRows, Workers, bad_rows, measure_all
+from tessera.data.index.split import (
+    SourceIndex,
+    SplitIndex,
+    Truncate,
+    TruncateToLength,
+    drop_long,
+    find_repeats,
+    is_sound,
+    too_long,
+    with_cuts,
+)
+from tessera.data.media.files import Limits
+from tessera.data.media.read import ChatProcessor
+from tessera.data.sources.container import bad_sample_error
+from tessera.data.sources.source import Source, open_source
 from tessera.data.tables import AnyTables, MemoryTables, keep_tables, open_tables
 
 log = logging.getLogger("tessera")
 
 FORMAT = 3  # of the kept files, and of what an index means: raise it when either changes
 Policy = Literal["skip", "fail"]
-_NOT_MEASURED = ("draft",)  # limits that change how media is decoded, and not what headers tell
+_NOT_MEASURED = ("jpeg_draft",)  # limits that change how media is decoded, and not what headers tell
 
 
 def build_index(
@@ -46,15 +54,17 @@ def build_index(
     limits: Limits,
     on_bad_sample: Policy,
     cache_folder: Path | None,
-    too_long: TooLong = "drop",
+    truncate: Truncate = "never",
     workers: Workers = "auto",
     timeout_s: float = 60.0,
 ) -> SplitIndex:
-    """Index of a split. Samples that cannot be used, or are too long even when cut, are listed and left out, or end
-    the run. `workers`: processes that look at rows; 0: this one does; auto: this one does when that is soon done."""
+    """Return the index of a split. Samples that are unusable or too long are left out and listed, or end the run.
+
+    `workers`: processes that measure records; 0: this one does; auto: this one does when that takes few seconds.
+    """
     if not sections:
         raise TesseraError("no data files are given", where="data", fix="list them under data.train")
-    maker = _Maker(processor, length, too_long, limits, on_bad_sample, cache_folder, workers, timeout_s)
+    maker = _Maker(processor, length, truncate, limits, on_bad_sample, cache_folder, workers, timeout_s)
     parts = tuple(maker.part(section) for section in sections)
     starts = np.cumsum([0, *(len(part) for part in parts)])
     if starts[-1] == 0:
@@ -72,7 +82,7 @@ def build_index(
 class _Maker:
     processor: ChatProcessor
     length: int
-    too_long: TooLong
+    truncate: Truncate
     limits: Limits
     policy: Policy
     folder: Path | None
@@ -80,8 +90,8 @@ class _Maker:
     timeout_s: float
 
     def part(self, section: SourceSection) -> SourceIndex:
+        """Return the index of one data set."""
         source = open_source(section, self.folder)
-        key = self._key(source)
         work = MeasureRows(
             source,
             range(len(source)),
@@ -91,26 +101,27 @@ class _Maker:
             self.processor.target,
             self.timeout_s,
         )
-        part = SourceIndex(source, self._measured(work, key))
-        self._judge(part)
-        part = SourceIndex(source, self._fitted(work, part.tables))
-        self._judge(part)
+        tables = self._measured(work)
+        self._check_bad(source, tables)
+        part = SourceIndex(source, self._fitted(work, tables))
+        self._check_bad(source, part.tables)
         return part
 
-    def _key(self, source: Source) -> str:
-        """All that measures depend on. Not the weight of a set nor the length of a row: these may change freely."""
+    def _measured(self, work: MeasureRows) -> AnyTables:
+        """Return every usable sample, however long. The key is all that measures depend on, and nothing else."""
         limits = {name: value for name, value in dataclasses.asdict(self.limits).items() if name not in _NOT_MEASURED}
-        return _digest([FORMAT, source.facts(), self.processor.fingerprint, limits])
-
-    def _measured(self, work: MeasureRows, key: str) -> AnyTables:
-        """Every usable sample, however long."""
+        key = _digest([FORMAT, work.source.facts(), self.processor.fingerprint, limits])
         file = self._file("index", key)
         found = self._kept(file, key)
         if found is not None:
             return found
-        look = None if self.policy == "skip" else lambda piece: self._judge_bad(work.source.path, piece)
+
+        def fail_early(measured: Measured) -> None:
+            if measured.bad and self.policy == "fail":
+                raise bad_sample_error(*measured.bad[0][1:], str(work.source.path))
+
         work = dataclasses.replace(work, key=key, folder=None if file is None else file.with_suffix(".parts"))
-        measured = gather(work, workers=self.workers, title=f"index of {work.source.path.name}", look=look)
+        measured = measure_all(work, workers=self.workers, title=f"index of {work.source.path.name}", look=fail_early)
         if measured.crashed:
             log.warning(
                 "%s: %d rows ended the process that read them, or never let it go; they count as bad%s",
@@ -121,30 +132,32 @@ class _Maker:
         return self._keep(file, key, measured.tables(), work.folder)
 
     def _fitted(self, work: MeasureRows, tables: AnyTables) -> AnyTables:
-        """Those that fit into a row, and those that were made to."""
-        long = fit.too_long(tables, self.length)
+        """Return the samples that fit into a row, and those that were made to."""
+        long = too_long(tables, self.length)
         if len(long) == 0:
             return tables
-        name, key = work.source.path.name, fit.fit_key(tables, self.length, self.too_long)
+        name = work.source.path.name
+        made_of = [tables.about["key"], tables.about["digest"]]
+        key = hashlib.sha256(f"{made_of} fit to {self.length} by {self.truncate}".encode()).hexdigest()
         file = self._file("fit", key)
         found = self._kept(file, key)
         if found is None:
-            measured, parts = Measured.of(tables), None
-            if self.too_long == "drop":
-                made = fit.dropped(measured, work.source, long, self.length)
+            parts = None if file is None or self.truncate == "never" else file.with_suffix(".parts")
+            if self.truncate == "never":
+                cut = drop_long(tables, work.source, long, self.length)
             else:
-                cutter = fit.CutToLength(self.processor, self.length)
-                parts = None if file is None else file.with_suffix(".parts")
-                work = dataclasses.replace(
-                    work, rows=np.asarray(tables["row"][long]), measure=cutter, key=key, folder=parts
-                )
-                cut = gather(work, workers=self.workers, title=f"long samples of {name}")
-                made = fit.with_cuts(measured, cut, long)
-            found = self._keep(file, key, made, parts)
-        fit.tell(found, name, self.length)
+                cutter, rows = TruncateToLength(self.processor, self.length), np.asarray(tables["row"][long])
+                work = dataclasses.replace(work, rows=rows, measure=cutter, key=key, folder=parts)
+                cut = measure_all(work, workers=self.workers, title=f"long samples of {name}")
+            found = self._keep(file, key, with_cuts(Measured.of(tables), cut, long), parts)
+        log.info(
+            "%s: longer than data.length %d: %s samples cut by turns, %s dropped",
+            *(name, self.length, found.about["cut"], found.about["dropped"]),
+        )
         return found
 
     def repeats(self, parts: Sequence[SourceIndex], identity: str) -> AnyTables:
+        """Return which samples have the id of an earlier one."""
         file = self._file("ids", identity)
         found = None if file is None else open_tables(file, identity)
         if found is not None and {"sample", "times"} <= set(found) and len(found["sample"]) == len(found["times"]):
@@ -152,15 +165,13 @@ class _Maker:
         hashes = np.concatenate([part.id_hash for part in parts])
         return keep_tables(file, find_repeats(hashes, key=identity))
 
-    # ------------------------------------------------------------------------------------------ files
-
     def _file(self, kind: str, key: str) -> Path | None:
         return None if self.folder is None else self.folder.absolute() / f"{kind}-{key[:32]}.safetensors"
 
     def _kept(self, file: Path | None, key: str) -> AnyTables | None:
-        """None when it must be made: it never was, it is damaged, or rows were given up that now get more time."""
+        """Return what is kept; None when it is missing or damaged, or rows were given up that now get more time."""
         found = None if file is None else open_tables(file, key)
-        if found is None or not sound(found) or "digest" not in found.about:
+        if found is None or not is_sound(found) or "digest" not in found.about:
             return None
         return None if 0 < float(found.about["slow_at"]) < self.timeout_s else found
 
@@ -170,28 +181,14 @@ class _Maker:
             digest.update(np.ascontiguousarray(made.get(name, np.empty(0, np.int32))).data)
         made.about |= {"key": key, "digest": digest.hexdigest()}
         kept = keep_tables(file, made)
-        forget(parts)
+        if parts is not None:
+            shutil.rmtree(parts, ignore_errors=True)
         return kept
 
-    # ------------------------------------------------------------------------------------------ policy
-
-    def _judge(self, part: SourceIndex) -> None:
-        if self.policy == "fail" and part.bad_count:
-            id, reason = part.bad[0]
-            _fail(part.source.path, id, reason, part.bad_count - 1)
-
-    def _judge_bad(self, path: Path, piece: Measured) -> None:
-        if piece.bad:
-            _fail(path, piece.bad[0].id, piece.bad[0].reason, 0)
-
-
-def _fail(path: Path, id: str, reason: str, others: int) -> NoReturn:
-    more = f" (and {others} more)" if others else ""
-    raise TesseraError(
-        f"sample {id} cannot be used: {reason}{more}",
-        where=str(path),
-        fix="mend the data, or set data.on_bad_sample=skip",
-    )
+    def _check_bad(self, source: Source, tables: AnyTables) -> None:
+        count = int(tables.about["bad_count"])
+        if self.policy == "fail" and count:
+            raise bad_sample_error(*bad_rows(tables)[0][1:], str(source.path), count - 1)
 
 
 def _digest(facts: object) -> str:

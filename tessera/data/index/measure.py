@@ -1,30 +1,47 @@
-"""Looks at rows: what will each cost, from headers alone, or why can it not be used."""
+"""Measures records: what each will cost, from headers alone, or why it cannot be used.
+
+Few records are measured in this process, many in several, in chunks that are kept on disk at once: a killed run loses
+only the chunks in flight. A record that crashes or hangs the process that reads it counts as bad. Videos and audio are
+never read in this process, unless no other is allowed: the libraries that read them may crash.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import logging
+import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from tessera.core.errors import TesseraError
+from tessera.core.process import usable_cpus
 from tessera.core.types import MediaSize, Sample
-from tessera.data.media.images import Limits
+from tessera.data.media.files import ArchiveMember, Limits
 from tessera.data.media.read import KindTarget, probe
-from tessera.data.media.video import VideoSampling
-from tessera.data.pool import Note
-from tessera.data.sources.base import Source
-from tessera.data.sources.forms import RowError
-from tessera.data.sources.within import Within
+from tessera.data.media.video_frames import VideoSampling
+from tessera.data.sources.container import RecordError, reason_of
+from tessera.data.sources.source import Source
 from tessera.data.tables import AnyTables, MemoryTables, keep_tables, narrow, open_tables
-from tessera.data.time_limit import TooSlow, time_limit
+from tessera.data.workers.pool import Lost, Note, Pool
+from tessera.data.workers.worker import TooSlow, time_limit
 
+log = logging.getLogger("tessera")
+
+CHUNK = 1024  # rows: some tenths of a second of work
+FIRST_CHUNK = 64  # tells how long the others will take
+SOON = 3.0  # seconds of work that are not worth starting processes for
+MAX_WORKERS = 32
+REPORT_EVERY = 10.0  # seconds
+Workers = int | Literal["auto"]
 MAX_BAD = 10_000  # bad rows that are named; all are counted
 COMMON = ("row", "id_hash", "content")  # arrays that every table of samples has, besides its columns
 Measure = Callable[[Sample, Sequence[MediaSize]], dict[str, int]]
@@ -36,13 +53,13 @@ class BadRow(NamedTuple):
     reason: str
 
 
-class NeedsProcess(Exception):
-    """A row has media whose readers may crash: it is to be looked at by a process that can be replaced."""
+class NeedsWorkerProcess(Exception):
+    """Report that a record must be measured by a process that can be replaced: readers of its media may crash."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """Positions [first, last) of the rows of a set: an item of work."""
+class RecordRange:
+    """Name the positions [first, last) of records of a data set: an item of work."""
 
     first: int
     last: int
@@ -51,8 +68,9 @@ class Span:
     def __len__(self) -> int:
         return self.last - self.first
 
-    def without(self, position: int, reason: str) -> Span:
-        return Span(self.first, self.last, (*self.lost, (position, reason)))
+    def without(self, lost: Lost) -> RecordRange | None:
+        """Return the range without the record that crashed or hung its reader: it counts as bad."""
+        return None if lost.at is None else replace(self, lost=(*self.lost, (lost.at, lost.reason)))
 
 
 def id_hash(id: str) -> int:
@@ -60,7 +78,7 @@ def id_hash(id: str) -> int:
 
 
 def content_hash(sample: Sample) -> int:
-    """Tells whether a row still says what it said, also where it has no id of its own."""
+    """Return a hash that changes with the content of a sample, also where it has no id of its own."""
     crc, words = 0, []
     for message in sample.messages:
         words.append(message.role)
@@ -68,14 +86,19 @@ def content_hash(sample: Sample) -> int:
             words.append(part.kind)
             if isinstance(part.value, bytes):
                 crc = zlib.crc32(part.value, crc)
-            elif isinstance(part.value, (str, Within)):
-                words.append(str(part.value))
+            elif isinstance(part.value, str):
+                words.append(part.value)
+            elif isinstance(part.value, ArchiveMember):  # in the text that indexes on disk hold the hash of
+                member = part.value
+                words.append(
+                    f"Within(file={member.file!r}, start={member.start}, size={member.size}, name={member.name!r})"
+                )
     return zlib.crc32("\0".join(words).encode(errors="surrogatepass"), crc)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found in some rows: arrays over the usable ones (row, id_hash, content, column.*), and the others."""
+    """Hold measures of some records: arrays over the usable ones (row, id_hash, content, column.*), and bad ones."""
 
     arrays: dict[str, np.ndarray]
     bad: tuple[BadRow, ...] = ()
@@ -91,7 +114,7 @@ class Measured:
 
     @staticmethod
     def of(tables: AnyTables) -> Measured:
-        """Raises ValueError, KeyError or TypeError when the tables are something else."""
+        """Return the measures in tables. Raise ValueError, KeyError or TypeError when these are something else."""
         arrays = {name: array for name, array in tables.items() if name in COMMON or name.startswith("column.")}
         if len({len(arrays[name]) for name in (*COMMON, *arrays)}) != 1:
             raise ValueError("columns of different lengths")
@@ -101,18 +124,18 @@ class Measured:
         )
 
     @staticmethod
-    def join(pieces: Sequence[Measured]) -> Measured:
-        """Of pieces in the order of their rows."""
-        full = [piece.arrays for piece in pieces if len(piece.arrays["row"])] or [pieces[0].arrays]
+    def join(parts: Sequence[Measured]) -> Measured:
+        """Join parts that are in the order of their records."""
+        full = [part.arrays for part in parts if len(part.arrays["row"])] or [parts[0].arrays]
         bad: list[BadRow] = []
-        for piece in pieces:
-            bad += piece.bad[: MAX_BAD - len(bad)]
+        for part in parts:
+            bad += part.bad[: MAX_BAD - len(bad)]
         return Measured(
             {name: np.concatenate([arrays[name] for arrays in full]) for name in full[0]},
             tuple(bad),
-            sum(piece.bad_count for piece in pieces),
-            min((piece.slow_at for piece in pieces if piece.slow_at), default=0.0),
-            sum(piece.crashed for piece in pieces),
+            sum(part.bad_count for part in parts),
+            min((part.slow_at for part in parts if part.slow_at), default=0.0),
+            sum(part.crashed for part in parts),
         )
 
 
@@ -120,30 +143,24 @@ def bad_rows(tables: AnyTables) -> tuple[BadRow, ...]:
     return tuple(BadRow(int(row), str(id), str(reason)) for row, id, reason in json.loads(tables["bad"].tobytes()))
 
 
-@dataclass
-class _Found:
-    rows: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    contents: list[int] = field(default_factory=list)
-    measures: list[dict[str, int]] = field(default_factory=list)
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        names = sorted(self.measures[0]) if self.measures else []
-        columns = {f"column.{name}": np.array([m[name] for m in self.measures], dtype=np.int64) for name in names}
-        return {
-            "row": narrow(np.array(self.rows, dtype=np.int64)),
-            "id_hash": np.array(self.ids, dtype=np.uint64),
-            "content": np.array(self.contents, dtype=np.uint32),
-            **{name: narrow(column) for name, column in columns.items()},
-        }
+def _arrays(usable: Sequence[tuple[int, Sample, dict[str, int]]]) -> dict[str, np.ndarray]:
+    measures = [found for _, _, found in usable]
+    names = sorted(measures[0]) if measures else []
+    columns = {f"column.{name}": np.array([found[name] for found in measures], dtype=np.int64) for name in names}
+    return {
+        "row": narrow(np.array([row for row, _, _ in usable], dtype=np.int64)),
+        "id_hash": np.array([id_hash(sample.id) for _, sample, _ in usable], dtype=np.uint64),
+        "content": np.array([content_hash(sample) for _, sample, _ in usable], dtype=np.uint32),
+        **{name: narrow(column) for name, column in columns.items()},
+    }
 
 
 @dataclass(frozen=True, eq=False)
 class MeasureRows:
-    """The pool's work: looks at the rows of a span, and writes down what it found before anyone could be killed."""
+    """Measure a range of records, as work of a pool, and write the measures to disk at once."""
 
     source: Source
-    rows: range | np.ndarray  # rising; an item of work is a span of their positions
+    rows: range | np.ndarray  # rising; an item of work is a part of their positions
     measure: Measure
     limits: Limits
     sampling: VideoSampling
@@ -151,34 +168,30 @@ class MeasureRows:
     timeout_s: float
     key: str = ""
     folder: Path | None = None
-    only_images: bool = (
-        False  # in the training process: headers of clips and sounds are read by large foreign libraries
-    )
+    # In the training process: headers of videos and sounds are read by large foreign libraries.
+    only_images: bool = False
 
-    def __call__(self, span: Span, note: Note) -> Measured:
-        found, bad, slow = _Found(), [], bool(span.lost)
-        for row, sample, outcome in self._outcomes(span, note):
+    def __call__(self, part: RecordRange, note: Note) -> Measured:
+        usable, bad, slow = [], [], bool(part.lost)
+        for row, sample, outcome in self._outcomes(part, note):
             if isinstance(outcome, dict):
-                found.rows.append(row)
-                found.ids.append(id_hash(sample.id))
-                found.contents.append(content_hash(sample))
-                found.measures.append(outcome)
+                usable.append((row, sample, outcome))
                 continue
             slow |= isinstance(outcome, TooSlow)
-            bad.append(BadRow(row, sample.id if sample else self.source.place(row), _reason(outcome)))
-        measured = Measured(
-            found.arrays(), tuple(bad), len(bad), self.timeout_s if slow else 0.0, crashed=len(span.lost)
-        )
-        self.keep(span, measured)
+            reason = outcome if isinstance(outcome, str) else reason_of(outcome)
+            bad.append(BadRow(row, sample.id if sample else self.source.location(row), reason))
+        slow_at = self.timeout_s if slow else 0.0
+        measured = Measured(_arrays(usable), tuple(bad), len(bad), slow_at, crashed=len(part.lost))
+        self.keep(part, measured)
         return measured
 
-    def _outcomes(self, span: Span, note: Note) -> Iterator[tuple[int, Any, dict[str, int] | Exception | str]]:
-        """(row, its sample or whatever has its id, measures or why not) for each row."""
-        samples, lost = self._samples(span), dict(span.lost)
-        for position in range(span.first, span.last):
+    def _outcomes(self, part: RecordRange, note: Note) -> Iterator[tuple[int, Any, dict[str, int] | Exception | str]]:
+        """Yield (number, sample or what has its id, measures or why there are none) of each record."""
+        samples, lost = self._samples(part), dict(part.lost)
+        for position in range(part.first, part.last):
             row, sample = int(self.rows[position]), None
             if position in lost:
-                samples = self._samples(Span(position + 1, span.last))
+                samples = self._samples(RecordRange(position + 1, part.last))
                 yield row, None, lost[position]
                 continue
             note(position)
@@ -186,10 +199,10 @@ class MeasureRows:
             try:
                 with time_limit(self.timeout_s):
                     sample = next(samples)
-                    outcome = sample if isinstance(sample, RowError) else self._cost(sample)
+                    outcome = sample if isinstance(sample, RecordError) else self._cost(sample)
             except TooSlow as error:
                 if sample is None:  # the reader was torn out of its work: another one goes on behind this row
-                    samples = self._samples(Span(position + 1, span.last))
+                    samples = self._samples(RecordRange(position + 1, part.last))
                 outcome = error
             except (TesseraError, OSError) as error:
                 if sample is None:  # not this row but the whole set
@@ -199,33 +212,33 @@ class MeasureRows:
 
     def _cost(self, sample: Sample) -> dict[str, int] | str:
         if self.only_images and any(part.kind != "image" for part in sample.media()):
-            raise NeedsProcess
+            raise NeedsWorkerProcess
         sizes = [probe(part, self.source.root, self.limits, self.sampling, self.target) for part in sample.media()]
         measures = self.measure(sample, sizes)
         return measures if measures.get("trained", 1) else "nothing to train on"
 
-    def _samples(self, span: Span) -> Iterator[Sample | RowError]:
-        rows = self.rows[span.first : span.last]
+    def _samples(self, part: RecordRange) -> Iterator[Sample | RecordError]:
+        rows = self.rows[part.first : part.last]
         if isinstance(rows, range):
             yield from (sample for _, sample in self.source.scan(rows))
             return
         for row in rows.tolist():
             try:
                 yield self.source.read(row)
-            except RowError as error:
+            except RecordError as error:
                 yield error
 
-    # ------------------------------------------------------------------------------------------ one file per span
+    # ------------------------------------------------------------------------------------------ one file per part
 
-    def keep(self, span: Span, measured: Measured) -> None:
+    def keep(self, part: RecordRange, measured: Measured) -> None:
         if self.folder is not None:
             # Not kept is only measured again: another process may have finished, and have taken the folder away.
             with suppress(TesseraError):
-                keep_tables(self._file(span), measured.tables(key=self._key(span)))
+                keep_tables(self._file(part), measured.tables(key=self._key(part)))
 
-    def kept(self, span: Span) -> Measured | None:
-        """What an earlier process found; None when it did not come so far."""
-        tables = None if self.folder is None else open_tables(self._file(span), self._key(span))
+    def kept(self, part: RecordRange) -> Measured | None:
+        """Return what an earlier process found; None when it did not come so far."""
+        tables = None if self.folder is None else open_tables(self._file(part), self._key(part))
         if tables is None:
             return None
         try:
@@ -235,15 +248,116 @@ class MeasureRows:
         copies = {name: np.array(array) for name, array in measured.arrays.items()}  # not thousands of open maps
         return None if 0 < measured.slow_at < self.timeout_s else replace(measured, arrays=copies)
 
-    def _key(self, span: Span) -> str:
-        return f"{self.key} {span.first} {span.last}"
+    def _key(self, part: RecordRange) -> str:
+        return f"{self.key} {part.first} {part.last}"
 
-    def _file(self, span: Span) -> Path:
+    def _file(self, part: RecordRange) -> Path:
         assert self.folder is not None
-        return self.folder / f"{span.first:012d}.safetensors"
+        return self.folder / f"{part.first:012d}.safetensors"
 
 
-def _reason(outcome: Exception | str) -> str:
-    if isinstance(outcome, TesseraError):
-        return outcome.what
-    return outcome.reason if isinstance(outcome, RowError) else str(outcome)
+# ---------------------------------------------------------------------------------------------- all records
+
+
+def measure_all(
+    work: MeasureRows,
+    *,
+    workers: Workers,
+    title: str,
+    look: Callable[[Measured], None] | None = None,
+) -> Measured:
+    """Return the measures of all records of `work`, in order. `look` is called with each chunk and may raise."""
+    starts = [0, *range(FIRST_CHUNK, len(work.rows), CHUNK)]
+    ranges = [RecordRange(*bounds) for bounds in pairwise([*starts, len(work.rows)])]
+    # An earlier run began this and did not finish. A record may have crashed it: use worker processes at once.
+    careful = work.folder is not None and work.folder.is_dir()
+    known = {part: found for part in ranges if (found := work.kept(part)) is not None} if careful else {}
+    if work.folder is not None:
+        try:
+            work.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TesseraError(f"an index cannot be kept: {error}", where=str(work.folder)) from None
+    parts: list[Measured] = []
+    progress = Progress(title, len(work.rows))
+    with closing(_run(work, [part for part in ranges if part not in known], workers, careful)) as fresh:
+        for part in ranges:
+            old = known.pop(part, None)
+            parts.append(next(fresh) if old is None else old)
+            progress.count(len(part), parts[-1].bad_count, fresh=old is None)
+            if look is not None:
+                look(parts[-1])
+    progress.end()
+    return Measured.join(parts)
+
+
+def _run(work: MeasureRows, ranges: Sequence[RecordRange], workers: Workers, careful: bool) -> Generator[Measured]:
+    """Yield the measures of each part, in order."""
+    if workers == "auto" and ranges:
+        workers = default_workers()
+        if not careful:
+            here = dataclasses.replace(work, only_images=True)
+            with suppress(NeedsWorkerProcess):
+                began = time.monotonic()
+                yield here(ranges[0], _nothing)
+                seconds = (time.monotonic() - began) / len(ranges[0]) * (ranges[-1].last - ranges[0].last)
+                ranges = ranges[1:]
+                while ranges and seconds < SOON:
+                    yield here(ranges[0], _nothing)
+                    ranges = ranges[1:]
+    if workers == 0 or not ranges:
+        yield from (work(part, _nothing) for part in ranges)
+        return
+
+    assert isinstance(workers, int)
+    with Pool(work, min(workers, len(ranges)), timeout_s=work.timeout_s) as pool:
+        for _, found in pool.map(ranges, again=RecordRange.without):
+            if isinstance(found, Lost):
+                raise TesseraError(
+                    f"the processes that read the data end before they read a row: {found.reason}",
+                    where=str(work.source.path),
+                    fix="set data.workers=0 to see why",
+                )
+            yield found
+
+
+def _nothing(position: int) -> None:
+    return
+
+
+def default_workers() -> int:
+    return max(1, min(int(usable_cpus()), MAX_WORKERS))
+
+
+class Progress:
+    """Log how many rows are done, now and then and at the end."""
+
+    def __init__(self, title: str, total: int) -> None:
+        self.title, self.total = title, total
+        self.done = self.fresh = self.bad = 0
+        self.began = self.reported = time.monotonic()
+
+    def count(self, rows: int, bad: int = 0, *, fresh: bool = True) -> None:
+        """Add rows; those that are not `fresh` were measured by an earlier run."""
+        self.done += rows
+        self.fresh += rows if fresh else 0
+        self.bad += bad
+        now = time.monotonic()
+        if now - self.reported >= REPORT_EVERY:
+            self.reported = now
+            rate = self.fresh / (now - self.began)
+            left = f", {_time((self.total - self.done) / rate)} left" if rate else ""
+            log.info("%s: %s of %s rows, %s", self.title, f"{self.done:,}", f"{self.total:,}", self._rest(rate) + left)
+
+    def end(self) -> None:
+        """Log the sum."""
+        seconds = time.monotonic() - self.began
+        before = f", {self.done - self.fresh:,} of them from an earlier start" if self.done > self.fresh else ""
+        rest = self._rest(self.fresh / max(seconds, 1e-6))
+        log.info("%s: %s rows in %s%s, %s", self.title, f"{self.total:,}", _time(seconds), before, rest)
+
+    def _rest(self, rate: float) -> str:
+        return f"{rate:,.0f} rows/s, {self.bad:,} bad"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -1,25 +1,168 @@
-"""All usable samples of a split, as the rest of the house reads them."""
+"""All usable samples of a split, as other packages read them; samples longer than a row are left out or truncated.
+
+A truncation keeps whole turns from the beginning of a conversation, with their media, and ends with one that is trained
+on. Plain text has no turns; it is cut between two words. What is kept is not copied: a truncation is two numbers that
+are applied when a sample is read.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from tessera.core.types import Sample
-from tessera.data.index.fit import Cut
-from tessera.data.index.measure import COMMON, MAX_BAD, bad_rows, content_hash, id_hash
-from tessera.data.sources.base import Source
-from tessera.data.sources.forms import RowError
+from tessera.core.errors import TesseraError
+from tessera.core.types import PLAIN, MediaSize, Message, Part, Sample
+from tessera.data.index.measure import MAX_BAD, BadRow, Measured, bad_rows, content_hash, id_hash
+from tessera.data.media.read import ChatProcessor
+from tessera.data.sources.container import RecordError
+from tessera.data.sources.source import Source
 from tessera.data.tables import AnyTables, MemoryTables, narrow
+
+Truncate = Literal["never", "turns"]
+_CUT = ("column.cut_messages", "column.cut_characters")
+
+
+def too_long(tables: AnyTables, length: int) -> np.ndarray:
+    """Return the positions of the samples that do not fit into a row."""
+    tokens = tables.get("column.tokens")
+    return np.empty(0, np.int64) if tokens is None else np.flatnonzero(tokens > length)
+
+
+def drop_long(tables: AnyTables, source: Source, long: np.ndarray, length: int) -> Measured:
+    """Return that no long sample is usable: no rows, the reasons of the first ones, and how many there are."""
+    tokens, rows = tables["column.tokens"], tables["row"]
+    bad = [
+        BadRow(int(rows[at]), _id(source, int(rows[at])), f"{tokens[at]} tokens do not fit into data.length {length}")
+        for at in long[:MAX_BAD].tolist()
+    ]
+    return Measured({"row": np.empty(0, np.int32)}, tuple(bad), len(long))
+
+
+def with_cuts(measured: Measured, cut: Measured, long: np.ndarray) -> MemoryTables:
+    """Return the tables of the samples that fit, and of the long ones that could be truncated."""
+    keep = np.ones(len(measured.arrays["row"]), dtype=bool)
+    keep[long] = False
+    arrays = {name: array[keep] for name, array in measured.arrays.items()}
+    if len(cut.arrays["row"]) == 0:
+        both = {**arrays, **dict.fromkeys(("cut.at", "cut.messages", "cut.characters"), np.empty(0, np.int32))}
+    else:
+        joined = {name: np.concatenate([array, cut.arrays[name]]) for name, array in arrays.items()}
+        order = np.argsort(joined["row"], kind="stable")
+        both = {name: array[order] for name, array in joined.items()}
+        both["cut.at"] = narrow(np.searchsorted(both["row"], cut.arrays["row"]))
+        both |= {f"cut.{name.rpartition('_')[2]}": cut.arrays[name] for name in _CUT}
+    left = replace(
+        measured,
+        arrays=both,
+        bad=tuple(sorted([*measured.bad, *cut.bad])[:MAX_BAD]),
+        bad_count=measured.bad_count + cut.bad_count,
+        slow_at=min((at for at in (measured.slow_at, cut.slow_at) if at), default=0.0),
+        crashed=measured.crashed + cut.crashed,
+    )
+    return left.tables(cut=str(len(cut.arrays["row"])), dropped=str(cut.bad_count))
+
+
+def _id(source: Source, row: int) -> str:
+    try:
+        return source.read(row).id
+    except RecordError as error:
+        return error.id
+
+
+# ---------------------------------------------------------------------------------------------- one sample
+
+
+@dataclass(frozen=True)
+class Truncation:
+    messages: int
+    characters: int = 0  # of the last of them; 0: whole
+
+    def __call__(self, sample: Sample) -> Sample:
+        messages = sample.messages[: self.messages]
+        if self.characters:
+            text = _text(messages[-1])[: self.characters]
+            messages = (*messages[:-1], replace(messages[-1], parts=(Part("text", text),)))
+        return Sample(sample.id, messages)
+
+
+@dataclass(frozen=True)
+class TruncateToLength:
+    """Measure a sample after the truncation that makes it fit; two further measures describe the truncation."""
+
+    processor: ChatProcessor
+    length: int
+
+    def __call__(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
+        cut, measures = self._cut_text(sample) if _is_plain(sample) else self._cut_turns(sample, sizes)
+        return {**measures, "cut_messages": cut.messages, "cut_characters": cut.characters}
+
+    def _cut_turns(self, sample: Sample, sizes: Sequence[MediaSize]) -> tuple[Truncation, dict[str, int]]:
+        media = np.cumsum([0, *(sum(part.kind != "text" for part in m.parts) for m in sample.messages)])
+
+        def measured(first: int, last: int) -> dict[str, int]:
+            said = Sample(sample.id, sample.messages[first:last])
+            return self.processor.measure(said, sizes[media[first] : media[last]])
+
+        count = len(sample.messages)
+        kept = _largest(0, count, lambda turns: turns == 0 or measured(0, turns)["tokens"] <= self.length)
+        while kept and not measured(kept - 1, kept).get("trained", 1):
+            kept -= 1
+        if kept == 0:
+            tokens = self.processor.measure(sample, sizes)["tokens"]
+            raise TesseraError(f"{tokens} tokens, and not even the first exchange fits into data.length {self.length}")
+        return Truncation(kept), measured(0, kept)
+
+    def _cut_text(self, sample: Sample) -> tuple[Truncation, dict[str, int]]:
+        text = _text(sample.messages[0])
+
+        def measured(characters: int) -> dict[str, int]:
+            return self.processor.measure(Truncation(1, characters)(sample), [])
+
+        def fits(characters: int) -> bool:
+            return characters == 0 or measured(characters)["tokens"] <= self.length
+
+        # A long document is not tokenised again and again: what fits is near its share, if its words are alike.
+        low, high = 0, len(text)
+        guess = max(1, len(text) * self.length // max(1, self.processor.measure(sample, [])["tokens"]))
+        for near in (guess * 3 // 4, guess * 3 // 2):
+            if low < near < high:
+                low, high = (near, high) if fits(near) else (low, near)
+        kept = _largest(low, high, fits)
+        between = max(text.rfind(" ", 0, kept + 1), text.rfind("\n", 0, kept + 1))
+        if between > kept // 2 and fits(between):
+            kept = between
+        if kept == 0:
+            raise TesseraError(f"not even a character fits into data.length {self.length}")
+        return Truncation(1, kept), measured(kept)
+
+
+def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number of low..high that fits, when `low` does and all below one that fits do too."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _is_plain(sample: Sample) -> bool:
+    messages = sample.messages
+    return len(messages) == 1 and messages[0].role == PLAIN and all(part.kind == "text" for part in messages[0].parts)
+
+
+def _text(message: Message) -> str:
+    return "".join(str(part.value) for part in message.parts)
+
 
 Bad = tuple[str, str]  # sample id, why
 
 
 @dataclass(frozen=True, eq=False)
 class SourceIndex:
-    """Usable rows of one data set with their measures, and the others with a reason."""
+    """Hold the usable rows of one data set with their measures, and the unusable ones with the reason."""
 
     source: Source
     tables: AnyTables
@@ -29,22 +172,22 @@ class SourceIndex:
 
     @property
     def rows(self) -> np.ndarray:
-        """Row numbers in `source` of the usable samples, rising."""
+        """Return the row numbers in `source` of the usable samples, rising."""
         return self.tables["row"]
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """Measures of each usable row, in four or eight bytes each."""
+        """Return the measures of each usable row by name."""
         return {name.removeprefix("column."): t for name, t in self.tables.items() if name.startswith("column.")}
 
     @property
     def id_hash(self) -> np.ndarray:
-        """uint64: finds ids that are given twice, without keeping ids."""
+        """Return the hash of each id: it finds ids that are given twice."""
         return self.tables["id_hash"]
 
     @property
     def bad(self) -> tuple[Bad, ...]:
-        """The first of them, in the order of rows; `bad_count` counts all."""
+        """Return the first unusable samples, in the order of rows; `bad_count` counts all."""
         return tuple((bad.id, bad.reason) for bad in bad_rows(self.tables))
 
     @property
@@ -52,23 +195,23 @@ class SourceIndex:
         return int(self.tables.about["bad_count"])
 
     def read(self, at: int) -> Sample:
-        """The sample at a position of `rows`, cut as the index says. `RowError` when it is not the one indexed."""
+        """Return the sample at a position of `rows`, truncated as indexed. Raise `RecordError` if it has changed."""
         row = int(self.rows[at])
         sample = self.source.read(row)
         if id_hash(sample.id) != self.id_hash[at] or content_hash(sample) != self.tables["content"][at]:
-            raise RowError(self.source.place(row), "this row changed since it was indexed")
+            raise RecordError(self.source.location(row), "this row changed since it was indexed")
         cuts = self.tables.get("cut.at")
         if cuts is None or len(cuts) == 0:
             return sample
         nth = int(np.searchsorted(cuts, at))
         if nth == len(cuts) or cuts[nth] != at:
             return sample
-        return Cut(int(self.tables["cut.messages"][nth]), int(self.tables["cut.characters"][nth]))(sample)
+        return Truncation(int(self.tables["cut.messages"][nth]), int(self.tables["cut.characters"][nth]))(sample)
 
 
 @dataclass(frozen=True, eq=False)
 class SplitIndex:
-    """All usable samples of a split, in the order of sources and rows."""
+    """Number and read all usable samples of a split, in the order of sources and rows."""
 
     parts: tuple[SourceIndex, ...]
     starts: np.ndarray  # [parts + 1]: number of the first sample of each part
@@ -87,34 +230,36 @@ class SplitIndex:
         return sum(part.bad_count for part in self.parts)
 
     def column(self, name: str) -> np.ndarray:
-        """One measure of all samples, int64."""
+        """Return one measure of all samples, int64."""
         columns = [part.tables[f"column.{name}"] for part in self.parts if len(part)]
         return np.concatenate(columns, dtype=np.int64)
 
     def measure(self, name: str, sample: int) -> int:
-        """One measure of one sample: from the map, where `column` would bring all into memory."""
+        """Return one measure of one sample: from the map, where `column` would bring all into memory."""
         part, at = self._at(sample)
         return int(part.tables[f"column.{name}"][at])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the measures."""
+        """Return the names of the measures."""
         return tuple(sorted(next(part for part in self.parts if len(part)).columns))
 
     def locate(self, sample: int) -> tuple[Source, int]:
-        """Its data set, and its row there."""
+        """Return the data set of a sample, and its record number there."""
         part, at = self._at(sample)
         return part.source, int(part.rows[at])
 
     def read(self, sample: int) -> tuple[Sample, Path]:
-        """A sample, its id made unique, and the root of its media."""
+        """Return a sample, its id made unique, and the root of its media."""
         part, at = self._at(sample)
         found = part.read(at)
         return Sample(self.unique_id(sample, found.id), found.messages), part.source.root
 
     def unique_id(self, sample: int, id: str) -> str:
-        """Data sets in use repeat ids (several conversations about one picture), so a repeated id is no mistake; it
-        gets a suffix, since ledgers and quarantine lists must name one sample."""
+        """Return an id that names one sample: a repeated one gets a suffix.
+
+        Data sets repeat ids (several conversations about one image), so that is no mistake of the user.
+        """
         samples = self.repeats["sample"]
         nth = int(np.searchsorted(samples, sample))
         if nth == len(samples) or samples[nth] != sample:
@@ -127,25 +272,22 @@ class SplitIndex:
 
 
 def find_repeats(hashes: np.ndarray, **about: str) -> MemoryTables:
-    """Which samples have the id of an earlier one, and of how many."""
+    """Return which samples have the id of an earlier one, and of how many."""
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     begins = np.concatenate([[True], ordered[1:] != ordered[:-1]])
-    places = np.arange(len(order))
-    times = places - np.maximum.accumulate(np.where(begins, places, 0))
+    ranks = np.arange(len(order))
+    times = ranks - np.maximum.accumulate(np.where(begins, ranks, 0))
     again = np.flatnonzero(times)
     again = again[np.argsort(order[again])]
     return MemoryTables({"sample": narrow(order[again]), "times": narrow(times[again])}, about)
 
 
-def sound(tables: AnyTables) -> bool:
-    """Whether these can be the tables of a source."""
+def is_sound(tables: AnyTables) -> bool:
+    """Return whether these can be the tables of a source."""
     try:
-        lengths = {len(tables[name]) for name in COMMON}
-        lengths |= {len(table) for name, table in tables.items() if name.startswith("column.")}
-        cuts = {len(table) for name, table in tables.items() if name.startswith("cut.")}
-        bad_rows(tables)
-        numbers = [float(tables.about[name]) for name in ("bad_count", "slow_at", "crashed")]
+        measured = Measured.of(tables)
     except (KeyError, ValueError, TypeError):
         return False
-    return len(lengths) == 1 and len(cuts) < 2 and min(numbers) >= 0
+    cuts = {len(table) for name, table in tables.items() if name.startswith("cut.")}
+    return len(cuts) < 2 and min(measured.bad_count, measured.slow_at, measured.crashed) >= 0

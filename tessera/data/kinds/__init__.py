@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from tessera.core.imports import Maker
-from tessera.core.registry import Registry
+from tessera.core.registry import Maker, Registry
 from tessera.core.run_config import DataSection
 from tessera.core.types import Processor, RowSource
 
@@ -19,14 +18,15 @@ Work = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class RowRequest:
-    """What a data set is made for."""
+    """Hold the arguments from which a kind of data makes its rows."""
 
     section: DataSection
     split: Literal["train", "eval"]
     processor: Processor | None
     seed: int
     cache_folder: Path | None = None  # for what was dear to find out; None: nothing is kept
-    work: Work | None = None  # measures of samples by name -> FLOPs of each in each tower
+    work: Work | None = None  # measures of samples by name -> FLOPs of each in each stream
+    given: Any = None  # the data set or loader itself, where the caller made it
 
 
 KINDS: Registry[Callable[[RowRequest], RowSource]] = Registry(
@@ -34,5 +34,6 @@ KINDS: Registry[Callable[[RowRequest], RowSource]] = Registry(
     "tessera.data.kinds",
     "KIND",
     key="data.kind",
-    accepts=Maker("source of rows", methods=(("batch", "__len__"),)),
+    accepts=Maker("source of rows", bases=(RowSource,)),
+    renamed={"own": "custom"},
 )

@@ -1,4 +1,4 @@
-"""Conversations with pictures, clips and sounds, from files in the forms that are in use."""
+"""Conversations with images, videos and audio, from files in the formats that are in use."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from tessera.core.types import RowSource
 from tessera.data.index.build import build_index
 from tessera.data.index.split import SplitIndex
 from tessera.data.kinds import RowRequest, Work
-from tessera.data.media.images import Limits
-from tessera.data.order.order import Order
-from tessera.data.order.table import Rules, Samples, row_table
-from tessera.data.processor import ChatProcessor
-from tessera.data.rows import ChatRows
-from tessera.data.sources.forms import ROLES
+from tessera.data.media.files import Limits
+from tessera.data.media.read import ChatProcessor
+from tessera.data.order.chat_rows import ChatRows
+from tessera.data.order.order import Order, PackingConfig, Samples, row_table
+from tessera.data.sources.columns import ROLES
 
 log = logging.getLogger("tessera")
 
 
 def build(request: RowRequest) -> RowSource:
-    """Rows of a split. Held-out rows have the same order for every seed, so that runs can be compared."""
+    """Return the rows of a split. Held-out rows have the same order for every seed, so that runs can be compared."""
     section, processor = request.section, request.processor
     if not isinstance(processor, ChatProcessor):
         raise TesseraError(
             f"{type(processor).__name__} cannot serve conversations",
             where="data.kind=chat",
-            fix="use a family whose processor serves conversations (tessera.data.processor.ChatProcessor)",
+            fix="use a family whose processor serves conversations (tessera.data.media.read.ChatProcessor)",
         )
     if not section.train_on or any(role not in ROLES for role in section.train_on):
         raise TesseraError(f"not roles to train on: {section.train_on}", where="data.train_on", allowed=ROLES)
     processor = processor.training_on(section.train_on, last_only=section.mask_history)
-    limits = Limits(max_image_pixels=section.max_image_pixels, draft=section.draft)
+    limits = Limits(max_image_pixels=section.max_image_pixels, jpeg_draft=section.jpeg_draft)
     sections = section.train if request.split == "train" else section.eval
     index = build_index(
         sections,
         processor,
         length=section.length,
-        too_long=section.too_long,
+        truncate=section.truncate,
         limits=limits,
         on_bad_sample=section.on_bad_sample,
         cache_folder=request.cache_folder,
@@ -49,9 +48,9 @@ def build(request: RowRequest) -> RowSource:
         timeout_s=section.sample_timeout_s,
     )
     seed = request.seed if request.split == "train" else 0
-    rules = Rules(section.length, seed, section.pack, section.shuffle, section.balance)
-    table = row_table(weigh(index, sections, request.work), rules, request.cache_folder)
-    log.info("%s: %s", "rows" if request.split == "train" else "held-out rows", table.promise.line())
+    packing = PackingConfig(section.length, seed, section.pack, section.shuffle, section.balance)
+    table = row_table(weigh(index, sections, request.work), packing, request.cache_folder)
+    log.info("%s: %s", "rows" if request.split == "train" else "held-out rows", table.stats.summary())
     return ChatRows(
         index,
         Order(table, seed, section.shuffle),
@@ -64,7 +63,7 @@ def build(request: RowRequest) -> RowSource:
 
 
 def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | None) -> Samples:
-    """What the order of rows depends on, of every sample."""
+    """Return what the order of rows depends on, of every sample."""
     given = [section.weight for section in sections if section.weight is not None]
     weights = tuple(given) if len(given) == len(sections) else None
     tokens, starts = index.column("tokens"), np.asarray(index.starts, dtype=np.int64)
@@ -73,7 +72,7 @@ def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | Non
     one = {name: np.array([int(name == "tokens")]) for name in index.names}
     try:
         parts = [work(part.columns) for part in index.parts if len(part)]
-        token_work = {tower: float(flops[0]) for tower, flops in work(one).items()}
+        token_work = {stream: float(flops[0]) for stream, flops in work(one).items()}
     except KeyError as error:
         raise TesseraError(
             f"the model's work depends on {error}, which its processor does not measure",
@@ -85,7 +84,7 @@ def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | Non
         tokens,
         starts,
         weights,
-        {tower: np.concatenate([part[tower] for part in parts]) for tower in token_work},
+        {stream: np.concatenate([part[stream] for part in parts]) for stream in token_work},
         token_work,
     )
 

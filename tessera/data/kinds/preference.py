@@ -19,9 +19,9 @@ from tessera.core.errors import TesseraError
 from tessera.core.types import Batch, Encoded, MediaSize, Message, PartKind, RowSource, Sample
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.chat import build as build_chat
-from tessera.data.media.video import VideoSampling
-from tessera.data.processor import ChatProcessor
-from tessera.data.sources.pairs import CHOSEN, REJECTED
+from tessera.data.media.read import ChatProcessor
+from tessera.data.media.video_frames import VideoSampling
+from tessera.data.sources.formats import CHOSEN, REJECTED
 
 
 @dataclass
@@ -33,7 +33,7 @@ class EncodedPair(Encoded):
 
 @dataclass(frozen=True)
 class PairProcessor:
-    """A `ChatProcessor` around another one, for samples whose last two turns are the answers."""
+    """Wrap a `ChatProcessor` for samples whose last two turns are the chosen and the rejected answer."""
 
     inner: ChatProcessor
 
@@ -53,7 +53,7 @@ class PairProcessor:
         return self.inner.target(kind, size)
 
     def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> PairProcessor:
-        """The answers are what is compared, whatever else an assistant said before."""
+        """Return the same processor: the answers are compared, whatever else an assistant said before."""
         return replace(self, inner=self.inner.training_on(["assistant"], last_only=True))
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
@@ -75,7 +75,10 @@ class PairProcessor:
         )
 
     def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
-        spread = [[one for item in row for one in _answers(item)] for row in rows]
+        spread = [
+            [one for item in row for one in (item.answers if isinstance(item, EncodedPair) else (item,))]
+            for row in rows
+        ]
         batch = self.inner.collate(spread, length)
         pair = torch.full((length * len(rows),), -1, dtype=torch.int64)
         count = 0
@@ -103,16 +106,15 @@ class PairProcessor:
     def decode(self, tokens: Sequence[int]) -> str:
         return self.inner.decode(tokens)
 
+    def spell(self, tokens: Sequence[int]) -> str:
+        return self.inner.spell(tokens)
+
     def save(self, folder: Path) -> None:
         self.inner.save(folder)
 
 
-def _answers(item: Encoded) -> tuple[Encoded, ...]:
-    return item.answers if isinstance(item, EncodedPair) else (item,)
-
-
 def _apart(sample: Sample) -> tuple[Sample, Sample]:
-    """The conversation with the better answer, and with the worse one."""
+    """Return the conversation with the better answer, and with the worse one."""
     *asked, better, worse = sample.messages
     assert (better.role, worse.role) == (CHOSEN, REJECTED), "a pair ends with its two answers"
     return tuple(Sample(sample.id, (*asked, Message("assistant", one.parts))) for one in (better, worse))  # type: ignore[return-value]
@@ -124,13 +126,13 @@ def build(request: RowRequest) -> RowSource:
         raise TesseraError(
             f"{type(processor).__name__} cannot serve conversations",
             where="data.kind=preference",
-            fix="use a family whose processor serves conversations (tessera.data.processor.ChatProcessor)",
+            fix="use a family whose processor serves conversations (tessera.data.media.read.ChatProcessor)",
         )
-    if section.too_long != "drop":
+    if section.truncate != "never":
         raise TesseraError(
             "a pair cannot be cut by turns: both of its answers are at its end",
-            where="data.too_long",
-            allowed=["drop"],
+            where="data.truncate",
+            allowed=["never"],
         )
     paired = {
         name: [source.model_copy(update={"format": "preference"}) for source in getattr(section, name)]

@@ -1,21 +1,177 @@
-"""Deals the rows of a data set out over ranks, micro-batches and worker processes. The order is the source's own."""
+"""From rows to batches on the device: rows of each rank, worker processes and how many, copies ahead of use."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
+import queue
+import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.types import Batch, GuardedRows, RowSource, WeighedRows
-from tessera.data.loader.deal import deal
-from tessera.data.loader.prefetch import Ahead, ToDevice
-from tessera.data.loader.tune import Tuner, usable_cpus
-from tessera.data.pool import Lost, Note, Pool
+from tessera.core.device import SideCopies
+from tessera.core.errors import TesseraError, few_names, first_line
+from tessera.core.process import usable_cpus
+from tessera.core.types import Batch, RowSource
+from tessera.data.order.packing import split_rows
+from tessera.data.workers.pool import Lost, Note, Pool
+
+
+class _Copying(NamedTuple):
+    batch: Batch
+    done: Any  # the event of its copy; None where nothing is copied
+
+
+class DeviceCopy:
+    """Copy batches to the device through page-locked memory, on a stream of its own; do nothing on a CPU."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._copies = None if device is None or device.type == "cpu" else SideCopies(device)
+
+    def start(self, batch: Batch) -> _Copying:
+        if self._copies is None or self._device is None:
+            return _Copying(batch, None)
+        device = self._device
+        return _Copying(*self._copies.start(lambda: batch.pin_memory().to(device, non_blocking=True)))
+
+    def finish(self, copying: _Copying) -> Batch:
+        """Return the batch once it is on the device. To be called by the thread that computes."""
+        if self._copies is not None:
+            bounds = [segments.bounds for segments in copying.batch.segments.values()]
+            self._copies.finish(copying.done, [*copying.batch.tensors.values(), *bounds])
+        return copying.batch
+
+
+class Prefetcher:
+    """Draw batches in a thread of its own, with at most `depth` of them on the device, or being copied, ahead of use.
+
+    Page-locking and copying cost the computing thread nothing. What drawing raises is raised in turn.
+    """
+
+    def __init__(self, batches: Generator[Batch], to_device: DeviceCopy, depth: int) -> None:
+        self._batches = batches
+        self._to_device = to_device
+        self._ready: queue.Queue[_Copying | BaseException | None] = queue.Queue(depth)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tessera-loader", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> Batch:
+        found = self._ready.get()
+        if found is None:
+            raise StopIteration
+        if isinstance(found, BaseException):
+            raise found
+        return self._to_device.finish(found)
+
+    def close(self) -> None:
+        """End the thread. The pool that makes the batches must have been stopped before."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for batch in self._batches:
+                if not self._put(self._to_device.start(batch)):
+                    break
+            self._batches.close()
+            self._put(None)
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, found: _Copying | BaseException | None) -> bool:
+        while not self._stopped.is_set():
+            try:
+                self._ready.put(found, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
+WAIT = 0.02  # share of a step that may be spent in waiting
+_WINDOW = 8  # steps that are judged together
+_LONG_S = 2.0  # so much waiting is enough to judge by
+_WORTH_S = 5.0  # what processes must save in all to be begun
+_UNSETTLED = 2  # steps that say nothing: the first ones, and those after a change
+_WINDOWS = 8  # judged at most
+
+
+class Tuner:
+    """Find the best number of worker processes, `workers`. It begins at `first`: cheap data needs no process."""
+
+    def __init__(self, cpus: int, micro_batches: int, steps: int | None = None, first: int = 0) -> None:
+        self.workers = first
+        self.settled = False
+        self.batch_seconds = 0.0  # to make one, in the training process
+        self.step_seconds = 0.0  # without the wait for data
+        self._cpus = max(1, cpus)
+        self._micro_batches = micro_batches
+        self._left = math.inf if steps is None else float(steps)
+        self._windows = 0
+        self._unsettled = _UNSETTLED
+        self._restart()
+
+    def observe(self, waited: float, elapsed: float) -> None:
+        """Take the times of one step: seconds since the step before, of which `waited` for data."""
+        self._left -= 1
+        if self._unsettled and (self.workers or waited < _LONG_S):
+            self._unsettled -= 1
+            return
+        self._steps += 1
+        self._waited += waited
+        self._elapsed += elapsed
+        if self._steps >= _WINDOW or self._waited >= _LONG_S:
+            self._decide()
+
+    def _decide(self) -> None:
+        waiting = self._waited / self._steps
+        computing = max(self._elapsed - self._waited, 1e-9) / self._steps
+        if self.workers == 0:
+            self.batch_seconds = waiting / self._micro_batches
+        self.step_seconds = computing
+        too_long = waiting - WAIT * (waiting + computing)
+        self._windows += 1
+        if (
+            too_long <= 0
+            or self.workers == self._cpus
+            or self._windows == _WINDOWS
+            or (self.workers == 0 and too_long * self._left < _WORTH_S)
+        ):
+            self.settled = True
+            return
+        if self.workers == 0:
+            needed = 1.25 * waiting / computing
+        else:  # so many made a step's batches in all of its time
+            needed = self.workers * (waiting + computing) / computing
+        self.workers = int(min(self._cpus, max(self.workers + 1, math.ceil(needed))))
+        self._unsettled = _UNSETTLED
+        self._restart()
+
+    def _restart(self) -> None:
+        self._steps, self._waited, self._elapsed = 0, 0.0, 0.0
+
+    def describe(self) -> str:
+        count = {0: "no worker processes", 1: "1 worker"}.get(self.workers, f"{self.workers} workers")
+        batch = f"a batch takes {_ms(self.batch_seconds)}, " if self.batch_seconds else ""
+        return f"loader: {count} ({batch}a step {_ms(self.step_seconds)})"
+
+
+def workers_per_rank(ranks_here: int = 1) -> int:
+    """Return how many worker processes one of the ranks on this machine may have: its share of the processors, less the
+    one that it uses itself."""
+    return max(1, int(usable_cpus() / ranks_here) - 1)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
+
 
 log = logging.getLogger("tessera")
 
@@ -25,11 +181,11 @@ _Item = tuple[list[int], Mapping[int, str]]  # rows of a micro-batch; samples to
 
 
 class Loader:
-    """Yields, for each step without end, this rank's micro-batches, on `device`.
+    """Yield, for each step without end, this rank's micro-batches, on `device`.
 
-    Step s has the rows from start_row + s * global_batch on; `deal` says which rank computes which of them, and in
-    which micro-batch. So any number of ranks, micro-batches or workers together see the same rows at the same step. The
-    start is a row and not a step: a run that is resumed with another global batch goes on where it stood.
+    Step s has the rows from start_row + s * global_batch on; `split_rows` says which rank computes which of them,
+    and in which micro-batch. So any number of ranks, micro-batches or workers together see the same rows at the same
+    step. The start is a row and not a step: a run that is resumed with another global batch goes on where it stood.
 
     With workers, at most workers * prefetch batches wait in host memory, and one step's, 8 at most, on the device;
     nothing more is read until one is taken. `workers="auto"` begins without processes and adds them as the wait for
@@ -58,21 +214,21 @@ class Loader:
         self.micro_batches = global_batch // (micro_batch * ranks)
         self.wait_seconds = 0.0  # spent in waiting for data since the start
         self._tuner: Tuner | None = None
-        one_reader = getattr(source, "in_order", False)  # rows that only go forward
+        one_reader = source.sequential
         first = 0
         if workers == "auto":
-            workers, first = 0, int(decodes_media(source))
+            workers, first = 0, int(source.decodes_media)
             if not one_reader:
-                self._tuner = Tuner(usable_cpus(ranks_here), self.micro_batches, steps, first)
+                self._tuner = Tuner(workers_per_rank(ranks_here), self.micro_batches, steps, first)
         processes = min(workers, 1) if one_reader else workers
-        self._pool = Pool(_Making(source), processes, timeout_s=sample_timeout_s, ahead=prefetch)
+        self._pool = Pool(partial(_make_batch, source), processes, timeout_s=sample_timeout_s, ahead=prefetch)
         if first:
             self._grow(first)
         rows = _row_lists(source, global_batch, micro_batch, rank, ranks, start_row)
         self._wanted = self._pool.workers
-        self._made = self._make(rows, isinstance(source, GuardedRows))
-        self._to_device = ToDevice(device)
-        self._ahead = self._go_ahead() if self._pool.workers else None
+        self._made = self._make(rows)
+        self._to_device = DeviceCopy(device)
+        self._prefetcher = self._start_prefetch() if self._pool.workers else None
         self._last: float | None = None  # when the last step was given
         self._closed = False
 
@@ -97,16 +253,16 @@ class Loader:
         return step
 
     def _next(self) -> Batch:
-        if self._ahead is not None:
-            return next(self._ahead)
+        if self._prefetcher is not None:
+            return next(self._prefetcher)
         return self._to_device.finish(self._to_device.start(next(self._made)))
 
     def close(self) -> None:
-        """Ends the workers, also one that is stuck in a decoder."""
+        """End the workers, also one that is stuck in a decoder."""
         self._closed = True
         self._pool.stop()
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         self._pool.close()
 
     def __enter__(self) -> Loader:
@@ -117,31 +273,27 @@ class Loader:
 
     # ------------------------------------------------------------------------------------------ making batches
 
-    def _make(self, rows: Iterator[list[int]], guarded: bool) -> Generator[Batch]:
-        for made in _batches(self._pool, rows, guarded):
+    def _make(self, rows: Iterator[list[int]]) -> Generator[Batch]:
+        for made in _batches(self._pool, rows):
             if self._wanted > self._pool.workers:
                 self._pool.grow(self._wanted - self._pool.workers)
             yield made
 
-    def _go_ahead(self) -> Ahead:
-        return Ahead(self._made, self._to_device, min(self.micro_batches, _ON_DEVICE))
+    def _start_prefetch(self) -> Prefetcher:
+        return Prefetcher(self._made, self._to_device, min(self.micro_batches, _ON_DEVICE))
 
     def _tune(self, tuner: Tuner, waited: float, elapsed: float) -> None:
-        tuner.saw(waited, elapsed)
+        tuner.observe(waited, elapsed)
         if tuner.workers > self._wanted:
             self._wanted = tuner.workers
-            if self._ahead is None and not self._begin_workers():
-                return
+            if self._prefetcher is None:
+                if not self._grow(self._wanted):
+                    self._wanted = 0
+                    return
+                self._prefetcher = self._start_prefetch()
         if tuner.settled:
             log.info("%s", tuner.describe())
             self._tuner = None
-
-    def _begin_workers(self) -> bool:
-        if not self._grow(self._wanted):
-            self._wanted = 0
-            return False
-        self._ahead = self._go_ahead()
-        return True
 
     def _grow(self, workers: int) -> bool:
         try:
@@ -153,14 +305,11 @@ class Loader:
         return True
 
 
-def decodes_media(source: RowSource) -> bool:
-    """Whether rows of this source are made by decoders, which may crash: it says so itself, or does not."""
-    return bool(getattr(source, "decodes_media", False))
+class RowReader:
+    """Make batches of any rows, in the order asked for, in processes that are started when first needed and then kept.
 
-
-class ReadApart:
-    """Batches of any rows, in the order asked for, made by processes that are begun when they are first needed and then
-    kept. With no workers, or where the source cannot be handed to another process, they are made in this one."""
+    Without workers, or where the source cannot be pickled, batches are made in this process.
+    """
 
     def __init__(self, source: RowSource, workers: int, sample_timeout_s: float | None = None) -> None:
         self.source, self.workers, self.sample_timeout_s = source, workers, sample_timeout_s
@@ -169,10 +318,10 @@ class ReadApart:
     def batches(self, rows: Iterable[list[int]]) -> Generator[Batch]:
         if self._pool is None:
             self._pool = self._new_pool()
-        yield from _batches(self._pool, rows, isinstance(self.source, GuardedRows))
+        yield from _batches(self._pool, rows)
 
     def _new_pool(self) -> Pool:
-        work = _Making(self.source)
+        work = partial(_make_batch, self.source)
         try:
             return Pool(work, self.workers, timeout_s=self.sample_timeout_s)
         except Exception as error:  # as in `Loader`
@@ -185,29 +334,22 @@ class ReadApart:
         self._pool = None
 
 
-def _batches(pool: Pool, rows: Iterable[list[int]], guarded: bool) -> Generator[Batch]:
+def _batches(pool: Pool, rows: Iterable[list[int]]) -> Generator[Batch]:
     items: Iterator[_Item] = ((some, {}) for some in rows)
-    for item, made in pool.map(items, _without_lost if guarded else None):
+    for item, made in pool.map(items, _without_lost):
         if isinstance(made, Lost):
             raise TesseraError(
-                f"a batch of rows {_few(item[0])} could not be made: {made.reason}",
+                f"a batch of rows {few_names([str(row) for row in item[0]])} could not be made: {made.reason}",
                 where="data",
                 fix="set data.workers=0 to see where; fewer workers need less memory",
             )
         yield made
 
 
-class _Making:
-    """What a worker does."""
-
-    def __init__(self, source: RowSource) -> None:
-        self.source = source
-
-    def __call__(self, item: _Item, note: Note) -> Batch:
-        rows, lost = item
-        if isinstance(self.source, GuardedRows):
-            return self.source.guarded(rows, lost, note)
-        return self.source.batch(rows)
+def _make_batch(source: RowSource, item: _Item, note: Note) -> Batch:
+    """Make one micro-batch: the work of a pool."""
+    rows, lost = item
+    return source.guarded(rows, lost, note)
 
 
 def _without_lost(item: _Item, lost: Lost) -> _Item | None:
@@ -220,16 +362,11 @@ def _without_lost(item: _Item, lost: Lost) -> _Item | None:
 def _row_lists(
     source: RowSource, global_batch: int, micro_batch: int, rank: int, ranks: int, start_row: int
 ) -> Iterator[list[int]]:
-    """Row numbers of one micro-batch after another, without end."""
+    """Yield the row numbers of one micro-batch after another, without end."""
     for first in itertools.count(start_row, global_batch):
         rows = range(first, first + global_batch)
-        work = source.work(rows) if isinstance(source, WeighedRows) else None
-        for places in deal(work, global_batch, ranks, micro_batch)[rank]:
-            yield [rows[place] for place in places]
-
-
-def _few(rows: Sequence[int]) -> str:
-    return ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
+        for indices in split_rows(source.work(rows), global_batch, ranks, micro_batch)[rank]:
+            yield [rows[index] for index in indices]
 
 
 def _check_split(global_batch: int, micro_batch: int, ranks: int) -> None:

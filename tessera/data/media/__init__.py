@@ -1,1 +1,1 @@
-"""Pictures, clips and sound from files that strangers wrote: what their headers tell, and what they hold."""
+"""Images, videos and audio from untrusted files: sizes from their headers, and decoded content."""

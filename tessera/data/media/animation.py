@@ -1,21 +1,26 @@
-"""Moving GIF, WebP and PNG as clips. Frames and their times are counted in the file; Pillow makes the pixels."""
+"""Animated GIF, WebP and PNG as videos. Frames and their times are counted in the file; Pillow decodes the pixels.
+
+Pillow could count them too, but only by decoding every frame: 60 frames of 640x480 take 0.3 ms here and 340 ms there as
+PNG, 0.2 and 110 ms as WebP, 130 and 170 ms as GIF, and an index reads the header of every file.
+"""
 
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from typing import BinaryIO
 
 import numpy as np
 
-from tessera.core.errors import TesseraError, first_line
+from tessera.core.errors import TesseraError
 from tessera.core.types import MediaSize
-from tessera.data.media.clips import Clip, Frames, VideoSampling, promised
-from tessera.data.media.files import Opened
+from tessera.data.media.files import Limits, Opened, Target, refusing
 from tessera.data.media.headers import PNG
-from tessera.data.media.images import Limits, Target, open_image, probe_image, rgb_of
+from tessera.data.media.images import open_image, probe_image, rgb_of
+from tessera.data.media.video_frames import Frames, VideoHeader, VideoSampling, checked_size
 
-_HURRY = 0.011  # seconds: shorter frames are shown for a tenth of a second, as every browser does
-_USUAL = 0.1
+_MIN_DELAY = 0.011  # seconds: shorter frames are shown for a tenth of a second, as every browser does
+_DEFAULT_DELAY = 0.1
 
 
 def is_animation(file: BinaryIO) -> bool:
@@ -24,7 +29,7 @@ def is_animation(file: BinaryIO) -> bool:
     return head.startswith((PNG, b"GIF8")) or (head[:4] == b"RIFF" and head[8:] == b"WEBP")
 
 
-def header(source: Opened, limits: Limits) -> Clip:
+def read_header(source: Opened, limits: Limits) -> VideoHeader:
     size = probe_image(source, limits)
     file = source.file
     file.seek(0)
@@ -38,38 +43,33 @@ def header(source: Opened, limits: Limits) -> Clip:
             delays = _webp(file)
     except (struct.error, IndexError):
         raise TesseraError(f"damaged video: {source.name} (it ends within a frame)") from None
-    total = max(1, len(delays))  # a still picture is a clip of one frame
-    seconds = sum(delay if delay >= _HURRY else _USUAL for delay in delays)
-    return Clip(size.width, size.height, total, total / seconds if seconds else None)
+    total = max(1, len(delays))  # a still image is a video of one frame
+    seconds = sum(delay if delay >= _MIN_DELAY else _DEFAULT_DELAY for delay in delays)
+    return VideoHeader(size.width, size.height, total, total / seconds if seconds else None)
 
 
 def decode(
     source: Opened, limits: Limits, sampling: VideoSampling, target: Target | None
 ) -> tuple[np.ndarray, MediaSize]:
-    clip = header(source, limits)
-    size = promised(clip, source.name, limits, sampling, target)
-    frames = Frames(sampling.choose(clip.total, clip.rate), size, target, source.name)
+    header = read_header(source, limits)
+    size = checked_size(header, source.name, limits, sampling, target)
+    frames = Frames(sampling.choose(header.total, header.rate), size, target, source.name)
     with open_image(source) as image:
-        # A PNG may show another picture where it cannot move: its frames come after that one.
-        before = 1 if getattr(image, "default_image", False) and clip.total > 1 else 0
-        try:
+        # A PNG may have a default image for viewers without animation: its frames come after that one.
+        before = 1 if getattr(image, "default_image", False) and header.total > 1 else 0
+        # Fewer frames than it says end in EOFError: `Frames.stacked` decides.
+        with refusing("damaged video", source.name), suppress(EOFError):
             while (number := frames.next) is not None:
                 image.seek(number + before)
                 image.load()
                 frames.put(number, rgb_of(image))
-        except EOFError:
-            pass  # fewer frames than it says: `whole` decides
-        except TesseraError:
-            raise
-        except Exception as error:  # what a decoder raises on foreign bytes is not listed anywhere
-            raise TesseraError(f"damaged video: {source.name} ({first_line(error)})") from None
-    return frames.whole(), size
+    return frames.stacked(), size
 
 
 def _gif(file: BinaryIO) -> list[float]:
-    """Seconds of each frame."""
+    """Return the seconds of each frame."""
     delays: list[float] = []
-    delay = _USUAL
+    delay = _DEFAULT_DELAY
     file.seek(10)
     flags = file.read(3)[0]
     file.seek(3 << (flags & 7) + 1 if flags & 128 else 0, 1)
@@ -87,7 +87,7 @@ def _gif(file: BinaryIO) -> list[float]:
             file.seek((3 << (flags & 7) + 1 if flags & 128 else 0) + 1, 1)
             _skip_blocks(file)
             delays.append(delay)
-            delay = _USUAL
+            delay = _DEFAULT_DELAY
         elif kind == b";":
             break
     return delays

@@ -1,15 +1,19 @@
-"""Files that PyAV reads. FFmpeg sees one stream of bytes without a name, and may open nothing else."""
+"""Video and audio containers, opened by PyAV. FFmpeg sees one stream of bytes without a name and may open nothing else.
+
+Two things are read from the boxes of MP4 files here. PyAV gives the rotation of a video only with a decoded frame, and
+an index decodes none. And FFmpeg unpacks a compressed header of any size, and may build a table of all samples that a
+header claims, before anything is read: such claims are compared with the file first.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO
 
-from tessera.core.errors import TesseraError, first_line
-from tessera.data.media.boxes import check_boxes
-from tessera.data.media.files import Opened
-from tessera.data.media.images import Limits
+from tessera.core.errors import TesseraError
+from tessera.data.media.files import Limits, Opened, reason, size_of
 
 # Containers that hold their own data. Playlists, concatenations and patterns of file names are not among them.
 _DEMUXERS = (
@@ -17,11 +21,15 @@ _DEMUXERS = (
     "wav,w64,aiff,au,caf,mp3,aac,flac,ac3,eac3,amr,amrnb,amrwb,ape,wv,tta"
 )
 _BUFFER = 1 << 17
+_NESTED = {b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf"}
+_MAX_BOXES = 100_000
+# (a, b, c, d) of the matrix in a track's header -> quarters of a turn, clockwise
+_QUARTERS = {(1, 0, 0, 1): 0, (0, 1, -1, 0): 1, (-1, 0, 0, -1): 2, (0, -1, 1, 0): 3}
 
 
 @contextmanager
 def container(source: Opened, kind: str, limits: Limits) -> Iterator[Any]:
-    """An open PyAV container. `kind` is what errors call the file."""
+    """Open a PyAV container. `kind` is what errors call the file."""
     try:
         import av
     except ModuleNotFoundError:
@@ -48,7 +56,7 @@ def container(source: Opened, kind: str, limits: Limits) -> Iterator[Any]:
 
 
 def decoder(stream: Any, max_pixels: int | None = None) -> Any:
-    """The decoder of a stream, with one thread: a loader has processes enough."""
+    """Return the decoder of a stream, with one thread: a loader has processes enough."""
     context = stream.codec_context
     if context is None:
         raise TesseraError("no decoder for it")
@@ -58,7 +66,67 @@ def decoder(stream: Any, max_pixels: int | None = None) -> Any:
     return context
 
 
-def reason(error: BaseException) -> str:
-    if isinstance(error, EOFError):
-        return "it ends before anything in it"
-    return str(getattr(error, "strerror", None) or first_line(error))
+# ---------------------------------------------------------------------------------------------- boxes of MP4
+
+
+def check_boxes(source: Opened, kind: str) -> None:
+    """Refuse a header that claims more samples than the file has bytes, or that is compressed."""
+    if not _is_mp4(source.file):
+        return
+    size, claimed = size_of(source.file), 0
+    for name, start, _ in boxes(source, kind, size):
+        if name == b"cmov":
+            raise TesseraError(f"unreadable {kind}: {source.name} (a compressed header)")
+        if name in (b"stsz", b"stz2", b"trun"):
+            source.file.seek(start + (4 if name == b"trun" else 8))
+            claimed += int.from_bytes(source.file.read(4), "big")
+            if claimed > size:
+                raise TesseraError(
+                    f"unreadable {kind}: {source.name} (its header claims {claimed} samples in {size} bytes)"
+                )
+
+
+def quarters(source: Opened, kind: str) -> int:
+    """Return the clockwise quarter turns that show the first video track upright."""
+    if not _is_mp4(source.file):
+        return 0
+    turned = 0
+    for name, start, end in boxes(source, kind, size_of(source.file)):
+        source.file.seek(start)
+        if name == b"tkhd":
+            data = source.file.read(min(end - start, 128))
+            at = 52 if data[:1] == b"\x01" else 40
+            if len(data) >= at + 20:
+                a, b, c, d = (struct.unpack_from(">i", data, at + offset)[0] / 65536 for offset in (0, 4, 12, 16))
+                turned = _QUARTERS.get((round(a), round(b), round(c), round(d)), 0)
+        elif name == b"hdlr" and source.file.read(12)[8:] == b"vide":
+            return turned
+    return 0
+
+
+def _is_mp4(file: BinaryIO) -> bool:
+    file.seek(0)
+    return file.read(8)[4:] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
+
+
+def boxes(source: Opened, kind: str, size: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (name, start, end) of the content of each box, in file order; boxes of boxes are entered."""
+    at, seen = 0, 0
+    while at + 8 <= size:
+        seen += 1
+        if seen > _MAX_BOXES:
+            raise TesseraError(f"unreadable {kind}: {source.name} (more than {_MAX_BOXES} boxes)")
+        source.file.seek(at)
+        head = source.file.read(16)
+        if len(head) < 8:
+            return
+        length, name = struct.unpack_from(">I4s", head)
+        start = at + 8
+        if length == 1 and len(head) == 16:
+            (length,) = struct.unpack_from(">Q", head, 8)
+            start = at + 16
+        end = at + length if length else size
+        if end < start:
+            return
+        yield name, start, min(end, size)
+        at = start if name in _NESTED else end

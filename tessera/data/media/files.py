@@ -1,4 +1,4 @@
-"""Where the bytes of a media part lie: a file under the data root, a member of an archive, or memory."""
+"""The bytes of a media part: a file under the data root, a member of an archive, or memory."""
 
 from __future__ import annotations
 
@@ -7,32 +7,75 @@ import os
 import re
 import stat
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from tessera.core.errors import TesseraError
-from tessera.data.sources.within import Within
+from tessera.core.errors import TesseraError, first_line
+from tessera.core.types import MediaSize
 
+Target = Callable[[MediaSize], "tuple[int, int] | None"]  # size in the header -> (width, height) it is resized to
 _URL = re.compile(r"^(?:[A-Za-z][A-Za-z0-9+.\-]*://|data:|file:)")
 
 
+@dataclass(frozen=True)
+class ArchiveMember:
+    """Locate a file inside an archive. Its bytes are read from the archive, which is never unpacked."""
+
+    file: Path
+    start: int
+    size: int
+    name: str  # what the archive calls it, for errors and for the kind of media
+
+
+@dataclass(frozen=True)
+class Limits:
+    """State limits that are checked against headers, whatever Pillow's own global limit is set to."""
+
+    max_image_pixels: int = 64_000_000  # of an image, or of one frame of a video
+    max_video_pixels: int = 1_000_000_000  # of all frames taken from a video: they are in memory together
+    jpeg_draft: bool = False  # JPEGs much larger than what is used are decoded at 1/2, 1/4 or 1/8: quick, and not exact
+
+
 class Opened(NamedTuple):
-    """A readable, seekable stream, and what errors call it."""
+    """Hold a readable, seekable stream, and the name that errors give it."""
 
     file: BinaryIO
     name: str
 
 
+def reason(error: BaseException) -> str:
+    """Return what a decoder says of a file, in one line."""
+    if isinstance(error, EOFError):
+        return "it ends before anything in it"
+    return str(getattr(error, "strerror", None) or first_line(error))
+
+
+@contextmanager
+def refusing(what: str, name: str) -> Iterator[None]:
+    """Turn whatever a decoder raises on foreign bytes, which is listed nowhere, into a refusal of the file."""
+    try:
+        yield
+    except TesseraError:
+        raise
+    except Exception as error:
+        raise TesseraError(f"{what}: {name} ({reason(error)})") from None
+
+
 def resolve(value: Any, root: Path) -> Path:
-    """The file a data set means by a path. It must exist and lie under `root` after links are followed."""
-    return Path(_place(value, root)[0])
+    """Return the file that a path in a data set means. It must exist and lie under `root` after links are followed.
+
+    A path may also begin with the name of the root itself, as in data sets whose paths begin at the folder above it:
+    with the root `project/data`, `./data/COCO2017/1.jpg` means `project/data/COCO2017/1.jpg`.
+    """
+    return Path(_locate(value, root)[0])
 
 
-def _place(value: Any, root: Path) -> tuple[str, os.stat_result]:
-    """The path of a file and what the system knows of it.
+def _locate(value: Any, root: Path) -> tuple[str, os.stat_result]:
+    """Return the path of a file and its stat.
 
     Without a link between the root and the file, the file is where its name says; only then links are followed.
     """
@@ -50,24 +93,42 @@ def _place(value: Any, root: Path) -> tuple[str, os.stat_result]:
         raise TesseraError(f"path with '..': {text}", fix="write paths relative to the data root")
     try:
         if inner.startswith(os.sep):  # another folder than the root, or another name of it
-            return _followed(text, base)
-        path = base
-        found = os.lstat(base) if inner in ("", ".") else None
-        for part in parts:
-            if part and part != ".":
-                path = f"{path}{os.sep}{part}" if path != os.sep else path + part
-                found = os.lstat(path)
-                if stat.S_ISLNK(found.st_mode):
-                    return _followed(os.path.join(base, inner), base)
-        assert found is not None
-        return path, found
+            return _follow_links(text, base)
+        names = [part for part in parts if part and part != "."]
+        try:
+            return _walk(base, names)
+        except (FileNotFoundError, NotADirectoryError):
+            shorter = _without_root(names, base)
+            if shorter is None:
+                raise
+            return _walk(base, shorter)
     except (FileNotFoundError, NotADirectoryError):
         raise TesseraError(f"no such file: {text:.200}") from None
     except OSError as error:  # a name too long, a circle of links, a folder that may not be entered
         raise TesseraError(f"not a usable path: {text:.80} ({error.strerror})") from None
 
 
-def _followed(text: str, base: str) -> tuple[str, os.stat_result]:
+def _walk(base: str, names: Sequence[str]) -> tuple[str, os.stat_result]:
+    path, found = base, None if names else os.lstat(base)
+    for name in names:
+        path = f"{path}{os.sep}{name}" if path != os.sep else path + name
+        found = os.lstat(path)
+        if stat.S_ISLNK(found.st_mode):
+            return _follow_links(os.path.join(base, *names), base)
+    assert found is not None
+    return path, found
+
+
+def _without_root(names: Sequence[str], base: str) -> Sequence[str] | None:
+    """Return a path without the folders at its beginning that are the last ones of the root's own path."""
+    root = [part for part in base.split(os.sep) if part]
+    for count in range(min(len(names) - 1, len(root)), 0, -1):
+        if root[-count:] == list(names[:count]):
+            return names[count:]
+    return None
+
+
+def _follow_links(text: str, base: str) -> tuple[str, os.stat_result]:
     path, top = os.path.realpath(text), os.path.realpath(base)
     if path != top and not path.startswith(top.rstrip(os.sep) + os.sep):
         raise TesseraError(
@@ -77,24 +138,24 @@ def _followed(text: str, base: str) -> tuple[str, os.stat_result]:
 
 
 def folder_of(value: Any, root: Path) -> Path | None:
-    """The folder that a path means, or None when it means something else."""
+    """Return the folder that a path means, or None when it means something else."""
     if not isinstance(value, (str, Path)):
         return None
-    path, found = _place(value, root)
+    path, found = _locate(value, root)
     return Path(path) if stat.S_ISDIR(found.st_mode) else None
 
 
 @contextmanager
 def opened(value: Any, root: Path, kind: str) -> Iterator[Opened]:
-    """The bytes of a media part. `kind` is the word for what it should be."""
+    """Open the bytes of a media part. `kind` is what errors call it."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         yield Opened(io.BytesIO(value), f"{kind} given as bytes")
         return
-    if isinstance(value, Within):
+    if isinstance(value, ArchiveMember):
         with _open(str(value.file), value.name) as file:
             yield Opened(_part_of(file, value), value.name)
         return
-    path, found = _place(value, root)
+    path, found = _locate(value, root)
     name = os.path.basename(path)
     if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for someone to write into it
         raise TesseraError(f"not a file: {name}")
@@ -109,23 +170,23 @@ def _open(path: str, name: str) -> BinaryIO:
         raise TesseraError(f"cannot be opened: {name} ({error.strerror})") from None
 
 
-def _part_of(file: BinaryIO, member: Within) -> BinaryIO:
+def _part_of(file: BinaryIO, member: ArchiveMember) -> BinaryIO:
     size = os.fstat(file.fileno()).st_size
     if member.start < 0 or member.size < 0 or member.start + member.size > size:
         raise TesseraError(f"{member.name} ends behind the end of {member.file.name}: the archive was cut or changed")
-    return stretches(file, [(member.start, member.size)])
+    return byte_ranges(file, [(member.start, member.size)])
 
 
 def size_of(file: BinaryIO) -> int:
     return file.seek(0, io.SEEK_END)
 
 
-def stretches(file: BinaryIO, spans: Sequence[tuple[int, int]]) -> BinaryIO:
-    """Stretches of a file, each (start, size), one after another as a file; nothing is copied."""
-    return cast(BinaryIO, io.BufferedReader(_Stretches(file, spans)))
+def byte_ranges(file: BinaryIO, spans: Sequence[tuple[int, int]]) -> BinaryIO:
+    """Return ranges of a file, each (start, size), one after another as a file; nothing is copied."""
+    return cast(BinaryIO, io.BufferedReader(_ByteRanges(file, spans)))
 
 
-class _Stretches(io.RawIOBase):
+class _ByteRanges(io.RawIOBase):
     def __init__(self, file: BinaryIO, spans: Sequence[tuple[int, int]]) -> None:
         self._file, self._spans, self._at = file, spans, 0
         self._ends = list(accumulate(size for _, size in spans))

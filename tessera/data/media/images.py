@@ -1,23 +1,21 @@
-"""Pictures from files that strangers wrote: the header is read first and decides whether a pixel is decoded."""
+"""Images from untrusted files: the header is read first and decides whether a pixel is decoded."""
 
 from __future__ import annotations
 
 import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image, ImageChops, UnidentifiedImageError
 
-from tessera.core.errors import TesseraError, first_line
+from tessera.core.errors import TesseraError
 from tessera.core.types import MediaSize
-from tessera.data.media.avif import check_streams
-from tessera.data.media.files import Opened, size_of, stretches
-from tessera.data.media.headers import PNG, Header, read_header
+from tessera.data.media.files import Limits, Opened, Target, byte_ranges, refusing, size_of
+from tessera.data.media.headers import PNG, Header, check_avif_streams, read_header
 
 # Formats that are only pixels. Others that Pillow knows run programs (EPS) or hold documents.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
@@ -32,20 +30,9 @@ _TURNS = {
 }
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # TIFF tags
 # Chunks of a PNG that say nothing about pixels and may unpack to any size.
-_WORDS = (b"zTXt", b"iTXt", b"tEXt", b"iCCP")
-_MOST_CHUNKS = 200_000  # of a PNG; a picture of the largest size in chunks of 8 KiB has half as many
-_MOST_BYTES = 256 << 20  # of a file that is read whole
-
-Target = Callable[[MediaSize], "tuple[int, int] | None"]  # size in the header -> (width, height) it is brought to
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What is refused from its header. Holds whatever Pillow's own global limit is set to."""
-
-    max_image_pixels: int = 64_000_000  # of an image, or of one frame of a clip
-    max_video_pixels: int = 1_000_000_000  # of all frames taken from a clip: they are in memory together
-    draft: bool = False  # JPEGs much larger than what is used are decoded at 1/2, 1/4 or 1/8: quick, and not exact
+_TEXT_CHUNKS = (b"zTXt", b"iTXt", b"tEXt", b"iCCP")
+_MAX_CHUNKS = 200_000  # of a PNG; an image of the largest size in chunks of 8 KiB has half as many
+_MAX_BYTES = 256 << 20  # of a file that is read whole
 
 
 def probe_image(source: Opened, limits: Limits) -> MediaSize:
@@ -53,9 +40,9 @@ def probe_image(source: Opened, limits: Limits) -> MediaSize:
 
 
 def decode_image(source: Opened, limits: Limits, target: Target | None = None) -> tuple[Image.Image, MediaSize]:
-    """The first picture in a file, RGB, the right way up; and the size its header told.
+    """Return the first image in a file, RGB and upright, and the size in its header.
 
-    What `target` wants smaller comes in that size: a pixel that nobody will see takes no memory.
+    An image that `target` wants smaller is returned in that size.
     """
     header = _header(source, limits)
     size = MediaSize(*header.shown)
@@ -64,24 +51,20 @@ def decode_image(source: Opened, limits: Limits, target: Target | None = None) -
         if image.size != (header.width, header.height):
             raise TesseraError(
                 f"damaged image: {source.name} (its header says {header.width}x{header.height}, "
-                f"the picture is {image.width}x{image.height})"
+                f"the image is {image.width}x{image.height})"
             )
-        try:
-            if wanted is not None and limits.draft and image.format in ("JPEG", "MPO"):
+        with refusing("damaged image", source.name):
+            if wanted is not None and limits.jpeg_draft and image.format in ("JPEG", "MPO"):
                 image.draft(None, wanted[::-1] if header.turn >= 5 else wanted)
             image.load()
-            rgb = rgb_of(_mended(image))
+            rgb = rgb_of(_uninverted(image))
             turn = _TURNS.get(header.turn)
             rgb = rgb if turn is None else rgb.transpose(turn)
             return _detached(smaller(rgb, wanted)), size
-        except TesseraError:  # the time is over
-            raise
-        except Exception as error:  # what a decoder raises on foreign bytes is not listed anywhere
-            raise TesseraError(f"damaged image: {source.name} ({first_line(error)})") from None
 
 
 def read_image(path: Path, limits: Limits) -> Image.Image:
-    """A picture in a file that the caller named, wherever it lies."""
+    """Return the image in a file that the caller named, wherever it lies."""
     try:
         with path.open("rb") as file:
             return decode_image(Opened(file, path.name), limits)[0]
@@ -90,14 +73,14 @@ def read_image(path: Path, limits: Limits) -> Image.Image:
 
 
 def smaller(image: Image.Image, wanted: tuple[int, int] | None) -> Image.Image:
-    """In the wanted size if that takes less memory; what is to grow is left to whoever uses it."""
+    """Return the image in the wanted size if that is smaller; enlarging is left to the processor."""
     if wanted is None or wanted[0] * wanted[1] >= image.width * image.height:
         return image
     return image.resize(wanted, Image.Resampling.BICUBIC)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Eight-bit RGB: transparency laid over white, deeper greys brought down to eight bits."""
+    """Return eight-bit RGB: transparency over white, deeper greys reduced to eight bits."""
     return _detached(rgb_of(image))
 
 
@@ -121,69 +104,61 @@ def _header(source: Opened, limits: Limits) -> Header:
         if image.format == "TIFF":
             _check_tiles(image, source.name)
         elif image.format == "AVIF":
-            check_streams(source, *image.size)
+            check_avif_streams(source, *image.size)
         return Header(*image.size, _turn(image))
 
 
 @contextmanager
 def open_image(source: Opened) -> Iterator[Image.Image]:
-    """An image whose header was read; no pixel is decoded yet."""
-    try:
-        with warnings.catch_warnings():
-            # Pillow warns from a size on that is not ours, and of oddities in EXIF that nobody can mend here.
-            warnings.simplefilter("ignore")
+    """Open an image with Pillow; no pixel is decoded yet."""
+    with refusing("unreadable image", source.name), warnings.catch_warnings():
+        # Pillow warns from a size on that is not ours, and of oddities in EXIF that nobody can mend here.
+        warnings.simplefilter("ignore")
+        try:
             image = Image.open(_for_pillow(source), formats=FORMATS)
-    except TesseraError:
-        raise
-    except Image.DecompressionBombError as error:
-        raise TesseraError(f"image header claims too many pixels: {source.name} ({error})") from None
-    except Exception as error:  # what a decoder raises on foreign bytes is not listed anywhere
-        raise TesseraError(f"unreadable image: {source.name} ({_reason(error)})") from None
+        except Image.DecompressionBombError as error:
+            raise TesseraError(f"image header claims too many pixels: {source.name} ({error})") from None
+        except UnidentifiedImageError:  # its text names an object in memory
+            raise TesseraError(f"unreadable image: {source.name} (not an image in a known format)") from None
     with image:
         yield image
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, UnidentifiedImageError):  # names an object in memory
-        return "not a picture in a known format"
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
 def _for_pillow(source: Opened) -> BinaryIO:
-    """What Pillow may see: a PNG without its texts and colour profile, which may unpack to any size; and no endless
-    file of a format that is read whole."""
+    """Return what Pillow may read: a PNG without its texts and colour profile, which may unpack to any size; and no
+    endless file of a format that is read as a whole."""
     file, size = source.file, size_of(source.file)
     file.seek(0)
     head = file.read(12)
     if head.startswith(PNG):
-        return _without_words(file, size, source.name)
-    if size > _MOST_BYTES and (head[4:8] == b"ftyp" or head[8:] == b"WEBP"):
+        return _without_texts(file, size, source.name)
+    if size > _MAX_BYTES and (head[4:8] == b"ftyp" or head[8:] == b"WEBP"):
         raise TesseraError(f"unreadable image: {source.name} ({size} bytes)")
     return file
 
 
-def _without_words(file: BinaryIO, size: int, name: str) -> BinaryIO:
+def _without_texts(file: BinaryIO, size: int, name: str) -> BinaryIO:
     kept, at = [(0, 8)], 8
-    for _ in range(_MOST_CHUNKS):
+    for _ in range(_MAX_CHUNKS):
         file.seek(at)
         head = file.read(8)
         if len(head) < 8:
             break
         length, kind = struct.unpack(">I4s", head)
         end = min(at + 12 + length, size)
-        if kind not in _WORDS:
+        if kind not in _TEXT_CHUNKS:
             kept.append((at, end - at))
         at = end
         if kind == b"IEND":
             break
     else:
-        raise TesseraError(f"unreadable image: {name} (more than {_MOST_CHUNKS} chunks)")
+        raise TesseraError(f"unreadable image: {name} (more than {_MAX_CHUNKS} chunks)")
     file.seek(0)
-    return file if sum(length for _, length in kept) == at else stretches(file, kept)
+    return file if sum(length for _, length in kept) == at else byte_ranges(file, kept)
 
 
 def _check_tiles(image: Image.Image, name: str) -> None:
-    """Tiles are decoded whole, so that a small picture may claim to be cut from a huge one."""
+    """Refuse tiles much larger than the image: they are decoded as a whole."""
     tags = getattr(image, "tag_v2", {})
     try:
         width, length = int(tags.get(_TILE_WIDTH, 0)), int(tags.get(_TILE_LENGTH, 0))
@@ -200,13 +175,13 @@ def _turn(image: Image.Image) -> int:
         return 1  # Pillow turns TIFF itself, and has already swapped its size
     try:
         turn = int(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # damaged EXIF in a sound picture: it has no orientation then
+    except Exception:  # damaged EXIF in a sound image: it has no orientation then
         return 1
     return turn if turn in _TURNS else 1
 
 
-def _mended(image: Image.Image) -> Image.Image:
-    """Pillow reads every CMYK JPEG as Adobe writes it: inverted. One that does not say it is Adobe's is not."""
+def _uninverted(image: Image.Image) -> Image.Image:
+    """Invert CMYK JPEGs that are not Adobe's: Pillow takes all of them for inverted, as Adobe writes them."""
     if image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
         return ImageChops.invert(image)
     return image
@@ -217,7 +192,7 @@ def _detached(image: Image.Image) -> Image.Image:
 
 
 def rgb_of(image: Image.Image) -> Image.Image:
-    """As `to_rgb`; may be the image itself, with its file."""
+    """Return `to_rgb(image)`, or the image itself, which still holds its file."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I;16") or image.mode == "I":

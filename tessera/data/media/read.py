@@ -1,4 +1,4 @@
-"""Media parts of samples: what their headers tell, and their pixels or sound.
+"""Media parts of samples: their sizes from headers, and their decoded content.
 
 `probe` and `decode` agree on the size: the cost of a sample is known from headers alone. Everyone who reads the media
 of a sample, be it for training, evaluation or serving, does it by `read_media`.
@@ -6,26 +6,52 @@ of a sample, be it for training, evaluation or serving, does it by `read_media`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 from PIL import Image
 
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.types import MediaSize, Part, PartKind, Sample
+from tessera.core.errors import TesseraError
+from tessera.core.types import MediaSize, Part, PartKind, Processor, Sample
 from tessera.data.media import audio, video
 from tessera.data.media.audio import AudioSampling
-from tessera.data.media.clips import VideoSampling
-from tessera.data.media.files import folder_of, opened, resolve
-from tessera.data.media.images import Limits, Target, check_pixels, decode_image, probe_image, smaller, to_rgb
-from tessera.data.processor import ChatProcessor
+from tessera.data.media.files import Limits, Target, folder_of, opened, refusing
+from tessera.data.media.images import check_pixels, decode_image, probe_image, smaller, to_rgb
+from tessera.data.media.video_frames import VideoSampling
 
-__all__ = ["decode", "probe", "read_media", "resolve"]
-
+_SOUND = AudioSampling()
 KindTarget = Callable[[PartKind, MediaSize], "tuple[int, int] | None"]  # as `ChatProcessor.target`
+
+
+@runtime_checkable
+class ChatProcessor(Processor, Protocol):
+    """Declare what conversations need of a family's processor beyond `Processor`."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a hash that changes whenever `measure` could give another answer."""
+        ...
+
+    @property
+    def sampling(self) -> VideoSampling: ...
+
+    def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
+        """Return (width, height) that an image, or each video frame, of this size is resized to; None: not resized.
+
+        Decoders use it to decode no more than is used.
+        """
+        ...
+
+    def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> Self:
+        """Return the same processor with other roles to train on; `last_only`: on the last turn of those roles."""
+        ...
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens with special words, for people who want to see what a model sees."""
+        ...
 
 
 def probe(
@@ -36,14 +62,15 @@ def probe(
     target: KindTarget | None = None,
     sound: AudioSampling | None = None,
 ) -> MediaSize:
-    """Size of a media part from headers alone; `frames` and `samples` are how many `decode` will give.
+    """Return the size of a media part from headers alone; `frames` and `samples` are how many `decode` will return.
 
-    A clip is refused for what is kept of it when `target` tells how much that is; without it, when it is decoded.
+    A video is refused for what is kept of it when `target` says how much that is; without it, when it is decoded.
     """
     given = _given(part, limits)
     if given is not None:
         return given
-    wanted = _no_pixels if target is None else partial(target, part.kind)
+    # Without a target, (0, 0): the limit on what is kept of a video is then not applied.
+    wanted: Target = (lambda size: (0, 0)) if target is None else partial(target, part.kind)
     folder = folder_of(part.value, root) if part.kind == "video" else None
     if folder is not None:
         return video.probe_folder(folder, limits, sampling, wanted)
@@ -51,7 +78,7 @@ def probe(
         if part.kind == "image":
             return probe_image(source, limits)
         if part.kind == "audio":
-            return audio.probe(source, limits, sound or AudioSampling())
+            return audio.probe(source, limits, sound or _SOUND)
         return video.probe(source, limits, sampling, wanted)
 
 
@@ -63,20 +90,18 @@ def decode(
     target: KindTarget | None = None,
     sound: AudioSampling | None = None,
 ) -> Any:
-    """A media part: an RGB image the right way up, uint8 frames [F, H, W, 3], or float32 sound [samples].
+    """Return a decoded media part: an upright RGB image, uint8 frames [F, H, W, 3], or float32 audio [samples].
 
     What `target` wants smaller than it is comes in that size.
     """
-    return _decode(part, root, limits, sampling, target, sound)[0]
+    return _decode(part, root, limits, sampling, target, sound or _SOUND)[0]
 
 
 def read_media(
     sample: Sample, root: Path, limits: Limits, processor: ChatProcessor
 ) -> tuple[list[Any], list[MediaSize]]:
-    """All media of a sample, decoded for a processor, and the sizes their headers told."""
-    read = [
-        _decode(part, root, limits, processor.sampling, processor.target, AudioSampling()) for part in sample.media()
-    ]
+    """Return all media of a sample, decoded for a processor, and the sizes in their headers."""
+    read = [_decode(part, root, limits, processor.sampling, processor.target, _SOUND) for part in sample.media()]
     return [media for media, _ in read], [size for _, size in read]
 
 
@@ -86,7 +111,7 @@ def _decode(
     limits: Limits,
     sampling: VideoSampling,
     target: KindTarget | None,
-    sound: AudioSampling | None,
+    sound: AudioSampling,
 ) -> tuple[Any, MediaSize]:
     wanted: Target | None = None if target is None else partial(target, part.kind)
     given = _given(part, limits)
@@ -99,17 +124,12 @@ def _decode(
         if part.kind == "image":
             return decode_image(source, limits, wanted)
         if part.kind == "audio":
-            return audio.decode(source, limits, sound or AudioSampling())
+            return audio.decode(source, limits, sound)
         return video.decode(source, limits, sampling, wanted)
 
 
-def _no_pixels(size: MediaSize) -> tuple[int, int]:
-    """Stands for a target that is not known: what is kept of a clip is then not judged."""
-    return 0, 0
-
-
 def _given(part: Part, limits: Limits) -> MediaSize | None:
-    """The size of what is decoded already; None for what has to be read."""
+    """Return the size of media that is decoded already; None for what has to be read."""
     value = part.value
     if part.kind == "image" and isinstance(value, Image.Image):
         check_pixels(value.width, value.height, "image", limits)
@@ -128,9 +148,5 @@ def _given(part: Part, limits: Limits) -> MediaSize | None:
 def _shrunk(value: Any, size: MediaSize, target: Target | None) -> Any:
     if not isinstance(value, Image.Image):
         return value
-    try:
+    with refusing("damaged image", "opened elsewhere and read only now"):
         return smaller(to_rgb(value), None if target is None else target(size))
-    except TesseraError:
-        raise
-    except Exception as error:  # an image that was opened elsewhere and is read only now
-        raise TesseraError(f"damaged image ({first_line(error)})") from None

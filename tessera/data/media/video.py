@@ -1,4 +1,4 @@
-"""Clips: files that PyAV reads, moving pictures, or a folder of pictures. Frames are chosen from what the header tells.
+"""Videos: files that PyAV reads, animations, or a folder of images. Frames are chosen by what the header says.
 
 Only what leads to a chosen frame is decoded. Packets are read first, without decoding: they tell when each frame is
 shown and where decoding may begin. The frames are those that decoding everything would give.
@@ -18,72 +18,69 @@ from PIL import Image
 from tessera.core.errors import TesseraError
 from tessera.core.types import MediaSize
 from tessera.data.media import animation
-from tessera.data.media.boxes import quarters
-from tessera.data.media.clips import Clip, Frames, VideoSampling, promised
-from tessera.data.media.containers import container, decoder, reason
-from tessera.data.media.files import Opened
-from tessera.data.media.images import Limits, Target, decode_image, probe_image
+from tessera.data.media.containers import container, decoder, quarters
+from tessera.data.media.files import Limits, Opened, Target, refusing
+from tessera.data.media.images import decode_image, probe_image
+from tessera.data.media.video_frames import Frames, VideoHeader, VideoSampling, checked_size
 
 __all__ = ["VideoSampling", "decode", "decode_folder", "probe", "probe_folder"]
 
-_PICTURES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"}
+_FRAME_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"}
 _SLACK = 10  # a tenth of the frames may be missing: headers are often wrong by a few
 _TURNS = {1: Image.Transpose.ROTATE_270, 2: Image.Transpose.ROTATE_180, 3: Image.Transpose.ROTATE_90}
 
 
 def probe(source: Opened, limits: Limits, sampling: VideoSampling, target: Target | None = None) -> MediaSize:
     if animation.is_animation(source.file):
-        return promised(animation.header(source, limits), source.name, limits, sampling, target)
+        return checked_size(animation.read_header(source, limits), source.name, limits, sampling, target)
     turned = quarters(source, "video")
     with container(source, "video", limits) as held:
-        clip = _header(held, source.name).shown(turned)
-    return promised(clip, source.name, limits, sampling, target)
+        header = _header(held, source.name).shown(turned)
+    return checked_size(header, source.name, limits, sampling, target)
 
 
 def decode(
     source: Opened, limits: Limits, sampling: VideoSampling, target: Target | None = None
 ) -> tuple[np.ndarray, MediaSize]:
-    """The chosen frames [F, H, W, 3], no larger than `target` wants them, and the size the header told."""
+    """Return the chosen frames [F, H, W, 3], no larger than `target` wants them, and the size in the header."""
     if animation.is_animation(source.file):
         return animation.decode(source, limits, sampling, target)
     turned = quarters(source, "video")
     with container(source, "video", limits) as held:
-        known = _header(held, source.name)
-        clip = known.shown(turned)
-        size = promised(clip, source.name, limits, sampling, target)
-        packets = _packets(held, known, source.name) if known.unread else None
+        stream_header = _header(held, source.name)
+        header = stream_header.shown(turned)
+        size = checked_size(header, source.name, limits, sampling, target)
+        packets = _packets(held, stream_header, source.name) if stream_header.unread else None
     if packets is None:
         with container(source, "video", limits) as held:
-            packets = _packets(held, known, source.name)
-    total = known.total - sum(packets.hidden) if known.counted else packets.shown
-    numbers = sampling.choose(max(1, total), clip.rate)
-    if len(numbers) != size.frames:  # that many were promised, of what the header said
+            packets = _packets(held, stream_header, source.name)
+    total = stream_header.total - sum(packets.hidden) if stream_header.counted else packets.shown
+    numbers = sampling.choose(max(1, total), header.rate)
+    if len(numbers) != size.frames:  # the header promised that many
         numbers = sampling.spread(size.frames, max(1, total))
     chosen = [min(number, packets.shown - 1) for number in numbers]
+    max_pixels = 2 * stream_header.width * stream_header.height + (1 << 20)  # of a frame, with edges decoders add
     for attempt in (_decoded_parts, _decoded_all):
         frames = Frames(chosen, size, target, source.name)
         with container(source, "video", limits) as held:
             stream = _stream(held, source.name)
             try:
-                for number, frame in attempt(held, stream, packets, frames, _most(known)):
-                    picture = Image.fromarray(frame.to_ndarray(format="rgb24"))
-                    frames.put(number, picture.transpose(_TURNS[turned]) if turned else picture)
-                    if frames.next is None:
-                        break
-            except _Lost:
+                with refusing("damaged video", source.name):
+                    for number, frame in attempt(held, stream, packets, frames, max_pixels):
+                        image = Image.fromarray(frame.to_ndarray(format="rgb24"))
+                        frames.put(number, image.transpose(_TURNS[turned]) if turned else image)
+                        if frames.next is None:
+                            break
+            except _FrameLostError:
                 continue
-            except TesseraError:
-                raise
-            except Exception as error:  # what a decoder raises on foreign bytes is not listed anywhere
-                raise TesseraError(f"damaged video: {source.name} ({reason(error)})") from None
-            return frames.whole(), size
+            return frames.stacked(), size
     raise AssertionError("decoding everything loses no frame")
 
 
 # ---------------------------------------------------------------------------------------------- headers
 
 
-class _Known(NamedTuple):
+class _StreamHeader(NamedTuple):
     width: int  # as coded
     height: int
     total: int
@@ -92,9 +89,9 @@ class _Known(NamedTuple):
     seconds: float | None
     unread: bool  # no packet was read to know all this
 
-    def shown(self, turned: int) -> Clip:
+    def shown(self, turned: int) -> VideoHeader:
         width, height = (self.height, self.width) if turned % 2 else (self.width, self.height)
-        return Clip(width, height, self.total, self.rate)
+        return VideoHeader(width, height, self.total, self.rate)
 
 
 def _stream(held: Any, name: str) -> Any:
@@ -103,13 +100,13 @@ def _stream(held: Any, name: str) -> Any:
     for stream in held.streams.video:
         if not stream.disposition & Disposition.attached_pic:
             return stream
-    what = "only sound in it" if held.streams.audio else "no picture in it"
+    what = "only sound in it" if held.streams.audio else "no image in it"
     raise TesseraError(f"unreadable video: {name} ({what})")
 
 
-def _header(held: Any, name: str) -> _Known:
+def _header(held: Any, name: str) -> _StreamHeader:
     stream = _stream(held, name)
-    try:
+    with refusing("unreadable video", name):
         if stream.codec_context is None:
             raise TesseraError(f"unreadable video: {name} (no decoder for it)")
         width, height = int(stream.codec_context.width), int(stream.codec_context.height)
@@ -124,26 +121,16 @@ def _header(held: Any, name: str) -> _Known:
         unread = total > 0
         if not unread:  # some containers tell neither
             total = sum(1 for packet in held.demux(stream) if packet.size)
-    except TesseraError:
-        raise
-    except Exception as error:  # see `containers.container`
-        raise TesseraError(f"unreadable video: {name} ({reason(error)})") from None
     if total < 1 or width < 1 or height < 1:
         raise TesseraError(f"unreadable video: {name} ({width}x{height}, {total} frames)")
-    return _Known(width, height, total, counted, rate, seconds, unread)
-
-
-def _most(known: _Known) -> int:
-    """Pixels a frame may have, with the edges that decoders add. A stream that becomes larger than its header said is
-    stopped before memory is used."""
-    return 2 * known.width * known.height + (1 << 20)
+    return _StreamHeader(width, height, total, counted, rate, seconds, unread)
 
 
 # ---------------------------------------------------------------------------------------------- packets
 
 
 class _Packets(NamedTuple):
-    """All packets of a stream, in the order they are decoded."""
+    """Describe all packets of a stream, in decoding order."""
 
     times: list[int | None]  # when what is in it is shown
     keys: list[bool]  # decoding may begin here
@@ -154,27 +141,27 @@ class _Packets(NamedTuple):
         return len(self.hidden) - sum(self.hidden)
 
     def order(self) -> list[int] | None:
-        """Times of shown frames, in the order they are shown; None when they do not tell frames apart."""
+        """Return the times of shown frames, in display order; None when they do not tell frames apart."""
         times = [time for time, hidden in zip(self.times, self.hidden, strict=True) if not hidden]
         known = sorted(time for time in times if time is not None)
         return known if len(known) == len(times) == len(set(known)) else None
 
     def starts(self, times: list[int]) -> list[int]:
-        """For each frame, by its time, the last packet at which decoding may begin so that it comes as it should."""
+        """Return for each frame, by its time, the last key packet from which it can be decoded."""
         keys = sorted(
             (time, number)
             for number, (time, key) in enumerate(zip(self.times, self.keys, strict=True))
             if key and time is not None
         )
         before = (bisect_right(keys, (time, len(self.keys))) - 1 for time in times)
-        return [keys[place][1] if place >= 0 else 0 for place in before]
+        return [keys[index][1] if index >= 0 else 0 for index in before]
 
 
-def _packets(held: Any, known: _Known, name: str) -> _Packets:
+def _packets(held: Any, stream_header: _StreamHeader, name: str) -> _Packets:
     stream = _stream(held, name)
     packets = _Packets([], [], [])
     end = 0.0
-    try:
+    with refusing("damaged video", name):
         for packet in held.demux(stream):
             if packet.size:
                 packets.times.append(packet.pts)
@@ -182,50 +169,50 @@ def _packets(held: Any, known: _Known, name: str) -> _Packets:
                 packets.hidden.append(packet.is_discard)
                 if packet.pts is not None:
                     end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
-    except TesseraError:
-        raise
-    except Exception as error:  # see `containers.container`
-        raise TesseraError(f"damaged video: {name} ({reason(error)})") from None
     found = len(packets.times)
-    off = abs(found - known.total) > max(1, known.total // _SLACK)
-    # Where the number is only reckoned, frames may come at any pace: the clip must last as long as it says.
-    cut_off = found < known.total and known.seconds is not None and end < known.seconds * (1 - 1 / _SLACK)
-    if packets.shown < 1 or (off and (known.counted or cut_off)):
-        raise TesseraError(f"damaged video: {name} (its header says {known.total} frames, {found} are in it)")
+    off = abs(found - stream_header.total) > max(1, stream_header.total // _SLACK)
+    # Where the number is only reckoned, frames may come at any pace: the video must last as long as it says.
+    cut_off = (
+        found < stream_header.total
+        and stream_header.seconds is not None
+        and end < stream_header.seconds * (1 - 1 / _SLACK)
+    )
+    if packets.shown < 1 or (off and (stream_header.counted or cut_off)):
+        raise TesseraError(f"damaged video: {name} (its header says {stream_header.total} frames, {found} are in it)")
     return packets
 
 
 # ---------------------------------------------------------------------------------------------- frames
 
 
-class _Lost(Exception):
-    """A frame did not come where its packet said."""
+class _FrameLostError(TesseraError):
+    """Report that a frame was not found where its packet says; then all frames are decoded."""
 
 
 def _decoded_parts(
     held: Any, stream: Any, packets: _Packets, frames: Frames, max_pixels: int
 ) -> Iterator[tuple[int, Any]]:
-    """(number, frame) of the wanted frames; packets that no wanted frame needs are passed over."""
+    """Yield (number, frame) of the chosen frames; packets that none of them needs are not decoded."""
     order = packets.order()
     if order is None:
-        raise _Lost
+        raise _FrameLostError("a frame did not appear where its packet said")
     context = decoder(stream, max_pixels)
     numbers = {time: number for number, time in enumerate(order)}
     starts = dict(zip(frames.chosen, packets.starts([order[number] for number in frames.chosen]), strict=True))
     last = -1  # the packet that the decoder saw last
-    for place, packet in enumerate(packet for packet in held.demux(stream) if packet.size):
+    for index, packet in enumerate(packet for packet in held.demux(stream) if packet.size):
         if frames.next is None:
             return
         start = starts[frames.next]
-        if place < start and last < start:
+        if index < start and last < start:
             continue
-        if last != place - 1:
+        if last != index - 1:
             context.flush_buffers()
-        last = place
+        last = index
         yield from _wanted(context.decode(packet), numbers, frames)
     yield from _wanted(context.decode(None), numbers, frames)
     if frames.next is not None:
-        raise _Lost
+        raise _FrameLostError("a frame did not appear where its packet said")
 
 
 def _wanted(decoded: list[Any], numbers: dict[int, int], frames: Frames) -> Iterator[tuple[int, Any]]:
@@ -236,7 +223,7 @@ def _wanted(decoded: list[Any], numbers: dict[int, int], frames: Frames) -> Iter
         if number == frames.next:
             yield number, frame
         elif number is not None and number > frames.next:
-            raise _Lost
+            raise _FrameLostError("a frame did not appear where its packet said")
 
 
 def _decoded_all(
@@ -252,14 +239,14 @@ def _decoded_all(
 
 
 def probe_folder(folder: Path, limits: Limits, sampling: VideoSampling, target: Target | None = None) -> MediaSize:
-    return promised(_folder_header(_pictures(folder), limits), folder.name, limits, sampling, target)
+    return checked_size(_folder_header(_frame_files(folder), limits), folder.name, limits, sampling, target)
 
 
 def decode_folder(
     folder: Path, limits: Limits, sampling: VideoSampling, target: Target | None = None
 ) -> tuple[np.ndarray, MediaSize]:
-    files = _pictures(folder)
-    size = promised(_folder_header(files, limits), folder.name, limits, sampling, target)
+    files = _frame_files(folder)
+    size = checked_size(_folder_header(files, limits), folder.name, limits, sampling, target)
     frames = Frames(sampling.choose(len(files), None), size, target, folder.name)
     for number in frames.chosen:
         with files[number].open("rb") as file:
@@ -267,21 +254,21 @@ def decode_folder(
         if (its_size.width, its_size.height) != (size.width, size.height):
             raise TesseraError(f"frames of different sizes in {folder.name}: {files[number].name}")
         frames.put(number, image)
-    return frames.whole(), size
+    return frames.stacked(), size
 
 
-def _folder_header(files: list[Path], limits: Limits) -> Clip:
+def _folder_header(files: list[Path], limits: Limits) -> VideoHeader:
     with files[0].open("rb") as file:
         size = probe_image(Opened(file, files[0].name), limits)
-    return Clip(size.width, size.height, len(files), None)
+    return VideoHeader(size.width, size.height, len(files), None)
 
 
-def _pictures(folder: Path) -> list[Path]:
-    """Frames in the order a person would count them: 2 before 10."""
-    files = [file for file in folder.iterdir() if file.suffix.lower() in _PICTURES and file.is_file()]
+def _frame_files(folder: Path) -> list[Path]:
+    """Return the frames of a folder in the order a person would count them: 2 before 10."""
+    files = [file for file in folder.iterdir() if file.suffix.lower() in _FRAME_SUFFIXES and file.is_file()]
     inside = [file for file in files if not file.is_symlink() or file.resolve().is_relative_to(folder.resolve())]
     if not files:
-        raise TesseraError(f"no pictures in the folder {folder.name}")
+        raise TesseraError(f"no images in the folder {folder.name}")
     if len(inside) != len(files):
         raise TesseraError(f"a frame in {folder.name} is a link to somewhere else")
     return sorted(files, key=lambda file: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", file.name)])

@@ -1,8 +1,11 @@
-"""Sets with weights: how often each sample is drawn, in whole numbers.
+"""Which sample a draw holds, and in which order draws come: pure functions of a seed, computed point by point.
 
-One pass over the mixture has a fixed number of slots, so many for each set. A set with as many slots as samples gives
-each sample its slot; with more or fewer, a slot holds one of a few neighbours, another one in each pass, such that
-after any number of passes every sample of the set was drawn equally often, give or take one.
+A permutation gives the image of one index without computing any other. Its integers are written out here rather than
+drawn from a library's generator: the order of a resumed run must not change with an upgrade of numpy.
+
+One epoch over a mixture has a fixed number of draws, so many for each set. A set with as many draws as samples gives
+each sample its draw; with more or fewer, a draw holds one of a few neighbours, another one in each epoch, such that
+after any number of epochs every sample of the set was drawn equally often, give or take one.
 """
 
 from __future__ import annotations
@@ -13,9 +16,87 @@ from math import gcd
 
 import numpy as np
 
+ROUNDS = 6
+_MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
-def slots_of_sets(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
-    """Slots of each set in one pass. A pass is as long as with no weights at all; a set that is not empty has one."""
+
+def mix(*values: int) -> int:
+    """Return a 64-bit hash of some integers: the same on every machine and in every version."""
+    state = _STEP
+    for value in values:
+        state = _scramble((state ^ (value & _MASK)) + _STEP)
+    return state
+
+
+def _scramble(x: int) -> int:
+    x &= _MASK
+    x = ((x ^ (x >> 30)) * _FIRST) & _MASK
+    x = ((x ^ (x >> 27)) * _SECOND) & _MASK
+    return x ^ (x >> 31)
+
+
+def _scramble_all(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
+    scrambled: np.ndarray = x ^ (x >> np.uint64(31))
+    return scrambled
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """Permute range(count) in a way that depends on a key alone.
+
+    It is a Feistel network over the next power of four, applied again until the result is inside the range.
+    """
+
+    count: int
+    half: int  # bits of each side of the network
+    keys: tuple[int, ...]
+
+    @staticmethod
+    def of(count: int, *key: int) -> Shuffle:
+        half = max(1, (max(1, count - 1).bit_length() + 1) // 2)
+        base = mix(*key)
+        return Shuffle(count, half, tuple(mix(base, number) for number in range(ROUNDS)))
+
+    def __call__(self, index: int) -> int:
+        assert 0 <= index < self.count
+        side = (1 << self.half) - 1
+        while True:
+            left, right = index >> self.half, index & side
+            for key in self.keys:
+                left, right = right, left ^ (_scramble(right * _STEP + key) & side)
+            index = left << self.half | right
+            if index < self.count:
+                return index
+
+    def all(self) -> np.ndarray:
+        """Return the whole permutation as an array."""
+        indices = np.arange(self.count, dtype=np.uint64)
+        outside = np.arange(self.count)
+        while len(outside):
+            indices[outside] = self._once(indices[outside])
+            outside = outside[indices[outside] >= self.count]
+        return indices.astype(np.int64)
+
+    def _once(self, indices: np.ndarray) -> np.ndarray:
+        half, side = np.uint64(self.half), np.uint64((1 << self.half) - 1)
+        left, right = indices >> half, indices & side
+        for key in self.keys:
+            left, right = right, left ^ (_scramble_all(right * np.uint64(_STEP) + np.uint64(key)) & side)
+        joined: np.ndarray = left << half | right
+        return joined
+
+
+def permutation(count: int, *key: int) -> np.ndarray:
+    """Return the permutation of range(count) with this key."""
+    return Shuffle.of(count, *key).all()
+
+
+def draws_per_set(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
+    """Return the draws of each set in one epoch, which is as long as without weights; a set with samples has one."""
     if weights is None:
         return list(sizes)
     total = sum(sizes)
@@ -28,34 +109,34 @@ def slots_of_sets(sizes: Sequence[int], weights: Sequence[float] | None) -> list
 @dataclass(frozen=True, eq=False)
 class Mixture:
     starts: np.ndarray  # [sets + 1]: first sample of each set
-    slots: np.ndarray  # [sets + 1]: first slot of each set
-    alike: np.ndarray | None  # samples of each set, such that neighbours are alike; None: as they are numbered
+    draws: np.ndarray  # [sets + 1]: first draw of each set
+    by_similarity: np.ndarray | None  # samples of each set, neighbours alike; None: as they are numbered
 
     def __len__(self) -> int:
-        return int(self.slots[-1])
+        return int(self.draws[-1])
 
-    def sample(self, slot: int, turn: int) -> int:
-        """What a slot holds in a pass."""
-        which = int(np.searchsorted(self.slots, slot, side="right")) - 1
+    def sample(self, draw: int, epoch: int) -> int:
+        """Return the sample that a draw holds in an epoch."""
+        which = int(np.searchsorted(self.draws, draw, side="right")) - 1
         first, size = self._set(which)
-        count = int(self.slots[which + 1] - self.slots[which])
-        place = first + ((slot - int(self.slots[which])) * size + turn * count % size) // count
-        return place if self.alike is None else int(self.alike[place])
+        count = int(self.draws[which + 1] - self.draws[which])
+        position = first + ((draw - int(self.draws[which])) * size + epoch * count % size) // count
+        return position if self.by_similarity is None else int(self.by_similarity[position])
 
     def largest(self, values: np.ndarray) -> np.ndarray:
-        """For each slot, the largest value among the samples that it ever holds."""
-        if self.alike is not None:
-            values = values[self.alike]
+        """Return for each draw the largest value among the samples that it ever holds."""
+        if self.by_similarity is not None:
+            values = values[self.by_similarity]
         found = [self._largest(values, which) for which in range(len(self.starts) - 1)]
         return np.concatenate(found) if found else values[:0]
 
     def mean(self, values: np.ndarray) -> float:
-        """Of one pass, its slots added up, on average over passes."""
+        """Return the sum over the draws of one epoch, on average over epochs."""
         total = 0.0
         for which in range(len(self.starts) - 1):
             first, size = self._set(which)
             if size:
-                share = int(self.slots[which + 1] - self.slots[which]) / size
+                share = int(self.draws[which + 1] - self.draws[which]) / size
                 total += share * float(values[first : first + size].sum(dtype=np.float64))
         return total
 
@@ -64,18 +145,22 @@ class Mixture:
 
     def _largest(self, values: np.ndarray, which: int) -> np.ndarray:
         first, size = self._set(which)
-        count = int(self.slots[which + 1] - self.slots[which])
+        count = int(self.draws[which + 1] - self.draws[which])
         own = values[first : first + size]
         if count == size:
             return own
-        places = np.arange(count, dtype=np.int64) * size
-        bounds = np.stack([places // count, (places + size - gcd(size, count)) // count + 1], axis=1).reshape(-1)
+        positions = np.arange(count, dtype=np.int64) * size
+        bounds = np.stack([positions // count, (positions + size - gcd(size, count)) // count + 1], axis=1).reshape(-1)
         return np.maximum.reduceat(np.append(own, own[:1]), bounds)[::2]
 
 
-def alike_order(sets: np.ndarray, tokens: np.ndarray, excess: np.ndarray, step: int, ties: np.ndarray) -> np.ndarray:
-    """An order in which neighbours are alike: set by set, by steps of a twentieth in excess (`step`: what is too little
-    to matter), and up and down in tokens."""
+def similarity_order(
+    sets: np.ndarray, tokens: np.ndarray, excess: np.ndarray, step: int, ties: np.ndarray
+) -> np.ndarray:
+    """Return an order of similar neighbours: by set, by excess in steps of a twentieth, and up and down in tokens.
+
+    `step`: an excess that is too little to matter.
+    """
     edges = [max(1, step)]
     while edges[-1] <= int(excess.max(initial=0)):
         edges.append(edges[-1] + edges[-1] // 20 + 1)

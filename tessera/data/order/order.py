@@ -1,23 +1,240 @@
-"""Which row comes when: a pure function of (seed, row number).
+"""The rows of every epoch: packed once, then found by (seed, row number) alone.
 
-Nothing here knows ranks, workers or micro-batches, so any of them may change between two runs. Every place is computed
+Nothing here knows ranks, workers or micro-batches, so any of them may change between two runs. Every row is computed
 by itself: the row of step 10^9 costs as much as the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
 
-from tessera.data.order.shuffle import Shuffle, mix
-from tessera.data.order.table import RowTable
+import numpy as np
+
+from tessera.data.order.mixture import Mixture, Shuffle, draws_per_set, mix, permutation, similarity_order
+from tessera.data.order.packing import best_fit, pack_balanced, sequential_fit
+from tessera.data.tables import AnyTables, MemoryTables, keep_tables, narrow, open_tables
+
+FORMAT = 2  # raise it when the same samples would be packed otherwise
+WINDOW = 8192  # draws packed together: large enough for full rows, small enough that neighbours stay well mixed
+_PACK, _SPREAD, _TIES = 0x5041434B, 0x4445414C, 0x54494553  # streams of randomness, apart from those of the epochs
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Hold the measures of all samples, one data set after another."""
+
+    tokens: np.ndarray  # [N]
+    starts: np.ndarray  # [sets + 1]: first sample of each set
+    weights: tuple[float, ...] | None = None  # of the sets
+    work: Mapping[str, np.ndarray] = field(default_factory=dict)  # FLOPs of each sample in each stream; empty: unknown
+    token_work: Mapping[str, float] = field(default_factory=dict)  # FLOPs of one token more: what padding costs
+
+
+@dataclass(frozen=True)
+class PackingConfig:
+    length: int  # tokens of a row
+    seed: int = 0
+    pack: bool = True
+    shuffle: bool = True
+    balance: bool = True
+
+
+@dataclass(frozen=True)
+class PackingStats:
+    """Hold the figures of packing, which are the same in every epoch."""
+
+    rows: int
+    length: int
+    padding: float  # share of the tokens, over all rows
+    work: float | None = None  # the heaviest row over the mean; None: unknown
+    streams: Mapping[str, float] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        text = f"{self.rows:,} of {self.length:,} tokens, padding {self.padding:.1%}"
+        if self.work is not None:
+            streams = ", ".join(f"{name} {value:.2f}" for name, value in self.streams.items())
+            text += f", work at most {self.work:.2f} x mean ({streams})"
+        return text
+
+
+@dataclass(frozen=True, eq=False)
+class RowTable:
+    """Row i of an epoch holds draws members[bounds[i]:bounds[i+1]].
+
+    Its arrays are mapped from a file where one is kept, so that processes share them and only a path is pickled.
+    """
+
+    arrays: Mapping[str, np.ndarray]  # members, bounds, starts, draws; balanced: work; with weights: by_similarity
+    stats: PackingStats
+
+    def __len__(self) -> int:
+        return len(self.arrays["bounds"]) - 1
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a hash of which draws share a row."""
+        found = hashlib.sha256()
+        for name in ("members", "bounds", "draws"):
+            found.update(np.ascontiguousarray(self.arrays[name], dtype=np.int64).data)
+        return found.hexdigest()[:16]
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        bounds = self.arrays["bounds"]
+        return self.arrays["members"][int(bounds[row]) : int(bounds[row + 1])]
+
+    @property
+    def mixture(self) -> Mixture:
+        return Mixture(self.arrays["starts"], self.arrays["draws"], self.arrays.get("by_similarity"))
+
+
+def row_table(samples: Samples, config: PackingConfig, folder: Path | None = None) -> RowTable:
+    """Pack samples into rows, or read from `folder` what was packed from the same facts before."""
+    if folder is None:
+        return _make(samples, config)
+    key = _key(samples, config)
+    file = folder / f"rows-{key[:32]}.safetensors"
+    found: AnyTables | None = open_tables(file, key)
+    if found is None or not _sound(found):
+        made = _make(samples, config)
+        about = {"key": key, "stats": json.dumps(asdict(made.stats))}
+        found = keep_tables(file, MemoryTables(made.arrays, about))
+    return RowTable(found, PackingStats(**json.loads(found.about["stats"])))
+
+
+def _sound(tables: AnyTables) -> bool:
+    """Return whether these can be a table of rows."""
+    try:
+        members, bounds, draws = tables["members"], tables["bounds"], tables["draws"]
+        known = PackingStats(**json.loads(tables.about["stats"]))
+        return len(bounds) == known.rows + 1 and len(members) == int(bounds[-1]) == int(draws[-1])
+    except (KeyError, ValueError, TypeError, IndexError):
+        return False
+
+
+def _key(samples: Samples, config: PackingConfig) -> str:
+    digest = hashlib.sha256(json.dumps([FORMAT, WINDOW, asdict(config), samples.weights]).encode())
+    digest.update(json.dumps(dict(samples.token_work), sort_keys=True).encode())
+    arrays = {"tokens": samples.tokens, "starts": samples.starts, **{f"work.{k}": v for k, v in samples.work.items()}}
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {len(array)} ".encode())
+        kind = np.float64 if name.startswith("work.") else np.int64
+        digest.update(np.ascontiguousarray(array, dtype=kind).data)
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------- packing
+
+
+@dataclass(frozen=True, eq=False)
+class _Excess:
+    """Work of samples beyond what their tokens cost as padding, in whole units."""
+
+    values: np.ndarray  # [N] int64
+    unit: float  # FLOPs; a power of two
+    linear: int  # of a row before any excess
+
+
+def _make(samples: Samples, config: PackingConfig) -> RowTable:
+    tokens = np.asarray(samples.tokens, dtype=np.int64)
+    excess = _excess(samples, config.length)
+    sizes = np.diff(samples.starts).tolist()
+    draws = np.cumsum([0, *draws_per_set(sizes, samples.weights)])
+    by_similarity = None
+    if samples.weights is not None and config.shuffle:  # unshuffled, draws follow the files
+        sets = np.repeat(np.arange(len(sizes)), sizes)
+        ties = np.arange(len(tokens))
+        by_similarity = similarity_order(sets, tokens, excess.values, excess.linear // 256, ties)
+    mixture = Mixture(np.asarray(samples.starts, dtype=np.int64), draws, by_similarity)
+    row_of = _rows_of_draws(mixture.largest(tokens), mixture.largest(excess.values), excess.linear, config)
+    rows = int(row_of.max(initial=-1)) + 1
+    arrays = {
+        "members": narrow(np.argsort(row_of, kind="stable")),
+        "bounds": narrow(np.append(0, np.cumsum(np.bincount(row_of, minlength=rows)))),
+        "starts": mixture.starts,
+        "draws": mixture.draws,
+    }
+    if by_similarity is not None:
+        arrays["by_similarity"] = narrow(by_similarity)
+    padding = 1 - mixture.mean(tokens) / max(1, rows * config.length)
+    stats = PackingStats(rows, config.length, padding)
+    if samples.work and rows:
+        held = np.bincount(row_of, weights=mixture.largest(excess.values), minlength=rows)
+        work = (excess.linear + held) * excess.unit
+        if config.balance:
+            arrays["work"] = work
+        mean = (excess.linear + mixture.mean(excess.values) / rows) * excess.unit
+        streams = {name: _bound(samples, config, mixture, row_of, name) for name in samples.work}
+        stats = PackingStats(rows, config.length, padding, float(work.max()) / mean, streams)
+    return RowTable(arrays, stats)
+
+
+def _excess(samples: Samples, length: int) -> _Excess:
+    """Return the excess in units whose sums and products stay far from the end of 64 bits."""
+    if not samples.work:
+        return _Excess(np.zeros(len(samples.tokens), dtype=np.int64), 1.0, 0)
+    per_token = sum(samples.token_work.values())
+    values = np.zeros(len(samples.tokens))
+    for work in samples.work.values():
+        values += work
+    values = np.maximum(values - per_token * samples.tokens, 0)
+    _, exponent = np.frexp(max(float(values.max(initial=0)), per_token * length, 1.0))
+    unit = float(np.ldexp(1.0, int(exponent) - 24))
+    return _Excess(np.rint(values / unit).astype(np.int64), unit, round(per_token * length / unit))
+
+
+def _bound(samples: Samples, config: PackingConfig, mixture: Mixture, row_of: np.ndarray, stream: str) -> float:
+    per_token = samples.token_work[stream]
+    excess = np.asarray(samples.work[stream] - per_token * samples.tokens)
+    rows = int(row_of.max()) + 1
+    heaviest = per_token * config.length + np.bincount(row_of, weights=mixture.largest(excess), minlength=rows).max()
+    mean = per_token * config.length + mixture.mean(excess) / rows
+    return float(heaviest / mean) if mean > 0 else 1.0
+
+
+def _rows_of_draws(tokens: np.ndarray, excess: np.ndarray, linear: int, config: PackingConfig) -> np.ndarray:
+    """Return the row of each draw. Every draw is in one row of at most `length` tokens; none is cut."""
+    count = len(tokens)
+    assert count == 0 or int(tokens.max()) <= config.length, "what is too long is left out or cut by the index"
+    if not config.pack:
+        return np.arange(count)
+    if not config.shuffle:
+        return sequential_fit(tokens, config.length)
+    weighed = config.balance and bool(excess.any())
+    row_of = np.empty(count, dtype=np.int64)
+    rows = 0
+    order = permutation(count, config.seed, _PACK)
+    plain = (order[start : start + WINDOW] for start in range(0, count, WINDOW))
+    for window in _windows(tokens, excess, linear, config.seed) if weighed else plain:
+        if weighed:
+            row_of[window] = rows + pack_balanced(tokens[window], excess[window], config.length, linear)
+        else:
+            row_of[window] = rows + best_fit(tokens[window], config.length)
+        rows = int(row_of[window].max()) + 1
+    return row_of
+
+
+def _windows(tokens: np.ndarray, excess: np.ndarray, linear: int, seed: int) -> list[np.ndarray]:
+    """Return windows that each resemble the whole: similar draws are spread, one to each window."""
+    count = len(tokens)
+    windows = -(-count // WINDOW)
+    ties = permutation(count, seed, _TIES)
+    by_similarity = similarity_order(np.zeros(count, dtype=np.int64), tokens, excess, linear // 256, ties)
+    group = np.arange(count) // windows
+    spread = by_similarity[np.lexsort((permutation(count, seed, _SPREAD), group))]
+    return [spread[which::windows] for which in range(windows)]
+
 
 _PASS, _ROW = 0x50415353, 0x524F57
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Row number -> samples, over all passes. The rows of every pass hold the same slots, in another order."""
+    """Row number -> samples, over all epochs. The rows of every epoch hold the same draws, in another order."""
 
     table: RowTable
     seed: int
@@ -28,25 +245,25 @@ class Order:
         return f"{self.table.digest} {self.seed} {self.shuffle}"
 
     def __len__(self) -> int:
-        """Rows of one pass."""
+        """Return the number of rows in one epoch."""
         return len(self.table)
 
-    def place(self, row: int) -> tuple[int, int]:
-        """(pass, row of the table)."""
-        turn, place = divmod(row, len(self.table))
-        return turn, Shuffle.of(len(self.table), self.seed, _PASS, turn)(place) if self.shuffle else place
+    def index(self, row: int) -> tuple[int, int]:
+        """Return (epoch, row of the table) of a row number."""
+        epoch, index = divmod(row, len(self.table))
+        return epoch, Shuffle.of(len(self.table), self.seed, _PASS, epoch)(index) if self.shuffle else index
 
     def samples(self, row: int) -> list[int]:
-        """Numbers of the samples in a row."""
-        turn, place = self.place(row)
+        """Return the numbers of the samples in a row."""
+        epoch, index = self.index(row)
         mixture = self.table.mixture
-        return [mixture.sample(slot, turn) for slot in self.table[place].tolist()]
+        return [mixture.sample(draw, epoch) for draw in self.table[index].tolist()]
 
     def work(self, rows: Sequence[int]) -> list[float] | None:
-        """FLOPs of rows, at most; None where the work of samples is not known."""
+        """Return an upper bound on the FLOPs of each row; None where the work of samples is not known."""
         work = self.table.arrays.get("work")
-        return None if work is None else [float(work[self.place(row)[1]]) for row in rows]
+        return None if work is None else [float(work[self.index(row)[1]]) for row in rows]
 
     def row_seed(self, row: int) -> int:
-        """Randomness that belongs to this row wherever it is computed; fits a signed 64-bit integer."""
+        """Return a seed that belongs to this row wherever it is computed; it fits a signed 64-bit integer."""
         return mix(self.seed, _ROW, row) >> 1

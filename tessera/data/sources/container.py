@@ -1,85 +1,117 @@
-"""What rows are kept in, before anyone asks how they are spelled."""
+"""The base of what holds the records of a data set: a class per kind of file, before records are parsed to samples."""
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from tessera.data.sources.forms import RowError
-from tessera.data.sources.within import Within
+from tessera.core.errors import TesseraError, first_line
+from tessera.data.media.files import ArchiveMember
 
-MAX_ROW_BYTES = 64 << 20  # one row of text and paths; more than this is not a conversation
-_END = 64 << 10
+MAX_RECORD_BYTES = 64 << 20  # one record of text and paths; more than this is not a conversation
+_HASHED_END_BYTES = 64 << 10
 
 
-class Raw(NamedTuple):
-    """A row as it was found. `inside`: media that the container itself holds, by the names rows may call them."""
+class RecordError(Exception):
+    """Report a record that cannot be used; `data.on_bad_sample` states whether the run skips it or ends."""
+
+    def __init__(self, id: str, reason: str) -> None:
+        super().__init__(f"{id}: {reason}")
+        self.id = id
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (RecordError, (self.id, self.reason))
+
+
+def reason_of(error: Exception) -> str:
+    """Return why something cannot be used, in one line."""
+    if isinstance(error, RecordError):
+        return error.reason
+    return error.what if isinstance(error, TesseraError) else first_line(error)
+
+
+def bad_sample_error(id: str, reason: str, where: str, others: int = 0) -> TesseraError:
+    """Return what ends a run whose policy is not to skip bad samples."""
+    more = f" (and {others} more)" if others else ""
+    fix = "mend the data, or set data.on_bad_sample=skip"
+    return TesseraError(f"sample {id} cannot be used: {reason}{more}", where=where, fix=fix)
+
+
+class RawRecord(NamedTuple):
+    """Hold a record as it was found. `members`: media in the same archive, by each name that a record may call them."""
 
     content: dict[str, Any]
-    inside: Mapping[str, Within] = {}
+    members: Mapping[str, ArchiveMember] = {}
 
 
-class Container(Protocol):
-    """Holds no open file and no row: it travels to worker processes."""
+class Container(ABC):
+    """Read records by number. A container is pickled for workers, so it holds no open file and no record."""
 
-    def __len__(self) -> int: ...
+    def __init__(self, name: str, count: int, facts: Any) -> None:
+        self.name = name  # what locations are called by
+        self.count = count
+        self.facts = facts  # JSON that changes whenever the content may have changed
 
-    def place(self, row: int) -> str: ...
+    def __len__(self) -> int:
+        return self.count
 
-    def load(self, row: int) -> Raw:
-        """`RowError` when this row cannot be read, `TesseraError` when the container cannot."""
-        ...
+    def location(self, number: int) -> str:
+        """Return where a record stands, for people: data.jsonl:17."""
+        return f"{self.name}:{number + 1}"
 
-    def scan(self, rows: range) -> Iterator[tuple[int, Raw | RowError]]: ...
+    @abstractmethod
+    def load(self, number: int) -> RawRecord:
+        """Return a record. Raise `RecordError` if it cannot be read, `TesseraError` if the container cannot."""
 
-    def facts(self) -> Any:
-        """JSON that changes whenever the content may have."""
-        ...
+    def scan(self, numbers: range) -> Iterator[tuple[int, RawRecord | RecordError]]:
+        """Yield records in order. Containers for which reading in order is cheaper than `load` override this."""
+        for number in numbers:
+            try:
+                yield number, self.load(number)
+            except RecordError as error:
+                yield number, error
 
 
-class Joined:
-    """Containers one after another as one."""
+class Joined(Container):
+    """Join several containers, one after another, into one."""
 
     def __init__(self, parts: Sequence[Container]) -> None:
         self.parts = list(parts)
         self.starts = [0, *accumulate(len(part) for part in parts)]
+        super().__init__(parts[0].name, self.starts[-1], [part.facts for part in parts])
 
-    def __len__(self) -> int:
-        return self.starts[-1]
+    def location(self, number: int) -> str:
+        part, offset = self._find(number)
+        return part.location(offset)
 
-    def _find(self, row: int) -> tuple[Container, int]:
-        number = bisect_right(self.starts, row) - 1
-        return self.parts[number], row - self.starts[number]
+    def load(self, number: int) -> RawRecord:
+        part, offset = self._find(number)
+        return part.load(offset)
 
-    def place(self, row: int) -> str:
-        part, at = self._find(row)
-        return part.place(at)
-
-    def load(self, row: int) -> Raw:
-        part, at = self._find(row)
-        return part.load(at)
-
-    def scan(self, rows: range) -> Iterator[tuple[int, Raw | RowError]]:
-        assert rows.step == 1
+    def scan(self, numbers: range) -> Iterator[tuple[int, RawRecord | RecordError]]:
+        assert numbers.step == 1
         for part, start in zip(self.parts, self.starts[:-1], strict=True):
-            here = range(max(0, rows.start - start), min(len(part), rows.stop - start))
-            for at, raw in part.scan(here) if here else ():
-                yield start + at, raw
+            local = range(max(0, numbers.start - start), min(len(part), numbers.stop - start))
+            for offset, record in part.scan(local) if local else ():
+                yield start + offset, record
 
-    def facts(self) -> Any:
-        return [part.facts() for part in self.parts]
+    def _find(self, number: int) -> tuple[Container, int]:
+        part = bisect_right(self.starts, number) - 1
+        return self.parts[part], number - self.starts[part]
 
 
 def file_facts(path: Path) -> dict[str, Any]:
-    """Size, time and both ends of a file stand for its content: reading it whole would cost as much as indexing."""
+    """Return size, time and a hash of both ends of a file: reading all of it would cost as much as indexing."""
     stat = path.stat()
     ends = hashlib.sha256()
     with path.open("rb") as file:
-        ends.update(file.read(_END))
-        file.seek(max(0, stat.st_size - _END))
-        ends.update(file.read(_END))
+        ends.update(file.read(_HASHED_END_BYTES))
+        file.seek(max(0, stat.st_size - _HASHED_END_BYTES))
+        ends.update(file.read(_HASHED_END_BYTES))
     return {"path": str(path.resolve()), "size": stat.st_size, "time": stat.st_mtime_ns, "ends": ends.hexdigest()}

@@ -1,5 +1,8 @@
-"""Parquet files. A walk through all rows reads one row group after another; a single row is put together of the small
-columns of its group, which are kept for a while, and of the one page in which each of its large values lies."""
+"""Parquet files.
+
+A scan reads one row group after another. A single record is put together from the small columns of its row group, which
+are kept for a while, and from the one page in which each of its large values lies.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from tessera.core.errors import TesseraError, first_line
-from tessera.data.sources.container import Raw, file_facts
-from tessera.data.sources.forms import RowError
+from tessera.data.sources.container import Container, RawRecord, RecordError, file_facts
 from tessera.data.sources.parquet_pages import ColumnPages, large_columns
 
 MAX_GROUP_BYTES = 4 << 30  # of one row group, unpacked: it is in memory while its rows are read
-MAX_ROW_BYTES = 512 << 20  # with pictures inside
+MAX_RECORD_BYTES = 512 << 20  # with images inside
 _KEPT_BYTES = 256 << 20  # of groups that rows were read from, in each process; the last one is kept whatever it takes
 _HEADER_BYTES = 256 << 20  # of what a footer may make the reader set aside
 
 
 @dataclass(frozen=True)
 class _Group:
-    """What is kept of a row group: a table of the columns that are read whole, and where pages of the others lie."""
+    """Hold a row group: a table of the columns that are read whole, and the offsets of the pages of the others."""
 
     table: Any
     pages: tuple[ColumnPages, ...]
 
 
-class ParquetFile:
-    """Rows of one file. Pictures may be paths, bytes, or {"bytes", "path"} as Hugging Face writes them."""
+class ParquetFile(Container):
+    """Read the records of one file. Images may be paths, bytes, or {"bytes", "path"} as Hugging Face writes them."""
 
     def __init__(self, path: Path, name: str, groups: list[int], limit: int | None, facts: dict[str, Any]) -> None:
-        self.path = path
-        self.name = name
         self.starts = [0, *accumulate(groups)]
-        self.count = self.starts[-1] if limit is None else min(limit, self.starts[-1])
-        self._facts = facts
+        super().__init__(name, self.starts[-1] if limit is None else min(limit, self.starts[-1]), facts)
+        self.path = path
         # Neither is carried to other processes.
         self._metadata: Any = None  # of the footer, which takes long to read where there are many groups
         self._kept: OrderedDict[int, _Group] = OrderedDict()  # groups that rows were read from, the last one last
@@ -46,44 +46,35 @@ class ParquetFile:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_metadata": None, "_kept": OrderedDict()}
 
-    def __len__(self) -> int:
-        return self.count
-
-    def place(self, row: int) -> str:
-        return f"{self.name}:{row + 1}"
-
-    def facts(self) -> dict[str, Any]:
-        return self._facts
-
-    def load(self, row: int) -> Raw:
-        group, at = self._find(row)
-        found = self._group(group, row)
+    def load(self, number: int) -> RawRecord:
+        group, at = self._find(number)
+        found = self._group(group, number)
         try:
             large = [(pages.column.path, pages.value(self.path, at)) for pages in found.pages]
         except Exception:  # of a form that only pyarrow knows, or damaged: pyarrow shall say so
-            found = self._keep(group, _Group(self._table(group, row), ()))
+            found = self._keep(group, _Group(self._table(group, number), ()))
             large = []
-        return self._raw(found.table.slice(at, 1), row, large)
+        return self._raw(found.table.slice(at, 1), number, large)
 
-    def scan(self, rows: range) -> Iterator[tuple[int, Raw | RowError]]:
-        assert rows.step == 1
-        row = rows.start
-        while row < rows.stop:
-            group, _ = self._find(row)
-            until = min(rows.stop, self.starts[group + 1])
+    def scan(self, numbers: range) -> Iterator[tuple[int, RawRecord | RecordError]]:
+        assert numbers.step == 1
+        number = numbers.start
+        while number < numbers.stop:
+            group, _ = self._find(number)
+            until = min(numbers.stop, self.starts[group + 1])
             try:
-                table = self._table(group, row)
-            except RowError as error:
-                for lost in range(row, until):
-                    yield lost, RowError(self.place(lost), error.reason)
-                row = until
+                table = self._table(group, number)
+            except RecordError as error:
+                for lost in range(number, until):
+                    yield lost, RecordError(self.location(lost), error.reason)
+                number = until
                 continue
-            for one in range(row, until):
+            for one in range(number, until):
                 try:
                     yield one, self._raw(table.slice(one - self.starts[group], 1), one)
-                except RowError as error:
+                except RecordError as error:
                     yield one, error
-            row = until
+            number = until
 
     def _find(self, row: int) -> tuple[int, int]:
         group = bisect_right(self.starts, row) - 1
@@ -111,17 +102,19 @@ class ParquetFile:
         return found
 
     def _table(self, group: int, row: int, names: list[str] | None = None) -> Any:
-        """Of a row group all columns, or these."""
-        promised = self.starts[group + 1] - self.starts[group]
+        """Return all columns of a row group, or those named."""
+        expected = self.starts[group + 1] - self.starts[group]
         try:
             with self.path.open("rb") as file:
                 reader = self._reader(file)
                 _check_size(reader, group, names)
                 table = reader.read_row_group(group, columns=names, use_threads=False)
         except Exception as error:  # what a reader raises on foreign bytes is not listed anywhere
-            raise RowError(self.place(row), f"row group {group} cannot be read: {first_line(error)}") from None
-        if table.num_rows != promised:
-            raise RowError(self.place(row), f"row group {group} has {table.num_rows} rows, its header says {promised}")
+            raise RecordError(self.location(row), f"row group {group} cannot be read: {first_line(error)}") from None
+        if table.num_rows != expected:
+            raise RecordError(
+                self.location(row), f"row group {group} has {table.num_rows} rows, its header says {expected}"
+            )
         return table
 
     def _reader(self, file: Any) -> Any:
@@ -129,34 +122,35 @@ class ParquetFile:
         self._metadata = reader.metadata
         return reader
 
-    def _raw(self, one: Any, row: int, large: Sequence[tuple[tuple[str, ...], bytes | str | None]] = ()) -> Raw:
+    def _raw(self, one: Any, row: int, large: Sequence[tuple[tuple[str, ...], bytes | str | None]] = ()) -> RawRecord:
         size = one.nbytes + sum(len(value) for _, value in large if value is not None)
-        if size > MAX_ROW_BYTES:
-            raise RowError(self.place(row), f"a row of {size} bytes is too large to be a sample")
+        if size > MAX_RECORD_BYTES:
+            raise RecordError(self.location(row), f"a record of {size} bytes is too large to be a sample")
         try:
             content = one.to_pylist()[0]
         except Exception as error:  # text that is not UTF-8, offsets that lie
-            raise RowError(self.place(row), f"cannot be read: {first_line(error)}") from None
+            raise RecordError(self.location(row), f"cannot be read: {first_line(error)}") from None
         for path, value in large:
             within = content
             for name in path[:-1]:
                 within = None if within is None else within[name]
             if within is not None:  # no struct, no value in it
                 within[path[-1]] = value
-        return Raw({key: value for key, value in content.items() if value is not None})
+        return RawRecord({key: value for key, value in content.items() if value is not None})
 
 
 def _without(reader: Any, large: Sequence[ColumnPages]) -> list[str] | None:
-    """The columns that are left to pyarrow; None for all, where it could not tell what is around the others."""
+    """Return the columns that are left to pyarrow; None: all, where it could not tell what is around the others."""
     about = reader.metadata.row_group(0)
     paths = [about.column(number).path_in_schema for number in range(about.num_columns)]
     others = [path for path in paths if path not in {".".join(pages.column.path) for pages in large}]
     around = {pages.column.path[:-1] for pages in large} - {()}
-    told = all(any(path.startswith(".".join(names) + ".") for path in others) for names in around)
-    return others if large and others and told else None
+    known = all(any(path.startswith(".".join(names) + ".") for path in others) for names in around)
+    return others if large and others and known else None
 
 
-def open_parquet(path: Path, name: str, limit: int | None, cache_folder: Path | None) -> ParquetFile:
+def open_parquet(path: Path, name: str, limit: int | None) -> ParquetFile:
+    """Open a file by its footer. Raise `TesseraError` if that lies or cannot be read."""
     try:
         with path.open("rb") as file:
             reader = _reader(file)

@@ -1,4 +1,4 @@
-"""Single values of large columns of a Parquet file, such as pictures: of a row group only the page they lie in is read.
+"""Single values of large columns of a Parquet file, such as images: of a row group only the page they lie in is read.
 
 The Parquet reader of pyarrow knows row groups and nothing smaller, and a shuffled run asks for one row of a group after
 another. This module reads what that needs of the format: page headers (Thrift's compact protocol), levels and indices
@@ -22,11 +22,11 @@ _PLAIN, _BY_DICTIONARY = 0, (2, 8)  # encodings
 
 
 class Unknown(Exception):
-    """A form that is not read here, or bytes that are damaged."""
+    """Report a form of Parquet that this file does not read, or damaged bytes."""
 
 
 class Column(NamedTuple):
-    """A column of one row group: text or bytes, one value a row."""
+    """Describe a column of one row group: text or bytes, one value per row."""
 
     path: tuple[str, ...]  # names of structs around it, and its own
     start: int  # of its pages in the file
@@ -37,7 +37,7 @@ class Column(NamedTuple):
 
 
 def large_columns(reader: Any, group: int) -> list[Column]:
-    """Those whose values should not be read by the group."""
+    """Return the columns with values so large that they are read one by one, not for a whole row group."""
     import pyarrow
 
     about, found = reader.metadata.row_group(group), []
@@ -61,7 +61,7 @@ def large_columns(reader: Any, group: int) -> list[Column]:
 
 
 def _type_at(schema: Any, path: tuple[str, ...]) -> Any:
-    """The type of a column inside of structs; None for anything else."""
+    """Return the type of a column inside of structs; None for anything else."""
     import pyarrow
 
     if path[0] not in schema.names:  # a name with a dot in it, say
@@ -84,7 +84,7 @@ class _Page:
 
 @dataclass
 class ColumnPages:
-    """Where the pages of a column lie: found by a walk over their headers."""
+    """Hold the offsets of a column's pages, which `find` reads from their headers, and read single values."""
 
     column: Column
     rows: int
@@ -111,26 +111,27 @@ class ColumnPages:
         return found
 
     def value(self, path: Path, row: int) -> bytes | str | None:
-        """None where there is none."""
-        number = bisect_right(self.firsts, row) - 1
-        page = self.pages[number]
+        """Return the value of a row; None where it has none."""
+        page_number = bisect_right(self.firsts, row) - 1
+        page = self.pages[page_number]
         with path.open("rb") as file:
             levels, body = self._parts(file, page)
-            at = row - self.firsts[number]
+            at = row - self.firsts[page_number]
             if levels[at] != self.column.nested:
                 return None
-            place = sum(level == self.column.nested for level in levels[:at])
-            encoding, count = _encoding(page), sum(level == self.column.nested for level in levels)
+            number = sum(level == self.column.nested for level in levels[:at])
+            encoding = _number(_about(page.header), 4 if 8 in page.header else 2)
+            count = sum(level == self.column.nested for level in levels)
             if encoding in _BY_DICTIONARY and self.dictionary is not None:
-                place = _hybrid(body[1:], body[0], count)[place]
+                number = _hybrid(body[1:], body[0], count)[number]
                 body = self._unpacked(_read(file, self.dictionary), self.dictionary.unpacked)
             elif encoding != _PLAIN:
                 raise Unknown(f"encoding {encoding}")
-        found = bytes(_plain(body, place))
+        found = bytes(_plain(body, number))
         return found.decode() if self.column.text else found
 
     def _parts(self, file: BinaryIO, page: _Page) -> tuple[list[int], memoryview]:
-        """Definition levels, and the values behind them."""
+        """Return the definition levels of a page, and its values."""
         data, about, nested = _read(file, page), _about(page.header), self.column.nested
         count = _number(about, 1)
         if 8 in page.header:
@@ -165,10 +166,6 @@ def _about(header: dict[int, Any]) -> dict[int, Any]:
     return found
 
 
-def _encoding(page: _Page) -> int:
-    return _number(_about(page.header), 4 if 8 in page.header else 2)
-
-
 def _number(fields: dict[int, Any], name: int) -> int:
     found = fields.get(name)
     if not isinstance(found, int) or found < 0:
@@ -186,10 +183,10 @@ def _read(file: BinaryIO, page: _Page) -> memoryview:
     return memoryview(data)
 
 
-def _plain(body: memoryview, place: int) -> memoryview:
-    """The value at a place among values that each stand behind their length."""
+def _plain(body: memoryview, number: int) -> memoryview:
+    """Return one of several values that each follow their length."""
     at = 0
-    for _ in range(place):
+    for _ in range(number):
         at += 4 + struct.unpack_from("<I", body, at)[0]
     (size,) = struct.unpack_from("<I", body, at)
     if at + 4 + size > len(body):
@@ -198,7 +195,7 @@ def _plain(body: memoryview, place: int) -> memoryview:
 
 
 def _hybrid(data: memoryview, width: int, count: int) -> list[int]:
-    """Numbers of `width` bits, in runs of equal ones and in groups of eight that are bit-packed."""
+    """Return numbers of `width` bits, stored as runs of equal ones and as bit-packed groups of eight."""
     found: list[int] = []
     at, wide = 0, (width + 7) // 8
     while len(found) < count:
@@ -225,7 +222,7 @@ def _hybrid(data: memoryview, width: int, count: int) -> list[int]:
 
 
 def _header(file: BinaryIO, at: int) -> tuple[dict[int, Any], int]:
-    """The header of the page at a place of the file, and its length."""
+    """Return the page header at an offset of the file, and its length."""
     for size in _HEADERS:
         file.seek(at)
         data = memoryview(file.read(size))
@@ -250,7 +247,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _struct(data: memoryview, at: int, depth: int) -> tuple[dict[int, Any], int]:
-    """Fields of a struct by their numbers. Lists and maps occur in no page header."""
+    """Return the fields of a struct by their numbers. Lists and maps occur in no page header."""
     fields: dict[int, Any] = {}
     name = 0
     while True:

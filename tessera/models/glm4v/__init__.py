@@ -1,38 +1,61 @@
-"""GLM-4.1V: pictures of any size and clips with the seconds of their frames written beside them."""
+"""GLM-4.1V: images of any size, and videos with the time of their frames written as text."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from tessera.core.types import ModelSpec, Processor
+from tessera.core.types import Batch
+from tessera.models.common.costs import example_with_images
+from tessera.models.common.family import preset, quickstart_preset, vision_family
 from tessera.models.glm4v.config import Glm4vConfig
-from tessera.models.glm4v.example import example
-from tessera.models.glm4v.flops import flops, work
-from tessera.models.glm4v.model import build
-from tessera.models.glm4v.plan import plan
-from tessera.models.glm4v.presets import PRESETS
+from tessera.models.glm4v.model import bicubic_positions, build, costs, plan
 from tessera.models.glm4v.weights import weights
 
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart": {
+        **quickstart_preset(
+            rope_theta=1e4,
+            mrope_section=(2, 3, 3),
+            max_position_embeddings=4096,
+            eos_token_id=(499, 503, 505),
+            pad_token_id=499,
+        ),
+        "vision": {
+            "depth": 3,
+            "hidden_size": 96,
+            "intermediate_size": 256,
+            "num_heads": 4,
+            "patch_size": 7,
+            "image_size": 84,
+        },
+        # 499 end of text (and padding), 500 to 505 begin a conversation and its turns, as in the published model.
+        "image_start_token_id": 506,
+        "image_end_token_id": 507,
+        "video_start_token_id": 508,
+        "video_end_token_id": 509,
+        "image_token_id": 510,
+        "video_token_id": 511,
+    },
+    "9b": preset(151552, 4096, 13696, 40, (32, 2), max_position_embeddings=65536),
+}
 
-def _processor(config: Glm4vConfig, folder: Path, **options: Any) -> Processor:
-    # Imported when first used: a model without its processor needs no tokenizer and no image library.
-    from tessera.models.glm4v.processor import Glm4vProcessor
 
-    return Glm4vProcessor.load(config, folder, **options)
+def example(config: Glm4vConfig, tokens: int) -> Batch:
+    vision = config.vision
+    table = partial(bicubic_positions, side=vision.table_side)
+    return example_with_images(tokens, vision.spatial_merge_size, vision.patch_values, table)
 
 
-SPEC = ModelSpec(
-    name="glm4v",
-    config=Glm4vConfig,
+SPEC = vision_family(
+    "glm4v",
+    Glm4vConfig,
+    PRESETS,
     build=build,
     plan=plan,
     weights=weights,
-    processor=_processor,
-    flops=flops,
-    work=work,
+    costs=costs,
     example=example,
-    presets=PRESETS,
-    task="language",
-    hf_types=("glm4v",),
+    processor="Glm4vProcessor",
 )

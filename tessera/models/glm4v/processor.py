@@ -1,8 +1,6 @@
-"""Conversations with pictures and clips -> what a GLM-4.1V model reads, and back to text.
+"""The processor of GLM-4.1V: conversations with images and videos to batches, and tokens back to text.
 
-Pixels are those of the reference's Pillow preprocessor bit for bit; frames of clips take the same road (the reference
-resizes clips with torchvision, whose bicubic filter differs from Pillow's by rounding). Behind every pair of frames
-stands the second at which it was shown.
+Each pair of video frames is a run of visual tokens with its time in seconds written after it.
 """
 
 from __future__ import annotations
@@ -18,42 +16,68 @@ from pydantic import Field
 from tessera.core.config import build
 from tessera.core.errors import TesseraError
 from tessera.core.types import Part
-from tessera.data.chat import Piece
-from tessera.data.media.clips import Rule, VideoSampling
-from tessera.data.patches import Patches
-from tessera.data.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
-from tessera.models._chat.grids import GridOptions
-from tessera.models._chat.preprocessor_files import (
+from tessera.data.chat import ChatSpan, ChatTemplate, MediaWords, Turn
+from tessera.data.media.video_frames import Rule, VideoSampling
+from tessera.models.common.grid_processor import GridOptions, TimestampedVideoProcessor
+from tessera.models.common.media_layout import MediaLayout
+from tessera.models.common.patches import Patches
+from tessera.models.common.preprocessor_files import (
     Bounds,
     Geometry,
     GridFiles,
     read_json,
     read_sampling,
 )
-from tessera.models._chat.processor import View
-from tessera.models._chat.templates import GLM4V
-from tessera.models._chat.timed_clips import TimedClipsProcessor
+from tessera.models.common.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 from tessera.models.glm4v.config import Glm4vConfig
-from tessera.models.glm4v.positions import between_entries
+from tessera.models.glm4v.model import bicubic_positions
+
+GLM4V = ChatTemplate(
+    special=(
+        "[gMASK]",
+        "<sop>",
+        "<|system|>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|observation|>",
+        "<|begin_of_image|>",
+        "<|end_of_image|>",
+        "<|begin_of_video|>",
+        "<|end_of_video|>",
+    ),
+    turns={
+        "system": Turn("<|system|>\n", ""),
+        "user": Turn("<|user|>\n", ""),
+        "assistant": Turn("<|assistant|>\n", ""),
+        "tool": Turn("<|observation|>\n", ""),
+    },
+    media={
+        "video": MediaWords("<|video|>", "<|begin_of_video|>", "<|end_of_video|>"),
+        "image": MediaWords("<|image|>", "<|begin_of_image|>", "<|end_of_image|>"),
+    },
+    begin="[gMASK]<sop>",
+    system=None,
+    next_turns=("<|user|>", "<|observation|>"),
+)
 
 
 class Glm4vOptions(GridOptions):
-    """The `data.processor` section of a recipe. What is left out comes from the model's folder, if it says.
+    """Declare the keys of `data.processor`. Those that are left out come from the model's folder.
 
-    Bounds of pixels are counted over all frames of a clip; a picture counts as often as a patch has frames: twice.
+    Bounds of pixels are counted over all frames of a video; an image counts as often as a patch has frames: twice.
     """
 
     min_pixels: int | None = Field(
-        None, gt=0, le=10**12, description="smaller pictures are enlarged; each pixel counts twice"
+        None, gt=0, le=10**12, description="smaller images are enlarged; each pixel counts twice"
     )
     max_pixels: int | None = Field(
-        None, gt=0, le=10**12, description="larger pictures are made smaller; each pixel counts twice"
+        None, gt=0, le=10**12, description="larger images are made smaller; each pixel counts twice"
     )
     video_min_pixels: int | None = Field(
-        None, gt=0, le=10**12, description="the same bounds for all frames of a clip together"
+        None, gt=0, le=10**12, description="the same bounds for all frames of a video together"
     )
-    min_frames: int = Field(1, gt=0, le=10**6, description="taken even from a short clip, if it has them")
-    max_frames: int = Field(600, gt=0, le=10**6, description="taken even from a long clip")
+    min_frames: int = Field(1, gt=0, le=10**6, description="taken even from a short video, if it has them")
+    max_frames: int = Field(600, gt=0, le=10**6, description="taken even from a long video")
 
     def sampling(self, folder: Path) -> VideoSampling:
         """Preprocessor files hold a number of frames beside the rate, which this family's reference passes over."""
@@ -61,10 +85,10 @@ class Glm4vOptions(GridOptions):
         said = read_sampling(folder)
         if "fps" in said:
             found = replace(found, frames=self.frames)
-        longest = read_json(folder / VIDEO_FILE).get("max_duration")
+        max_length = read_json(folder / VIDEO_FILE).get("max_duration")
         free = "max_frames" not in said.keys() | self.model_fields_set
-        if free and isinstance(longest, (int, float)) and longest > 0:  # in seconds
-            found = replace(found, max_frames=max(1, int(longest * found.fps)))
+        if free and isinstance(max_length, (int, float)) and max_length > 0:  # in seconds
+            found = replace(found, max_frames=max(1, int(max_length * found.fps)))
         return found
 
 
@@ -80,15 +104,15 @@ class Glm4vFiles(GridFiles):
     def read(
         self, folder: Path, vision: Geometry, *, image_bounds: Bounds, video_bounds: Bounds
     ) -> tuple[Patches, Patches]:
-        """A picture is a clip of one patch: its bounds, too, are those of all its frames."""
+        """Return the patches of images and of videos; an image counts as a video with the frames of one patch."""
         _refuse_others(folder, self.processor)
         image, video = super().read(folder, vision, image_bounds=image_bounds, video_bounds=video_bounds)
         return replace(image, whole_clips=True), video
 
 
 @dataclass(frozen=True, eq=False)
-class Glm4vProcessor(TimedClipsProcessor):
-    meaning: ClassVar[str] = "glm4v 2"
+class Glm4vProcessor(TimestampedVideoProcessor):
+    version: ClassVar[str] = "glm4v 2"
     frames_rule: ClassVar[Rule] = "clock"
     tokenizer_kind: ClassVar[str | None] = "PreTrainedTokenizerFast"
     files: ClassVar[GridFiles] = Glm4vFiles()
@@ -116,24 +140,24 @@ class Glm4vProcessor(TimedClipsProcessor):
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Those of the template, and what else the model's configuration names; what ends plain text comes last."""
+        """Return the stop tokens of template and configuration; the one that ends plain text is last."""
         *words, end = super().stop_tokens
         return (*dict.fromkeys([*words, *(token for token in self.ends if token != end)]), end)
 
-    def caption(self, first: float, last: float) -> str:
+    def timestamp(self, first: float, last: float) -> str:
         return str(int(first))
 
-    def between(self, places: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        return between_entries(places, height, width, self.table_side)
+    def position_table(self, positions: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        return bicubic_positions(positions, height, width, self.table_side)
 
-    def show(self, part: Part, role: str, view: View) -> list[Piece]:
+    def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
         if part.kind != "video":
             return self.template.show(part, role)
         words, still = self.template.media["video"], Part("image", None)
-        pieces = [Piece(words.before, role, special=True)]
-        for caption in view.captions:
-            pieces += [*self.template.show(still, role), Piece(caption, role)]
-        return [*pieces, Piece(words.after, role, special=True)]
+        spans = [ChatSpan(words.before, role, special=True)]
+        for timestamp in layout.timestamps:
+            spans += [*self.template.show(still, role), ChatSpan(timestamp, role)]
+        return [*spans, ChatSpan(words.after, role, special=True)]
 
 
 def _refuse_others(folder: Path, processor: str) -> None:

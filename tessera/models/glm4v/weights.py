@@ -1,14 +1,13 @@
-"""Our parameter names and those of Hugging Face folders.
+"""Parameter names of GLM-4.1V in Hugging Face folders, which are those of transformers' modules in memory.
 
-The rules use the hub's spelling (`model.visual.*`, `model.language_model.*`, `lm_head.weight`), which is also that of
-transformers' modules. The renames accept a base model saved without its head.
+The renames accept a base model saved without its head.
 """
 
 from __future__ import annotations
 
-from tessera.core.weightmap import HalvesOfPairs, LinearOfConvolution, Part, Rule, WeightMap
-from tessera.models._text.weights import copies, head_rules, text_buffers, text_rules
-from tessera.models._vision.weights import grid_tower_rules
+from tessera.core.weightmap import ConvToLinear, InterleavedToHalfRope, Rule, TensorChunk, WeightMap
+from tessera.models.common.text import language_weights
+from tessera.models.common.vision import grid_tower_rules
 from tessera.models.glm4v.config import Glm4vConfig
 
 _VISION = (
@@ -33,20 +32,17 @@ _BUFFERS = ("model.visual.rotary_pos_emb.inv_freq", "model.visual.embeddings.pos
 
 def weights(config: Glm4vConfig) -> WeightMap:
     vision, text = config.vision, config.text
-    as_blocks = LinearOfConvolution(vision.spatial_merge_size)
-    turned = HalvesOfPairs(text.head_size, text.rotary_dim)
+    as_blocks = ConvToLinear(vision.spatial_merge_size)
+    to_half_rope = InterleavedToHalfRope(text.head_size, text.rotary_dim)
     gate_up = _LAYER + "mlp.gate_up_proj.weight"
-    # The first rule that fits a name is taken.
     rules = [
         Rule("projector.downsample.weight", "model.visual.downsample.weight", as_blocks),
         *grid_tower_rules(vision, vision.hidden_size, vision.num_heads, "model.visual.", _VISION),
-        Rule("text.layers.{i}.attn.q.{kind}", _LAYER + "self_attn.q_proj.{kind}", turned),
-        Rule("text.layers.{i}.attn.k.{kind}", _LAYER + "self_attn.k_proj.{kind}", turned),
+        Rule("text.layers.{i}.attn.q.{kind}", _LAYER + "self_attn.q_proj.{kind}", to_half_rope),
+        Rule("text.layers.{i}.attn.k.{kind}", _LAYER + "self_attn.k_proj.{kind}", to_half_rope),
         Rule("text.layers.{i}.attn_out_norm.weight", _LAYER + "post_self_attn_layernorm.weight"),
         Rule("text.layers.{i}.mlp_out_norm.weight", _LAYER + "post_mlp_layernorm.weight"),
-        Rule("text.layers.{i}.mlp.gate.weight", gate_up, Part(0, 2)),
-        Rule("text.layers.{i}.mlp.up.weight", gate_up, Part(1, 2)),
-        *text_rules(text, _TEXT),
+        Rule("text.layers.{i}.mlp.gate.weight", gate_up, TensorChunk(0, 2)),
+        Rule("text.layers.{i}.mlp.up.weight", gate_up, TensorChunk(1, 2)),
     ]
-    head, twice = head_rules(config.tie_word_embeddings)
-    return WeightMap((*rules, *head), _RENAMES, (*_BUFFERS, *text_buffers(_TEXT), *twice), copies=copies(twice))
+    return language_weights(text, config.tie_word_embeddings, rules, prefix=_TEXT, renames=_RENAMES, ignored=_BUFFERS)

@@ -1,38 +1,126 @@
-"""InternVL 2.5, 3 and 3.5 in their Hugging Face form: pictures as tiles of one size, read among the words."""
+"""InternVL 2.5, 3 and 3.5 in their Hugging Face form: images as tiles of one size."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tessera.core.types import ModelSpec, Processor
+import torch
+
+from tessera.core.types import Batch
+from tessera.models.common.costs import example_batch
+from tessera.models.common.family import preset, quickstart_preset, vision_family
 from tessera.models.internvl.config import InternVLConfig
-from tessera.models.internvl.example import example
-from tessera.models.internvl.flops import flops, work
-from tessera.models.internvl.model import build
-from tessera.models.internvl.plan import plan
-from tessera.models.internvl.presets import PRESETS
-from tessera.models.internvl.weights import weights
+from tessera.models.internvl.model import build, costs, plan
+from tessera.models.internvl.weights import megatron, weights
+
+_300M = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "attention_bias": True,
+}
+_6B = {
+    "hidden_size": 3200,
+    "intermediate_size": 12800,
+    "num_hidden_layers": 45,
+    "num_attention_heads": 25,
+    "attention_bias": False,
+    "use_qk_norm": True,
+    "norm_type": "rms_norm",
+}
+_DYNAMIC_ROPE = {"dynamic_rope_factor": 2.0}
 
 
-def _processor(config: InternVLConfig, folder: Path, **options: Any) -> Processor:
-    # Imported when first used: a model without its processor needs no tokenizer and no image library.
-    from tessera.models.internvl.processor import InternVLProcessor
-
-    return InternVLProcessor.load(config, folder, **options)
+def _qwen2(sizes: Sequence[Any], vision: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    text = preset(151674, *sizes, rope_theta=1e6, attention_bias=True, bos_token_id=151643, eos_token_id=151645)
+    return {**text, "vision": vision, "image_token_id": 151667, **fields}
 
 
-SPEC = ModelSpec(
-    name="internvl",
-    config=InternVLConfig,
+def _qwen3(sizes: Sequence[Any], vision: Mapping[str, Any], experts: Any = None) -> dict[str, Any]:
+    shape = {"head_dim": 128, "qk_norm": True, "max_position_embeddings": 40960, "experts": experts}
+    text = preset(151936, *sizes, rope_theta=1e6, bos_token_id=151643, eos_token_id=151645, **shape)
+    return {**text, "vision": vision, "image_token_id": 151671}
+
+
+def _internlm(sizes: Sequence[Any], vision: Mapping[str, Any]) -> dict[str, Any]:
+    tokens: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    text = preset(92553, *sizes, rope_theta=1e6, rms_norm_eps=1e-5, **tokens)
+    return {**text, "vision": vision, "image_token_id": 92546, **_DYNAMIC_ROPE}
+
+
+def _experts(count: int, width: int) -> dict[str, Any]:
+    return {"num_experts": count, "num_experts_per_tok": 8, "moe_intermediate_size": width}
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart": {
+        **quickstart_preset(
+            attention_bias=True, max_position_embeddings=4096, bos_token_id=None, eos_token_id=507, pad_token_id=505
+        ),
+        "vision": {
+            "hidden_size": 96,
+            "intermediate_size": 384,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "attention_bias": True,
+            "image_size": 56,
+            "patch_size": 7,
+            "layer_scale_init_value": 1.0,  # a small one slows an encoder that begins from random weights
+        },
+        # 505 end of text (and padding), 506 and 507 open and close a message, 508 and 509 an image, 511 is a video.
+        "image_token_id": 510,
+    },
+    "2.5-1b": _qwen2((896, 4864, 24, (14, 2)), _300M),
+    "2.5-2b": _internlm((2048, 8192, 24, (16, 8)), _300M),
+    "2.5-4b": _qwen2((2048, 11008, 36, (16, 2)), _300M),
+    "2.5-8b": _internlm((4096, 14336, 32, (32, 8)), _300M),
+    "2.5-26b": _internlm((6144, 16384, 48, (48, 8)), _6B),
+    "2.5-38b": _qwen2((5120, 27648, 64, (40, 8)), _6B),
+    "2.5-78b": _qwen2((8192, 29568, 80, (64, 8)), _6B),
+    "3-1b": _qwen2((896, 4864, 24, (14, 2)), _300M, **_DYNAMIC_ROPE),
+    "3-2b": _qwen2((1536, 8960, 28, (12, 2)), _300M, **_DYNAMIC_ROPE),
+    "3-8b": _qwen2((3584, 18944, 28, (28, 4)), _300M, **_DYNAMIC_ROPE),
+    "3-14b": _qwen2((5120, 13824, 48, (40, 8)), _300M, **_DYNAMIC_ROPE),
+    "3-38b": _qwen2((5120, 27648, 64, (40, 8)), _6B, **_DYNAMIC_ROPE),
+    "3-78b": _qwen2((8192, 29568, 80, (64, 8)), _6B, **_DYNAMIC_ROPE),
+    "3.5-1b": _qwen3((1024, 3072, 28, (16, 8)), _300M),
+    "3.5-2b": _qwen3((2048, 6144, 28, (16, 8)), _300M),
+    "3.5-4b": _qwen3((2560, 9728, 36, (32, 8)), _300M),
+    "3.5-8b": _qwen3((4096, 12288, 36, (32, 8)), _300M),
+    "3.5-14b": _qwen3((5120, 17408, 40, (40, 8)), _300M),
+    "3.5-38b": _qwen3((5120, 25600, 64, (64, 8)), _6B),
+    "3.5-30b-a3b": _qwen3((2048, 6144, 48, (32, 4)), _300M, _experts(128, 768)),
+    "3.5-241b-a28b": _qwen3((4096, 12288, 94, (64, 4)), _6B, _experts(128, 1536)),
+}
+
+
+def example(config: InternVLConfig, tokens: int) -> Batch:
+    """Return a batch of `tokens` tokens of which tiles take about a quarter; without a tile if none fits."""
+    vision = config.vision
+    tiles = max(tokens // (4 * vision.tile_tokens), 1 if tokens > vision.tile_tokens else 0)
+    if not tiles:
+        return example_batch(tokens, {})
+    patches = torch.arange(tiles * vision.tile_patches)
+    media = {
+        "pixels": torch.zeros(len(patches), vision.patch_values),
+        "patch_index": patches % vision.tile_patches,
+        "media_patches": patches.view(tiles, -1)[:, 1:].flatten(),
+        "media_slots": torch.arange(tiles * vision.tile_tokens),
+    }
+    return example_batch(tokens, media, [vision.tile_patches] * tiles)
+
+
+SPEC = vision_family(
+    "internvl",
+    InternVLConfig,
+    PRESETS,
     build=build,
     plan=plan,
     weights=weights,
-    processor=_processor,
-    flops=flops,
-    work=work,
+    megatron=megatron,
+    costs=costs,
     example=example,
-    presets=PRESETS,
-    task="language",
-    hf_types=("internvl",),
+    processor="InternVLProcessor",
 )

@@ -1,4 +1,4 @@
-"""What an InternVL model is made of, and how Hugging Face folders spell it."""
+"""The configuration of InternVL, and its form in the config.json of Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from pydantic import Field, model_validator
 
 from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
-from tessera.models._text.config import TextConfig
-from tessera.models._text.spelling import LANGUAGE, refuse
-from tessera.ops.attention import AttentionWay
+from tessera.models.common.hf_text import LANGUAGE_FORMATS, check_supported, language_format
+from tessera.models.common.text import TextConfig
+from tessera.ops.attention import AttentionBackend
 
 WHERE = "config.json (internvl)"
 
 
-class VisionConfig(Section):
+class InternVLVisionConfig(Section):
     hidden_size: int = Field(1024, gt=0, le=10**8)
     intermediate_size: int = Field(4096, gt=0, le=10**8)
     num_hidden_layers: int = Field(24, gt=0, le=10**4)
     num_attention_heads: int = Field(16, gt=0, le=10**8)
-    attention_bias: bool = Field(False, description="of the products that make queries, keys and values")
-    use_qk_norm: bool = Field(False, description="queries and keys are normalised over all heads together")
+    attention_bias: bool = Field(False, description="bias of query, key and value projections")
+    use_qk_norm: bool = Field(False, description="RMS norm of queries and keys over all heads together")
     norm_type: Literal["layer_norm", "rms_norm"] = "layer_norm"
     layer_norm_eps: float = Field(1e-6, gt=0)
     hidden_act: Literal["gelu", "gelu_pytorch_tanh", "quick_gelu", "silu"] = "gelu"
     image_size: int = Field(448, gt=0, le=10**8, description="pixels along each side of a tile")
     patch_size: int = Field(14, gt=0, le=10**8)
     num_channels: int = Field(3, gt=0, le=10**8)
-    layer_scale_init_value: float = Field(0.1, description="at first, what attention and MLP give is scaled by this")
-    use_mean_pooling: bool = Field(True, description="nothing is normalised behind the last block")
+    layer_scale_init_value: float = Field(0.1, description="initial LayerScale of attention and MLP outputs")
+    use_mean_pooling: bool = Field(True, description="no norm after the last block")
     spatial_merge_size: int = Field(
         2, gt=0, le=10**8, description="patches along each side of a block that becomes one token"
     )
 
     @property
     def patch_values(self) -> int:
-        """Numbers in one flattened patch."""
+        """Return the number of values in one flattened patch."""
         return self.num_channels * self.patch_size**2
 
     @property
     def side(self) -> int:
-        """Patches along each side of a tile."""
+        """Return the number of patches along each side of a tile."""
         return self.image_size // self.patch_size
 
     @property
-    def tile_rows(self) -> int:
-        """Of a tile: its patches, and before them the class token."""
+    def tile_patches(self) -> int:
+        """Return the number of patches of a tile, class token included."""
         return self.side**2 + 1
 
     @property
@@ -55,7 +55,7 @@ class VisionConfig(Section):
         return (self.side // self.spatial_merge_size) ** 2
 
     @model_validator(mode="after")
-    def _divides(self) -> VisionConfig:
+    def _divides(self) -> InternVLVisionConfig:
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_attention_heads} heads")
         if self.image_size % (self.patch_size * self.spatial_merge_size):
@@ -70,16 +70,16 @@ class VisionConfig(Section):
 
 class InternVLConfig(Section):
     text: TextConfig
-    vision: VisionConfig = Field(default_factory=lambda: VisionConfig.model_validate({}))
+    vision: InternVLVisionConfig = Field(default_factory=lambda: InternVLVisionConfig.model_validate({}))
     tie_word_embeddings: bool = False
     image_token_id: int = Field(151667, ge=0)
     dynamic_rope_factor: float | None = Field(
         None,
         gt=0,
-        description="kept for exports: by this transformers stretches positions beyond max_position_embeddings, where "
-        "we refuse samples; up to there nothing is stretched",
+        description="kept for exports: factor of dynamic rope in transformers beyond max_position_embeddings, where we "
+        "refuse samples; positions up to there are not scaled",
     )
-    attention: AttentionWay = Field("auto", description="implementation of attention")
+    attention: AttentionBackend = Field("auto", description="implementation of attention")
 
     @model_validator(mode="after")
     def _tokens_exist(self) -> InternVLConfig:
@@ -90,8 +90,8 @@ class InternVLConfig(Section):
         return self
 
     @property
-    def longest(self) -> int | None:
-        """Tokens of a sample, at most; None where every length is computed alike."""
+    def max_length(self) -> int | None:
+        """Return the largest number of tokens of a sample, or None if there is no limit."""
         return None if self.dynamic_rope_factor is None else self.text.max_position_embeddings
 
     @classmethod
@@ -104,21 +104,20 @@ class InternVLConfig(Section):
         if data.get("image_token_id") is not None:
             fields["image_token_id"] = data["image_token_id"]
         merge = _merge(data.get("downsample_ratio", 0.5))
-        parts = {"text": LANGUAGE[kind].read(text, WHERE), "vision": _vision_fields(vision, merge)}
+        parts = {"text": LANGUAGE_FORMATS[kind].read(text, WHERE), "vision": _vision_fields(vision, merge)}
         config = build(cls, {**fields, **parts}, WHERE)
-        told = data.get("image_seq_length", config.vision.tile_tokens)
-        if told != config.vision.tile_tokens:
+        length = data.get("image_seq_length", config.vision.tile_tokens)
+        if length != config.vision.tile_tokens:
             raise TesseraError(
-                f"image_seq_length = {told}, a tile makes {config.vision.tile_tokens} tokens",
+                f"image_seq_length = {length}, a tile makes {config.vision.tile_tokens} tokens",
                 where=WHERE,
                 fix="(image_size / patch_size x downsample_ratio)^2 is what it must be",
             )
         return config
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that transformers 5 writes and reads."""
-        fitting = [spelling for spelling in LANGUAGE.values() if spelling.fits(self.text)]
-        text = (fitting[0] if fitting else LANGUAGE["qwen2"]).write(self.text)
+        """Return the config.json that transformers 5 writes and reads."""
+        text = language_format(self.text, "qwen2").write(self.text)
         if self.dynamic_rope_factor is not None:
             text["rope_parameters"] |= {"rope_type": "dynamic", "factor": self.dynamic_rope_factor}
         vision = self.vision
@@ -150,15 +149,17 @@ _DROPOUTS = ("hidden_dropout_prob", "attention_dropout", "projection_dropout")
 
 
 def _tied(data: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    """Only if nobody denies it: transformers 5 writes its own `true` around the `false` of a published text tower, and
-    takes `true` for what nobody says; then it looks at the files, which in published folders have a head of their own.
+    """Return whether the head is tied: only if the config says so and its text part does not deny it.
+
+    transformers 5 writes `true` at the top level although the text part of a published folder says `false`, and takes
+    `true` as default; then it looks at the files, which in published folders have an untied head.
     """
-    told = [part["tie_word_embeddings"] for part in (data, text) if part.get("tie_word_embeddings") is not None]
-    return bool(told) and all(told)
+    values = [part["tie_word_embeddings"] for part in (data, text) if part.get("tie_word_embeddings") is not None]
+    return bool(values) and all(values)
 
 
 def _plain_rope(text: Mapping[str, Any]) -> tuple[dict[str, Any], float | None]:
-    """The text's fields without the stretch of positions beyond the longest trained, and its factor."""
+    """Return the text fields without dynamic rope scaling, and its factor."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "dynamic":
         return dict(text), None
@@ -179,7 +180,7 @@ def _merge(ratio: float) -> int:
 
 
 def _vision_fields(vision: Mapping[str, Any], merge: int) -> dict[str, Any]:
-    fields = {name: vision[name] for name in VisionConfig.model_fields if name in vision}
+    fields = {name: vision[name] for name in InternVLVisionConfig.model_fields if name in vision}
     for name in ("image_size", "patch_size"):
         if isinstance(fields.get(name), (list, tuple)):
             if len(set(fields[name])) != 1:
@@ -189,17 +190,16 @@ def _vision_fields(vision: Mapping[str, Any], merge: int) -> dict[str, Any]:
 
 
 def _refuse_unsupported(data: Mapping[str, Any], text_type: str, vision: Mapping[str, Any]) -> None:
-    """Values that change what the model computes and that we do not compute are errors, not surprises."""
+    """Raise an error for values that would change the computation in a way we do not support."""
     checks: list[tuple[str, Any, tuple[Any, ...]]] = [
         ("model_type", data.get("model_type", "internvl"), ("internvl",)),
-        ("text_config.model_type", text_type, tuple(LANGUAGE)),
+        ("text_config.model_type", text_type, tuple(LANGUAGE_FORMATS)),
         ("vision_config.model_type", vision.get("model_type", "internvl_vision"), ("internvl_vision",)),
         ("projector_hidden_act", data.get("projector_hidden_act", "gelu"), ("gelu",)),
         ("vision_feature_layer", data.get("vision_feature_layer", -1), (-1,)),
         ("vision_feature_select_strategy", data.get("vision_feature_select_strategy", "default"), ("default",)),
         ("vision_config.use_mask_token", bool(vision.get("use_mask_token")), (False,)),
         ("use_absolute_position_embeddings", vision.get("use_absolute_position_embeddings", True), (True,)),
-        ("quantization_config", data.get("quantization_config"), (None,)),
         *((f"vision_config.{name}", vision.get(name) or 0.0, (0.0,)) for name in _DROPOUTS),
     ]
-    refuse(checks, WHERE)
+    check_supported(checks, WHERE)

@@ -1,13 +1,11 @@
-"""Conversations with pictures and clips -> what an InternVL model reads, and back to text.
-
-Pixels are those of the reference's Pillow preprocessor bit for bit; frames of clips take the same road (the reference
-resizes clips with torchvision, whose bicubic filter differs from Pillow's by rounding).
-"""
+"""The processor of InternVL: conversations with images and videos to batches, and tokens back to text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,18 +16,19 @@ from pydantic import Field
 from tessera.core.config import build
 from tessera.core.errors import TesseraError
 from tessera.core.types import MediaSize, Part, PartKind
-from tessera.data.chat import ChatTemplate, MediaWords, Piece
+from tessera.data.chat import ChatSpan, ChatTemplate, MediaWords
 from tessera.data.media.images import to_rgb
-from tessera.data.patches import Patches
-from tessera.data.tokenizer import PieceEncoder, load_tokenizer, read_chat_template
-from tessera.models._chat.options import ClipOptions
-from tessera.models._chat.processor import ConversationProcessor, View, check_words
-from tessera.models.internvl.config import InternVLConfig
-from tessera.models.internvl.preprocessor_files import read_tiles, write_tiles
-from tessera.models.internvl.tiles import Tiles
+from tessera.data.media.video_frames import VideoSampling
+from tessera.data.tokenizer import ChatEncoder, load_tokenizer
+from tessera.models.common.media_layout import MediaLayout
+from tessera.models.common.patches import Patches, block_positions
+from tessera.models.common.preprocessor_files import BICUBIC, VideoOptions, read_json
+from tessera.models.common.processor import ConversationProcessor, check_special_tokens, with_system
+from tessera.models.common.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
+from tessera.models.internvl.config import InternVLConfig, InternVLVisionConfig
 
 CONTEXT, OPEN, CLOSE, VIDEO = "<IMG_CONTEXT>", "<img>", "</img>", "<video>"
-# Folders write one word for a picture or clip; transformers' processor spells it out as we do here.
+# Folders write one token for an image or video; transformers' processor expands it in the same way.
 QWEN = ChatTemplate(
     special=("<|im_start|>", "<|im_end|>", OPEN, CLOSE),
     media={
@@ -38,95 +37,91 @@ QWEN = ChatTemplate(
     },
     system=None,
 )
-# With the words of InternLM, whose tokenizer puts a word before everything.
+# With the special tokens of InternLM, whose tokenizer puts one before every text.
 INTERNLM = replace(QWEN, special=("<s>", *QWEN.special), begin="<s>", end_of_text="</s>")
 
 
-class TileOptions(ClipOptions):
-    """The `data.processor` section of a recipe. What is left out comes from the model's folder, if it says."""
+class TileOptions(VideoOptions):
+    """Declare the keys of `data.processor`. Those that are left out come from the model's folder."""
 
-    min_tiles: int | None = Field(None, gt=0, le=10**6, description="a picture is cut into so many tiles at least")
+    min_tiles: int | None = Field(None, gt=0, le=10**6, description="least number of tiles of an image")
     max_tiles: int | None = Field(
-        None, gt=0, le=10**6, description="and so many at most, beside one of the whole; 1: never cut"
+        None, gt=0, le=10**6, description="largest number of tiles, besides the one of the whole image; 1: never cut"
     )
-    fps: float = Field(1.0, ge=1e-6, le=1e6, description="frames taken from each second of a clip")
-    max_frames: int = Field(32, gt=0, le=10**6, description="taken even from a long clip")
+    fps: float = Field(1.0, ge=1e-6, le=1e6, description="frames taken from each second of a video")
+    max_frames: int = Field(32, gt=0, le=10**6, description="taken even from a long video")
 
 
 @dataclass(frozen=True, eq=False)
 class InternVLProcessor(ConversationProcessor):
-    meaning: ClassVar[str] = "internvl 2"
+    version: ClassVar[str] = "internvl 2"
     axes: ClassVar[int] = 1
 
-    image: Tiles
-    video: Tiles
-    longest: int | None
+    image: TileCutter
+    video: TileCutter
+    max_length: int | None
 
     @classmethod
     def load(cls, config: InternVLConfig, folder: Path, **options: Any) -> InternVLProcessor:
         folder = Path(folder)
         chosen = build(TileOptions, options, "data.processor")
-        encoder = PieceEncoder(load_tokenizer(folder))
+        encoder = ChatEncoder(load_tokenizer(folder))
         internlm = encoder.find(QWEN.end_of_text) is None and encoder.find("<s>") is not None
-        template, jinja = INTERNLM if internlm else QWEN, read_chat_template(folder)
-        if "system" in chosen.model_fields_set:
-            template = replace(template, system=chosen.system)
-        elif jinja is not None:
-            template = replace(template, system=template.system_in(jinja))
-        check_words(encoder, template, {CONTEXT: config.image_token_id}, config.text.vocab_size, folder)
+        template = with_system(INTERNLM if internlm else QWEN, chosen, folder)
+        check_special_tokens(encoder, template, {CONTEXT: config.image_token_id}, config.text.vocab_size, folder)
         image, video = read_tiles(folder, config.vision, chosen.min_tiles, chosen.max_tiles)
         sampling = replace(chosen.sampling(folder), multiple=1, rule="middles")
-        return cls(encoder, template, sampling, chosen.train_on, False, image, video, config.longest)
+        return cls(encoder, template, sampling, chosen.train_on, False, image, video, config.max_length)
 
-    def facts(self) -> list[Any]:
-        return [asdict(self.image), asdict(self.video), self.longest]
+    def fingerprint_fields(self) -> list[Any]:
+        return [asdict(self.image), asdict(self.video), self.max_length]
 
-    def view(self, kind: PartKind, size: MediaSize) -> View:
+    def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
         if kind == "video":
             grid, tiles, tokens = (size.frames, 1, 1), size.frames, (self.video.tokens,) * size.frames
         else:
             tiles = self.image.count(size.height, size.width)
             grid, tokens = (tiles, *self.image.fit(size.height, size.width)), (tiles * self.image.tokens,)
-        return View(tokens, (self.image.rows,) * tiles, grid, kept=self.image.kept(tiles))
+        return MediaLayout(tokens, (self.image.tile_patches,) * tiles, grid, kept_patches=self.image.kept(tiles))
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
-        """Of a picture that is cut nothing is left out: its tiles and the one of the whole are made from all of it."""
+        """Return the size of a tile, or None for an image that is cut: tiles are made from the full resolution."""
         if kind == "image" and self.image.fit(size.height, size.width) != (1, 1):
             return None
         return self.image.size, self.image.size
 
     @property
-    def bytes_mean(self) -> Patches:
+    def pixel_norm(self) -> Patches:
         return self.image.patches
 
-    def pixels(self, kind: PartKind, media: Any, view: View) -> dict[str, np.ndarray]:
-        tiles, columns, rows = view.grid
+    def pixels(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
+        tiles, columns, rows = layout.grid
         if kind == "video":
             pixels = self.video.frames(np.asarray(media))
         else:
-            picture = media if isinstance(media, Image.Image) else Image.fromarray(np.asarray(media)[0])
-            pixels = self.image.cut(to_rgb(picture), columns, rows)
+            image = media if isinstance(media, Image.Image) else Image.fromarray(np.asarray(media)[0])
+            pixels = self.image.cut(to_rgb(image), columns, rows)
         return {"pixels": pixels, "patch_index": np.tile(self.image.index, tiles)}
 
-    def show(self, part: Part, role: str, view: View) -> list[Piece]:
-        """A clip is its frames one by one, with their numbers."""
+    def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
+        """Return the text of an image, or of the frames of a video with their numbers."""
         if part.kind != "video":
             return self.template.show(part, role)
-        pieces: list[Piece] = []
-        for number in range(1, len(view.tokens) + 1):
-            pieces += [Piece(f"Frame{number}: ", role), *self.template.show(part, role)]
-        return pieces
+        spans: list[ChatSpan] = []
+        for number in range(1, len(layout.tokens) + 1):
+            spans += [ChatSpan(f"Frame{number}: ", role), *self.template.show(part, role)]
+        return spans
 
-    def positions(self, length: int, spans: Sequence[tuple[int, int]], views: Sequence[View]) -> np.ndarray:
-        if self.longest is not None and length > self.longest:
+    def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
+        if self.max_length is not None and length > self.max_length:
             raise TesseraError(
-                f"a sample of {length} tokens, the model is computed alike up to {self.longest}",
+                f"a sample of {length} tokens, the model is computed alike up to {self.max_length}",
                 where="model.config.dynamic_rope_factor",
                 fix="leave such samples out, or set it to null to have positions as they are at any length",
             )
         return np.arange(length)
 
-    def named_words(self) -> dict[str, str]:
+    def named_tokens(self) -> dict[str, str]:
         return {
             "start_image_token": OPEN,
             "end_image_token": CLOSE,
@@ -136,3 +131,186 @@ class InternVLProcessor(ConversationProcessor):
 
     def save_preprocessor(self, folder: Path) -> None:
         write_tiles(folder, self.image, self.video, self.sampling)
+
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class TileCutter:
+    """Cut an image into `least` to `most` tiles of `size` x `size` pixels, and one of the whole if there are several.
+
+    The patches of a tile are ordered block by block, so that those merged into one token are adjacent. A patch of zeros
+    comes first, in place of the class token.
+    """
+
+    size: int
+    patch: int
+    merge: int
+    least: int = 1
+    most: int = 12
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    scale: float = 1 / 255
+
+    @property
+    def side(self) -> int:
+        return self.size // self.patch
+
+    @property
+    def tile_patches(self) -> int:
+        """Return the number of patches of one tile, class token included."""
+        return self.side**2 + 1
+
+    @property
+    def tokens(self) -> int:
+        return (self.side // self.merge) ** 2
+
+    def fit(self, height: int, width: int) -> tuple[int, int]:
+        """Return the columns and rows of tiles nearest to the image's aspect ratio.
+
+        Of equally near ones the largest is taken whose area the image fills by half.
+        """
+        if self.most == 1:
+            return 1, 1
+        aspect, area = width / height, width * height
+        nearest, best = float("inf"), (1, 1)
+        for columns, rows in self._arrangements:
+            apart = abs(aspect - columns / rows)
+            if apart < nearest or (apart == nearest and area > 0.5 * self.size**2 * columns * rows):
+                nearest, best = apart, (columns, rows)
+        return best
+
+    def count(self, height: int, width: int) -> int:
+        columns, rows = self.fit(height, width)
+        return columns * rows + (columns * rows > 1)
+
+    def cut(self, image: Image.Image, columns: int, rows: int) -> np.ndarray:
+        """Return bytes [patches, values] of the tiles, left to right and top to bottom, the whole image last."""
+        size = self.size
+        canvas = _resized(image, (columns * size, rows * size))
+        tiles = canvas.reshape(rows, size, columns, size, 3).swapaxes(1, 2).reshape(-1, size, size, 3)
+        if len(tiles) > 1:
+            tiles = np.concatenate([tiles, _resized(image, (size, size))[None]])
+        return self._patches_of(tiles)
+
+    def frames(self, frames: np.ndarray) -> np.ndarray:
+        """Return bytes [patches, values] of a video [F, H, W, 3]: one tile for each frame."""
+        shape = (len(frames), self.size, self.size, 3)
+        if frames.shape != shape:
+            frames = np.stack([_resized(Image.fromarray(frame), (self.size, self.size)) for frame in frames])
+        return self._patches_of(frames)
+
+    @cached_property
+    def index(self) -> np.ndarray:
+        """Return the entry of the position embedding for each patch of a tile."""
+        positions = block_positions(self.side, self.side, self.merge)
+        return np.concatenate([[0], 1 + positions[:, 0] * self.side + positions[:, 1]])
+
+    def kept(self, tiles: int) -> np.ndarray:
+        """Return the patches that become tokens: all but class tokens."""
+        numbers = np.arange(tiles * self.tile_patches)
+        return numbers[numbers % self.tile_patches > 0]
+
+    def _patches_of(self, tiles: np.ndarray) -> np.ndarray:
+        cut = self.patches.cut(np.ascontiguousarray(tiles), (len(tiles), self.side, self.side))
+        found = np.zeros((len(tiles), self.tile_patches, self.patches.width), dtype=np.uint8)
+        found[:, 1:] = cut.reshape(len(tiles), -1, self.patches.width)
+        return found.reshape(-1, self.patches.width)
+
+    @cached_property
+    def _arrangements(self) -> Sequence[tuple[int, int]]:
+        """Return all (columns, rows), with fewer tiles first, and of equal numbers narrow ones first."""
+        sides = range(1, self.most + 1)
+        found = [(columns, rows) for columns in sides for rows in sides if self.least <= columns * rows <= self.most]
+        return sorted(found, key=lambda one: one[0] * one[1])
+
+    @cached_property
+    def patches(self) -> Patches:
+        return Patches(1, self.size**2, self.patch, self.merge, 1, self.mean, self.std, self.scale)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields without cached tables: making them again is faster than sending them to a worker."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def _resized(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
+    return np.asarray(image if image.size == size else image.resize(size, Image.Resampling.BICUBIC))
+
+
+def read_tiles(
+    folder: Path, vision: InternVLVisionConfig, least: int | None, most: int | None
+) -> tuple[TileCutter, TileCutter]:
+    """Return the tile cutters of images and of videos. Numbers that are given take precedence over the folder's.
+
+    `crop_to_patches` is not read: published folders say false, and transformers' processor cuts all the same.
+    """
+    both = read_json(folder / BOTH_FILE)
+    image_file = read_json(folder / IMAGE_FILE) or both.get("image_processor") or {}
+    video_file = read_json(folder / VIDEO_FILE) or both.get("video_processor") or image_file
+    fewest = least or image_file.get("min_patches") or 1
+    largest = most or image_file.get("max_patches") or max(12, fewest)
+    if fewest > largest:
+        raise TesseraError(f"min_tiles ({fewest}) is more than max_tiles ({largest})", where="data.processor")
+    image = _tiles(image_file, vision, folder / IMAGE_FILE)
+    video = _tiles(video_file, vision, folder / VIDEO_FILE)
+    return replace(image, least=fewest, most=largest), replace(video, least=1, most=1)
+
+
+def write_tiles(folder: Path, image: TileCutter, video: TileCutter, sampling: VideoSampling) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {"processor_class": "InternVLProcessor"}
+    image_fields = {
+        **named,
+        "image_processor_type": "GotOcr2ImageProcessor",
+        **_common(image),
+        "crop_to_patches": image.most > 1,
+        "min_patches": image.least,
+        "max_patches": image.most,
+    }
+    # transformers takes all given frames, as with published folders, unless num_frames is set: its own frame rate has
+    # no bounds. Our fps and bounds are written for further training.
+    video_fields = {**named, "video_processor_type": "InternVLVideoProcessor", **_common(video)}
+    if sampling.frames is None:
+        bounds = {"fps": sampling.fps, "min_frames": sampling.min_frames, "max_frames": sampling.max_frames}
+        video_fields |= {"do_sample_frames": False, **bounds}
+    else:
+        video_fields |= {"do_sample_frames": True, "num_frames": sampling.frames}
+    joint = {**named, "image_seq_length": image.tokens}
+    for name, content in ((IMAGE_FILE, image_fields), (VIDEO_FILE, video_fields), (BOTH_FILE, joint)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _tiles(data: Mapping[str, Any], vision: InternVLVisionConfig, path: Path) -> TileCutter:
+    side = vision.image_size
+    checks: dict[str, Any] = {
+        "size": {"height": side, "width": side},
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": BICUBIC,
+    }
+    for key, wanted in checks.items():
+        if data.get(key) is not None and data[key] != wanted:
+            raise TesseraError(f"{key} = {data[key]!r}, the model needs {wanted!r}", where=str(path))
+    extra: dict[str, Any] = {}
+    if data.get("image_mean") is not None and data.get("image_std") is not None:
+        extra |= {"mean": tuple(map(float, data["image_mean"])), "std": tuple(map(float, data["image_std"]))}
+    if data.get("rescale_factor") is not None:
+        extra["scale"] = float(data["rescale_factor"])
+    return TileCutter(side, vision.patch_size, vision.spatial_merge_size, **extra)
+
+
+def _common(tiles: TileCutter) -> dict[str, Any]:
+    return {
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": BICUBIC,
+        "rescale_factor": tiles.scale,
+        "image_mean": list(tiles.mean),
+        "image_std": list(tiles.std),
+        "size": {"height": tiles.size, "width": tiles.size},
+    }

@@ -1,14 +1,16 @@
-"""Our parameter names and those of Hugging Face folders.
+"""Parameter names of InternVL in Hugging Face folders.
 
-The rules use the hub's first spelling (`language_model.model.*`, `vision_tower.*`), which transformers writes and
-reads. The renames accept the spellings of its modules in memory, which later folders on the hub have as well, and of a
-base model saved without its head.
+The rules use the hub's first names (`language_model.model.*`, `vision_tower.*`), which transformers writes and reads.
+The renames accept the names of its modules in memory, which later folders on the hub have as well, and of a base model
+saved without its head.
 """
 
 from __future__ import annotations
 
+from tessera.core.megatron_form import COLUMNS, ROWS, EvenSplit, MegatronForm, PipelinePart
 from tessera.core.weightmap import GroupByHead, Reshape, Rule, WeightMap
-from tessera.models._text.weights import copies, head_rules, text_buffers, text_rules
+from tessera.models.common.megatron import TEXT_SPLITS, text_megatron_rules, text_part
+from tessera.models.common.text import language_weights
 from tessera.models.internvl.config import InternVLConfig
 
 TEXT = "language_model.model."
@@ -44,15 +46,76 @@ def weights(config: InternVLConfig) -> WeightMap:
     vision = config.vision
     hidden, patch = vision.hidden_size, vision.patch_size
     as_convolution = Reshape((hidden, vision.patch_values), (hidden, vision.num_channels, patch, patch))
-    as_table = Reshape((vision.tile_rows, hidden), (1, vision.tile_rows, hidden))
+    as_table = Reshape((vision.tile_patches, hidden), (1, vision.tile_patches, hidden))
     kinds = tuple(f"{_BLOCK}attention.{kind}_proj.{{kind}}" for kind in "qkv")
     rules = [
         Rule("vision.patch_embed.weight", "vision_tower.embeddings.patch_embeddings.projection.weight", as_convolution),
         Rule("vision.table.weight", "vision_tower.embeddings.position_embeddings", as_table),
         Rule("vision.table.class_token", "vision_tower.embeddings.cls_token", Reshape((hidden,), (1, 1, hidden))),
-        Rule("vision.blocks.{i}.attn.qkv.{kind}", kinds, GroupByHead(vision.num_attention_heads, apart=True)),
-        *(Rule(ours, theirs) for ours, theirs in _PAIRS),
-        *text_rules(config.text, TEXT),
+        Rule("vision.blocks.{i}.attn.qkv.{kind}", kinds, GroupByHead(vision.num_attention_heads, separate=True)),
+        *(Rule(native, foreign) for native, foreign in _PAIRS),
     ]
-    head, twice = head_rules(config.tie_word_embeddings, "language_model.lm_head.weight")
-    return WeightMap((*rules, *head), _RENAMES, (*text_buffers(TEXT), *twice), copies=copies(twice))
+    head = "language_model.lm_head.weight"
+    return language_weights(config.text, config.tie_word_embeddings, rules, prefix=TEXT, head=head, renames=_RENAMES)
+
+
+_LAYER = "image_encoder.encoder.encoder.layers.{i}."
+_EMBEDDINGS = "image_encoder.encoder.embeddings."
+_MEGATRON_PAIRS = (
+    ("vision.patch_embed.bias", _EMBEDDINGS + "patch_embedding.bias"),
+    ("vision.blocks.{i}.attn_norm.{kind}", _LAYER + "input_layernorm.{kind}"),
+    ("vision.blocks.{i}.attn.q_norm.weight", _LAYER + "self_attention.q_layernorm.weight"),
+    ("vision.blocks.{i}.attn.k_norm.weight", _LAYER + "self_attention.k_layernorm.weight"),
+    ("vision.blocks.{i}.attn.proj.{kind}", _LAYER + "self_attention.linear_proj.{kind}"),
+    ("vision.blocks.{i}.attn_scale.weight", _LAYER + "ls1"),
+    ("vision.blocks.{i}.mlp_norm.{kind}", _LAYER + "pre_mlp_layernorm.{kind}"),
+    ("vision.blocks.{i}.mlp.up.{kind}", _LAYER + "mlp.linear_fc1.{kind}"),
+    ("vision.blocks.{i}.mlp.down.{kind}", _LAYER + "mlp.linear_fc2.{kind}"),
+    ("vision.blocks.{i}.mlp_scale.weight", _LAYER + "ls2"),
+    ("projector.norm.{kind}", "image_encoder.projector.norm.{kind}"),
+    ("projector.up.{kind}", "image_encoder.projector.linear_fc1.{kind}"),
+    ("projector.down.{kind}", "image_encoder.projector.linear_fc2.{kind}"),
+)
+
+
+def megatron(config: InternVLConfig) -> MegatronForm:
+    """Return the form in which MindSpeed-MM keeps these models. It has the names of the original repository's encoder,
+    with queries, keys and values behind one another, and gives the first ranks one head more where it must."""
+    vision = config.vision
+    hidden, patch, heads = vision.hidden_size, vision.patch_size, vision.num_attention_heads
+    rules = [
+        Rule(
+            "vision.patch_embed.weight",
+            _EMBEDDINGS + "patch_embedding.weight",
+            Reshape((hidden, vision.patch_values), (hidden, vision.num_channels, patch, patch)),
+        ),
+        Rule(
+            "vision.table.weight",
+            _EMBEDDINGS + "position_embedding",
+            Reshape((vision.tile_patches, hidden), (1, vision.tile_patches, hidden)),
+        ),
+        Rule("vision.table.class_token", _EMBEDDINGS + "class_embedding", Reshape((hidden,), (1, 1, hidden))),
+        Rule("vision.blocks.{i}.attn.qkv.{kind}", _LAYER + "self_attention.linear_qkv.{kind}", GroupByHead(heads)),
+        *(Rule(native, foreign) for native, foreign in _MEGATRON_PAIRS),
+    ]
+    layer = r"image_encoder\.encoder\.encoder\.layers\.\d+\."
+    part = PipelinePart(
+        "vit",
+        "image_encoder.encoder.encoder.layers.",
+        (_EMBEDDINGS,),
+        ("image_encoder.projector.",),
+        vision.num_hidden_layers,
+    )
+    return MegatronForm(
+        WeightMap((*rules, *text_megatron_rules(config.text, config.tie_word_embeddings))),
+        (
+            (layer + r"self_attention\.linear_qkv\.(weight|bias)", EvenSplit(blocks=3, units=heads)),
+            (layer + r"self_attention\.linear_proj\.weight", EvenSplit(dim=1, units=heads)),
+            (layer + r"mlp\.linear_fc1\.(weight|bias)", ROWS),
+            (layer + r"mlp\.linear_fc2\.weight", COLUMNS),
+            *TEXT_SPLITS,
+        ),
+        (part, text_part(config.text)),
+        kv_heads=config.text.num_key_value_heads,
+        tied=config.tie_word_embeddings,
+    )

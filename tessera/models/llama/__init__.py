@@ -4,13 +4,35 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from tessera.models._chat.templates import LLAMA3, VICUNA
-from tessera.models._text.family import LanguageConfig, Spellings, language_family, preset
-from tessera.models._text.spelling import LLAMA
+from tessera.data.chat import ChatTemplate, Turn
+from tessera.models.common.family import HFTextFormats, LanguageConfig, language_family, preset
+from tessera.models.common.hf_text import LLAMA
+
+LLAMA3 = ChatTemplate(
+    special=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    turns={"": Turn("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>")},
+    media={},
+    begin="<|begin_of_text|>",
+    system=None,
+    end_of_text="<|end_of_text|>",
+)
+VICUNA = ChatTemplate(
+    special=("<s>", "</s>"),
+    turns={
+        "system": Turn("", " "),
+        "assistant": Turn("ASSISTANT: ", "</s>"),
+        "": Turn("USER: ", " "),
+    },
+    media={},
+    begin="<s>",
+    system="A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions.",
+    end_of_text="</s>",
+)
 
 
 class LlamaConfig(LanguageConfig):
-    spellings: ClassVar[Spellings] = {"llama": (LLAMA, "LlamaForCausalLM")}
+    formats: ClassVar[HFTextFormats] = {"llama": (LLAMA, "LlamaForCausalLM")}
 
 
 _TWO: dict[str, Any] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2}

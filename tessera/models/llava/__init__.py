@@ -1,39 +1,126 @@
-"""LLaVA 1.5 and LLaVA-OneVision: a CLIP or SigLIP tower, a small projector, and a language model that reads its
-features among the words. OneVision sees a single picture in tiles, several as they are, and clips."""
+"""LLaVA 1.5 and LLaVA-OneVision: a CLIP or SigLIP encoder, an MLP projector and a language model.
+
+OneVision cuts a single image into tiles, takes several images whole, and reads videos.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from tessera.core.types import ModelSpec, Processor
+import torch
+
+from tessera.core.types import Batch
+from tessera.models.common.costs import EXAMPLE_IMAGES, example_batch
+from tessera.models.common.family import preset, quickstart_preset, vision_family
 from tessera.models.llava.config import PLAIN_TYPE, TILED_TYPE, LlavaConfig
-from tessera.models.llava.example import example
-from tessera.models.llava.flops import flops, work
-from tessera.models.llava.model import build
-from tessera.models.llava.plan import plan
-from tessera.models.llava.presets import PRESETS
+from tessera.models.llava.model import build, costs, plan
 from tessera.models.llava.weights import weights
 
+_CLIP = {
+    "kind": "clip",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+}
+_SIGLIP = {
+    "kind": "siglip",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 16,
+    "image_size": 384,
+    "patch_size": 14,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
 
-def _processor(config: LlavaConfig, folder: Path, **options: Any) -> Processor:
-    # Imported when first used: a model without its processor needs no tokenizer and no image library.
-    from tessera.models.llava.processor import LlavaProcessor
 
-    return LlavaProcessor.load(config, folder, **options)
+def _plain(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, Any]:
+    tokens: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}
+    sizes = (32064, hidden, intermediate, layers, (heads, heads))
+    text = preset(*sizes, rms_norm_eps=1e-5, max_position_embeddings=4096, **tokens)
+    return {**text, "vision": _CLIP, "image_token_id": 32000, **_PENULTIMATE}
 
 
-SPEC = ModelSpec(
-    name="llava",
-    config=LlavaConfig,
+def _onevision(*sizes: Any, tied: bool = False) -> dict[str, Any]:
+    tokens: dict[str, Any] = {"bos_token_id": 151643, "eos_token_id": 151645}
+    text = preset(*sizes, tied=tied, attention_bias=True, rope_theta=1e6, **tokens)
+    media = {"tiles": {"most": 9}, "image_token_id": 151646, "video_token_id": 151647}
+    return {**text, "vision": _SIGLIP, **media, **_ALL_FEATURES}
+
+
+_TINY_VISION: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 7,
+}
+_PENULTIMATE = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+_ALL_FEATURES = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart": {
+        # 507 end of text (and padding), 508 and 509 open and close a message.
+        **quickstart_preset(attention_bias=True, max_position_embeddings=4096, eos_token_id=509, pad_token_id=507),
+        "vision": {**_SIGLIP, **_TINY_VISION},
+        "tiles": {"pinpoints": [(28, 28), (28, 56), (56, 28), (56, 56), (28, 84), (84, 28)], "most": 3},
+        "image_token_id": 510,
+        "video_token_id": 511,
+        **_ALL_FEATURES,
+    },
+    "quickstart-1.5": {
+        # 508 and 509 begin and end a conversation.
+        **quickstart_preset(tied=False, max_position_embeddings=4096, bos_token_id=508, eos_token_id=509),
+        "vision": {**_CLIP, **_TINY_VISION},
+        "image_token_id": 510,
+        **_PENULTIMATE,
+    },
+    "1.5-7b": _plain(4096, 11008, 32, 32),
+    "1.5-13b": _plain(5120, 13824, 40, 40),
+    "onevision-0.5b": _onevision(152000, 896, 4864, 24, (14, 2), tied=True),
+    "onevision-7b": _onevision(152128, 3584, 18944, 28, (28, 4)),
+    "onevision-72b": _onevision(152128, 8192, 29568, 80, (64, 8)),
+}
+
+
+def example(config: LlavaConfig, tokens: int) -> Batch:
+    """Return a batch of `tokens` tokens of which images of one square each take about half.
+
+    A sequence too short for one image holds the first part of its tokens.
+    """
+    patches, first = config.vision.patches, config.first_feature
+    image_tokens = config.features + (config.tiles is not None)  # with the newline embedding
+    images = max(1, min(EXAMPLE_IMAGES, tokens // (2 * image_tokens)))
+    used = min(images * image_tokens, tokens)
+    kept = torch.arange(images * patches).view(images, patches)[:, first:].flatten()
+    media = {
+        "pixels": torch.zeros(images * patches, config.vision.patch_values),
+        "patch_index": torch.arange(patches).repeat(images),
+        "media_slots": torch.arange(used),
+        "media_patches": kept[:used] if config.tiles is None else kept,
+    }
+    if config.tiles is not None:
+        numbers = torch.arange(1, images * config.features + 1).view(images, -1)
+        media["media_index"] = torch.nn.functional.pad(numbers, (0, 1)).flatten()[:used]
+    return example_batch(tokens, media, [patches] * images)
+
+
+SPEC = vision_family(
+    "llava",
+    LlavaConfig,
+    PRESETS,
     build=build,
     plan=plan,
     weights=weights,
-    processor=_processor,
-    flops=flops,
-    work=work,
+    costs=costs,
     example=example,
-    presets=PRESETS,
-    task="language",
+    processor="LlavaProcessor",
     hf_types=(PLAIN_TYPE, TILED_TYPE),
 )

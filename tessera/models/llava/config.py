@@ -1,4 +1,4 @@
-"""What a LLaVA model is made of, and how Hugging Face folders spell it: LLaVA 1.5, and with tiles LLaVA-OneVision."""
+"""The configuration of LLaVA 1.5 and LLaVA-OneVision (with tiles), and its form in the config.json of folders."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 
 from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
-from tessera.models._text.config import TextConfig
-from tessera.models._text.spelling import LANGUAGE
-from tessera.ops.attention import AttentionWay
+from tessera.models.common.hf_text import LANGUAGE_FORMATS, language_format
+from tessera.models.common.text import TextConfig
+from tessera.ops.attention import AttentionBackend
 
 PLAIN_TYPE, TILED_TYPE = "llava", "llava_onevision"
 _SIDES = (384, 768, 1152, 1536, 1920, 2304)
@@ -24,7 +24,7 @@ _VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "clip": {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
     "siglip": {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
 }
-# Of a folder that says nothing of its vision tower at all.
+# Defaults for a folder without vision_config.
 _NO_VISION: Mapping[str, Mapping[str, Any]] = {
     PLAIN_TYPE: {
         "model_type": "clip_vision_model",
@@ -48,8 +48,8 @@ _NO_VISION: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class VisionConfig(Section):
-    """A CLIP tower (a class token before the patches, a norm before the blocks) or a SigLIP one."""
+class LlavaVisionConfig(Section):
+    """Configure a CLIP encoder (class token before the patches, norm before the blocks) or a SigLIP encoder."""
 
     kind: Literal["clip", "siglip"]
     hidden_size: int = Field(768, gt=0, le=10**8)
@@ -57,19 +57,19 @@ class VisionConfig(Section):
     num_hidden_layers: int = Field(12, gt=0, le=10**4)
     num_attention_heads: int = Field(12, gt=0, le=10**8)
     num_channels: int = Field(3, gt=0, le=10**8)
-    image_size: int = Field(224, gt=0, le=10**8, description="side of the square pictures that the tower reads")
+    image_size: int = Field(224, gt=0, le=10**8, description="side of the square input images, in pixels")
     patch_size: int = Field(14, gt=0, le=10**8)
     hidden_act: Literal["quick_gelu", "gelu", "gelu_pytorch_tanh"] = "quick_gelu"
     layer_norm_eps: float = Field(1e-5, gt=0)
 
     @property
     def patch_values(self) -> int:
-        """Numbers in one flattened patch."""
+        """Return the number of values in one flattened patch."""
         return self.num_channels * self.patch_size**2
 
     @property
     def side(self) -> int:
-        """Patches along a side of a picture. What is left over at its right and lower edge is not seen."""
+        """Return the number of patches along a side of an image; pixels left over at the edges are dropped."""
         return self.image_size // self.patch_size
 
     @property
@@ -78,11 +78,11 @@ class VisionConfig(Section):
 
     @property
     def patches(self) -> int:
-        """Rows that the tower works on for each picture."""
+        """Return the number of patches of each image, class token included."""
         return self.side**2 + self.class_token
 
     @model_validator(mode="after")
-    def _divides(self) -> VisionConfig:
+    def _divides(self) -> LlavaVisionConfig:
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_attention_heads} heads")
         if self.side == 0:
@@ -91,32 +91,32 @@ class VisionConfig(Section):
 
 
 class TilesConfig(Section):
-    """How a single picture is cut into tiles: into those of the resolution that wastes least of it."""
+    """Configure how a single image is cut into tiles: by the resolution that wastes least area."""
 
     pinpoints: tuple[tuple[int, int], ...] = Field(PINPOINTS, min_length=1, description="resolutions, height and width")
     most: int = Field(
-        9, gt=0, le=10**8, description="tiles' worth of tokens; what would be more is interpolated down to it"
+        9, gt=0, le=10**8, description="largest number of tokens, in tiles; more are interpolated down to it"
     )
 
 
 class LlavaConfig(Section):
     text: TextConfig
-    vision: VisionConfig
-    tiles: TilesConfig | None = Field(None, description="of LLaVA-OneVision; LLaVA 1.5 has none and sees no clips")
+    vision: LlavaVisionConfig
+    tiles: TilesConfig | None = Field(None, description="for LLaVA-OneVision; LLaVA 1.5 has none and takes no videos")
     tie_word_embeddings: bool = False
     image_token_id: int = Field(32000, ge=0)
     video_token_id: int | None = Field(None, ge=0, description="with tiles")
-    vision_feature_layer: int = Field(-2, description="whose features are read: 1 is the first block, -1 the last")
+    vision_feature_layer: int = Field(-2, description="block whose features are used: 1 is the first, -1 the last")
     vision_feature_select_strategy: Literal["default", "full"] = Field(
-        "default", description="default: without the first row of each picture, the class token"
+        "default", description="default: without the first patch of each image, the class token"
     )
     projector_hidden_act: Literal["quick_gelu", "gelu", "gelu_pytorch_tanh", "silu"] = "gelu"
     multimodal_projector_bias: bool = True
-    attention: AttentionWay = Field("auto", description="implementation of attention")
+    attention: AttentionBackend = Field("auto", description="implementation of attention")
 
     @property
     def blocks_read(self) -> int:
-        """Blocks of the vision tower that are computed: those up to the chosen features."""
+        """Return the number of blocks that are computed: up to the chosen features."""
         layers, chosen = self.vision.num_hidden_layers, self.vision_feature_layer
         return chosen if chosen >= 0 else layers + 1 + chosen
 
@@ -126,7 +126,7 @@ class LlavaConfig(Section):
 
     @property
     def features(self) -> int:
-        """Features of one picture that become embeddings."""
+        """Return the number of features of one image that become embeddings."""
         return self.vision.patches - self.first_feature
 
     @model_validator(mode="after")
@@ -137,7 +137,9 @@ class LlavaConfig(Section):
                 raise ValueError(f"{name} {token} is outside the vocabulary of {self.text.vocab_size}")
         if not 1 <= self.blocks_read <= self.vision.num_hidden_layers:
             layers = self.vision.num_hidden_layers
-            raise ValueError(f"vision_feature_layer {self.vision_feature_layer}: the tower has {layers} blocks")
+            raise ValueError(
+                f"vision_feature_layer {self.vision_feature_layer}: the vision encoder has {layers} blocks"
+            )
         if (self.tiles is None) != (self.video_token_id is None):
             raise ValueError("tiles and video_token_id go together")
         if self.tiles is not None:
@@ -182,24 +184,27 @@ class LlavaConfig(Section):
         return build(cls, fields, where)
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that transformers 5 writes and reads."""
+        """Return the config.json that transformers 5 writes and reads."""
         plain = {name: getattr(self, name) for name in _PLAIN_FIELDS}
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             **plain,
             "tie_word_embeddings": self.tie_word_embeddings,
             "image_token_index": self.image_token_id,
             "vision_feature_layer": self.vision_feature_layer,
             "vision_feature_select_strategy": self.vision_feature_select_strategy,
-            "text_config": {**_spelled(self.text), "tie_word_embeddings": self.tie_word_embeddings},
+            "text_config": {
+                **language_format(self.text, "llama").write(self.text),
+                "tie_word_embeddings": self.tie_word_embeddings,
+            },
             "vision_config": _write_vision(self.vision),
         }
         if self.tiles is None:
             head = {"architectures": ["LlavaForConditionalGeneration"], "model_type": PLAIN_TYPE}
-            return {**head, **told, "image_seq_length": self.features}
+            return {**head, **fields, "image_seq_length": self.features}
         return {
             "architectures": ["LlavaOnevisionForConditionalGeneration"],
             "model_type": TILED_TYPE,
-            **told,
+            **fields,
             "video_token_index": self.video_token_id,
             "image_grid_pinpoints": [list(size) for size in self.tiles.pinpoints],
             "vision_aspect_ratio": f"{_ANYRES}{self.tiles.most}",
@@ -216,15 +221,9 @@ def _either(data: Mapping[str, Any], name: str, other: str, default: int) -> int
 
 def _read_text(text: Mapping[str, Any], default: str, where: str) -> dict[str, Any]:
     kind = str(text.get("model_type", default))
-    if kind not in LANGUAGE:
-        raise TesseraError(f"text_config.model_type {kind!r} is not supported", where=where, allowed=LANGUAGE)
-    return LANGUAGE[kind].read(text, f"{where}: text_config")
-
-
-def _spelled(text: TextConfig) -> dict[str, Any]:
-    """In the first spelling that has words for this tower."""
-    fitting = [spelling for spelling in LANGUAGE.values() if spelling.fits(text)]
-    return (fitting[0] if fitting else LANGUAGE["llama"]).write(text)
+    if kind not in LANGUAGE_FORMATS:
+        raise TesseraError(f"text_config.model_type {kind!r} is not supported", where=where, allowed=LANGUAGE_FORMATS)
+    return LANGUAGE_FORMATS[kind].read(text, f"{where}: text_config")
 
 
 def _read_vision(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -235,17 +234,17 @@ def _read_vision(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     if kind == "siglip" and vision.get("vision_use_head", True):
         raise TesseraError(
-            "vision_config.vision_use_head is on: the folder has weights of a head that no answer depends on",
+            "vision_config.vision_use_head is on: the folder has weights of a head that does not affect the output",
             where=where,
             fix="set vision_use_head to false, as the published LLaVA folders do, and leave vision_tower.*.head.* out",
         )
     if vision.get("attention_dropout"):
         raise TesseraError("vision_config.attention_dropout is not supported", where=where, allowed=[0.0])
-    told = {name: vision[name] for name in VisionConfig.model_fields if vision.get(name) is not None}
-    return {**_VISION_DEFAULTS[kind], **told, "kind": kind}
+    fields = {name: vision[name] for name in LlavaVisionConfig.model_fields if vision.get(name) is not None}
+    return {**_VISION_DEFAULTS[kind], **fields, "kind": kind}
 
 
-def _write_vision(vision: VisionConfig) -> dict[str, Any]:
+def _write_vision(vision: LlavaVisionConfig) -> dict[str, Any]:
     plain = vision.model_dump(mode="json", exclude={"kind"})
     if vision.kind == "clip":
         return {"model_type": "clip_vision_model", **plain, "attention_dropout": 0.0, "projection_dim": 768}

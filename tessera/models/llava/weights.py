@@ -1,14 +1,14 @@
-"""Our parameter names and those of Hugging Face folders.
+"""Parameter names of LLaVA in Hugging Face folders.
 
-The rules use the hub's spelling (`vision_tower.vision_model.*`, `language_model.model.*`), which transformers reads.
-The renames accept what it writes now (without `vision_model`), the spellings of its modules in memory, and a base model
-saved without its head.
+The rules use the hub's names (`vision_tower.vision_model.*`, `language_model.model.*`), which transformers reads. The
+renames accept what it writes now (without `vision_model`), the names of its modules in memory, and a base model saved
+without its head.
 """
 
 from __future__ import annotations
 
 from tessera.core.weightmap import GroupByHead, Reshape, Rule, WeightMap
-from tessera.models._text.weights import copies, head_rules, text_buffers, text_rules
+from tessera.models.common.text import language_weights
 from tessera.models.llava.config import LlavaConfig
 
 _TOWER = "vision_tower.vision_model."
@@ -30,7 +30,7 @@ _PROJECTOR = (
     ("projector.down.{kind}", "multi_modal_projector.linear_2.{kind}"),
     ("projector.newline", "image_newline"),
 )
-# The first that fits is taken, so the longer come first.
+# The first match is used, so longer prefixes come first.
 _RENAMES = (
     (_TEXT, _TEXT),
     ("language_model.lm_head.", "language_model.lm_head."),
@@ -53,11 +53,16 @@ def weights(config: LlavaConfig) -> WeightMap:
     kinds = tuple(f"{_TOWER}encoder.layers.{{i}}.self_attn.{part}_proj.{{kind}}" for part in "qkv")
     rules = [
         Rule("vision.patch_embed.weight", _TOWER + "embeddings.patch_embedding.weight", as_convolution),
-        Rule("vision.blocks.{i}.attn.qkv.{kind}", kinds, GroupByHead(vision.num_attention_heads, apart=True)),
-        *(Rule(ours, _TOWER + theirs) for ours, theirs in _PAIRS),
-        *(Rule(ours, theirs) for ours, theirs in _PROJECTOR),
-        *text_rules(config.text, _TEXT),
+        Rule("vision.blocks.{i}.attn.qkv.{kind}", kinds, GroupByHead(vision.num_attention_heads, separate=True)),
+        *(Rule(native, _TOWER + foreign) for native, foreign in _PAIRS),
+        *(Rule(native, foreign) for native, foreign in _PROJECTOR),
     ]
-    head, twice = head_rules(config.tie_word_embeddings, "language_model.lm_head.weight")
-    passed_over = (_TOWER + "embeddings.position_ids", *text_buffers(_TEXT), *twice)
-    return WeightMap((*rules, *head), _RENAMES, passed_over, copies=copies(twice))
+    return language_weights(
+        config.text,
+        config.tie_word_embeddings,
+        rules,
+        prefix=_TEXT,
+        head="language_model.lm_head.weight",
+        renames=_RENAMES,
+        ignored=(_TOWER + "embeddings.position_ids",),
+    )

@@ -3,22 +3,25 @@
     model: {family: module, config: {class: "my_package.net:Net", arguments: {width: 64}}}
 
 Its constructor is the only code of it that runs before training: without weights to plan, and once more on the host to
-draw first weights when the recipe gives none to load.
+draw initial weights when the recipe gives none to load.
 """
 
 from __future__ import annotations
 
-from tessera.core.types import ModelSpec
+from tessera.core.types import Component, ModelSpec
 from tessera.core.weightmap import WeightMap
 from tessera.models.module.config import ModuleConfig
-from tessera.models.module.model import build, fresh, plan
+from tessera.models.module.model import build, fresh, plan, spec_of_object
 
 SPEC = ModelSpec(
     name="module",
     config=ModuleConfig,
-    build=build,
-    plan=plan,
-    weights=lambda config: WeightMap((), same_names=True),
-    fresh=fresh,
+    components={
+        "model": Component(
+            build=build, plan=plan, weights={"hf": lambda config: WeightMap((), same_names=True)}, fresh=fresh
+        )
+    },
     task="returns_loss",
 )
+
+__all__ = ["SPEC", "ModuleConfig", "spec_of_object"]

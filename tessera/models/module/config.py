@@ -1,4 +1,4 @@
-"""Which class, and what its constructor is given."""
+"""The class and the arguments of its constructor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModuleConfig(Section):
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> ModuleConfig:
-        """A folder gives weights and arguments. It never says which code to import: only the recipe does."""
+        """Return the configuration with the folder's arguments. Only the recipe names the class to import."""
         arguments = data.get("arguments")
         return cls.model_validate({"arguments": arguments if isinstance(arguments, dict) else {}})
 

@@ -1,14 +1,17 @@
-"""The user's own class, constructed without weights (to plan and shard) or with them (to begin a run)."""
+"""The user's own class, constructed without weights (to plan and shard) or with initial weights."""
 
 from __future__ import annotations
 
+import copy
+
 from torch import nn
 
-from tessera.core.arguments import check_arguments
 from tessera.core.errors import TesseraError
-from tessera.core.meta import without_weights
-from tessera.core.types import ModelPlan
-from tessera.models._foreign import Arguments, accept_batches, import_class, takes_batch
+from tessera.core.modules import without_weights
+from tessera.core.registry import check_arguments
+from tessera.core.types import AdjustsAfterInit, Component, DeclaresPlan, InitializesItself, ModelPlan, ModelSpec
+from tessera.core.weightmap import WeightMap
+from tessera.models.common.foreign import Arguments, accept_batches, import_class, takes_batch
 from tessera.models.module.config import ModuleConfig
 
 WHERE = "model.config"
@@ -21,17 +24,45 @@ def build(config: ModuleConfig) -> nn.Module:
 
 
 def fresh(config: ModuleConfig) -> nn.Module:
-    """With first weights: what `init_weights` draws where the class has it, otherwise what the constructor drew."""
+    """Return the module with initial weights: of its `init_weights` if it has one, otherwise of its constructor."""
     module = _class_of(config)(**config.arguments)
-    draw = getattr(module, "init_weights", None)
-    if callable(draw):
-        draw()
+    if isinstance(module, InitializesItself):
+        module.init_weights()
+        if isinstance(module, AdjustsAfterInit):
+            module.post_meta_init()
     return module
 
 
 def plan(config: ModuleConfig) -> ModelPlan:
-    """No blocks: `parallel.wrap` names them. Without it the module is sharded as one."""
-    return ModelPlan(blocks=(), tensor={name: "replicate" for name, _ in build(config).named_parameters()})
+    """Return the plan that the class declares, or one without blocks: `parallel.wrap` names them, or the module is
+    sharded as one."""
+    return _plan_of(build(config))
+
+
+def spec_of_object(module: nn.Module) -> tuple[ModelSpec, ModuleConfig]:
+    """Return the family of a module that the caller made, with the weights it has: they are the initial ones."""
+
+    def on_meta(_: ModuleConfig) -> nn.Module:
+        # Parameters are not copied: deepcopy takes what stands in for them from the memo.
+        memo = {id(p): nn.Parameter(p.to("meta"), requires_grad=p.requires_grad) for p in module.parameters()}
+        made = copy.deepcopy(module, memo)
+        return made if takes_batch(made) else accept_batches(made, Arguments(made))
+
+    same_names = WeightMap((), same_names=True)
+    component = Component(
+        on_meta,
+        lambda config: _plan_of(on_meta(config)),
+        {"hf": lambda _: same_names},
+        fresh=lambda _: module,
+        given=True,
+    )
+    return ModelSpec("module", ModuleConfig, {"model": component}, task="returns_loss"), ModuleConfig()
+
+
+def _plan_of(module: nn.Module) -> ModelPlan:
+    if isinstance(module, DeclaresPlan):
+        return module.model_plan()
+    return ModelPlan(blocks=(), tensor={name: "replicate" for name, _ in module.named_parameters()})
 
 
 def _class_of(config: ModuleConfig) -> type[nn.Module]:

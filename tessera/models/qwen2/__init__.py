@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: the text towers of Qwen2-VL, Qwen2.5-VL and InternVL, alone."""
+"""Qwen2 and Qwen2.5: the text decoders of Qwen2-VL, Qwen2.5-VL and InternVL, alone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from tessera.models._chat.templates import CHATML
-from tessera.models._text import config as text_tower
-from tessera.models._text.family import LanguageConfig, Spellings, language_family, preset
-from tessera.models._text.spelling import QWEN2
+from tessera.data.chat import ChatTemplate, Turn
+from tessera.models.common.family import HFTextFormats, LanguageConfig, language_family, preset
+from tessera.models.common.hf_text import QWEN2
+from tessera.models.common.text import TextConfig
+
+# As Qwen2.5 and its followers write conversations: what functions answered comes as a user's turn, several answers in
+# one.
+QWEN_TURNS = {
+    "tool": Turn(
+        "<|im_start|>user\n<tool_response>\n",
+        "\n</tool_response><|im_end|>\n",
+        between="\n</tool_response>\n<tool_response>\n",
+    ),
+    "": Turn("<|im_start|>{role}\n", "<|im_end|>\n"),
+}
+CHATML = ChatTemplate(special=("<|im_start|>", "<|im_end|>"), turns=QWEN_TURNS, media={}, system=None)
 
 
-class TextConfig(text_tower.TextConfig):
+class Qwen2TextConfig(TextConfig):
     attention_bias: bool = True
     rope_theta: float = Field(1e6, gt=0)
     bos_token_id: int | None = 151643
@@ -20,9 +32,9 @@ class TextConfig(text_tower.TextConfig):
 
 
 class Qwen2Config(LanguageConfig):
-    spellings: ClassVar[Spellings] = {"qwen2": (QWEN2, "Qwen2ForCausalLM")}
+    formats: ClassVar[HFTextFormats] = {"qwen2": (QWEN2, "Qwen2ForCausalLM")}
 
-    text: TextConfig
+    text: Qwen2TextConfig
 
 
 # The numbers of the instruction-tuned models.

@@ -1,38 +1,56 @@
-"""Qwen2-VL: pictures and clips of any size, read among the words with positions in time, height and width."""
+"""Qwen2-VL: images and videos of any size, with text positions in time, height and width."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from tessera.core.types import ModelSpec, Processor
+from tessera.core.types import Batch
+from tessera.models.common.costs import example_with_images
+from tessera.models.common.family import preset, quickstart_preset, vision_family
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
-from tessera.models.qwen2_vl.example import example
-from tessera.models.qwen2_vl.flops import flops, work
-from tessera.models.qwen2_vl.model import build
-from tessera.models.qwen2_vl.plan import plan
-from tessera.models.qwen2_vl.presets import PRESETS
-from tessera.models.qwen2_vl.weights import weights
+from tessera.models.qwen2_vl.model import build, costs, plan
+from tessera.models.qwen2_vl.weights import megatron, weights
+
+# 504 end of text (and padding), 505 and 506 open and close a message, in the order of the published models.
+QUICKSTART_TOKENS = {
+    "vision_start_token_id": 507,
+    "vision_end_token_id": 508,
+    "image_token_id": 509,
+    "video_token_id": 510,
+}
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart": {
+        **quickstart_preset(
+            rope_theta=1e4,
+            mrope_section=(4, 6, 6),
+            max_position_embeddings=4096,
+            bos_token_id=None,
+            eos_token_id=506,
+            pad_token_id=504,
+        ),
+        "vision": {"depth": 3, "embed_dim": 96, "num_heads": 4, "mlp_ratio": 4, "patch_size": 7},
+        **QUICKSTART_TOKENS,
+    },
+    "2b": preset(151936, 1536, 8960, 28, (12, 2), tied=True),
+    "7b": preset(152064, 3584, 18944, 28, (28, 4)),
+    "72b": preset(152064, 8192, 29568, 80, (64, 8)),
+}
 
 
-def _processor(config: Qwen2VLConfig, folder: Path, **options: Any) -> Processor:
-    # Imported when first used: a model without its processor needs no tokenizer and no image library.
-    from tessera.models.qwen2_vl.processor import Qwen2VLProcessor
-
-    return Qwen2VLProcessor.load(config, folder, **options)
+def example(config: Qwen2VLConfig, tokens: int) -> Batch:
+    return example_with_images(tokens, config.vision.spatial_merge_size, config.vision.patch_values)
 
 
-SPEC = ModelSpec(
-    name="qwen2_vl",
-    config=Qwen2VLConfig,
+SPEC = vision_family(
+    "qwen2_vl",
+    Qwen2VLConfig,
+    PRESETS,
     build=build,
     plan=plan,
     weights=weights,
-    processor=_processor,
-    flops=flops,
-    work=work,
+    megatron=megatron,
+    costs=costs,
     example=example,
-    presets=PRESETS,
-    task="language",
-    hf_types=("qwen2_vl",),
+    processor="Qwen2VLProcessor",
 )

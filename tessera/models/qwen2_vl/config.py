@@ -1,4 +1,4 @@
-"""What a Qwen2-VL model is made of, and how Hugging Face folders spell it."""
+"""The configuration of Qwen2-VL, and its form in the config.json of Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -8,28 +8,36 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from tessera.core.config import build
-from tessera.models._text import config as text_tower
-from tessera.models._text.spelling import NO_WINDOW, PLAIN, Check, Spelling, but, refuse, unsaid
-from tessera.models._vision.config import GridVisionConfig, QwenVLConfig, rope_type
+from tessera.models.common.hf_text import (
+    NO_SLIDING_WINDOW,
+    PLAIN_TEXT,
+    Check,
+    HFTextFormat,
+    check_supported,
+    hf_defaults,
+    override,
+)
+from tessera.models.common.text import TextConfig
+from tessera.models.common.vision import GridVisionConfig, QwenVLConfig, rope_type
 
 DEFAULT_SECTIONS = (16, 24, 24)
 WHERE = "config.json (qwen2_vl)"
-UNSAID = {
-    **unsaid(152064, 8192, 29568, 80, 64, 8, 32768, bos_token_id=151643, eos_token_id=151645),
+DEFAULTS = {
+    **hf_defaults(152064, 8192, 29568, 80, 64, 8, 32768, bos_token_id=151643, eos_token_id=151645),
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
     "mrope_section": DEFAULT_SECTIONS,
 }
-TEXT = Spelling(
+TEXT = HFTextFormat(
     "qwen2_vl_text",
-    but(PLAIN, "mrope_section", attention_bias=True),
-    UNSAID,
-    silent=("attention_bias", "head_dim"),
-    extra=NO_WINDOW,
+    override(PLAIN_TEXT, "mrope_section", attention_bias=True),
+    DEFAULTS,
+    omitted_fields=("attention_bias", "head_dim"),
+    extra_fields=NO_SLIDING_WINDOW,
 )
 
 
-class TextConfig(text_tower.TextConfig):
+class Qwen2VLTextConfig(TextConfig):
     attention_bias: bool = True
     rope_theta: float = Field(1e6, gt=0)
     mrope_section: tuple[int, int, int] | None = DEFAULT_SECTIONS
@@ -37,7 +45,7 @@ class TextConfig(text_tower.TextConfig):
     eos_token_id: int | tuple[int, ...] | None = 151645
 
 
-class VisionConfig(GridVisionConfig):
+class Qwen2VLVisionConfig(GridVisionConfig):
     depth: int = Field(32, gt=0, le=10**4)
     embed_dim: int = Field(1280, gt=0, le=10**8)
     num_heads: int = Field(16, gt=0, le=10**8)
@@ -45,33 +53,32 @@ class VisionConfig(GridVisionConfig):
     hidden_act: Literal["quick_gelu", "gelu", "gelu_pytorch_tanh"] = "quick_gelu"
 
     @model_validator(mode="after")
-    def _divides(self) -> VisionConfig:
+    def _divides(self) -> Qwen2VLVisionConfig:
         self.check_heads("embed_dim", self.num_heads)
         return self
 
 
 class Qwen2VLConfig(QwenVLConfig):
-    text: TextConfig
-    vision: VisionConfig = Field(default_factory=lambda: VisionConfig.model_validate({}))
+    text: Qwen2VLTextConfig
+    vision: Qwen2VLVisionConfig = Field(default_factory=lambda: Qwen2VLVisionConfig.model_validate({}))
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Qwen2VLConfig:
         """From config.json: either with the text's fields at the top, as on the hub, or with `text_config`."""
         text, vision = cls.text_of(data), data.get("vision_config") or {}
-        width, head = TEXT.width_of(text)
+        width, head = TEXT.hidden_and_head(text)
         checks: list[Check] = [
             ("model_type", data.get("model_type", "qwen2_vl"), ("qwen2_vl",)),
             ("head_dim", text.get("head_dim") or head, (head,)),
             ("vision_config.hidden_size", vision.get("hidden_size", 3584), (width,)),
             ("vision_config rope type", rope_type(vision), ("axial",)),
-            ("quantization_config", data.get("quantization_config"), (None,)),
         ]
-        refuse(checks, WHERE)
-        fields = {"text": TEXT.read(text, WHERE), "vision": VisionConfig.read(vision)}
+        check_supported(checks, WHERE)
+        fields = {"text": TEXT.read(text, WHERE), "vision": Qwen2VLVisionConfig.read(vision)}
         return build(cls, {**cls.read_root(data, text), **fields}, WHERE)
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that transformers 5 writes and reads."""
+        """Return the config.json that transformers 5 writes and reads."""
         beside = {"hidden_size": self.text.hidden_size, "initializer_range": self.text.initializer_range}
         return {
             **self.write_root("qwen2_vl", "Qwen2VLForConditionalGeneration"),

@@ -1,19 +1,22 @@
-"""Qwen2-VL from the common blocks."""
+"""Qwen2-VL: modules from the blocks in `nn`, parallel plan and costs."""
 
 from __future__ import annotations
 
-from tessera.models._text.build import build_head, build_text
+from tessera.core.types import ModelPlan
+from tessera.models.common.costs import VisionCosts
+from tessera.models.common.text import build_head, build_text
+from tessera.models.common.vision import merger_styles, vision_language_model, vision_language_plan
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
+from tessera.nn.multimodal import MultimodalModel
 from tessera.nn.projector import PatchMerger
-from tessera.nn.vit import VisionShape, VisionTower
-from tessera.nn.vlm import VisionLanguageModel
+from tessera.nn.vit import VisionEncoder, VisionShape
 
 
-def build(config: Qwen2VLConfig) -> VisionLanguageModel:
-    vision, text = VisionTower(vision_shape(config)), build_text(config.text, config.attention)
+def build(config: Qwen2VLConfig) -> MultimodalModel:
+    vision, text = VisionEncoder(vision_shape(config)), build_text(config.text, config.attention)
     projector = PatchMerger(vision.shape.hidden, vision.shape.merge, text.shape.hidden)
     head = build_head(text, config.tie_word_embeddings)
-    return VisionLanguageModel(vision, projector, text, head, config.text.initializer_range)
+    return vision_language_model(vision, projector, text, head, config.text.initializer_range)
 
 
 def vision_shape(config: Qwen2VLConfig) -> VisionShape:
@@ -29,3 +32,17 @@ def vision_shape(config: Qwen2VLConfig) -> VisionShape:
         rope_theta=vision.rope_theta,
         attention=config.attention,
     )
+
+
+def plan(config: Qwen2VLConfig) -> ModelPlan:
+    per_token = config.vision.spatial_merge_size**2
+    return vision_language_plan(
+        config.text, costs(config), merger_styles(), tied=config.tie_word_embeddings, per_token=per_token
+    )
+
+
+def costs(config: Qwen2VLConfig) -> VisionCosts:
+    """Return the sizes from which the FLOPs of encoder and projector follow."""
+    vision = config.vision
+    joined = vision.embed_dim * vision.spatial_merge_size**2
+    return VisionCosts(vision_shape(config), joined * (joined + config.text.hidden_size), vision.spatial_merge_size**2)

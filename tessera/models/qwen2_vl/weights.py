@@ -1,14 +1,16 @@
-"""Our parameter names and those of Hugging Face folders.
+"""Parameter names of Qwen2-VL in Hugging Face folders.
 
-The rules use the hub's spelling (`visual.*`, `model.layers.*`, `lm_head.weight`), which transformers writes and reads.
-The renames accept the spellings of its modules in memory, and of a base model saved without its head.
+The rules use the hub's names (`visual.*`, `model.layers.*`, `lm_head.weight`), which transformers writes and reads. The
+renames accept the names of its modules in memory, and of a base model saved without its head.
 """
 
 from __future__ import annotations
 
+from tessera.core.megatron_form import MegatronForm
 from tessera.core.weightmap import WeightMap
-from tessera.models._text.weights import copies, head_rules, text_buffers, text_rules
-from tessera.models._vision.weights import grid_tower_rules
+from tessera.models.common.megatron import grid_megatron_form
+from tessera.models.common.text import language_weights
+from tessera.models.common.vision import grid_tower_rules
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 
 _PAIRS = (
@@ -26,15 +28,32 @@ _RENAMES = (
     ("model.language_model.", "model."),
     ("language_model.", "model."),
 )
+_MEGATRON_PROJECTOR = (
+    ("projector.norm.{kind}", "layernorm.{kind}"),
+    ("projector.up.{kind}", "encoder.linear_fc1.{kind}"),
+    ("projector.down.{kind}", "encoder.linear_fc2.{kind}"),
+)
 
 
 def weights(config: Qwen2VLConfig) -> WeightMap:
     vision = config.vision
-    rules = [
-        *grid_tower_rules(vision, vision.embed_dim, vision.num_heads, "visual.", _PAIRS),
-        *text_rules(config.text),
-    ]
-    head, twice = head_rules(config.tie_word_embeddings)
-    return WeightMap(
-        (*rules, *head), _RENAMES, ("visual.rotary_pos_emb.inv_freq", *text_buffers(), *twice), copies=copies(twice)
+    return language_weights(
+        config.text,
+        config.tie_word_embeddings,
+        grid_tower_rules(vision, vision.embed_dim, vision.num_heads, "visual.", _PAIRS),
+        renames=_RENAMES,
+        ignored=("visual.rotary_pos_emb.inv_freq",),
+    )
+
+
+def megatron(config: Qwen2VLConfig) -> MegatronForm:
+    """Return the form in which MindSpeed-MM keeps these models."""
+    return grid_megatron_form(
+        config.text,
+        config.tie_word_embeddings,
+        config.vision,
+        config.vision.embed_dim,
+        config.vision.depth,
+        gated=False,
+        projector=_MEGATRON_PROJECTOR,
     )

@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from tessera.models._chat.templates import CHATML
-from tessera.models._text import config as text_tower
-from tessera.models._text.family import LanguageConfig, Spellings, language_family, preset
-from tessera.models._text.spelling import QWEN3, QWEN3_MOE
+from tessera.models.common.family import HFTextFormats, LanguageConfig, language_family, preset
+from tessera.models.common.hf_text import QWEN3, QWEN3_MOE
+from tessera.models.common.text import TextConfig
+from tessera.models.qwen2 import CHATML
 
 
-class TextConfig(text_tower.TextConfig):
+class Qwen3TextConfig(TextConfig):
     head_dim: int | None = Field(128, gt=0)
     qk_norm: bool = True
     rope_theta: float = Field(1e6, gt=0)
@@ -22,12 +22,12 @@ class TextConfig(text_tower.TextConfig):
 
 
 class Qwen3Config(LanguageConfig):
-    spellings: ClassVar[Spellings] = {
+    formats: ClassVar[HFTextFormats] = {
         "qwen3": (QWEN3, "Qwen3ForCausalLM"),
         "qwen3_moe": (QWEN3_MOE, "Qwen3MoeForCausalLM"),
     }
 
-    text: TextConfig
+    text: Qwen3TextConfig
 
 
 def _experts(count: int, chosen: int, width: int, **more: Any) -> dict[str, Any]:

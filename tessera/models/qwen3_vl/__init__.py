@@ -1,38 +1,87 @@
-"""Qwen3-VL, dense and with experts: features of several depths of the tower, clips with their seconds as text."""
+"""Qwen3-VL, dense and with experts: DeepStack features, and the time of video frames written as text."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from tessera.core.types import ModelSpec, Processor
-from tessera.models.qwen3_vl.config import SPELLINGS, Qwen3VLConfig
-from tessera.models.qwen3_vl.example import example
-from tessera.models.qwen3_vl.flops import flops, work
-from tessera.models.qwen3_vl.model import build
-from tessera.models.qwen3_vl.plan import plan
-from tessera.models.qwen3_vl.presets import PRESETS
-from tessera.models.qwen3_vl.weights import weights
+from tessera.core.types import Batch
+from tessera.models.common.costs import example_with_images
+from tessera.models.common.family import preset, quickstart_preset, vision_family
+from tessera.models.qwen2_vl import QUICKSTART_TOKENS
+from tessera.models.qwen3_vl.config import Qwen3VLConfig
+from tessera.models.qwen3_vl.model import bilinear_positions, build, costs, plan
+from tessera.models.qwen3_vl.weights import megatron, weights
+
+# Larger models have the encoder of the configuration's defaults.
+_SMALL_TOWER = {
+    "vision": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "deepstack_visual_indexes": (5, 11, 17),
+    }
+}
 
 
-def _processor(config: Qwen3VLConfig, folder: Path, **options: Any) -> Processor:
-    # Imported when first used: a model without its processor needs no tokenizer and no image library.
-    from tessera.models.qwen3_vl.processor import Qwen3VLProcessor
-
-    return Qwen3VLProcessor.load(config, folder, **options)
+def _experts(count: int, chosen: int, width: int) -> dict[str, Any]:
+    return {"num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
 
 
-SPEC = ModelSpec(
-    name="qwen3_vl",
-    config=Qwen3VLConfig,
+def _quickstart(experts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        **quickstart_preset(
+            head_dim=32,
+            rope_theta=1e4,
+            mrope_section=(6, 5, 5),
+            experts=experts,
+            max_position_embeddings=4096,
+            bos_token_id=None,
+            eos_token_id=506,
+            pad_token_id=504,
+        ),
+        "vision": {
+            "depth": 3,
+            "hidden_size": 96,
+            "intermediate_size": 256,
+            "num_heads": 4,
+            "patch_size": 8,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": (0, 1),
+        },
+        **QUICKSTART_TOKENS,
+    }
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart": _quickstart(),
+    "quickstart-moe": _quickstart(_experts(8, 2, 96)),
+    "2b": {**preset(151936, 2048, 6144, 28, (16, 8), tied=True), **_SMALL_TOWER},
+    "4b": {**preset(151936, 2560, 9728, 36, (32, 8), tied=True), **_SMALL_TOWER},
+    "8b": preset(151936, 4096, 12288, 36, (32, 8)),
+    "32b": preset(151936, 5120, 25600, 64, (64, 8)),
+    "30b-a3b": preset(151936, 2048, 6144, 48, (32, 4), experts=_experts(128, 8, 768)),
+    "235b-a22b": preset(151936, 4096, 12288, 94, (64, 4), experts=_experts(128, 8, 1536)),
+}
+
+
+def example(config: Qwen3VLConfig, tokens: int) -> Batch:
+    vision = config.vision
+    table = partial(bilinear_positions, side=vision.table_side)
+    return example_with_images(tokens, vision.spatial_merge_size, vision.patch_values, table)
+
+
+SPEC = vision_family(
+    "qwen3_vl",
+    Qwen3VLConfig,
+    PRESETS,
     build=build,
     plan=plan,
     weights=weights,
-    processor=_processor,
-    flops=flops,
-    work=work,
+    megatron=megatron,
+    costs=costs,
     example=example,
-    presets=PRESETS,
-    task="language",
-    hf_types=tuple(SPELLINGS),
+    processor="Qwen3VLProcessor",
+    hf_types=("qwen3_vl", "qwen3_vl_moe"),
 )

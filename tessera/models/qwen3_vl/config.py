@@ -1,4 +1,4 @@
-"""What a Qwen3-VL model is made of, dense or with experts, and how Hugging Face folders spell it."""
+"""The configuration of Qwen3-VL, dense or with experts, and its form in the config.json of Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -10,28 +10,38 @@ from pydantic import Field, model_validator
 
 from tessera.core.config import build
 from tessera.core.errors import TesseraError
-from tessera.models._text import config as text_tower
-from tessera.models._text.spelling import PLAIN, Check, Spelling, but, refuse, unsaid, unsaid_experts
-from tessera.models._vision.config import GridVisionConfig, QwenVLConfig, rope_type
+from tessera.models.common.hf_text import (
+    PLAIN_TEXT,
+    Check,
+    HFTextFormat,
+    check_supported,
+    hf_defaults,
+    hf_expert_defaults,
+    override,
+)
+from tessera.models.common.text import TextConfig
+from tessera.models.common.vision import GridVisionConfig, QwenVLConfig, rope_type
 
 SECTIONS = (24, 20, 20)
-_FIXED = but(PLAIN, "mrope_section", attention_bias=False, qk_norm=True, mrope_interleaved=True)
+_FIXED = override(PLAIN_TEXT, "mrope_section", attention_bias=False, qk_norm=True, mrope_interleaved=True)
 _ROPE = {"rope_theta": 5e5, "mrope_section": SECTIONS}
-DENSE = Spelling("qwen3_vl_text", _FIXED, unsaid(151936, 4096, 22016, 32, 32, 32, 128000, head_dim=128, **_ROPE))
-SPARSE = Spelling(
-    "qwen3_vl_moe_text",
-    but(_FIXED, "experts"),
-    unsaid(151936, 2048, 5632, 24, 16, 16, 128000, head_dim=None, **_ROPE),
-    unsaid_experts(60, 4, 1408, normalized=True),
+DENSE = HFTextFormat(
+    "qwen3_vl_text", _FIXED, hf_defaults(151936, 4096, 22016, 32, 32, 32, 128000, head_dim=128, **_ROPE)
 )
-# model_type of the whole -> how its text is spelled, class of transformers
-SPELLINGS = {
+SPARSE = HFTextFormat(
+    "qwen3_vl_moe_text",
+    override(_FIXED, "experts"),
+    hf_defaults(151936, 2048, 5632, 24, 16, 16, 128000, head_dim=None, **_ROPE),
+    hf_expert_defaults(60, 4, 1408, normalized=True),
+)
+# model_type of the whole model -> format of its text part, class of transformers
+FORMATS = {
     "qwen3_vl": (DENSE, "Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": (SPARSE, "Qwen3VLMoeForConditionalGeneration"),
 }
 
 
-class TextConfig(text_tower.TextConfig):
+class Qwen3VLTextConfig(TextConfig):
     head_dim: int | None = Field(128, gt=0, le=10**8)
     qk_norm: bool = True
     rope_theta: float = Field(5e6, gt=0)
@@ -42,7 +52,7 @@ class TextConfig(text_tower.TextConfig):
     eos_token_id: int | tuple[int, ...] | None = 151645
 
 
-class VisionConfig(GridVisionConfig):
+class Qwen3VLVisionConfig(GridVisionConfig):
     depth: int = Field(27, gt=0, le=10**4)
     hidden_size: int = Field(1152, gt=0, le=10**8)
     intermediate_size: int = Field(4304, gt=0, le=10**8)
@@ -61,7 +71,7 @@ class VisionConfig(GridVisionConfig):
         return isqrt(self.num_position_embeddings)
 
     @model_validator(mode="after")
-    def _fits(self) -> VisionConfig:
+    def _fits(self) -> Qwen3VLVisionConfig:
         self.check_heads("hidden_size", self.num_heads)
         if self.table_side**2 != self.num_position_embeddings:
             raise ValueError(f"num_position_embeddings {self.num_position_embeddings} is not the square of a number")
@@ -72,8 +82,8 @@ class VisionConfig(GridVisionConfig):
 
 
 class Qwen3VLConfig(QwenVLConfig):
-    text: TextConfig
-    vision: VisionConfig = Field(default_factory=lambda: VisionConfig.model_validate({}))
+    text: Qwen3VLTextConfig
+    vision: Qwen3VLVisionConfig = Field(default_factory=lambda: Qwen3VLVisionConfig.model_validate({}))
 
     @model_validator(mode="after")
     def _fits(self) -> Qwen3VLConfig:
@@ -85,24 +95,23 @@ class Qwen3VLConfig(QwenVLConfig):
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Qwen3VLConfig:
         kind = str(data.get("model_type"))
-        if kind not in SPELLINGS:
-            raise TesseraError(f"model_type {kind!r} is another family", where="config.json", allowed=SPELLINGS)
+        if kind not in FORMATS:
+            raise TesseraError(f"model_type {kind!r} is another family", where="config.json", allowed=FORMATS)
         where = f"config.json ({kind})"
         text, vision = dict(data.get("text_config") or {}), data.get("vision_config") or {}
-        hidden = SPELLINGS[kind][0].width_of(text)[0]
+        hidden = FORMATS[kind][0].hidden_and_head(text)[0]
         checks: list[Check] = [
             ("norm_topk_prob", text.get("norm_topk_prob", True), (True,)),
             ("vision_config.out_hidden_size", vision.get("out_hidden_size", 3584), (hidden,)),
             ("vision_config rope type", rope_type(vision), ("axial",)),
-            ("quantization_config", data.get("quantization_config"), (None,)),
         ]
-        refuse(checks, where)
-        # The whole model says whether its head is tied: what the text says of itself is a default of its class.
-        fields = {"text": SPELLINGS[kind][0].read(text, where), "vision": VisionConfig.read(vision)}
+        check_supported(checks, where)
+        # Only the top level says whether the head is tied: the value in text_config is a default of its class.
+        fields = {"text": FORMATS[kind][0].read(text, where), "vision": Qwen3VLVisionConfig.read(vision)}
         return build(cls, {**cls.read_root(data, {}), **fields}, where)
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that transformers 5 writes and reads."""
+        """Return the config.json that transformers 5 writes and reads."""
         text = self.text
         kind = "qwen3_vl" if text.experts is None else "qwen3_vl_moe"
         if text.experts is not None and not text.experts.norm_topk_prob:
@@ -111,10 +120,10 @@ class Qwen3VLConfig(QwenVLConfig):
                 where="model.config.text.experts.norm_topk_prob",
                 fix="leave it as it is in the family, or do without an export",
             )
-        spelling, architecture = SPELLINGS[kind]
+        text_format, architecture = FORMATS[kind]
         beside = {"out_hidden_size": text.hidden_size, "initializer_range": text.initializer_range}
         return {
             **self.write_root(kind, architecture),
-            "text_config": {**spelling.write(text), "tie_word_embeddings": self.tie_word_embeddings},
+            "text_config": {**text_format.write(text), "tie_word_embeddings": self.tie_word_embeddings},
             "vision_config": self.vision.write(f"{kind}_vision", **beside),
         }

@@ -1,8 +1,6 @@
-"""Conversations with pictures and clips -> what a Qwen3-VL model reads, and back to text.
+"""The processor of Qwen3-VL: conversations with images and videos to batches, and tokens back to text.
 
-Pixels are those of the reference's Pillow preprocessor bit for bit; frames of clips take the same road (the reference
-resizes clips with torchvision, whose bicubic filter differs from Pillow's by rounding). Each pair of frames is a run of
-visual tokens of its own, and before it stands the second at which it was shown.
+Each pair of video frames is a run of visual tokens with its time in seconds written before it.
 """
 
 from __future__ import annotations
@@ -16,30 +14,29 @@ from pydantic import Field
 
 from tessera.core.config import build
 from tessera.core.types import Part
-from tessera.data.chat import ChatTemplate, Piece
-from tessera.data.media.clips import Rule
-from tessera.models._chat.grids import GridOptions
-from tessera.models._chat.preprocessor_files import GridFiles
-from tessera.models._chat.processor import View
-from tessera.models._chat.templates import QWEN_TURNS
-from tessera.models._chat.timed_clips import TimedClipsProcessor
+from tessera.data.chat import ChatSpan, ChatTemplate
+from tessera.data.media.video_frames import Rule
+from tessera.models.common.grid_processor import GridOptions, TimestampedVideoProcessor
+from tessera.models.common.media_layout import MediaLayout
+from tessera.models.common.preprocessor_files import GridFiles
+from tessera.models.qwen2 import QWEN_TURNS
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
-from tessera.models.qwen3_vl.positions import between_entries
+from tessera.models.qwen3_vl.model import bilinear_positions
 
 TEMPLATE = ChatTemplate(turns=QWEN_TURNS, system=None)
 
 
 class Qwen3VLOptions(GridOptions):
-    """The `data.processor` section of a recipe. What is left out comes from the model's folder, if it says."""
+    """Declare the keys of `data.processor`. Those that are left out come from the model's folder."""
 
     video_min_pixels: int | None = Field(
-        None, gt=0, le=10**12, description="the same bounds for all frames of a clip together"
+        None, gt=0, le=10**12, description="the same bounds for all frames of a video together"
     )
 
 
 @dataclass(frozen=True, eq=False)
-class Qwen3VLProcessor(TimedClipsProcessor):
-    meaning: ClassVar[str] = "qwen3_vl 2"
+class Qwen3VLProcessor(TimestampedVideoProcessor):
+    version: ClassVar[str] = "qwen3_vl 2"
     frames_rule: ClassVar[Rule] = "ends"
     files: ClassVar[GridFiles] = GridFiles(
         processor="Qwen3VLProcessor",
@@ -58,23 +55,18 @@ class Qwen3VLProcessor(TimedClipsProcessor):
             build(Qwen3VLOptions, options, "data.processor"),
             TEMPLATE,
             geometry=config.vision,
-            ids={
-                "<|image_pad|>": config.image_token_id,
-                "<|video_pad|>": config.video_token_id,
-                "<|vision_start|>": config.vision_start_token_id,
-                "<|vision_end|>": config.vision_end_token_id,
-            },
+            ids=config.special_token_ids,
             vocabulary=config.text.vocab_size,
         )
         return replace(made, table_side=config.vision.table_side)
 
-    def caption(self, first: float, last: float) -> str:
+    def timestamp(self, first: float, last: float) -> str:
         return f"<{(first + last) / 2:.1f} seconds>"
 
-    def between(self, places: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        return between_entries(places, height, width, self.table_side)
+    def position_table(self, positions: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        return bilinear_positions(positions, height, width, self.table_side)
 
-    def show(self, part: Part, role: str, view: View) -> list[Piece]:
+    def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
         if part.kind != "video":
             return self.template.show(part, role)
-        return [piece for told in view.captions for piece in (Piece(told, role), *self.template.show(part, role))]
+        return [span for time in layout.timestamps for span in (ChatSpan(time, role), *self.template.show(part, role))]

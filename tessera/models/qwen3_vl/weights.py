@@ -1,13 +1,15 @@
-"""Our parameter names and those of Hugging Face folders, which are those of transformers' modules in memory.
+"""Parameter names of Qwen3-VL in Hugging Face folders, which are those of transformers' modules in memory.
 
 The renames accept a base model saved without its head.
 """
 
 from __future__ import annotations
 
+from tessera.core.megatron_form import COLUMNS, ROWS, MegatronForm
 from tessera.core.weightmap import WeightMap
-from tessera.models._text.weights import copies, head_rules, text_buffers, text_rules
-from tessera.models._vision.weights import grid_tower_rules
+from tessera.models.common.megatron import grid_megatron_form
+from tessera.models.common.text import language_weights
+from tessera.models.common.vision import grid_tower_rules
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 
 _TEXT = "model.language_model."
@@ -31,13 +33,45 @@ _RENAMES = (
     ("language_model.", _TEXT),
 )
 
+_MEGATRON_PROJECTOR = (
+    ("projector.last.norm.{kind}", "layernorm.{kind}"),
+    ("projector.last.up.{kind}", "encoder.linear_fc1.{kind}"),
+    ("projector.last.down.{kind}", "encoder.linear_fc2.{kind}"),
+)
+
 
 def weights(config: Qwen3VLConfig) -> WeightMap:
-    vision, seen = config.vision, "model.visual."
-    rules = [
-        *grid_tower_rules(vision, vision.hidden_size, vision.num_heads, seen, _PAIRS),
-        *text_rules(config.text, _TEXT, stacked=True),
+    vision, prefix = config.vision, "model.visual."
+    return language_weights(
+        config.text,
+        config.tie_word_embeddings,
+        grid_tower_rules(vision, vision.hidden_size, vision.num_heads, prefix, _PAIRS),
+        prefix=_TEXT,
+        stacked=True,
+        renames=_RENAMES,
+        ignored=(prefix + "rotary_pos_emb.inv_freq",),
+    )
+
+
+def megatron(config: Qwen3VLConfig) -> MegatronForm:
+    """Return the form in which MindSpeed-MM keeps these models. A merger of features lies with the block it reads."""
+    deep = "image_encoder.encoder.blocks.layers.{block}.deepstack_layer."
+    more = [
+        (f"projector.taps.{tap}.{native}.{{kind}}", deep.replace("{block}", str(block)) + f"{theirs}.{{kind}}")
+        for tap, block in enumerate(config.vision.deepstack_visual_indexes)
+        for native, theirs in (("norm", "layernorm"), ("up", "encoder.linear_fc1"), ("down", "encoder.linear_fc2"))
     ]
-    head, twice = head_rules(config.tie_word_embeddings)
-    buffers = (seen + "rotary_pos_emb.inv_freq", *text_buffers(_TEXT))
-    return WeightMap((*rules, *head), _RENAMES, (*buffers, *twice), copies=copies(twice))
+    return grid_megatron_form(
+        config.text,
+        config.tie_word_embeddings,
+        config.vision,
+        config.vision.hidden_size,
+        config.vision.depth,
+        gated=False,
+        projector=_MEGATRON_PROJECTOR,
+        more=more,
+        extra_splits=(
+            (r".*\.deepstack_layer\.encoder\.linear_fc1\.(weight|bias)", ROWS),
+            (r".*\.deepstack_layer\.encoder\.linear_fc2\.weight", COLUMNS),
+        ),
+    )

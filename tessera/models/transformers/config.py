@@ -1,4 +1,4 @@
-"""The content of a config.json and the few things it does not say."""
+"""The configuration: the content of a config.json, the class to use, and attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, model_serializer, model_validator
 from tessera.core.config import Section
 
 MAX_CONFIG_BYTES = 4 << 20
-# The stored weights say what type they have; a word that contradicts them would make readers cast.
+# Stored weights have their own dtype; a different one in config.json would make readers cast.
 TYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -35,7 +35,7 @@ class TransformersConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _read_folder(cls, data: Any) -> Any:
-        """Once read, the fields are kept: a run does not need the folder again."""
+        """Read config.json once and keep its fields: a run does not need the folder again."""
         folder = data.get("folder") if isinstance(data, Mapping) else None
         if not folder or "model_type" in (data.get("hf") or {}):
             return data
@@ -56,10 +56,10 @@ class TransformersConfig(Section):
         return cls.model_validate({"hf": dict(data)})
 
     def to_hf(self) -> dict[str, Any]:
-        """config.json as it was read, less what it claims about the type of the weights."""
-        from tessera.models.transformers.model import TransformersModel
+        """Return config.json as it was read, without the dtype of the weights."""
+        from tessera.models.transformers.model import TransformersBuilder
 
-        published = TransformersModel(self).published
+        published = TransformersBuilder(self).published
         named = {"architectures": [published.__name__], "model_type": published.config_class.model_type}
         return {**named, **_without_types(self.hf)}
 

@@ -1,4 +1,4 @@
-"""Which class a name means. A plain mapping: extending it gives another hub and changes nothing for anyone else."""
+"""The class of a name. The hub is an immutable mapping: extending it returns another hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tessera.core.errors import TesseraError, nearest
-from tessera.models._foreign import import_class
+from tessera.core.torch_internals import auto_class_mapping
+from tessera.models.common.foreign import import_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 WHERE = "model.config.class"
 LIBRARY = "transformers"
 
-# Where one model_type has several classes, the one that is trained.
+# For a model_type with several classes: the one to train.
 MODEL_MAPPINGS: Mapping[str, str] = MappingProxyType(
     {
         "internvl": "transformers:InternVLForConditionalGeneration",
@@ -29,16 +30,16 @@ MODEL_MAPPINGS: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class ModelHub:
-    """Ids (often a model_type) -> import paths of classes: the library's own, or ones that a user has adapted."""
+class ClassHub:
+    """Map ids (often a model_type) to import paths of classes: the library's own, or a user's subclasses."""
 
     classes: Mapping[str, str] = field(default_factory=lambda: MODEL_MAPPINGS)
 
-    def with_classes(self, more: Mapping[str, str]) -> ModelHub:
-        return ModelHub({**self.classes, **more})
+    def with_classes(self, more: Mapping[str, str]) -> ClassHub:
+        return ClassHub({**self.classes, **more})
 
     def find(self, name: str) -> type[PreTrainedModel]:
-        """By id, by import path (`package.module:Class`), or by the name of one of the library's classes."""
+        """Return the class by id, import path (`package.module:Class`), or name of one of the library's classes."""
         if name in self.classes:
             name = self.classes[name]
         if ":" in name:
@@ -55,7 +56,7 @@ class ModelHub:
         )
 
     def choose(self, hf: Mapping[str, Any], asked: str | None) -> type[PreTrainedModel]:
-        """The class for a config.json: the one asked for, else the hub's for its model_type, else the one it names.
+        """Return the class for a config.json: the requested one, the hub's for its model_type, or the one it names.
 
         A folder names classes of the library only. Code that lies in the folder (`auto_map`) is never run.
         """
@@ -75,10 +76,10 @@ class ModelHub:
 
 
 def _from_auto(name: str, hf: Mapping[str, Any]) -> type[PreTrainedModel] | None:
-    """What an auto class such as AutoModelForCausalLM stands for, given the model_type."""
+    """Return the class that an auto class such as AutoModelForCausalLM selects for the model_type."""
     library = _library()
     auto = getattr(library, name, None) if name.startswith("Auto") else None
-    mapping = getattr(auto, "_model_mapping", None)
+    mapping = auto_class_mapping(auto)
     if mapping is None:
         return None
     try:

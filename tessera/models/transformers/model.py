@@ -1,4 +1,4 @@
-"""One class of `transformers` with one config.json: how it is built, dealt out, and what its files call its weights."""
+"""A class of `transformers` with a config.json: its modules, parallel plan and weight names."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.errors import TesseraError
-from tessera.core.meta import without_weights
+from tessera.core.modules import without_weights
+from tessera.core.torch_internals import build_from_config, unsplit_modules
 from tessera.core.types import Batch, ModelPlan
 from tessera.core.weightmap import WeightMap
-from tessera.models._foreign import Arguments, accept_batches
+from tessera.models.common.foreign import Arguments, accept_batches
 from tessera.models.transformers.config import TransformersConfig
-from tessera.models.transformers.hub import LIBRARY, ModelHub
+from tessera.models.transformers.hub import LIBRARY, ClassHub
 from tessera.models.transformers.weights import published_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LABELS = "loss.labels"  # where the task `transformers` keeps the labels, out of the class's own sight
+LABELS = "loss.labels"  # where the task `transformers` keeps the labels, so that the class computes no loss
 
 
 @dataclass(frozen=True)
-class TransformersModel:
-    """Builds the class as it comes: nothing it computes is replaced, and its parameters keep its own names."""
+class TransformersBuilder:
+    """Build the class unchanged: its computation and parameter names are its own."""
 
     config: TransformersConfig
-    hub: ModelHub = field(default_factory=ModelHub)
+    hub: ClassHub = field(default_factory=ClassHub)
 
     @staticmethod
-    def from_folder(folder: str | Path, **options: Any) -> TransformersModel:
-        """`options`: fields of `TransformersConfig`, such as attention="eager"."""
-        return TransformersModel(TransformersConfig.model_validate({"folder": folder, **options}))
+    def from_folder(folder: str | Path, **options: Any) -> TransformersBuilder:
+        """Return the builder for a folder. `options`: fields of `TransformersConfig`, such as attention="eager"."""
+        return TransformersBuilder(TransformersConfig.model_validate({"folder": folder, **options}))
 
     @property
     def model_class(self) -> type[PreTrainedModel]:
@@ -43,24 +44,24 @@ class TransformersModel:
 
     @property
     def published(self) -> type[PreTrainedModel]:
-        """The library's own class: the class itself, or the one that an adapted class extends."""
+        """Return the library's own class: the class itself, or the one that a user's class extends."""
         own = (c for c in self.model_class.__mro__ if c.__module__.startswith(f"{LIBRARY}."))
         return next(own)  # at the latest PreTrainedModel
 
     def build(self) -> nn.Module:
-        """Without weights; called with a `Batch` it takes the batch's tensors as its keyword arguments."""
+        """Return the module without weights; called with a `Batch` it takes its tensors as keyword arguments."""
         module = without_weights(lambda: self._construct(self.model_class))
         return accept_batches(module, _arguments_of(module))
 
     def fresh(self) -> nn.Module:
-        """Whole, on the host, with the weights that the class draws."""
+        """Return the whole module on the host with the initial weights of the class."""
         module: nn.Module = self._construct(self.model_class)
         return module
 
     def plan(self) -> ModelPlan:
-        """Blocks are the modules that the class itself says must not be split."""
+        """Return the plan: blocks are the modules that the class declares unsplittable."""
         module = self.build()
-        names = set(getattr(module, "_no_split_modules", None) or ())
+        names = unsplit_modules(module)
         units = [path for path, part in module.named_modules() if path and type(part).__name__ in names]
         blocks = [path for path in units if not any(path.startswith(f"{outer}.") for outer in units)]
         return ModelPlan(blocks=tuple(blocks), tensor={name: "replicate" for name, _ in module.named_parameters()})
@@ -73,9 +74,7 @@ class TransformersModel:
         try:
             settings: Any = kind.config_class.from_dict(dict(self.config.hf))
             _without_cache(settings)
-            model: PreTrainedModel = kind._from_config(
-                settings, dtype=torch.float32, attn_implementation=self.config.attention
-            )
+            model: PreTrainedModel = build_from_config(kind, settings, torch.float32, self.config.attention)
         except Exception as error:  # whatever a constructor makes of a wrong field
             raise TesseraError(
                 f"{kind.__name__} cannot be built from this configuration: {error}", where="model.config.hf"
@@ -84,7 +83,7 @@ class TransformersModel:
 
 
 def _without_cache(settings: Any) -> None:
-    """A cache of keys and values serves generation; in training it only holds memory, and recompute fills it twice."""
+    """Turn the KV cache off: in training it wastes memory, and recompute would fill it twice."""
     for part in (settings, *(getattr(settings, name, None) for name in getattr(settings, "sub_configs", ()))):
         if getattr(part, "use_cache", False):
             part.use_cache = False

@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tessera.tools.data_doctor.findings import KINDS, SEVERITIES, Finding, Kind
-from tessera.tools.data_doctor.forecast import Rung
-from tessera.tools.data_doctor.histogram import Histogram
+from tessera.tools.data_doctor.collect import Rung, SetFacts
+from tessera.tools.data_doctor.findings import KINDS, SEVERITIES, Finding, Kind, Severity
+from tessera.tools.data_doctor.histogram import Histogram, bars, short
 from tessera.tools.data_doctor.page import html_page
 from tessera.tools.data_doctor.show import Shown
-from tessera.tools.data_doctor.terminal import terminal_lines
 
 WITHOUT_A_MODEL = (
     "Lengths are in characters: with --recipe or --model the doctor also counts tokens, says what is trained on, "
     "forecasts what a row length drops, and weighs each sample."
 )
-
-
-@dataclass(frozen=True)
-class SetFacts:
-    """One data set. Tokens are those of its usable samples."""
-
-    path: str
-    rows: int
-    usable: int
-    lost: int
-    too_long: int
-    characters: int
-    tokens: int
-    trained: int
-    media_tokens: int
-    images: int
-    videos: int
-    audios: int
-
-    @property
-    def media(self) -> int:
-        return self.images + self.videos + self.audios
+_WIDE = 110
+_COLOURS = {"loss": "31", "warning": "33", "note": "36", "good": "32", "bold": "1", "soft": "2", "trained": "30;42"}
+_MARKS: dict[Severity, str] = {"loss": "✗", "warning": "!", "note": "·"}
+_MAX_SHOWN = 700  # characters of a sample
 
 
 @dataclass(frozen=True)
@@ -61,7 +43,7 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """1 when a run would leave samples out."""
+        """Return 1 when a run would leave samples out."""
         return 1 if self.worst == "loss" else 0
 
     @property
@@ -80,7 +62,7 @@ class Diagnosis:
         return sum(getattr(one, name) for one in self.sets)
 
     def facts(self) -> list[tuple[str, str]]:
-        """The first things to know, named."""
+        """Return the first things to know, named."""
         rows = self.total("rows")
         known = [("samples", f"{rows:,}"), ("usable", f"{self.total('usable') / max(1, rows):.2%}")]
         if self.length is None:
@@ -99,10 +81,10 @@ class Diagnosis:
         return known
 
     def notes(self) -> list[str]:
-        """What a reader should know of how this was found out."""
+        """Return what a reader should know of how this was found out."""
         said = [] if self.length is not None else [WITHOUT_A_MODEL]
         if self.decoded:
-            said.append("Every picture and clip was decoded.")
+            said.append("Every image and video was decoded.")
         elif self.total("media"):
             said.append("Media was judged by headers; --decode reads all of it.")
         return said
@@ -132,11 +114,108 @@ class Diagnosis:
                     "title": kind.title,
                     "count": found.count,
                     "mend": kind.mend,
-                    "places": [asdict(place) for place in found.places],
+                    "locations": [asdict(location) for location in found.locations],
                 }
                 for name, kind, found in self.findings()
             ],
-            "histograms": [one.facts() for one in self.histograms],
+            "histograms": [asdict(one) for one in self.histograms],
             "forecast": [asdict(rung) for rung in self.forecast],
         }
         return json.dumps(facts, indent=2, ensure_ascii=True)
+
+
+# ---------------------------------------------------------------------------------------------- terminal
+
+
+def terminal_lines(diagnosis: Diagnosis, *, colour: bool, samples: int) -> list[str]:
+    """Return a diagnosis as lines. Text from data is made harmless: it may hold codes that move the cursor."""
+    paint = _Paint(colour)
+    worst = diagnosis.worst
+    head = "good" if worst in ("sound", "note") else worst
+    lines = [paint(diagnosis.verdict, head, "bold"), ""]
+    lines += ["   ".join(f"{name} {paint(value, 'bold')}" for name, value in diagnosis.facts()), ""]
+    if len(diagnosis.sets) > 1:
+        lines += [f"  {one.usable:>12,} of {one.rows:>12,} usable   {harmless(one.path)}" for one in diagnosis.sets]
+        lines.append("")
+    for _, kind, found in diagnosis.findings():
+        lines.append(f"{paint(_MARKS[kind.severity], kind.severity)} {paint(kind.title, 'bold')}: {found.count:,}")
+        for location in found.locations:
+            name = f" ({harmless(location.id)})" if location.id and location.id != location.where else ""
+            lines += _wrapped(f"{harmless(location.where)}{name}: {harmless(location.detail)}", "      ")
+        lines += [paint(line, "soft") for line in _wrapped(f"mend: {kind.mend}", "      ")]
+    if diagnosis.found:
+        lines.append("")
+    for one in diagnosis.histograms:
+        lines.append(f"{one.title:>24} {short(one.min):>7} {bars(one)} {short(one.max)}")
+        lines.append(paint(f"{'':>24}         {one.summary()}", "soft"))
+    lines += _forecast(diagnosis, paint)
+    for shown in diagnosis.samples[:samples]:
+        lines += ["", *_sample(shown, paint)]
+    lines += ["", *(paint(line, "soft") for note in diagnosis.notes() for line in _wrapped(note, ""))]
+    return lines
+
+
+def _forecast(diagnosis: Diagnosis, paint: _Paint) -> list[str]:
+    if not diagnosis.forecast:
+        return []
+    names = "   row length     dropped   tokens lost   cut by turns   tokens lost   padding       rows   heaviest"
+    lines = ["", paint(names, "bold")]
+    for rung in diagnosis.forecast:
+        line = (
+            f"{'>' if rung.chosen else ' '} {rung.length:>11,} {rung.dropped_share:>11.2%} {rung.tokens_lost:>13.2%}"
+            f" {rung.cut_share:>14.2%} {rung.cut_tokens_lost:>13.2%} {rung.padding:>9.2%} {rung.rows:>10,}"
+            f" {'' if rung.work is None else f'{rung.work:.2f} x':>10}"
+        )
+        lines.append(paint(line, "bold") if rung.chosen else line)
+    if any(rung.estimated for rung in diagnosis.forecast):
+        lines.append(paint("  cutting and packing are estimated from a part of the samples", "soft"))
+    return lines
+
+
+def _sample(shown: Shown, paint: _Paint) -> list[str]:
+    counts = "" if shown.tokens is None else f"  {shown.tokens:,} tokens, {shown.trained:,} trained on"
+    lines = [paint(f"── {harmless(shown.location)} ({harmless(shown.id)}){counts}", "bold")]
+    if shown.problem:
+        lines.append(paint(harmless(shown.problem), "loss"))
+    for thumb in shown.media:
+        tokens = "" if thumb.tokens is None else f", {thumb.tokens:,} tokens"
+        lines.append(paint(f"   {harmless(thumb.name)}: {thumb.size}{tokens}", "note"))
+    text, room = "", _MAX_SHOWN
+    for span in shown.spans:
+        words = harmless(span.text, keep_lines=True)
+        words = words if len(words) <= room else words[: max(0, room)] + "…"
+        room -= len(words)
+        style = {"trained": ("trained",), "media": ("note",), "context": ()}[span.kind]
+        # Without colours brackets tell what is trained on.
+        plain = f"⟦{words}⟧" if span.kind == "trained" else f"[{words}]" if span.kind == "media" else words
+        text += "\n".join(paint(line, *style) if line else "" for line in words.split("\n")) if paint.on else plain
+        if room <= 0:
+            break
+    return [*lines, *text.rstrip("\n").split("\n")]
+
+
+def harmless(text: str, *, keep_lines: bool = False) -> str:
+    """Replace control characters by their visible symbols."""
+    kept = "\n\t" if keep_lines else ""
+    return "".join(
+        char
+        if char.isprintable() or char in kept
+        else chr(0x2400 + ord(char))
+        if ord(char) < 0x20
+        else "\N{REPLACEMENT CHARACTER}"
+        for char in text
+    )
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, _WIDE, initial_indent=indent, subsequent_indent=indent + "  ") or [indent]
+
+
+class _Paint:
+    def __init__(self, on: bool) -> None:
+        self.on = on
+
+    def __call__(self, text: str, *styles: str) -> str:
+        if not self.on or not styles:
+            return text
+        return f"\x1b[{';'.join(_COLOURS[style] for style in styles)}m{text}\x1b[0m"

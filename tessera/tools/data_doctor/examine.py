@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from tessera.checkpoint.weight_source import origin_of
+from tessera.core.config import build, read_mapping
 from tessera.core.errors import TesseraError
-from tessera.core.run_config import SourceSection
+from tessera.core.run_config import DataSection, ParallelSection, RunConfig, SourceSection, load_config
+from tessera.core.trust import Trust, check_trusted, model_code
 from tessera.core.types import Processor
+from tessera.data.index.measure import Progress
 from tessera.data.kinds import Work
-from tessera.data.media.images import Limits
-from tessera.data.order.table import Promise, Rules, Samples, row_table
-from tessera.data.pool import Lost, Pool
-from tessera.data.processor import ChatProcessor
-from tessera.data.sources.base import Source
-from tessera.data.sources.forms import RowError
-from tessera.data.sources.open import open_source
-from tessera.tools.data_doctor.collect import Collection
+from tessera.data.media.files import Limits
+from tessera.data.media.read import ChatProcessor
+from tessera.data.sources.source import Source, open_source
+from tessera.data.workers.pool import Lost, Pool
+from tessera.tools.data_doctor.collect import Collection, forecast
 from tessera.tools.data_doctor.diagnosis import Diagnosis
-from tessera.tools.data_doctor.forecast import Rung, forecast
 from tessera.tools.data_doctor.histogram import Histogram, histogram
-from tessera.tools.data_doctor.look import LOST, TOO_LONG, USABLE, Chunk, Examiner, Seen, ToShow
+from tessera.tools.data_doctor.look import LOST, Chunk, Examiner, ToShow
 from tessera.tools.data_doctor.show import Shown
+from tessera.training.build import build_processor
+from tessera.training.setup import build_meta_model
 
 CHUNK = 256  # rows a worker looks at in one go
-_EVERY_S = 10.0
-log = logging.getLogger("tessera")
+RUN_CONFIG = "config.yaml"
+# Histograms: title, unit, column.
+_WITH_TOKENS = (
+    ("Length of a sample", "tokens", "tokens"),
+    ("Trained on in a sample", "tokens", "trained"),
+    ("Media tokens of a sample", "tokens", "media_tokens"),
+    ("Patches of a sample", "patches", "patches"),
+)
+_WITHOUT_TOKENS = (
+    ("Length of a sample", "characters", "characters"),
+    ("Answers of a sample", "characters", "answer_characters"),
+)
+_ALWAYS = (("Media of a sample", "images and videos", "media"), ("Frames of videos", "frames", "frames"))
 
 
 def examine(
@@ -49,10 +62,10 @@ def examine(
     timeout_s: float = 60.0,
     seed: int = 0,
 ) -> Diagnosis:
-    """Looks at every row of `sections`. With a processor also at tokens: what is trained on, what `length` drops.
+    """Examine every row of `sections`; with a processor also tokens: what is trained on, what `length` drops.
 
-    `work`: FLOPs of samples in each tower, from their measures. `samples`: so many are shown from the beginning of the
-    sets, and half as many drawn by chance. `decode`: read every picture and clip, and not only its header.
+    `work`: FLOPs of samples in each stream, from their measures. `samples`: so many are shown from the beginning of the
+    sets, and half as many drawn by chance. `decode`: read every image and video, and not only its header.
     """
     began = time.perf_counter()
     if not sections:
@@ -63,22 +76,17 @@ def examine(
             where="tessera data doctor",
             fix="leave out --recipe and --model: the data is then examined without tokens",
         )
-    limits = limits or Limits()
     with tempfile.TemporaryDirectory(prefix="tessera-doctor-") as scratch:
         sources = [open_source(section, Path(scratch)) for section in sections]
-        examiner = Examiner(
-            sources,
-            processor,
-            limits,
-            length=length,
-            decode_all=decode,
-            timeout_s=timeout_s,
-        )
+        examiner = Examiner(sources, processor, limits or Limits(), length, decode, timeout_s)
         with Pool(examiner, _workers(workers), timeout_s=timeout_s) as pool:
             collected = _look_at_all(pool, sources)
-            shown = _show(pool, _chosen(sources, samples, seed))
+            shown = [
+                Shown(f"row {item.row + 1}", "", problem=result.reason) if isinstance(result, Lost) else result
+                for item, result in pool.map(_chosen(sources, samples, seed))
+            ]
         collected.find_repeats()
-        rungs = [] if processor is None else _forecast(collected, examiner, length, work, seed)
+        rungs = [] if processor is None else forecast(collected, examiner, length, work, seed)
         return Diagnosis(
             tuple(collected.sets()),
             tuple(collected.tally.sorted()),
@@ -92,7 +100,7 @@ def examine(
 
 
 def _workers(asked: int | Literal["auto"]) -> int:
-    """At least one process of its own: a file that crashes its reader must not end the examination."""
+    """Return the number of processes, at least one: a file that crashes its reader must not end the examination."""
     return min(16, max(1, len(os.sched_getaffinity(0)))) if asked == "auto" else asked
 
 
@@ -101,32 +109,20 @@ def _workers(asked: int | Literal["auto"]) -> int:
 
 def _look_at_all(pool: Pool, sources: Sequence[Source]) -> Collection:
     collected = Collection(sources)
-    total, done, began = len(collected.state), 0, time.perf_counter()
-    told = began
-    for seen in _seen(pool, sources):
-        collected.add(seen)
-        done += len(seen.state)
-        now = time.perf_counter()
-        if now - told > _EVERY_S:
-            told = now
-            speed = done / (now - began)
-            log.info("doctor: %s of %s rows, %.0f rows/s, %.0f s left", done, total, speed, (total - done) / speed)
-    return collected
-
-
-def _seen(pool: Pool, sources: Sequence[Source]) -> Iterator[Seen]:
+    progress = Progress("doctor", collected.total)
     chunks = (
         Chunk(number, range(start, min(start + CHUNK, len(source))))
         for number, source in enumerate(sources)
         for start in range(0, len(source), CHUNK)
     )
     for _, seen in pool.map(chunks, again=_without):
-        yield seen
+        collected.add(seen)
+        progress.count(len(seen.chunk.rows), int((seen.columns["state"] == LOST).sum()))
+    return collected
 
 
 def _without(chunk: Chunk, lost: Lost) -> Chunk:
-    """A chunk whose reader was lost is looked at again without the row that was at fault, or, should nobody know which
-    it was, without any."""
+    """Return a chunk without the row that ended its reader; without any, should nobody know which it was."""
     known = {row for row, _ in chunk.lost}
     left = [row for row in chunk.rows if row not in known]
     at_fault = [row for row in left if row == lost.at] or left
@@ -134,7 +130,7 @@ def _without(chunk: Chunk, lost: Lost) -> Chunk:
 
 
 def _chosen(sources: Sequence[Source], samples: int, seed: int) -> list[ToShow]:
-    """The first of each set, then some by chance."""
+    """Return the first rows of each set, then some drawn by chance."""
     if samples < 1:
         return []
     each = max(1, samples // len(sources))
@@ -148,69 +144,66 @@ def _chosen(sources: Sequence[Source], samples: int, seed: int) -> list[ToShow]:
     return list(dict.fromkeys([*first[:samples], *drawn]))
 
 
-def _show(pool: Pool, chosen: Sequence[ToShow]) -> list[Shown]:
-    return [
-        Shown(f"row {item.row + 1}", "", problem=result.reason) if isinstance(result, Lost) else result
-        for item, result in pool.map(chosen)
-    ]
-
-
 # ---------------------------------------------------------------------------------------------- figures
 
 
 def _histograms(collected: Collection, tokens: bool, length: int, work: Work | None) -> list[Histogram]:
-    measured = np.flatnonzero(collected.state != LOST)
-
-    def of(title: str, unit: str, name: str, mark: float | None = None) -> Histogram | None:
-        values = collected.column(name, measured)
-        return histogram(title, unit, values, mark) if len(values) and values.any() else None
-
-    found: list[Histogram | None]
-    if tokens:
-        found = [
-            of("Length of a sample", "tokens", "tokens", length),
-            of("Trained on in a sample", "tokens", "trained"),
-            of("Media tokens of a sample", "tokens", "media_tokens"),
-            of("Patches of a sample", "patches", "patches"),
-        ]
-    else:
-        found = [of("Length of a sample", "characters", "characters"), of("Answers of a sample", "characters", "said")]
-    found += [of("Media of a sample", "pictures and clips", "media"), of("Frames of clips", "frames", "frames")]
-    pixels = collected.media("pixels")
-    found.append(
-        histogram("Size of pictures", "pixels", pixels[pixels > 0], adds_up=False) if (pixels > 0).any() else None
-    )
-    if tokens and (collected.media("ratio") != 1).any():
-        found.append(histogram("Pixels seen of each pixel", "times", collected.media("ratio"), adds_up=False))
+    measured = np.flatnonzero(collected.column("state") != LOST)
+    pixels, ratio = collected.media("pixels"), collected.media("ratio")
+    found = [
+        histogram(title, unit, collected.column(name, measured), length if name == "tokens" else None)
+        for title, unit, name in (*(_WITH_TOKENS if tokens else _WITHOUT_TOKENS), *_ALWAYS)
+        if collected.column(name, measured).any()
+    ]
+    found.append(histogram("Size of images", "pixels", pixels[pixels > 0], adds_up=False))
+    if tokens and (ratio != 1).any():
+        found.append(histogram("Pixels seen of each pixel", "times", ratio, adds_up=False))
     if tokens and work is not None and len(measured):
-        measures = {name: values[measured] for name, values in collected.columns.items()}
-        for tower, flops in work(measures).items():
-            if flops.any():
-                found.append(histogram(f"Work in {tower}", "FLOPs", flops))
+        flops = work({name: values[measured] for name, values in collected.columns.items()})
+        found += [histogram(f"Work in {stream}", "FLOPs", values) for stream, values in flops.items() if values.any()]
     return [one for one in found if one is not None]
 
 
-def _forecast(collected: Collection, examiner: Examiner, length: int, work: Work | None, seed: int) -> list[Rung]:
-    trainable = np.flatnonzero((collected.state == USABLE) | (collected.state == TOO_LONG))
-    measures = {name: values[trainable] for name, values in collected.columns.items()}
-    tokens = collected.column("tokens", trainable)
-    flops: dict[str, np.ndarray] = {}
-    token_work: dict[str, float] = {}
-    if work is not None and len(trainable):
-        flops = work(measures)
-        one = {name: np.array([int(name == "tokens")]) for name in measures}
-        token_work = {tower: float(values[0]) for tower, values in work(one).items()}
+# ---------------------------------------------------------------------------------------------- models
 
-    def kept(number: int, rung: int) -> int | None:
-        source, row = collected.locate(number)
-        try:
-            return examiner.kept_tokens(source, row, rung)
-        except (RowError, TesseraError, OSError):
-            return None
 
-    def pack(chosen: np.ndarray, rung: int) -> Promise:
-        weighed = {tower: values[chosen] for tower, values in flops.items()}
-        samples = Samples(tokens[chosen], np.array([0, len(chosen)]), None, weighed, token_work)
-        return row_table(samples, Rules(rung, seed)).promise
+@dataclass(frozen=True)
+class ForModel:
+    processor: Processor | None
+    work: Work | None
+    data: DataSection
 
-    return forecast(tokens, trainable, length, kept, pack, seed)
+
+def sets_of(names: Sequence[str]) -> list[SourceSection]:
+    """Return data sets as the command line names them: paths, also several in one word, a.json,b.json."""
+    return build(DataSection, {"train": list(names)}, "data sets").train
+
+
+def for_recipe(recipe: Path) -> ForModel:
+    return _prepared(load_config(recipe))
+
+
+def for_model(folder: Path, trust: Trust = False) -> ForModel:
+    """Return what a Hugging Face folder, a run, or one of its checkpoints brings. No weights are read."""
+    if (folder / RUN_CONFIG).is_file():
+        config = load_config(read_mapping(folder / RUN_CONFIG))
+        check_trusted(folder, model_code(config.model), trust)
+        run = folder.parent.parent if origin_of(folder) == "checkpoint" else folder
+        if (run / "processor").is_dir():  # a run keeps its own copy, whatever became of the folder it began from
+            config = config.model_copy(
+                update={"model": config.model.model_copy(update={"tokenizer": run / "processor"})}
+            )
+        return _prepared(config)
+    return _prepared(load_config({"model": {"path": folder}, "train": {"steps": 1}}))
+
+
+def _prepared(config: RunConfig) -> ForModel:
+    # How the model will be sharded does not matter here, and this is one process.
+    setup = build_meta_model(config.model_copy(update={"parallel": ParallelSection()}), 1)
+    processor = build_processor(config, setup)
+    if isinstance(processor, ChatProcessor):
+        processor = processor.training_on(config.data.train_on, last_only=config.data.mask_history)
+    work = setup.spec.work
+    if work is not None:
+        work = functools.partial(work, setup.config, training=setup.training)
+    return ForModel(processor, work, config.data)

@@ -9,13 +9,17 @@ from typing import Literal
 
 Severity = Literal["loss", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("loss", "warning", "note")
-PLACES = 5  # of each finding, named to the user
+MOST_LOCATIONS = 5  # of each finding, named to the user
 DETAIL = 240  # characters of a reason that are kept
 
 
 @dataclass(frozen=True)
 class Kind:
-    """`loss`: samples that a run leaves out, or that end it. `warning`: it trains, but hardly what was meant."""
+    """Describe a kind of fault in a data set, and how to mend it.
+
+    Severity `loss`: a run leaves such samples out or ends at them; `warning`: a run trains on them, but probably not as
+    the user meant; `note`: for information.
+    """
 
     severity: Severity
     title: str
@@ -54,7 +58,7 @@ KINDS: dict[str, Kind] = {
         "loss", "Nothing to train on", "add an answer, or say whose words are trained on with data.train_on"
     ),
     "too-long": Kind(
-        "loss", "Longer than a row", "raise data.length, lower max_pixels of data.processor, or set data.too_long=turns"
+        "loss", "Longer than a row", "raise data.length, lower max_pixels of data.processor, or set data.truncate=turns"
     ),
     "empty-answer": Kind("warning", "Empty answers", "remove these turns: a model learns from them to say nothing"),
     "turn-order": Kind(
@@ -83,9 +87,9 @@ KINDS: dict[str, Kind] = {
     "short-answer": Kind("note", "Answers of one or two characters", "none needed where that is the task"),
     "shared-media": Kind("note", "Same file in many samples", "none needed where several questions are about one file"),
     "enlarged": Kind(
-        "note", "Pictures enlarged to the least size", "lower min_pixels: enlarged pictures cost tokens and add nothing"
+        "note", "Images enlarged to the least size", "lower min_pixels: enlarged images cost tokens and add nothing"
     ),
-    "shrunk": Kind("note", "Pictures shrunk below half their side", "raise max_pixels where small print matters"),
+    "shrunk": Kind("note", "Images shrunk below half their side", "raise max_pixels where small print matters"),
 }
 
 # Which kind a reason means, in the words that sources and media readers use; the first that matches.
@@ -105,12 +109,12 @@ _REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def kind_of(reason: str, otherwise: str) -> str:
-    """`otherwise`: what it is when the words do not tell, by where it came up."""
+    """Return which kind of finding a reason means; `otherwise`, where its words do not tell."""
     return next((kind for words, kind in _REASONS if words.search(reason)), otherwise)
 
 
 @dataclass(frozen=True)
-class Place:
+class SampleLocation:
     where: str  # file and row
     id: str
     detail: str
@@ -118,40 +122,40 @@ class Place:
 
 @dataclass
 class Finding:
-    """`count`: samples, unless the title says otherwise."""
+    """Hold how many samples (or what else the title of the kind names) have a fault, and where the first ones are."""
 
     count: int = 0
-    places: list[Place] = field(default_factory=list)
+    locations: list[SampleLocation] = field(default_factory=list)
 
-    def add(self, place: Place) -> None:
+    def add(self, location: SampleLocation) -> None:
         self.count += 1
-        if len(self.places) < PLACES:
-            self.places.append(Place(place.where, place.id[:DETAIL], place.detail[:DETAIL]))
+        if len(self.locations) < MOST_LOCATIONS:
+            self.locations.append(SampleLocation(location.where, location.id[:DETAIL], location.detail[:DETAIL]))
 
 
 class Tally:
-    """Findings by kind: counted all, named the first few."""
+    """Count the faults of each kind, and keep the locations of the first few."""
 
     def __init__(self) -> None:
         self.found: dict[str, Finding] = {}
 
     def add(self, kind: str, where: str, id: str, detail: str = "") -> None:
         assert kind in KINDS, kind
-        self.found.setdefault(kind, Finding()).add(Place(where, id, detail))
+        self.found.setdefault(kind, Finding()).add(SampleLocation(where, id, detail))
 
-    def count(self, kind: str, count: int, places: Iterable[Place]) -> None:
-        """A finding over the whole, counted elsewhere."""
+    def count(self, kind: str, count: int, locations: Iterable[SampleLocation]) -> None:
+        """Set the finding of a kind that the caller has counted over the whole data set."""
         if count:
-            self.found[kind] = Finding(count, list(places)[:PLACES])
+            self.found[kind] = Finding(count, list(locations)[:MOST_LOCATIONS])
 
     def merge(self, other: Mapping[str, Finding]) -> None:
         for kind, found in other.items():
             mine = self.found.setdefault(kind, Finding())
             mine.count += found.count
-            mine.places += found.places[: PLACES - len(mine.places)]
+            mine.locations += found.locations[: MOST_LOCATIONS - len(mine.locations)]
 
     def sorted(self) -> list[tuple[str, Finding]]:
-        """Worst first, and of one severity the most frequent first."""
+        """Return findings, worst first, and of one severity the most frequent first."""
         return sorted(
             self.found.items(), key=lambda one: (SEVERITIES.index(KINDS[one[0]].severity), -one[1].count, one[0])
         )

@@ -1,139 +1,110 @@
-"""A diagnosis as one HTML file: no script, nothing from elsewhere; everything from data is escaped."""
+"""Write a diagnosis as one HTML page; everything from data is escaped."""
 
 from __future__ import annotations
 
-import html
 from typing import TYPE_CHECKING
 
+from tessera.core import html
+from tessera.core.html import escape, section
 from tessera.tools.data_doctor.findings import Finding, Kind
-from tessera.tools.data_doctor.histogram import svg
+from tessera.tools.data_doctor.histogram import chart
 from tessera.tools.data_doctor.show import Shown, Thumb
-from tessera.tools.data_doctor.style import STYLE
 
 if TYPE_CHECKING:
     from tessera.tools.data_doctor.diagnosis import Diagnosis
 
+_STYLE = """
+:root{--loss:#c23b3b;--warning:#b07000;--note:#4a6a8a;--sound:#2e8b57;--trained:#bfe8cf;--media:#dfe6f7}
+@media(prefers-color-scheme:dark){:root{--loss:#ff7d7d;--warning:#ffc04d;--note:#9cbcdc;--sound:#63c793;
+--trained:#1f5537;--media:#2a3555}}
+h3{font-size:14px;margin:0 0 8px;display:flex;flex-wrap:wrap;gap:4px 12px;align-items:baseline;overflow-wrap:anywhere}
+h3 .soft{margin-left:auto;font-weight:400}
+header{border-left:5px solid var(--sound);padding-left:16px;overflow-wrap:anywhere}
+header.loss{border-color:var(--loss)}header.warning{border-color:var(--warning)}
+article,.finding{background:var(--card);border:1px solid var(--line);border-radius:10px}
+.finding{padding:10px 14px;margin:8px 0;border-left:5px solid var(--note);overflow-wrap:anywhere}
+.finding.loss{border-left-color:var(--loss)}.finding.warning{border-left-color:var(--warning)}
+.finding summary{cursor:pointer}.finding ul{margin:8px 0;padding-left:20px}
+.chosen td{font-weight:700;background:var(--media)}
+article{padding:14px;margin:12px 0}article pre{margin:0;padding:0;border:0;font:13px/1.6 ui-monospace,monospace;
+white-space:pre-wrap;overflow-wrap:anywhere;max-height:420px;overflow-y:auto}
+mark{background:var(--trained);color:inherit;border-radius:3px}
+.media{background:var(--media);border-radius:3px;padding:0 4px}.problem{color:var(--loss)}
+.thumbs{display:flex;flex-wrap:wrap;gap:10px;margin:0 0 10px}.thumb{font-size:12px;text-align:center;max-width:152px}
+.thumb img,.none{display:block;max-width:144px;max-height:144px;margin:0 auto 2px;border-radius:6px;
+border:1px solid var(--line)}.none{padding:20px 12px;color:var(--soft)}
+@media(max-width:560px){h3 .soft{margin-left:0}}
+"""
 _WORDS = {"loss": "loses samples", "warning": "looks wrong", "note": "worth knowing"}
 
 
 def html_page(diagnosis: Diagnosis) -> str:
+    """Return the page of a diagnosis."""
     names = ", ".join(one.path for one in diagnosis.sets)
+    findings = "".join(_finding(kind, one, diagnosis.total("rows")) for _, kind, one in diagnosis.findings())
     sections = [
-        f'<header class="{diagnosis.worst}"><p class="soft">{_escape(names)}</p><h1>{_escape(diagnosis.verdict)}</h1>',
-        "".join(f'<p class="soft">{_escape(note)}</p>' for note in diagnosis.notes()),
-        f"</header>{_facts(diagnosis)}{_sets(diagnosis)}",
-        _findings(diagnosis),
-        _section("Distributions", f'<div class="charts">{"".join(map(svg, diagnosis.histograms))}</div>'),
+        f'<header class="{diagnosis.worst}"><p class="soft">{escape(names)}</p><h1>{escape(diagnosis.verdict)}</h1>',
+        "".join(f'<p class="soft">{escape(note)}</p>' for note in diagnosis.notes()),
+        f"</header>{html.facts(diagnosis.facts())}{_sets(diagnosis)}",
+        section("Findings", findings or "<p>Nothing was found.</p>"),
+        section("Distributions", f'<div class="charts">{"".join(map(chart, diagnosis.histograms))}</div>'),
         _forecast(diagnosis),
         _samples(diagnosis),
         f'<p class="soft">Examined in {diagnosis.seconds:.1f} s by tessera data doctor.</p>',
     ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
-        "style-src 'unsafe-inline'\">"
-        f'<link rel="icon" href="data:,"><title>{_escape(names)[:200]} · Tessera data doctor</title>'
-        f"<style>{STYLE}</style></head><body>{''.join(sections)}</body></html>"
-    )
-
-
-def _escape(text: str) -> str:
-    """Besides markup: characters that a browser may not have in a page, and text that turns the writing around."""
-    shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return html.escape(shown, quote=True)
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{title}</h2>{body}</section>"
-
-
-def _facts(diagnosis: Diagnosis) -> str:
-    cards = "".join(
-        f'<div class="fact"><span class="soft">{_escape(name)}</span><b>{_escape(value)}</b></div>'
-        for name, value in diagnosis.facts()
-    )
-    return f'<div class="facts">{cards}</div>'
+    return html.page(f"{names[:200]} · Tessera data doctor", sections, _STYLE)
 
 
 def _sets(diagnosis: Diagnosis) -> str:
     if len(diagnosis.sets) < 2:
         return ""
     tokens = diagnosis.length is not None
-    rows = []
+    cells = []
     for one in diagnosis.sets:
-        cells = [f"{one.rows:,}", f"{one.usable:,}", f"{one.media:,}", f"{one.tokens if tokens else one.characters:,}"]
-        cells += [f"{one.trained / max(1, one.tokens):.1%}"] if tokens else []
-        rows.append(f"<tr><td>{_escape(one.path)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+        counts = (one.rows, one.usable, one.media, one.tokens if tokens else one.characters)
+        trained = [f"{one.trained / max(1, one.tokens):.1%}"] if tokens else []
+        cells.append([escape(one.path), *(f"{count:,}" for count in counts), *trained])
     names = ["set", "samples", "usable", "media", *(["tokens", "trained on"] if tokens else ["characters"])]
-    head = "".join(f"<th>{name}</th>" for name in names)
-    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
-
-
-def _findings(diagnosis: Diagnosis) -> str:
-    found = diagnosis.findings()
-    if not found:
-        return _section("Findings", "<p>Nothing was found.</p>")
-    rows = diagnosis.total("rows")
-    return _section("Findings", "".join(_finding(kind, one, rows) for _, kind, one in found))
+    return html.table(names, cells)
 
 
 def _finding(kind: Kind, found: Finding, rows: int) -> str:
-    places = "".join(
-        f"<li><code>{_escape(place.where)}</code>"
-        + (f" <b>{_escape(place.id)}</b>" if place.id and place.id != place.where else "")
-        + (f": {_escape(place.detail)}" if place.detail else "")
+    locations = "".join(
+        f"<li><code>{escape(location.where)}</code>"
+        + (f" <b>{escape(location.id)}</b>" if location.id and location.id != location.where else "")
+        + (f": {escape(location.detail)}" if location.detail else "")
         + "</li>"
-        for place in found.places
+        for location in found.locations
     )
-    more = found.count - len(found.places)
-    also = f'<li class="soft">and {more:,} more</li>' if more > 0 and found.places else ""
+    more = found.count - len(found.locations)
+    also = f'<li class="soft">and {more:,} more</li>' if more > 0 and found.locations else ""
     share = f"{found.count / max(1, rows):.2%} of samples" if found.count <= rows else ""
     opened = " open" if kind.severity == "loss" else ""
     return (
-        f'<details class="finding {kind.severity}"{opened}><summary><b>{found.count:,}</b> {_escape(kind.title)} '
-        f'<span class="soft">{_WORDS[kind.severity]} · {share}</span></summary><ul>{places}{also}</ul>'
-        f'<p><span class="soft">Mend:</span> {_escape(kind.mend)}</p></details>'
+        f'<details class="finding {kind.severity}"{opened}><summary><b>{found.count:,}</b> {escape(kind.title)} '
+        f'<span class="soft">{_WORDS[kind.severity]} · {share}</span></summary><ul>{locations}{also}</ul>'
+        f'<p><span class="soft">Mend:</span> {escape(kind.mend)}</p></details>'
     )
 
 
 def _forecast(diagnosis: Diagnosis) -> str:
     if not diagnosis.forecast:
         return ""
-    names = (
-        "row length",
-        "dropped",
-        "tokens lost",
-        "cut by turns",
-        "still dropped",
-        "tokens lost",
-        "padding",
-        "rows",
-        "heaviest row",
-    )
+    names = ("row length", "dropped", "tokens lost", "cut by turns", "still dropped", "tokens lost", "padding", "rows")
     rows = []
     for rung in diagnosis.forecast:
-        shares = (
-            rung.dropped_share, rung.tokens_lost, rung.cut_share, rung.cut_dropped_share, rung.cut_tokens_lost,
-            rung.padding,
-        )  # fmt: skip
-        cells = [
-            f"{rung.length:,}",
-            *(f"{share:.2%}" for share in shares),
-            f"{rung.rows:,}",
-            "" if rung.work is None else f"{rung.work:.2f} x mean",
-        ]
-        chosen = ' class="chosen"' if rung.chosen else ""
-        rows.append(f"<tr{chosen}>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    head = (
-        '<tr><th></th><th colspan="2">too_long=drop</th><th colspan="3">too_long=turns</th><th colspan="3">packed</th>'
-        f"</tr><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
+        shares = (rung.dropped_share, rung.tokens_lost, rung.cut_share, rung.cut_dropped_share, rung.cut_tokens_lost)
+        work = "" if rung.work is None else f"{rung.work:.2f} x mean"
+        rows.append([f"{rung.length:,}", *(f"{s:.2%}" for s in (*shares, rung.padding)), f"{rung.rows:,}", work])
+    above = (
+        '<tr><th></th><th colspan="2">truncate=never</th><th colspan="3">truncate=turns</th><th colspan="3">packed</th>'
+        "</tr>"
     )
+    chosen = [number for number, rung in enumerate(diagnosis.forecast) if rung.chosen]
     estimated = any(rung.estimated for rung in diagnosis.forecast)
     note = '<p class="soft">Cutting and packing are estimated from a part of the samples.</p>' if estimated else ""
-    return _section(
-        "Row lengths", f'<div class="wide"><table class="numbers">{head}{"".join(rows)}</table></div>{note}'
-    )
+    table = html.table((*names, "heaviest row"), rows, above=above, chosen=chosen)
+    return section("Row lengths", table + note)
 
 
 def _samples(diagnosis: Diagnosis) -> str:
@@ -144,18 +115,18 @@ def _samples(diagnosis: Diagnosis) -> str:
         f'<p class="soft"><mark>{trained}</mark> · only read · <span class="media">media</span>; '
         "the first samples of each set, then some drawn by chance</p>"
     )
-    return _section("Samples", legend + "".join(map(_sample, diagnosis.samples)))
+    return section("Samples", legend + "".join(map(_sample, diagnosis.samples)))
 
 
 def _sample(shown: Shown) -> str:
     counts = "" if shown.tokens is None else f"{shown.tokens:,} tokens, {shown.trained:,} trained on"
-    problem = f'<p class="problem">{_escape(shown.problem)}</p>' if shown.problem else ""
+    problem = f'<p class="problem">{escape(shown.problem)}</p>' if shown.problem else ""
     more = f'<div class="thumb soft">{shown.more_media} more</div>' if shown.more_media else ""
     thumbs = "".join(map(_thumb, shown.media)) + more
     tags = {"trained": "<mark>{}</mark>", "media": '<span class="media">{}</span>', "context": "{}"}
-    words = "".join(tags[piece.kind].format(_escape(piece.text)) for piece in shown.pieces)
+    words = "".join(tags[span.kind].format(escape(span.text)) for span in shown.spans)
     return (
-        f"<article><h3><code>{_escape(shown.place)}</code> {_escape(shown.id) if shown.id != shown.place else ''}"
+        f"<article><h3><code>{escape(shown.location)}</code> {escape(shown.id) if shown.id != shown.location else ''}"
         f'<span class="soft">{counts}</span></h3>{problem}'
         + (f'<div class="thumbs">{thumbs}</div>' if thumbs else "")
         + (f"<pre>{words}</pre>" if words else "")
@@ -164,9 +135,9 @@ def _sample(shown: Shown) -> str:
 
 
 def _thumb(thumb: Thumb) -> str:
-    picture = f'<img alt="" src="{_escape(thumb.uri)}">' if thumb.uri else '<div class="none">no picture</div>'
+    image = f'<img alt="" src="{escape(thumb.uri)}">' if thumb.uri else '<div class="none">no image</div>'
     tokens = "" if thumb.tokens is None else f"<br>{thumb.tokens:,} tokens"
     return (
-        f'<div class="thumb" title="{_escape(thumb.name)}">{picture}'
-        f'<div class="soft">{_escape(thumb.size)}{tokens}</div></div>'
+        f'<div class="thumb" title="{escape(thumb.name)}">{image}'
+        f'<div class="soft">{escape(thumb.size)}{tokens}</div></div>'
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.config import Section
-from tessera.core.types import Batch, ModelPlan, ModelSpec, Training
+from tessera.core.types import Batch, Component, ModelPlan, ModelSpec, Training
 
 
 class DenoiserConfig(Section):
@@ -36,6 +36,11 @@ class Denoiser(nn.Module):
             tensor.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)
 
 
+def _plan(config: DenoiserConfig) -> ModelPlan:
+    styles = {"inlet.{*}": "replicate", "blocks.{*}.{*}": "replicate", "outlet.{*}": "replicate"}
+    return ModelPlan(blocks=("blocks.{*}",), tensor=styles)  # type: ignore[arg-type]
+
+
 def _flops(config: DenoiserConfig, batch: Batch, training: Training) -> float:
     """Goes to worker processes with the rows, so it is no lambda."""
     return 6.0 * len(batch["clean"]) * config.width * (2 * config.side**2 + 1 + config.depth * config.width)
@@ -44,11 +49,7 @@ def _flops(config: DenoiserConfig, batch: Batch, training: Training) -> float:
 SPEC = ModelSpec(
     name="denoiser",
     config=DenoiserConfig,
-    build=Denoiser,
-    plan=lambda config: ModelPlan(
-        blocks=("blocks.{*}",),
-        tensor={"inlet.{*}": "replicate", "blocks.{*}.{*}": "replicate", "outlet.{*}": "replicate"},
-    ),
+    components={"model": Component(build=Denoiser, plan=_plan)},
     flops=_flops,
     presets={"tiny": {"side": 8, "width": 64, "depth": 2}},
     task="tests.toys.denoise_task",

@@ -8,12 +8,22 @@ import torch
 from torch import nn
 
 from tessera.core.config import Section
-from tessera.core.types import Batch, Carry, ModelPlan, ModelSpec, Segments, Stage, TensorStyle
+from tessera.core.types import (
+    Batch,
+    Component,
+    ModelPlan,
+    ModelSpec,
+    PipelineUnit,
+    Segments,
+    StageActivation,
+    TensorStyle,
+)
+from tessera.models.common.text import TEXT_STREAM
+from tessera.nn.causal_lm import LanguageModel
 from tessera.nn.decoder import DecoderShape, GatedMLP, TextDecoder
-from tessera.nn.embedding import TiedHead
-from tessera.nn.language import LanguageModel
+from tessera.nn.layers import TiedHead
 from tessera.nn.moe import MoE, MoEShape
-from tessera.ops.rope import Rope
+from tessera.ops.pointwise import Rope
 
 
 class MoEDecoderConfig(Section):
@@ -93,20 +103,21 @@ def plan(config: MoEDecoderConfig) -> ModelPlan:
         styles[f"{sparse}.shared.down.weight"] = "row"
     if not config.tied:
         styles["head.weight"] = "vocab"
-    carry = Carry(1, config.hidden)
+    carry = StageActivation(1, config.hidden)
     return ModelPlan(
         blocks=("text.layers.{*}",),
         tensor=styles,
-        stages=(
-            Stage("text.embed", 0.0, carry=carry),
-            Stage("text.layers.{*}", 1.0, "text", carry),
-            Stage("text.norm", 0.0),
-            Stage("head", 0.5),
+        units=(
+            PipelineUnit("text.embed", 0.0, output=carry),
+            PipelineUnit("text.layers.{*}", 1.0, "text", carry),
+            PipelineUnit("text.norm", 0.0),
+            PipelineUnit("head", 0.5),
         ),
+        streams={"text": TEXT_STREAM},
         experts=(f"{sparse}.experts",),
         attention=("text.layers.{*}.attn.core",),
         heads={"text.layers.{*}.attn.q": config.heads, "text.layers.{*}.attn.{k,v}": config.kv_heads},
-        with_root=("text.embed", "head"),
+        fsdp_root=("text.embed", "head"),
         tied={"head": "text.embed"} if config.tied else {},
     )
 
@@ -125,8 +136,7 @@ def example(config: MoEDecoderConfig, tokens: int) -> Batch:
 SPEC = ModelSpec(
     name="moe_decoder",
     config=MoEDecoderConfig,
-    build=build,
-    plan=plan,
+    components={"model": Component(build=build, plan=plan)},
     presets={"tiny": {}},
     example=example,
 )

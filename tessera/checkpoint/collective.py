@@ -1,0 +1,143 @@
+"""Run work on one rank or on all, and give its result or its failure to every rank.
+
+A failure on one rank must never leave the others waiting in a collective. So work that can fail runs inside `on_rank0`
+or `on_all`, which gather outcomes first and then raise the same error everywhere.
+"""
+
+from __future__ import annotations
+
+import datetime
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from tessera.checkpoint.files import free_bytes, human_bytes
+from tessera.core.errors import TesseraError
+
+T = TypeVar("T")
+U = TypeVar("U")
+_THREAD_TIMEOUT = datetime.timedelta(hours=2)  # ranks wait for each other while the slowest one writes
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Carry an error between ranks: itself if it can be pickled safely, otherwise its traceback as text."""
+
+    rank: int
+    error: TesseraError | OSError | None
+    text: str
+
+    @staticmethod
+    def of(error: BaseException, rank: int) -> Failure:
+        kept = error if isinstance(error, (TesseraError, OSError)) else None
+        return Failure(rank, kept, "".join(traceback.format_exception(error)))
+
+
+class CollectiveError(RuntimeError):
+    """Say on every rank that some ranks failed for a reason that is not the user's."""
+
+    def __init__(self, failures: list[Failure]) -> None:
+        self.failures = failures
+        super().__init__("\n".join(f"[rank {f.rank}] {f.text}" for f in failures))
+
+    def about_writing(
+        self, ranks: Ranks, what: str, folder: Path, needed: int, advice: str = ""
+    ) -> TesseraError | None:
+        """Return the user's view of files that could not be written; None when it was no write that failed."""
+        causes = [(one.rank, one.error) for one in self.failures if isinstance(one.error, OSError)]
+        if not causes:
+            return None
+        reasons = "; ".join(f"rank {rank}: {cause.strerror or cause}" for rank, cause in causes)
+        free = ranks.on_rank0(lambda: free_bytes(folder))
+        space = f"it needs {human_bytes(needed)} ({needed} bytes); {human_bytes(free)} ({free} bytes) are free there"
+        return TesseraError(
+            f"{what} could not be written ({reasons})", where=str(folder), fix=f"{space}; {advice}".rstrip("; ")
+        )
+
+
+def raise_together(failures: list[Failure]) -> None:
+    """Raise the user's own mistake as it is, and anything else with the rank it came from."""
+    if not failures:
+        return
+    for failure in failures:
+        if isinstance(failure.error, TesseraError):
+            raise failure.error
+    raise CollectiveError(failures)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Run work on the ranks of a process group: the default group, or one that a thread has for itself."""
+
+    rank: int
+    world: int
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def current() -> Ranks:
+        if dist.is_available() and dist.is_initialized():
+            return Ranks(dist.get_rank(), dist.get_world_size())
+        return Ranks(0, 1)
+
+    def for_thread(self) -> Ranks:
+        """Return the same ranks over a new process group: two threads must not use one group at the same time."""
+        if self.world == 1:
+            return self
+        return Ranks(self.rank, self.world, dist.new_group(backend="gloo", timeout=_THREAD_TIMEOUT))
+
+    def on_rank0(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0; return its result, or raise its error, on every rank."""
+        box: list[Any] = [None]
+        if self.rank == 0:
+            box = [_attempt(work, 0)]
+        if self.world > 1:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        (outcome,) = box
+        if isinstance(outcome, Failure):
+            raise_together([outcome])
+        return cast(T, outcome)
+
+    def on_all(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank; return all results, or raise the errors, on every rank."""
+        outcomes: list[Any] = [_attempt(work, self.rank)]
+        if self.world > 1:
+            mine = outcomes[0]
+            outcomes = [None] * self.world
+            dist.all_gather_object(outcomes, mine, group=self.group)
+        raise_together([outcome for outcome in outcomes if isinstance(outcome, Failure)])
+        return cast(list[T], outcomes)
+
+    def through_rank0(self, work: Callable[[], T], answer: Callable[[list[T]], list[U]]) -> U:
+        """Run `work` on every rank; rank 0 makes from all results one answer for each. Any error is raised on all."""
+        outcomes: list[Any] = [_attempt(work, self.rank)]
+        if self.world > 1:
+            mine, outcomes = outcomes[0], [None] * self.world
+            dist.gather_object(mine, outcomes if self.rank == 0 else None, dst=0, group=self.group)
+        answers: list[Any] = [None] * self.world
+        if self.rank == 0:
+            failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+            made = failures if failures else _attempt(lambda: answer(outcomes), 0)
+            failed = [made] if isinstance(made, Failure) else failures
+            answers = [_Failures(failed)] * self.world if failed else cast(list[Any], made)
+        box = [answers[0]]
+        if self.world > 1:
+            dist.scatter_object_list(box, answers, src=0, group=self.group)
+        if isinstance(box[0], _Failures):
+            raise_together(box[0].failures)
+        return cast(U, box[0])
+
+
+@dataclass(frozen=True)
+class _Failures:
+    failures: list[Failure]
+
+
+def _attempt(work: Callable[[], T], rank: int) -> T | Failure:
+    try:
+        return work()
+    except Exception as error:
+        return Failure.of(error, rank)

@@ -1,0 +1,101 @@
+"""Leave frozen parameters out of checkpoints: name the folder that they came from, with hashes, and read them there.
+
+A frozen parameter that was filled from the folder of a published model never changes, so a checkpoint need not store it
+again. Its `state.json` names the folder, the weight files with size and sha256, and the parameters. Loading checks the
+files before it reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.files import FileRecord, hash_file, problems_in
+from tessera.checkpoint.state import MODEL
+from tessera.core.errors import TesseraError
+from tessera.core.layouts import folder_layout
+
+STATE_KEY = "frozen"  # in the state of a checkpoint
+
+
+@dataclass(frozen=True)
+class FrozenSource:
+    """Say where this run, or whoever loads it, finds frozen weights.
+
+    `folder`: where they are now; None: where they were when the run began. `read` fills tensors, by the names of the
+    model, from a folder. `names`: the parameters that this run keeps frozen and filled from the folder.
+    """
+
+    folder: Path | None
+    read: Callable[[Path, Mapping[str, Tensor]], None]
+    names: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class FrozenWeights:
+    """Name parameters that a checkpoint does not store, and the files of the folder that they came from."""
+
+    folder: Path
+    files: tuple[FileRecord, ...]  # names are relative to the folder
+    names: frozenset[str]  # as the checkpoint names tensors
+
+    @staticmethod
+    def of_source(ranks: Ranks, source: FrozenSource) -> FrozenWeights | None:
+        """Return what a run that begins leaves out of its checkpoints. The files are divided among the ranks."""
+        folder = source.folder
+        if folder is None or not source.names:
+            return None
+
+        def hash_some() -> list[FileRecord]:
+            paths = sorted(folder_layout(folder).weight_files())[ranks.rank :: ranks.world]
+            return [replace(hash_file(path), name=str(path.relative_to(folder))) for path in paths]
+
+        files = [record for found in ranks.on_all(hash_some) for record in found]
+        names = frozenset(f"{MODEL}{name}" for name in source.names)
+        return FrozenWeights(folder, tuple(sorted(files, key=lambda record: record.name)), names)
+
+    @staticmethod
+    def of_state(state: Mapping[str, Any], where: Path) -> FrozenWeights | None:
+        """Return what the state of a checkpoint names; None if the checkpoint stores all tensors."""
+        if STATE_KEY not in state:
+            return None
+        try:
+            kept = state[STATE_KEY]
+            files = [FileRecord(name, int(f["size"]), str(f["sha256"])) for name, f in kept["files"].items()]
+            return FrozenWeights(Path(kept["folder"]), tuple(files), frozenset(map(str, kept["names"])))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TesseraError(
+                f"the entry {STATE_KEY!r} of the state is damaged: {error!r}", where=str(where)
+            ) from None
+
+    def dump(self) -> dict[str, Any]:
+        """Return plain JSON for the state of a checkpoint."""
+        files = {record.name: {"size": record.size, "sha256": record.sha256} for record in self.files}
+        return {"folder": str(self.folder), "files": files, "names": sorted(self.names)}
+
+    def still_frozen(self, names: frozenset[str]) -> FrozenWeights | None:
+        """Return the same with those parameters alone that are frozen now, too: others will be stored."""
+        kept = self.names & {f"{MODEL}{name}" for name in names}
+        return replace(self, names=kept) if kept else None
+
+    def fill(self, ranks: Ranks, source: FrozenSource, tensors: Mapping[str, Tensor], checkpoint: Path) -> None:
+        """Fill tensors that the checkpoint does not store, after checking the files. Every rank calls this."""
+        folder = source.folder or self.folder
+        found = ranks.on_all(lambda: problems_in(folder, self.files[ranks.rank :: ranks.world]))
+        problems = [problem for of_rank in found for problem in of_rank]
+        if problems:
+            what = f"{folder} does not exist" if not folder.is_dir() else f"in {folder} " + "; ".join(problems[:5])
+            more = f" and {len(problems) - 5} more" if folder.is_dir() and len(problems) > 5 else ""
+            raise TesseraError(
+                f"the frozen weights are not in the checkpoint but in the folder that the run began from: {what}{more}",
+                where=str(checkpoint),
+                fix=f"put the weights of {self.folder} back, or say where they are now: `tessera resume RUN "
+                "model.path=FOLDER`, or model.path in RUN/config.yaml for everything else "
+                "(checkpoint.store_frozen=true stores them in every checkpoint)",
+            )
+        source.read(folder, {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()})

@@ -1,0 +1,237 @@
+"""Read and write folders of `torch.distributed.checkpoint` without unpickling.
+
+Such a folder has a pickled `.metadata` and `.distcp` files, in which every part of a tensor is a file of `torch.save`
+of its own. The metadata is read by `pickles.describe`, the parts by `torch_files`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import operator
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Name, describe
+from tessera.checkpoint.legacy.torch_files import (
+    MOST_AXES,
+    PickleWriter,
+    PlannedTensor,
+    StoredTensor,
+    TorchFileWriter,
+    open_regular,
+    read_torch_archive,
+)
+from tessera.core.errors import TesseraError, first_line
+
+METADATA = ".metadata"
+MOST_CELLS = 10_000_000
+_PACKAGE = "torch.distributed.checkpoint"
+_NAMES = frozenset(
+    (
+        *(f"{_PACKAGE}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+        *(f"{_PACKAGE}.metadata.{name}" for name in ("TensorStorageMetadata", "BytesStorageMetadata")),
+        *(f"{_PACKAGE}.metadata.{name}" for name in ("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
+        *(f"{_PACKAGE}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
+        *("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath"),
+        *("collections.OrderedDict", "torch.distributed.checkpoint.filesystem.SerializationFormat"),
+    )
+)
+_DTYPES = {
+    f"torch.{name}": getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("int64", "int32", "int16", "int8", "uint8", "bool"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Hold the place of a part of a tensor: in the tensor, and in a file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class DcpTensor:
+    """Describe a tensor of a folder of torch.distributed.checkpoint, in one part or several."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[_Part, ...]
+
+    def read(self) -> Tensor:
+        """Return the whole tensor in memory."""
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        for part in self.parts:
+            with open_regular(part.file) as opened:
+                stored = read_torch_archive(opened, part.file, part.start, part.length)
+            if not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != (self.dtype, part.sizes):
+                raise TesseraError(f"the part of {self.name!r} in it is not what {METADATA} says", where=str(part.file))
+            view = whole
+            for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+                view = view.narrow(dim, offset, size)
+            view.copy_(stored.read())
+        return whole
+
+
+def read_dcp(folder: Path) -> dict[str, DcpTensor]:
+    """Return the tensors of a folder by name. What is no tensor (step counts, random states) is left out."""
+    path = folder / METADATA
+    with open_regular(path) as opened:
+        data = opened.read(LARGEST_PICKLE + 1)
+    try:
+        return _tensors(folder, describe(data, _allowed, str(path)))
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise TesseraError(f"it does not describe a checkpoint: {first_line(error)}", where=str(path)) from None
+
+
+def _allowed(name: Name) -> bool:
+    return str(name) in _NAMES or str(name) in _DTYPES
+
+
+def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
+    stored: dict[tuple[str, tuple[int, ...]], tuple[Path, int, int]] = {}
+    for index, info in metadata.state["storage_data"].items():
+        if index.state.get("offset") is None:
+            continue
+        where = info.state
+        if where.get("transform_descriptors"):
+            raise TesseraError(f"{_text(index.state['fqn'])!r} is compressed, which is not read", where=str(folder))
+        name = _text(where["relative_path"])
+        if Path(name).name != name or name in (".", ".."):
+            raise TesseraError(f"it names the file {name!r} outside of the folder", where=str(folder / METADATA))
+        found = (folder / name, _natural(where["offset"]), _natural(where["length"]))
+        stored[_text(index.state["fqn"]), _size(index.state["offset"])] = found
+    tensors = {}
+    for name, described in metadata.state["state_dict_metadata"].items():
+        if described.name.name != "TensorStorageMetadata":
+            continue
+        properties = described.state["properties"].state
+        dtype_name = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+        if not isinstance(dtype_name, Name) or str(dtype_name) not in _DTYPES:
+            raise ValueError(f"{_text(name)!r} has no type that is read")
+        dtype = _DTYPES[str(dtype_name)]
+        chunks = [(_size(chunk.state["offsets"]), _size(chunk.state["sizes"])) for chunk in described.state["chunks"]]
+        shape = _size(described.state["size"])
+        _check_cover(_text(name), shape, chunks, folder)
+        missing = [offsets for offsets, _ in chunks if (name, offsets) not in stored]
+        if missing:
+            raise TesseraError(f"the part of {name!r} at {missing[0]} lies in no file", where=str(folder / METADATA))
+        parts = tuple(_Part(offsets, sizes, *stored[name, offsets]) for offsets, sizes in chunks)
+        tensors[name] = DcpTensor(name, dtype, shape, parts)
+    return tensors
+
+
+def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Any], folder: Path) -> None:
+    """Refuse parts that leave a hole, overlap or reach beyond the tensor."""
+    inside = all(
+        len(offsets) == len(sizes) == len(shape)
+        and all(offset + size <= whole for offset, size, whole in zip(offsets, sizes, shape, strict=True))
+        for offsets, sizes in chunks
+    )
+    if not inside or sum(math.prod(sizes) for _, sizes in chunks) != math.prod(shape) or _overlap(chunks):
+        raise TesseraError(f"the parts of {name!r} do not make the whole tensor {shape}", where=str(folder / METADATA))
+
+
+def _overlap(chunks: list[Any]) -> bool:
+    """Return whether two parts have an element in common, or lie too irregularly to tell."""
+    chunks = [chunk for chunk in chunks if 0 not in chunk[1]]
+    if len(chunks) < 2:
+        return False
+    # A grid with a line at every edge of a part: each part is a block of its cells.
+    ends = [(offsets, tuple(map(operator.add, offsets, sizes))) for offsets, sizes in chunks]
+    lines = [sorted(set(edges)) for edges in zip(*(corner for both in ends for corner in both), strict=True)]
+    places = [{edge: place for place, edge in enumerate(edges)} for edges in lines]
+    if math.prod(map(len, lines)) > MOST_CELLS:
+        return True
+    taken = torch.zeros([len(edges) for edges in lines], dtype=torch.bool)
+    for first, last in ends:
+        block = taken[tuple(slice(place[a], place[b]) for place, a, b in zip(places, first, last, strict=True))]
+        if block.any():
+            return True
+        block.fill_(True)
+    return False
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{type(value).__name__} where a name belongs")
+    return value
+
+
+def _size(described: Any) -> tuple[int, ...]:
+    numbers = described.arguments[0] if isinstance(described, Described) else described
+    if len(numbers) > MOST_AXES:
+        raise ValueError(f"a size of {len(numbers)} axes")
+    return tuple(_natural(number) for number in numbers)
+
+
+def _natural(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < 1 << 60:
+        raise ValueError(f"{number if type(number) is int else type(number).__name__} where a size belongs")
+    return number
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+def write_dcp(folder: Path, plans: Mapping[str, PlannedTensor], tensors: Iterable[Tensor]) -> None:
+    """Write a folder that stock `torch.distributed.checkpoint` loads. `tensors` come in the order of `plans`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "__0_0.distcp"
+    spans: list[tuple[int, int]] = []
+    with open(folder / name, "xb") as file:
+        for plan, tensor in zip(plans.values(), tensors, strict=True):
+            start = file.tell()
+            blob = io.BytesIO()
+            writer = TorchFileWriter(blob, plan)
+            writer.write_tensor(tensor)
+            writer.close()
+            file.write(blob.getbuffer())
+            spans.append((start, file.tell() - start))
+        file.flush()
+        os.fsync(file.fileno())
+    data = PickleWriter().dumps(_metadata(plans, name, spans))
+    with open(folder / METADATA, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _metadata(plans: Mapping[str, PlannedTensor], file: str, spans: list[tuple[int, int]]) -> Described:
+    """Describe the metadata as torch would pickle it."""
+
+    def made(name: str, state: Any, module: str = f"{_PACKAGE}.metadata") -> Described:
+        return Described(Name(module, name), (), state, new=True)
+
+    def size(numbers: Iterable[int]) -> Described:
+        return Described(Name("torch", "Size"), (tuple(numbers),))
+
+    strided = Described(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+    usual_format = Described(Name(f"{_PACKAGE}.metadata", "_MEM_FORMAT_ENCODING"), (0,))
+    tensors, stored = {}, {}
+    for (name, plan), (start, length) in zip(plans.items(), spans, strict=True):
+        dtype = Name("torch", str(plan.dtype).removeprefix("torch."))
+        zeros = size(0 for _ in plan.shape)
+        chunk = made("ChunkStorageMetadata", {"offsets": zeros, "sizes": size(plan.shape)})
+        properties = made("TensorProperties", (dtype, strided, False, usual_format, False))
+        state = {"properties": properties, "size": size(plan.shape), "chunks": [chunk]}
+        tensors[name] = made("TensorStorageMetadata", state)
+        index = made("MetadataIndex", {"fqn": name, "offset": zeros, "index": 0})
+        where = {"relative_path": file, "offset": start, "length": length}
+        stored[index] = made("_StorageInfo", where, f"{_PACKAGE}.filesystem")
+    state = {"state_dict_metadata": tensors, "planner_data": {name: (name,) for name in plans}, "storage_data": stored}
+    return made("Metadata", state | {"storage_meta": None, "version": "1.0.0"})

@@ -1,0 +1,377 @@
+"""Read and write the folders of Megatron-style jobs: one file per tensor, pipeline and expert rank.
+
+    latest_checkpointed_iteration.txt
+    release/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt      (or iter_0000300/...)
+
+A `MegatronForm` says how tensors are called and divided, a `MegatronLayout` over how many ranks. Tensors are read and
+written one at a time; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessera.checkpoint.legacy.torch_files import PlannedTensor, StoredTensor, TorchFileWriter, read_torch_file
+from tessera.core.errors import TesseraError, first_line, nearest
+from tessera.core.megatron_form import LOCAL_EXPERT, MegatronForm, PipelinePart
+
+LATEST = "latest_checkpointed_iteration.txt"
+FILE = "model_optim_rng.pt"
+_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
+_VERSION = 3.0
+
+
+@dataclass(frozen=True)
+class MegatronLayout:
+    """Over how many ranks a model is divided.
+
+    `layers`: for each part of a pipeline ("vit", "llm", "audio") a list for each virtual stage, of the layers on each
+    pipeline rank. A part without a list lies on one stage.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    layers: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+    @property
+    def pp(self) -> int:
+        return max((len(chunks[0]) for chunks in self.layers.values()), default=1)
+
+    @property
+    def virtual(self) -> int:
+        return max((len(chunks) for chunks in self.layers.values()), default=1)
+
+    def stages(self, part: PipelinePart) -> list[int]:
+        """Return the layers of a part on each stage, in order of execution: all ranks of the first virtual stage, and
+        so on."""
+        chunks = self.layers.get(part.option)
+        return [count for chunk in chunks for count in chunk] if chunks else [part.count]
+
+
+def check_layout(form: MegatronForm, layout: MegatronLayout, where: str) -> None:
+    """Refuse a layout that does not fit the model."""
+    known = {part.option for part in form.parts}
+    for option in layout.layers:
+        if option not in known:
+            raise TesseraError(
+                f"this model has no part {option!r}", where=where, allowed=sorted(known), nearest=nearest(option, known)
+            )
+    for part in form.parts:
+        chunks = layout.layers.get(part.option, ((part.count,),) if layout.pp == layout.virtual == 1 else ())
+        lengths = {len(chunk) for chunk in chunks}
+        if len(chunks) != layout.virtual or lengths != {layout.pp}:
+            raise TesseraError(
+                f"layers of {part.option!r} must have {layout.virtual} lists of {layout.pp} numbers, like the others",
+                where=where,
+                fix="give every part a list of the same length; 0 where it has no layer",
+            )
+        given = sum(layout.stages(part))
+        if given != part.count or min(layout.stages(part)) < 0:
+            raise TesseraError(f"layers of {part.option!r} sum to {given}; the model has {part.count}", where=where)
+    if form.kv_heads % layout.tp:
+        raise TesseraError(
+            f"tp {layout.tp} does not divide {form.kv_heads} key-value heads",
+            where=where,
+            allowed=[str(n) for n in range(1, form.kv_heads + 1) if form.kv_heads % n == 0],
+        )
+    if layout.ep > 1 and (not form.experts or form.experts % layout.ep):
+        raise TesseraError(f"ep {layout.ep} does not divide {form.experts} experts", where=where)
+
+
+# ---------------------------------------------------------------------------------------------- where tensors lie
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Name the place of a tensor: the stage, the expert rank (None: all of them) and the name it has there."""
+
+    stage: int
+    expert_rank: int | None
+    name: str
+
+
+def _slot(form: MegatronForm, layout: MegatronLayout, name: str, where: str) -> _Slot:
+    part = form.part_of(name)
+    if part is None:
+        raise TesseraError(f"{name} belongs to no part of this model", where=where)
+    stages = layout.stages(part)
+    used = [stage for stage, count in enumerate(stages) if count]
+    if not name.startswith(part.layers):
+        return _Slot(used[0] if name.startswith(part.first) else used[-1], None, name)
+    number, _, rest = name.removeprefix(part.layers).partition(".")
+    stage, before = 0, 0
+    while int(number) >= before + stages[stage]:
+        before += stages[stage]
+        stage += 1
+    local = f"{part.layers}{int(number) - before}.{rest}"
+    expert = LOCAL_EXPERT.fullmatch(local)
+    if expert is None:
+        return _Slot(stage, None, local)
+    each = form.experts // layout.ep
+    index = int(expert[2])
+    return _Slot(stage, index // each, f"{expert[1]}{index % each}{expert[3]}")
+
+
+def _rank_folder(layout: MegatronLayout, tp: int, pp: int, ep: int) -> str:
+    name = f"mp_rank_{tp:02d}"
+    name += f"_{pp:03d}" if layout.pp > 1 else ""
+    return name + (f"_{ep:03d}" if layout.ep > 1 else "")
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+def write_megatron(
+    folder: Path,
+    form: MegatronForm,
+    layout: MegatronLayout,
+    tensors: Mapping[str, PlannedTensor],
+    read: Callable[[str], Tensor],
+) -> None:
+    """Write a folder that Megatron-style jobs load. `tensors`: whole ones by Megatron names; `read` returns one.
+
+    Each is read once per stage that holds it. The folder must not exist: whoever calls this publishes it.
+    """
+    check_layout(form, layout, str(folder))
+    stages: list[list[tuple[str, _Slot]]] = [[] for _ in range(layout.pp * layout.virtual)]
+    for name in tensors:
+        slot = _slot(form, layout, name, str(folder))
+        stages[slot.stage].append((name, slot))
+    if form.tied and layout.pp > 1:
+        last = _slot(form, layout, form.head, str(folder)).stage
+        stages[last].append((form.table, _Slot(last, None, form.head)))
+    for pp in range(layout.pp):
+        chunks = [stages[virtual * layout.pp + pp] for virtual in range(layout.virtual)]
+        _write_rank_files(folder / "release", form, layout, pp, chunks, tensors, read)
+    (folder / LATEST).write_text("release", encoding="utf-8")
+
+
+def _write_rank_files(
+    folder: Path,
+    form: MegatronForm,
+    layout: MegatronLayout,
+    pp: int,
+    chunks: Sequence[Sequence[tuple[str, _Slot]]],
+    tensors: Mapping[str, PlannedTensor],
+    read: Callable[[str], Tensor],
+) -> None:
+    """Write the files of all tensor and expert ranks of one pipeline rank, side by side."""
+    ranks = [(tp, ep) for ep in range(layout.ep) for tp in range(layout.tp)]
+    with ExitStack() as stack:
+        writers = {}
+        for tp, ep in ranks:
+            content: dict[str, Any] = {}
+            for number, chunk in enumerate(chunks):
+                key = "model" if layout.virtual == 1 else f"model{number}"
+                content[key] = {
+                    slot.name: _slice_plan(form, layout, name, tensors[name], tp)
+                    for name, slot in chunk
+                    if slot.expert_rank in (None, ep)
+                }
+            target = folder / _rank_folder(layout, tp, pp, ep)
+            target.mkdir(parents=True)
+            writers[tp, ep] = TorchFileWriter(target / FILE, content | {"checkpoint_version": _VERSION})
+            stack.callback(writers[tp, ep].archive.close)
+        for name, slot in (entry for chunk in chunks for entry in chunk):
+            whole, split = read(name), form.split_of(name)
+            slices = [whole] * layout.tp if split is None else split.divide(whole, layout.tp)
+            for tp, ep in ranks:
+                if slot.expert_rank in (None, ep):
+                    writers[tp, ep].write_tensor(slices[tp])
+        for writer in writers.values():
+            writer.close()
+
+
+def _slice_plan(form: MegatronForm, layout: MegatronLayout, name: str, plan: PlannedTensor, tp: int) -> PlannedTensor:
+    split = form.split_of(name)
+    if split is None:
+        return plan
+    blank = torch.empty(plan.shape, dtype=plan.dtype, device="meta")
+    return PlannedTensor(plan.dtype, tuple(split.divide(blank, layout.tp)[tp].shape))
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class MegatronTensor:
+    """Read a whole tensor of a Megatron-style folder from its slices, one for each tensor rank."""
+
+    name: str
+    slices: tuple[StoredTensor, ...]
+    form: MegatronForm
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.slices[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        blanks = [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in self.slices]
+        return tuple(self._join(blanks).shape)
+
+    def read(self) -> Tensor:
+        """Return the whole tensor in memory."""
+        return self._join([part.read() for part in self.slices])
+
+    def _join(self, slices: list[Tensor]) -> Tensor:
+        split = self.form.split_of(self.name)
+        if len({(part.dim(), part.dtype) for part in slices}) > 1:
+            raise TesseraError(
+                f"{self.name} has other types or axes on other tensor ranks", where=str(self.slices[0].file)
+            )
+        if split is None or len(slices) == 1:
+            return slices[0]
+        try:
+            return split.join(slices)
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise TesseraError(
+                f"the slices of {self.name} do not fit together: {first_line(error)}", where=str(self.slices[0].file)
+            ) from None
+
+
+def is_megatron_folder(folder: Path) -> bool:
+    """Return whether a folder is one of a Megatron-style job."""
+    return (folder / LATEST).is_file()
+
+
+def read_megatron(
+    folder: Path, form: MegatronForm, layout: MegatronLayout | None = None
+) -> tuple[dict[str, MegatronTensor], MegatronLayout]:
+    """Return the whole tensors of a folder by Megatron names, and the layout that its files have.
+
+    The layout is taken from the files; one that is given must agree with it.
+    """
+    files = _rank_files(folder)
+    contents = {rank: _models(path) for rank, path in files.items()}
+    if form.experts and (0, 1, 0) in contents and form.table in contents[0, 1, 0][0]:
+        # A single number behind the tensor rank is the expert rank: every file has the table of embeddings.
+        contents = {(tp, 0, ep): models for (tp, ep, _), models in contents.items()}
+    found = _found_layout(form, contents)
+    check_layout(form, found, str(folder))
+    if layout is not None and not _same(form, layout, found):
+        raise TesseraError(f"its files are divided as {_shown(found)}, not as {_shown(layout)}", where=str(folder))
+    tensors: dict[str, MegatronTensor] = {}
+    for pp in range(found.pp):
+        for ep in range(found.ep):
+            shards = [contents[tp, pp, ep] for tp in range(found.tp)]
+            for chunk, names in enumerate(shards[0]):
+                stage = chunk * found.pp + pp
+                for local in names:
+                    slices = tuple(_slice(shard, chunk, local, folder) for shard in shards)
+                    name = _global_name(form, found, stage, ep, local)
+                    tensors.setdefault(name, MegatronTensor(name, slices, form))
+    if form.tied and form.table in tensors:
+        tensors.pop(form.head, None)
+    return tensors, found
+
+
+def _same(form: MegatronForm, given: MegatronLayout, found: MegatronLayout) -> bool:
+    sizes = (given.tp, given.ep, given.pp, given.virtual) == (found.tp, found.ep, found.pp, found.virtual)
+    return sizes and all(given.stages(part) == found.stages(part) for part in form.parts)
+
+
+def _slice(shard: list[dict[str, StoredTensor]], chunk: int, name: str, folder: Path) -> StoredTensor:
+    if chunk >= len(shard) or name not in shard[chunk]:
+        raise TesseraError(f"{name} is missing on some tensor ranks", where=str(folder))
+    return shard[chunk][name]
+
+
+def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
+    """Return the files of the newest iteration by (tensor, pipeline, expert) rank."""
+    try:
+        with open(folder / LATEST, encoding="utf-8") as opened:
+            newest = opened.read(100).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TesseraError(f"{LATEST} cannot be read: {first_line(error)}", where=str(folder)) from None
+    if newest != "release" and not (newest.isdecimal() and len(newest) < 20):
+        raise TesseraError(f"{LATEST} says {newest[:40]!r}, not release and no iteration", where=str(folder))
+    inner = folder / (newest if newest == "release" else f"iter_{int(newest):07d}")
+    if not inner.is_dir():
+        raise TesseraError(f"{inner.name} is missing, which {LATEST} names", where=str(folder))
+    named = [(match, path) for path in sorted(inner.iterdir()) if (match := _RANK.fullmatch(path.name))]
+    if not named:
+        raise TesseraError("it has no mp_rank folder", where=str(inner))
+    files = {}
+    for match, path in named:
+        second, third = (int(number) if number else 0 for number in match.groups()[1:])
+        if path.is_symlink() or (path / FILE).is_symlink():
+            raise TesseraError("it is a link; only files inside the folder are read", where=str(path))
+        files[int(match[1]), second, third] = path / FILE
+    ranks = [sorted({key[axis] for key in files}) for axis in range(3)]
+    expected = [(tp, pp, ep) for tp in ranks[0] for pp in ranks[1] for ep in ranks[2]]
+    missing = [key for key in expected if key not in files]
+    if missing or any(numbers != list(range(len(numbers))) for numbers in ranks):
+        raise TesseraError(f"files of some ranks are missing: {missing or ranks}", where=str(inner))
+    return files
+
+
+def _models(path: Path) -> list[dict[str, StoredTensor]]:
+    """Return the tensors of a rank's file for each virtual stage."""
+    content = read_torch_file(path)
+    if not isinstance(content, dict):
+        raise TesseraError("it holds no model", where=str(path))
+    chunks = [content["model"]] if "model" in content else []
+    while f"model{len(chunks)}" in content:
+        chunks.append(content[f"model{len(chunks)}"])
+    if not chunks or not all(isinstance(chunk, dict) for chunk in chunks):
+        raise TesseraError("it holds no model", where=str(path), fix="the key `model` or `model0` is expected")
+    return [dict(_tensors(chunk, path)) for chunk in chunks]
+
+
+def _tensors(chunk: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    for name, value in chunk.items():
+        if isinstance(value, StoredTensor):
+            yield str(name), value
+        elif value is not None and not str(name).endswith(
+            "_extra_state"
+        ):  # what Transformer Engine keeps beside layers
+            raise TesseraError(f"{name} in it is no tensor", where=str(path))
+
+
+def _found_layout(
+    form: MegatronForm, contents: Mapping[tuple[int, int, int], list[dict[str, StoredTensor]]]
+) -> MegatronLayout:
+    tp, pp, ep = (max(key[axis] for key in contents) + 1 for axis in range(3))
+    virtual = len(contents[0, 0, 0])
+    layers: dict[str, tuple[tuple[int, ...], ...]] = {}
+    if pp > 1 or virtual > 1:
+        for part in form.parts:
+            layers[part.option] = tuple(
+                tuple(_layers_in(part, contents[0, rank, 0], chunk) for rank in range(pp)) for chunk in range(virtual)
+            )
+    return MegatronLayout(tp, ep, layers)
+
+
+def _layers_in(part: PipelinePart, chunks: list[dict[str, StoredTensor]], chunk: int) -> int:
+    if chunk >= len(chunks):
+        return 0
+    numbers = {name.removeprefix(part.layers).split(".")[0] for name in chunks[chunk] if name.startswith(part.layers)}
+    return len(numbers)
+
+
+def _global_name(form: MegatronForm, layout: MegatronLayout, stage: int, ep: int, local: str) -> str:
+    part = form.part_of(local)
+    if part is None or not local.startswith(part.layers):
+        return local
+    number, _, rest = local.removeprefix(part.layers).partition(".")
+    if not number.isdecimal() or len(number) > 6 or int(number) >= sum(layout.stages(part)[stage : stage + 1]):
+        raise TesseraError(f"{local[:200]} has no number of a layer on its stage")
+    name = f"{part.layers}{int(number) + sum(layout.stages(part)[:stage])}.{rest}"
+    expert = LOCAL_EXPERT.fullmatch(name)
+    if expert is None or layout.ep == 1:
+        return name
+    return f"{expert[1]}{int(expert[2]) + ep * (form.experts // layout.ep)}{expert[3]}"
+
+
+def _shown(layout: MegatronLayout) -> str:
+    lists = ", ".join(f"{option} {[list(chunk) for chunk in chunks]}" for option, chunks in layout.layers.items())
+    return f"tp {layout.tp}, ep {layout.ep}" + (f", {lists}" if lists else "")

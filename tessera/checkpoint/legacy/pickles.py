@@ -1,0 +1,302 @@
+"""Read what a pickle describes without building any of it: no class is imported and no function is called.
+
+`describe` walks the opcodes with `pickletools`, which only decodes them. Containers and scalars become themselves; an
+object becomes a `Described` that holds the name of its class, its arguments and its state. Names that are not on the
+caller's list are refused, so that a poisoned file ends in an error and not in a surprise.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tessera.core.errors import TesseraError
+
+# Bounds for what a file may make us hold. The tensors of a model lie outside of its pickle.
+LARGEST_PICKLE = 256 << 20
+MOST_OPCODES = 20_000_000
+_MARK = object()
+_PUSHED = frozenset(
+    (
+        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+        *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+        *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+    )
+)
+_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "EMPTY_SET": set}
+_FIXED_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_IGNORED = frozenset({"PROTO", "FRAME"})
+
+
+@dataclass(frozen=True)
+class Name:
+    """Hold the name of a class or function, which is never imported."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(eq=False)
+class Described:
+    """Hold a pickle's description of an object: what would be called, with which arguments, and what would be set."""
+
+    name: Name
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+    items: dict[Any, Any] = field(default_factory=dict)
+    elements: list[Any] = field(default_factory=list)
+    new: bool = False
+    """Whether the class's `__new__` would be called, and not the name itself."""
+
+
+@dataclass(frozen=True)
+class PersistentId:
+    """Refer to an object outside of the pickle, such as the bytes of a tensor."""
+
+    value: Any
+
+
+def describe(data: bytes, allowed: Callable[[Name], bool], where: str) -> Any:
+    """Return what a pickle describes. `allowed` says which names it may contain."""
+    if len(data) > LARGEST_PICKLE:
+        raise TesseraError(
+            f"the pickle in it has {len(data):,} bytes; at most {LARGEST_PICKLE:,} are read", where=where
+        )
+    machine = _Machine(allowed, where)
+    try:
+        for number, (opcode, argument, position) in enumerate(pickletools.genops(data)):
+            if opcode.name == "STOP":
+                return machine.result()
+            if number == MOST_OPCODES:
+                raise TesseraError(f"the pickle in it has more than {MOST_OPCODES:,} opcodes", where=where)
+            machine.step(opcode.name, argument, position)
+    except (ValueError, IndexError, KeyError, TypeError, UnicodeError, OverflowError, RecursionError) as error:
+        raise TesseraError(f"this is not a pickle that can be read: {error}", where=where) from None
+    raise TesseraError("the pickle in it ends too early", where=where)
+
+
+class _Machine:
+    """Hold the stack and the memo of the pickle virtual machine."""
+
+    def __init__(self, allowed: Callable[[Name], bool], where: str) -> None:
+        self.allowed, self.where = allowed, where
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def result(self) -> Any:
+        (found,) = self.stack
+        if found is _MARK:
+            raise ValueError("nothing but a mark is left")
+        return found
+
+    def step(self, opcode: str, argument: Any, position: int | None) -> None:
+        """Carry out one opcode."""
+        if opcode in _PUSHED:
+            self.stack.append(argument)
+        elif opcode in _CONSTANTS:
+            self.stack.append(_CONSTANTS[opcode])
+        elif opcode in _EMPTY:
+            self.stack.append(_EMPTY[opcode]())
+        elif opcode in _FIXED_TUPLES:
+            count = _FIXED_TUPLES[opcode]
+            self.stack.append(tuple(reversed([self.pop() for _ in range(count)])))
+        elif opcode in _IGNORED:
+            pass
+        else:
+            handler = _HANDLERS.get(opcode)
+            if handler is None:
+                raise TesseraError(
+                    f"the pickle in it uses {opcode} at byte {position}, which is refused", where=self.where
+                )
+            handler(self, argument)
+
+    def pop(self) -> Any:
+        value = self.stack.pop()
+        if value is _MARK:
+            raise ValueError("a mark where a value belongs")
+        return value
+
+    def pop_to_mark(self) -> list[Any]:
+        """Return all values above the last mark, and take them and the mark off the stack."""
+        for index in range(len(self.stack) - 1, -1, -1):
+            if self.stack[index] is _MARK:
+                values = self.stack[index + 1 :]
+                del self.stack[index:]
+                return values
+        raise ValueError("a mark is missing")
+
+    def top(self) -> Any:
+        value = self.stack[-1]
+        if value is _MARK:
+            raise ValueError("a mark where a value belongs")
+        return value
+
+    def mark(self, _: Any) -> None:
+        self.stack.append(_MARK)
+
+    def discard(self, _: Any) -> None:
+        self.stack.pop()
+
+    def discard_to_mark(self, _: Any) -> None:
+        self.pop_to_mark()
+
+    def duplicate(self, _: Any) -> None:
+        self.stack.append(self.top())
+
+    def make_tuple(self, _: Any) -> None:
+        self.stack.append(tuple(self.pop_to_mark()))
+
+    def make_list(self, _: Any) -> None:
+        self.stack.append(self.pop_to_mark())
+
+    def make_dict(self, _: Any) -> None:
+        values = self.pop_to_mark()
+        self.stack.append(_dictionary(values))
+
+    def make_frozen_set(self, _: Any) -> None:
+        self.stack.append(frozenset(map(flat_key, self.pop_to_mark())))
+
+    def append(self, _: Any) -> None:
+        value = self.pop()
+        self.extend(self.top(), [value])
+
+    def append_many(self, _: Any) -> None:
+        values = self.pop_to_mark()
+        self.extend(self.top(), values)
+
+    def add_items(self, _: Any) -> None:
+        values = self.pop_to_mark()
+        target = self.top()
+        if not isinstance(target, set):
+            raise ValueError("elements are added to something that is no set")
+        target.update(map(flat_key, values))
+
+    def extend(self, target: Any, values: list[Any]) -> None:
+        if isinstance(target, list):
+            target.extend(values)
+        elif isinstance(target, Described):
+            target.elements.extend(values)
+        else:
+            raise ValueError("elements are appended to something that is no list")
+
+    def set_item(self, _: Any) -> None:
+        value, key = self.pop(), self.pop()
+        self.update(self.top(), _dictionary([key, value]))
+
+    def set_items(self, _: Any) -> None:
+        values = self.pop_to_mark()
+        self.update(self.top(), _dictionary(values))
+
+    def update(self, target: Any, items: dict[Any, Any]) -> None:
+        if isinstance(target, dict):
+            target.update(items)
+        elif isinstance(target, Described):
+            target.items.update(items)
+        else:
+            raise ValueError("items are set on something that is no dictionary")
+
+    def put(self, argument: int) -> None:
+        self.memo[argument] = self.top()
+
+    def put_next(self, _: Any) -> None:
+        self.memo[len(self.memo)] = self.top()
+
+    def get(self, argument: int) -> None:
+        self.stack.append(self.memo[argument])
+
+    def global_name(self, argument: str) -> None:
+        module, _, name = argument.partition(" ")
+        self.push_name(module, name)
+
+    def stack_global(self, _: Any) -> None:
+        name, module = self.pop(), self.pop()
+        self.push_name(module, name)
+
+    def push_name(self, module: Any, name: Any) -> None:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError("a name that is no text")
+        found = Name(module, name)
+        if not self.allowed(found):
+            raise TesseraError(
+                f"it refers to {found}, which has no business in a file of weights",
+                where=self.where,
+                fix="do not load this file with anything else either, unless you made it yourself; ask for safetensors",
+            )
+        self.stack.append(found)
+
+    def call(self, _: Any) -> None:
+        """Describe a call; nothing is called."""
+        arguments, function = self.pop(), self.pop()
+        if not isinstance(function, Name) or not isinstance(arguments, tuple):
+            raise ValueError("a call of something that is no name")
+        self.stack.append(Described(function, arguments))
+
+    def new_object(self, _: Any) -> None:
+        self.call(None)
+        self.top().new = True
+
+    def new_object_with_keywords(self, _: Any) -> None:
+        keywords = self.pop()
+        self.new_object(None)
+        self.update(self.top(), keywords)
+
+    def set_state(self, _: Any) -> None:
+        state, target = self.pop(), self.top()
+        if not isinstance(target, Described) or target.state is not None:
+            raise ValueError("a state for something that has none")
+        target.state = state
+
+    def persistent(self, _: Any) -> None:
+        self.stack.append(PersistentId(self.pop()))
+
+
+def _dictionary(values: list[Any]) -> dict[Any, Any]:
+    """Return a dictionary of keys and values that follow each other."""
+    return dict(zip(map(flat_key, values[::2]), values[1::2], strict=True))
+
+
+def flat_key(value: Any) -> Any:
+    """Return a key, or an element of a set, after checking that it is flat: to hash tuples in tuples may take forever,
+    or more stack than there is."""
+    if isinstance(value, PersistentId) or (
+        isinstance(value, tuple) and any(isinstance(item, (tuple, PersistentId)) for item in value)
+    ):
+        raise ValueError("a key that is nested")
+    return value
+
+
+_HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
+    "MARK": _Machine.mark,
+    "POP": _Machine.discard,
+    "POP_MARK": _Machine.discard_to_mark,
+    "DUP": _Machine.duplicate,
+    "TUPLE": _Machine.make_tuple,
+    "LIST": _Machine.make_list,
+    "DICT": _Machine.make_dict,
+    "FROZENSET": _Machine.make_frozen_set,
+    "APPEND": _Machine.append,
+    "APPENDS": _Machine.append_many,
+    "ADDITEMS": _Machine.add_items,
+    "SETITEM": _Machine.set_item,
+    "SETITEMS": _Machine.set_items,
+    "PUT": _Machine.put,
+    "BINPUT": _Machine.put,
+    "LONG_BINPUT": _Machine.put,
+    "MEMOIZE": _Machine.put_next,
+    "GET": _Machine.get,
+    "BINGET": _Machine.get,
+    "LONG_BINGET": _Machine.get,
+    "GLOBAL": _Machine.global_name,
+    "STACK_GLOBAL": _Machine.stack_global,
+    "REDUCE": _Machine.call,
+    "NEWOBJ": _Machine.new_object,
+    "NEWOBJ_EX": _Machine.new_object_with_keywords,
+    "BUILD": _Machine.set_state,
+    "BINPERSID": _Machine.persistent,
+}

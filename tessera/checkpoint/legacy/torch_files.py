@@ -1,0 +1,381 @@
+"""Read and write the zip files of `torch.save` without unpickling: tensors, plain containers and scalars.
+
+A reader returns `StoredTensor`s, which name bytes in the file and are read one at a time. A writer takes tensors one at
+a time as well, so that neither holds more than one tensor in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import stat
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Name, PersistentId, describe, flat_key
+from tessera.core.errors import TesseraError, first_line
+
+MOST_ENTRIES = 1_000_000
+MOST_AXES = 64
+_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+_STORAGES = {dtype: name for name, dtype in _DTYPES.items()}
+_BY_DTYPE_NAME = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (*_DTYPES.values(), torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
+}
+_REBUILD = Name("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_WITH_DTYPE = Name("torch._utils", "_rebuild_tensor_v3")
+_PARAMETER = Name("torch._utils", "_rebuild_parameter")
+_ORDERED = Name("collections", "OrderedDict")
+_SIZE = Name("torch", "Size")
+_ENCODE = Name("_codecs", "encode")
+# What training jobs store beside the weights. It is described and never built.
+_BESIDE = (
+    *("argparse.Namespace", "types.SimpleNamespace", "pathlib.PosixPath", "builtins.set", "__builtin__.set"),
+    *("numpy.", "torch.", "collections.", "megatron.core.", "megatron.training.", "mindspeed.", "mindspeed_mm."),
+)
+_NEVER = ("torch.hub", "torch.utils.cpp", "torch.load", "torch.jit", "numpy.load", "numpy.f2py", "numpy.testing")
+
+
+def plain_names(name: Name) -> bool:
+    """Return whether a file of weights may contain this name."""
+    full = str(name)
+    return name == _ENCODE or (full.startswith(_BESIDE) and not full.startswith(_NEVER))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Describe a tensor in a file: where its storage begins, and how the tensor lies in it."""
+
+    file: Path
+    storage_offset: int
+    """Position of the storage in the file, in bytes."""
+    storage_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """First element in the storage."""
+
+    def read(self) -> Tensor:
+        """Return a copy of the tensor in memory."""
+        if math.prod(self.shape) * self.dtype.itemsize > self.storage_bytes:
+            raise TesseraError("a tensor in it has more elements than its storage", where=str(self.file))
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype)
+        size = self.dtype.itemsize
+        first = self.storage_offset + self.offset * size
+        span = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) + 1
+        aligned = first - first % mmap.ALLOCATIONGRANULARITY
+        with open(self.file, "rb") as opened:
+            if first + span * size > os.fstat(opened.fileno()).st_size:
+                raise TesseraError("the file has become shorter since it was opened", where=str(self.file))
+            length = first - aligned + span * size
+            with mmap.mmap(opened.fileno(), length, offset=aligned, access=mmap.ACCESS_READ) as mapped:
+                data = torch.frombuffer(bytearray(mapped[first - aligned : length]), dtype=self.dtype)
+        return data.as_strided(self.shape, self.stride).contiguous()
+
+
+def read_torch_file(path: Path) -> Any:
+    """Return what a file of `torch.save` holds: containers, scalars, `StoredTensor`s; anything else is `Described`."""
+    with open_regular(path) as opened:
+        return read_torch_archive(opened, path, 0, os.fstat(opened.fileno()).st_size)
+
+
+def read_torch_archive(opened: IO[bytes], path: Path, start: int, length: int) -> Any:
+    """Return what the archive in these bytes of an open file holds."""
+    try:
+        with zipfile.ZipFile(_Window(opened, start, length)) as archive:
+            entries = _entries(archive, path)
+            pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
+            if len(pickles) != 1:
+                raise TesseraError("it is not a file of torch.save: it has no data.pkl", where=str(path))
+            folder = pickles[0].removesuffix("data.pkl")
+            if entries.get(folder + "byteorder") and archive.read(folder + "byteorder") != b"little":
+                raise TesseraError(
+                    "its bytes are in big-endian order", where=str(path), fix="save it again on x86 or ARM"
+                )
+            reader = _TorchReader(path, start, folder, entries, opened)
+            return reader.build(describe(archive.read(pickles[0]), plain_names, str(path)))
+    except TesseraError:
+        raise
+    except (
+        zipfile.BadZipFile,
+        EOFError,
+        NotImplementedError,
+        OSError,
+        ValueError,
+        TypeError,
+        OverflowError,
+        MemoryError,
+        RuntimeError,
+        struct.error,
+    ) as error:
+        raise TesseraError(
+            f"it is not a file of torch.save: {error}",
+            where=str(path),
+            fix="files of torch before 1.6 are not read: load and save them once with a newer torch",
+        ) from None
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file for reading; pipes, folders and devices are refused."""
+    try:
+        opened = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    except (OSError, ValueError) as error:
+        raise TesseraError(f"it cannot be opened: {first_line(error)}", where=str(path)) from None
+    if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+        opened.close()
+        raise TesseraError("it is not a regular file", where=str(path))
+    return opened
+
+
+def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
+    """Return the archive's entries by name after checking that they are stored as they are and lie in the file."""
+    listed = archive.infolist()
+    if len(listed) > MOST_ENTRIES:
+        raise TesseraError(f"it has {len(listed):,} entries; at most {MOST_ENTRIES:,} are read", where=str(path))
+    entries = {entry.filename: entry for entry in listed}
+    if len(entries) != len(listed):
+        raise TesseraError("two entries of it have one name", where=str(path))
+    for entry in listed:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+            raise TesseraError(f"{entry.filename!r} in it is compressed; torch.save never does that", where=str(path))
+    return entries
+
+
+class _Window:
+    """Read a part of a file like a whole one."""
+
+    def __init__(self, opened: IO[bytes], start: int, length: int) -> None:
+        self.opened, self.start, self.length, self.position = opened, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
+        if base + offset < 0:
+            raise OSError("a position before the beginning")
+        self.position = base + offset
+        return self.position
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self.length - self.position, 0)
+        self.opened.seek(self.start + self.position)
+        asked = left if size < 0 else min(size, left)
+        if asked > LARGEST_PICKLE:  # tensors are not read here
+            raise ValueError(f"a list or a pickle of {asked:,} bytes")
+        data = self.opened.read(asked)
+        self.position += len(data)
+        return data
+
+
+class _TorchReader:
+    """Turn what the pickle describes into containers, scalars and stored tensors."""
+
+    def __init__(
+        self, path: Path, start: int, folder: str, entries: Mapping[str, zipfile.ZipInfo], opened: IO[bytes]
+    ) -> None:
+        self.path, self.start, self.folder, self.entries, self.opened = path, start, folder, entries, opened
+        self.made: dict[int, Any] = {}  # by the id of what the pickle described, which outlives this reader
+        self.storages: dict[str, tuple[int, int]] = {}
+
+    def build(self, found: Any, depth: int = 0) -> Any:
+        if depth > 200:
+            raise TesseraError("what it holds is nested more than 200 levels deep", where=str(self.path))
+        if isinstance(found, (Described, list, tuple, dict)):
+            if id(found) not in self.made:
+                self.made[id(found)] = None  # a container that contains itself
+                self.made[id(found)] = (
+                    self.build_described(found, depth)
+                    if isinstance(found, Described)
+                    else self.build_container(found, depth)
+                )
+            return self.made[id(found)]
+        if isinstance(found, Name) and found.module == "torch" and found.name in _BY_DTYPE_NAME:
+            return _BY_DTYPE_NAME[found.name]
+        return found
+
+    def build_container(self, found: Any, depth: int) -> Any:
+        if isinstance(found, dict):
+            return {flat_key(self.build(key, depth + 1)): self.build(item, depth + 1) for key, item in found.items()}
+        return type(found)(self.build(value, depth + 1) for value in found)
+
+    def build_described(self, found: Described, depth: int) -> Any:
+        if found.name in (_REBUILD, _REBUILD_WITH_DTYPE):
+            return self.tensor(found)
+        if found.name == _PARAMETER and found.arguments:
+            return self.build(found.arguments[0], depth + 1)
+        if found.name == _ORDERED:
+            pairs = found.arguments[0] if found.arguments else []
+            # Not by way of `build`: this dictionary ends here, and its id would soon be that of another one.
+            given = {flat_key(key): value for key, value in pairs}
+            return self.build_container({**given, **found.items}, depth + 1)
+        if found.name == _SIZE and len(found.arguments) == 1:
+            return tuple(found.arguments[0])
+        if found.name == _ENCODE and len(found.arguments) == 2 and isinstance(found.arguments[0], str):
+            return found.arguments[0].encode("latin-1")
+        return found
+
+    def tensor(self, found: Described) -> StoredTensor:
+        try:
+            storage, offset, shape, stride = found.arguments[:4]
+            kind, class_name, key, _, elements = storage.value
+            if found.name == _REBUILD_WITH_DTYPE:
+                dtype = _BY_DTYPE_NAME[found.arguments[6].name]
+            else:
+                dtype = _DTYPES[class_name.name]
+            shape, stride = self.build(shape), self.build(stride)
+            numbers = [offset, elements, *shape, *stride]
+            sound = kind == "storage" and isinstance(key, str) and isinstance(storage, PersistentId)
+            sound = sound and len(shape) == len(stride) <= MOST_AXES
+            sound = sound and all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+            sound = sound and math.prod(max(size, 1) for size in shape) * dtype.itemsize < 1 << 62
+        except (ValueError, AttributeError, KeyError, TypeError, IndexError):
+            sound = False
+        if not sound:
+            raise TesseraError("a tensor in it is described in a way that torch does not", where=str(self.path))
+        begin, length = self.storage(key)
+        last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
+        if 0 not in shape and last * dtype.itemsize > length:
+            raise TesseraError(f"a tensor in it reaches beyond its storage {key!r}", where=str(self.path))
+        return StoredTensor(self.path, begin, length, dtype, tuple(shape), tuple(stride), offset)
+
+    def storage(self, key: str) -> tuple[int, int]:
+        """Return where the bytes of a storage begin in the file, and how many there are."""
+        if key not in self.storages:
+            entry = self.entries.get(f"{self.folder}data/{key}")
+            if entry is None:
+                raise TesseraError(f"its storage {key!r} is missing", where=str(self.path))
+            self.opened.seek(self.start + entry.header_offset)
+            header = self.opened.read(30)
+            if len(header) != 30 or header[:4] != b"PK\x03\x04":
+                raise TesseraError(f"the header of its storage {key!r} is damaged", where=str(self.path))
+            name, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+            begin = self.start + entry.header_offset + 30 + name + extra
+            if begin + entry.file_size > os.fstat(self.opened.fileno()).st_size:
+                raise TesseraError(f"its storage {key!r} ends behind the end of the file", where=str(self.path))
+            self.storages[key] = begin, entry.file_size
+        return self.storages[key]
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+class TorchFileWriter:
+    """Write a file that `torch.load` reads, tensor by tensor.
+
+    The pickle comes first and needs no bytes of tensors, only their shapes and types (`PlannedTensor`).
+    """
+
+    def __init__(self, target: Path | IO[bytes], content: Any, folder: str = "archive") -> None:
+        """Write the pickle of `content`: of containers, scalars, and `PlannedTensor`s where tensors will be."""
+        pickled = PickleWriter()
+        data = pickled.dumps(content)
+        self.plans, self.folder, self.written = pickled.plans, folder, 0
+        self.archive = zipfile.ZipFile(target, "x" if isinstance(target, Path) else "w", zipfile.ZIP_STORED)
+        self._write("data.pkl", data)
+        self._write("byteorder", b"little")
+
+    def write_tensor(self, tensor: Tensor) -> None:
+        """Write the bytes of the next tensor, in the order in which `content` names them."""
+        plan = self.plans[self.written]
+        assert (tensor.dtype, tuple(tensor.shape)) == (plan.dtype, plan.shape), (plan, tensor.dtype, tensor.shape)
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        with self.archive.open(zipfile.ZipInfo(f"{self.folder}/data/{self.written}"), "w", force_zip64=True) as entry:
+            entry.write(data.data)
+        self.written += 1
+
+    def close(self) -> None:
+        """Complete the file. All tensors must have been written."""
+        assert self.written == len(self.plans), f"{self.written} of {len(self.plans)} tensors"
+        self._write("version", b"3\n")
+        self.archive.close()
+
+    def _write(self, name: str, data: bytes) -> None:
+        self.archive.writestr(zipfile.ZipInfo(f"{self.folder}/{name}"), data)
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """Describe a tensor that will be written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class PickleWriter:
+    """Write opcodes of pickle protocol 2 for containers, scalars, tensors and what `Described` names; nothing else."""
+
+    def __init__(self) -> None:
+        self.plans: list[PlannedTensor] = []
+
+    def dumps(self, content: Any) -> bytes:
+        """Return the pickle. `plans` then lists the tensors in it."""
+        return b"\x80\x02" + self._value(content) + b"."
+
+    def _value(self, value: Any) -> bytes:
+        match value:
+            case None:
+                return b"N"
+            case bool():
+                return b"\x88" if value else b"\x89"
+            case int():
+                size = value.bit_length() // 8 + 1
+                return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
+            case float():
+                return b"G" + struct.pack(">d", value)
+            case str():
+                data = value.encode("utf-8")
+                return b"X" + len(data).to_bytes(4, "little") + data
+            case PlannedTensor():
+                return self._tensor(value)
+            case Name():
+                return b"c" + value.module.encode() + b"\n" + value.name.encode() + b"\n"
+            case PersistentId():
+                return self._value(value.value) + b"Q"
+            case Described():
+                called = self._value(value.name) + self._value(value.arguments) + (b"\x81" if value.new else b"R")
+                return called if value.state is None else called + self._value(value.state) + b"b"
+            case Mapping():
+                return b"}(" + b"".join(self._value(k) + self._value(v) for k, v in value.items()) + b"u"
+            case tuple():
+                return b"(" + b"".join(map(self._value, value)) + b"t"
+            case list():
+                return b"](" + b"".join(map(self._value, value)) + b"e"
+        raise AssertionError(f"{type(value).__name__} is never written to such a file")
+
+    def _tensor(self, plan: PlannedTensor) -> bytes:
+        """Describe a tensor that has a storage of its own."""
+        if plan.dtype not in _STORAGES:
+            raise TesseraError(f"{plan.dtype} has no form that all versions of torch read", fix="convert to bfloat16")
+        key = str(len(self.plans))
+        self.plans.append(plan)
+        stride = tuple(math.prod(max(size, 1) for size in plan.shape[axis + 1 :]) for axis in range(len(plan.shape)))
+        class_name = Name("torch", _STORAGES[plan.dtype])
+        storage = PersistentId(("storage", class_name, key, "cpu", math.prod(plan.shape)))
+        arguments = (storage, 0, plan.shape, stride, False, Described(_ORDERED))
+        return self._value(Described(_REBUILD, arguments))

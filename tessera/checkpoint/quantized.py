@@ -1,0 +1,220 @@
+"""Weights that a folder keeps in fewer bits, as the tensors they stand for: fp8, bitsandbytes NF4 and FP4, GPTQ, AWQ.
+
+Each layout stores one weight in several tensors. `find_quantized` recognises them by their names and says how a weight
+is computed; whoever reads a folder then sees weights under their usual names, in the type that config.json names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
+
+Shapes = Mapping[str, tuple[int, ...]]
+_FP8 = ("F8_E4M3", "F8_E5M2")
+_STATE = ".quant_state.bitsandbytes__"
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight values of a word lie in it
+
+
+@dataclass(frozen=True)
+class QuantizedWeight(ABC):
+    """Describe one weight: its shape, and the names of the tensors that it is computed from."""
+
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+
+    @abstractmethod
+    def dequantize(self, parts: list[Tensor]) -> Tensor:
+        """Return the weight in float32."""
+
+
+@dataclass(frozen=True)
+class ScaledFloat8(QuantizedWeight):
+    """Dequantize an fp8 tensor by its scales: one in all, per row, or per block of the last two dimensions."""
+
+    block: tuple[int, int] | None = None
+
+    def dequantize(self, parts: list[Tensor]) -> Tensor:
+        weight, scale = parts[0].float(), parts[1].float()
+        if self.block is None:
+            rows = scale.numel() == weight.shape[0] and scale.numel() > 1
+            return weight * (scale.reshape(-1, *[1] * (weight.dim() - 1)) if rows else scale.reshape(()))
+        for dim, size in zip((-2, -1), self.block, strict=True):
+            scale = scale.repeat_interleave(size, dim=dim).narrow(dim, 0, weight.shape[dim])
+        return weight * scale
+
+
+@dataclass(frozen=True)
+class FourBit(QuantizedWeight):
+    """Dequantize a tensor of bitsandbytes: two values per byte, each an entry of a table times its block's largest."""
+
+    blocksize: int = 64
+    nested_blocksize: int = 0
+    nested_offset: float = 0.0
+
+    def dequantize(self, parts: list[Tensor]) -> Tensor:
+        packed, absmax, table = parts[0].reshape(-1), parts[1], parts[2].float()
+        if self.nested_blocksize:  # the scales are quantized once more, with a table and scales of their own
+            outer = parts[3].float().repeat_interleave(self.nested_blocksize)[: absmax.numel()]
+            scales = parts[4].float()[absmax.long()] * outer + self.nested_offset
+        else:
+            scales = absmax.float()
+        values = table[torch.stack([packed >> 4, packed & 15], dim=1).reshape(-1).long()]
+        count = math.prod(self.shape)
+        scaled = values[:count] * scales.repeat_interleave(self.blocksize)[:count]
+        return scaled.reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class GptqWeight(QuantizedWeight):
+    """Dequantize a layer of GPTQ: values packed along the inputs, zeros along the outputs, a group for each input."""
+
+    bits: int = 4
+    zero_offset: int = 1  # the first layout stores zeros less one
+
+    def dequantize(self, parts: list[Tensor]) -> Tensor:
+        qweight, qzeros, scales = parts[:3]
+        inputs = self.shape[1]
+        values = _unpack(qweight.t().contiguous(), self.bits)[:, :inputs]  # [outputs, inputs]
+        zeros = (_unpack(qzeros, self.bits)[:, : self.shape[0]] + self.zero_offset) & ((1 << self.bits) - 1)
+        if len(parts) > 3:
+            groups = parts[3].long()
+        else:
+            groups = torch.arange(inputs) // -(-inputs // scales.shape[0])
+        return (values.float() - zeros.t()[:, groups].float()) * scales.t()[:, groups].float()
+
+
+@dataclass(frozen=True)
+class AwqWeight(QuantizedWeight):
+    """Dequantize a layer of AWQ: values and zeros packed along the outputs, in an order of their own."""
+
+    def dequantize(self, parts: list[Tensor]) -> Tensor:
+        qweight, qzeros, scales = parts
+        order = torch.tensor(_AWQ_ORDER)
+        values, zeros = (
+            _unpack(packed, 4).reshape(packed.shape[0], -1, 8)[:, :, order].reshape(packed.shape[0], -1)
+            for packed in (qweight, qzeros)
+        )  # [inputs, outputs] and [groups, outputs]
+        each = values.shape[0] // zeros.shape[0]
+        zeros, spread = zeros.repeat_interleave(each, dim=0), scales.float().repeat_interleave(each, dim=0)
+        return ((values - zeros).float() * spread).t().contiguous()
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """Return the values in the 32-bit words of the last dimension, lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    values = (packed.to(torch.int32).unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return values.reshape(*packed.shape[:-1], -1)
+
+
+# ---------------------------------------------------------------------------------------------- recognition
+
+
+def find_quantized(
+    shapes: Shapes, kinds: Mapping[str, str], states: Mapping[str, Tensor], config: Mapping[str, Any], where: str
+) -> tuple[dict[str, QuantizedWeight], set[str]]:
+    """Return the weights that are kept in fewer bits, by their usual names, and all names that belong to them.
+
+    `kinds`: types as safetensors spell them. `states`: the small tensors in which bitsandbytes describes a weight.
+    `config`: the `quantization_config` of config.json, which may be empty.
+    """
+    found: dict[str, QuantizedWeight] = {}
+    for name in shapes:
+        if name.endswith("_scale_inv") and kinds.get(name.removesuffix("_scale_inv")) in _FP8:
+            weight = name.removesuffix("_scale_inv")
+            found[weight] = _blocks(weight, name, shapes, config, where)
+        elif name.endswith("_scale") and kinds.get(name.removesuffix("_scale")) in _FP8:
+            weight = name.removesuffix("_scale")
+            found[weight] = _one_scale(weight, name, shapes, where)
+        elif _STATE in name:
+            weight, _, kind = name.partition(_STATE)
+            found[weight] = _four_bit(weight, name, kind, shapes, states, where)
+        elif name.endswith(".qweight"):
+            found[name.removesuffix("qweight") + "weight"] = _integers(
+                name.removesuffix("qweight"), shapes, config, where
+            )
+    used = {part for weight in found.values() for part in weight.parts}
+    used |= {name for name in shapes if _STATE in name and name.partition(_STATE)[0] in found}
+    # Scales of activations, which are computed anew in every forward pass.
+    used |= {name for name in shapes if name.endswith((".input_scale", ".activation_scale", ".input_scale_inv"))}
+    alone = [name for name in shapes if kinds[name] in _FP8 and name not in used]
+    if alone:
+        raise TesseraError(f"{alone[0]} is stored in fp8 without its scales", where=where)
+    return found, used
+
+
+def _blocks(weight: str, scale: str, shapes: Shapes, config: Mapping[str, Any], where: str) -> ScaledFloat8:
+    size = config.get("weight_block_size") or (128, 128)
+    shape, scales = shapes[weight], shapes[scale]
+    if math.prod(scales) == 1:
+        return ScaledFloat8(shape, (weight, scale))
+    sound = isinstance(size, (list, tuple)) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+    fits = sound and len(shape) == len(scales) >= 2 and shape[:-2] == scales[:-2]
+    if not fits or any(-(-n // block) != m for n, m, block in zip(shape[-2:], scales[-2:], size, strict=True)):
+        raise TesseraError(
+            f"{scale} {list(scales)} does not fit {weight} {list(shape)} in blocks of {size}", where=where
+        )
+    return ScaledFloat8(shape, (weight, scale), (int(size[0]), int(size[1])))
+
+
+def _one_scale(weight: str, scale: str, shapes: Shapes, where: str) -> ScaledFloat8:
+    if math.prod(shapes[scale]) not in (1, shapes[weight][0]):
+        raise TesseraError(f"{scale} {list(shapes[scale])} does not fit {weight} {list(shapes[weight])}", where=where)
+    return ScaledFloat8(shapes[weight], (weight, scale))
+
+
+def _four_bit(
+    weight: str, name: str, kind: str, shapes: Shapes, states: Mapping[str, Tensor], where: str
+) -> QuantizedWeight:
+    try:
+        state = json.loads(bytes(states[name].tolist()).decode("utf-8"))
+        shape, blocksize = tuple(int(n) for n in state["shape"]), int(state["blocksize"])
+        nested = int(state.get("nested_blocksize") or 0)
+        offset = float(state.get("nested_offset") or 0.0)
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise TesseraError(f"{name} does not describe a weight: {error}", where=where) from None
+    parts = [weight, f"{weight}.absmax", f"{weight}.quant_map"]
+    if nested:
+        parts += [f"{weight}.nested_absmax", f"{weight}.nested_quant_map"]
+    missing = [part for part in parts if part not in shapes]
+    count = math.prod(shape)
+    sound = kind in ("nf4", "fp4") and blocksize > 0 and min(shape, default=0) > 0
+    if missing or not sound or math.prod(shapes[weight]) != -(-count // 2):
+        raise TesseraError(f"{weight} is not the {kind} of {list(shape)}: {missing or 'sizes do not fit'}", where=where)
+    if math.prod(shapes[parts[1]]) != -(-count // blocksize):
+        raise TesseraError(f"{parts[1]} does not have one scale for each {blocksize} values", where=where)
+    return FourBit(shape, tuple(parts), blocksize, nested, offset)
+
+
+def _integers(prefix: str, shapes: Shapes, config: Mapping[str, Any], where: str) -> QuantizedWeight:
+    method = config.get("quant_method")
+    names = [prefix + part for part in ("qweight", "qzeros", "scales")]
+    missing = [name for name in names if name not in shapes]
+    if missing:
+        raise TesseraError(f"{missing[0]} is missing beside {names[0]}", where=where)
+    packed, outputs = shapes[names[0]], shapes[names[2]][1]
+    if method == "awq":
+        if config.get("version", "gemm").lower() != "gemm" or config.get("bits", config.get("w_bit", 4)) != 4:
+            raise TesseraError("AWQ is read in its gemm layout with 4 bits", where=where)
+        return AwqWeight((outputs, packed[0]), tuple(names))
+    if method == "gptq":
+        bits = config.get("bits", 4)
+        if bits not in (2, 4, 8):
+            raise TesseraError(f"GPTQ with {bits} bits is not read", where=where, allowed=["2", "4", "8"])
+        if prefix + "g_idx" in shapes:
+            names.append(prefix + "g_idx")
+        offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+        return GptqWeight((outputs, packed[0] * 32 // bits), tuple(names), bits, offset)
+    raise TesseraError(
+        f"weights are kept as integers by the method {method!r}, which is not read",
+        where=where,
+        allowed=["gptq", "awq", "fp8", "bitsandbytes"],
+    )

@@ -1,0 +1,265 @@
+"""Offer the verbs that start a run or a program, or write the job that starts one, and the options that verbs share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tessera.core.errors import TesseraError, first_line
+
+if TYPE_CHECKING:
+    from tessera.cli.cluster import Cluster
+    from tessera.core.callback import Callback
+TrustFlag = Annotated[
+    bool, typer.Option("--trust", help="import and call what a folder names that you did not make; see SECURITY.md")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key=value, for example optim.lr=1e-4", metavar="[KEY=VALUE]...")
+]
+Ranks = Annotated[int, typer.Option("--nproc", help="ranks on this machine")]
+Port = Annotated[int | None, typer.Option("--port", help="port of the rendezvous; default: a free one")]
+Nodes = Annotated[str, typer.Option("--nnodes", help="machines: 4, or 2:4 for as many as come (elastic)")]
+NodeRank = Annotated[int | None, typer.Option("--node-rank", help="number of this machine, from 0")]
+Master = Annotated[str | None, typer.Option("--master", help="HOST:PORT on machine 0: rendezvous of fixed machines")]
+Rendezvous = Annotated[str | None, typer.Option("--rdzv", help="HOST:PORT: the rendezvous of elastic machines")]
+Restarts = Annotated[int, typer.Option("--restarts", help="times to start the ranks again after one failed")]
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe")],
+    overrides: Overrides = None,
+    nproc: Ranks = 1,
+    port: Port = None,
+    nnodes: Nodes = "1",
+    node_rank: NodeRank = None,
+    master: Master = None,
+    rdzv: Rendezvous = None,
+    restarts: Restarts = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a run of the same name")] = False,
+    or_resume: Annotated[bool, typer.Option("--or-resume", help="go on if the run has checkpoints already")] = False,
+) -> None:
+    """Train by a recipe."""
+    from tessera.cli.cluster import parse_cluster
+    from tessera.core.config import parse_overrides
+    from tessera.core.run_config import load_config
+
+    cluster = parse_cluster(
+        nproc=nproc, nnodes=nnodes, node_rank=node_rank, master=master, rdzv=rdzv, restarts=restarts, port=port
+    )
+    settings = {**parse_overrides(overrides or []), **_read_environment(cluster)}
+    config = load_config(recipe, settings)  # before any rank starts: a misspelt key should cost a second, not a cluster
+    if overwrite and (or_resume or cluster.elastic or restarts):
+        raise TesseraError(
+            "a run that goes on by itself would be replaced each time", where="--overwrite", fix="leave --overwrite out"
+        )
+    if cluster.launches:
+        from tessera.cli.launch import launch
+        from tessera.training.run_folder import check_fresh
+
+        if not or_resume and cluster.node_rank == 0 and not cluster.elastic:
+            check_fresh(config.folder, overwrite)
+        # Ranks that are started again must go on with what the first attempt has saved.
+        again = or_resume or cluster.elastic or restarts > 0
+        flags = [*(["--overwrite"] if overwrite else []), *(["--or-resume"] if again else [])]
+        words = ["train", str(recipe), *(overrides or []), *flags]
+        launch(words, cluster, config)
+        return
+    from tessera.core.trust import named_code
+    from tessera.training.run import resume as go_on
+    from tessera.training.run import train as run
+    from tessera.training.run_folder import run_exists
+
+    callbacks = _prepare_rank()
+    if or_resume and run_exists(config.folder):  # the recipe names the same code
+        _finish(go_on(config.folder, settings, trust=named_code(config), callbacks=callbacks))
+    else:
+        _finish(run(recipe, settings, overwrite=overwrite, callbacks=callbacks))
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(help="folder of the run")],
+    overrides: Overrides = None,
+    nproc: Ranks = 1,
+    port: Port = None,
+    nnodes: Nodes = "1",
+    node_rank: NodeRank = None,
+    master: Master = None,
+    rdzv: Rendezvous = None,
+    restarts: Restarts = 0,
+    trust: TrustFlag = False,
+) -> None:
+    """Go on with a run from its newest good checkpoint, on any number of ranks."""
+    from tessera.cli.cluster import parse_cluster
+    from tessera.core.config import parse_overrides
+    from tessera.training.run import resume as go_on
+    from tessera.training.run import resume_config
+
+    cluster = parse_cluster(
+        nproc=nproc, nnodes=nnodes, node_rank=node_rank, master=master, rdzv=rdzv, restarts=restarts, port=port
+    )
+    settings = {**parse_overrides(overrides or []), **_read_environment(cluster)}
+    config = resume_config(run, settings, trust)
+    if cluster.launches:
+        from tessera.cli.launch import launch
+
+        launch(["resume", str(run), *(overrides or []), *(["--trust"] if trust else [])], cluster, config)
+        return
+    _finish(go_on(run, settings, trust=trust, callbacks=_prepare_rank()))
+
+
+def preflight(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe")],
+    overrides: Overrides = None,
+    nproc: Ranks = 1,
+    port: Port = None,
+    nnodes: Nodes = "1",
+    node_rank: NodeRank = None,
+    master: Master = None,
+    rdzv: Rendezvous = None,
+) -> None:
+    """Check that a cluster works: start all ranks, compare them, run one collective, and end."""
+    from tessera.cli.cluster import parse_cluster
+    from tessera.core.config import parse_overrides
+    from tessera.core.run_config import load_config
+
+    settings = parse_overrides(overrides or [])
+    config = load_config(recipe, settings)
+    cluster = parse_cluster(nproc=nproc, nnodes=nnodes, node_rank=node_rank, master=master, rdzv=rdzv, port=port)
+    if cluster.launches:
+        from tessera.cli.launch import launch
+
+        words = ["preflight", str(recipe), *(overrides or [])]
+        launch(words, cluster, config)
+        return
+    from tessera.tools.dry_run import preflight as check
+
+    for line in check(recipe, settings):
+        typer.echo(line)
+
+
+def launch(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe, by the path it has on the machines")],
+    overrides: Overrides = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="write an sbatch file")] = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="write a PyTorchJob manifest")] = False,
+    nodes: Annotated[int, typer.Option("--nodes", help="machines")] = 1,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="devices, and so ranks, per machine")] = 8,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="file to write; default: the screen")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="of the job; default: the run's")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="Slurm")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="Slurm")] = None,
+    time_limit: Annotated[str | None, typer.Option("--time", help="Slurm, such as 24:00:00")] = None,
+    cpus_per_rank: Annotated[int | None, typer.Option("--cpus-per-rank", help="Slurm")] = None,
+    setup: Annotated[str | None, typer.Option("--setup", help="Slurm: a shell line to run first")] = None,
+    image: Annotated[str | None, typer.Option("--image", help="Kubernetes: container image")] = None,
+    pvc: Annotated[str | None, typer.Option("--pvc", help="Kubernetes: claim with data and runs")] = None,
+    mount: Annotated[str, typer.Option("--mount", help="Kubernetes: where the claim is mounted")] = "/data",
+    namespace: Annotated[str | None, typer.Option("--namespace", help="Kubernetes")] = None,
+    resource: Annotated[str, typer.Option("--resource", help="Kubernetes: name of a device")] = "nvidia.com/gpu",
+    workdir: Annotated[str | None, typer.Option("--workdir", help="Kubernetes: working folder")] = None,
+) -> None:
+    """Write a recipe as a job for Slurm or Kubernetes; the job is not started."""
+    from tessera.cli.cluster import Job, kubernetes_manifest, slurm_script
+    from tessera.core.config import parse_overrides
+    from tessera.core.run_config import load_config
+
+    if slurm == kubernetes:
+        raise TesseraError("for which scheduler?", where="tessera launch", allowed=["--slurm", "--kubernetes"])
+    config = load_config(recipe, parse_overrides(overrides or []))
+    job = Job([str(recipe), *(overrides or [])], name or config.name, nodes, gpus_per_node)
+    if slurm:
+        text = slurm_script(
+            job,
+            partition=partition,
+            account=account,
+            time_limit=time_limit,
+            cpus_per_rank=cpus_per_rank,
+            setup=setup,
+        )
+    else:
+        text = kubernetes_manifest(
+            job,
+            image=image,
+            pvc=pvc,
+            mount=mount,
+            namespace=namespace,
+            resource=resource,
+            workdir=workdir,
+        )
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        write_output(output, text, "--output")
+
+
+def _read_environment(cluster: Cluster) -> dict[str, Any]:
+    """Check the environment variables of a run and explain them once; return the settings that follow from them."""
+    from tessera.compat.debug import check_debug
+    from tessera.compat.environment import explain_environment
+    from tessera.core.dist import environment_ranks
+
+    explain_environment()
+    return check_debug(cluster.ranks if cluster.launches else environment_ranks()[1])
+
+
+def _prepare_rank() -> list[Callback]:
+    """Wait for a debugger if one is asked for, bind this rank to cores, and return the callbacks of that."""
+    from tessera.compat.debug import wait_for_debugger
+    from tessera.compat.environment import prepare_rank
+
+    wait_for_debugger()
+    return prepare_rank()
+
+
+def _finish(run: object) -> None:
+    from tessera.training.run import Run
+
+    assert isinstance(run, Run)
+    if int(os.environ.get("RANK", 0)) == 0:
+        word = f"stopped by {run.stopped}, saved" if run.stopped else "done"
+        typer.echo(f"{word}: {run.folder}")
+
+
+def run_script(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="a Python program; what follows are its own arguments")],
+    as_megatron: Annotated[
+        bool, typer.Option("--as-megatron", help="serve megatron, mindspeed and mindspeed_mm from Tessera")
+    ] = False,
+) -> None:
+    """Run a program that imports Megatron or MindSpeed-MM, unmodified, without either of them installed."""
+    from tessera.compat.run import run_script
+    from tessera.core import log
+    from tessera.core.dist import environment_ranks
+
+    if not as_megatron:
+        raise TesseraError(
+            "nothing says as what the script should run",
+            where="tessera run",
+            fix=f"tessera run --as-megatron {script}; a script without these imports runs with plain python",
+        )
+    log.setup(environment_ranks()[0])
+    run_script(script, context.args)
+
+
+def check_output(path: Path | None, option: str) -> None:
+    """Refuse a file that cannot be written, before the work for it begins."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise TesseraError(f"{path} is a folder", where=option, fix=f"name a file in it, such as {path / 'result'}")
+    existing = next((folder for folder in path.absolute().parents if folder.exists()), None)
+    if existing is None or not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise TesseraError(f"nothing can be written to {existing}", where=option, fix="name another file")
+
+
+def write_output(path: Path, text: str, option: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TesseraError(f"{path} cannot be written: {first_line(error)}", where=option) from None
+    typer.echo(f"wrote {path}")

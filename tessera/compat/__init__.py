@@ -1,0 +1,1 @@
+"""Offer the surfaces of Megatron and MindSpeed-MM: the only package that looks like somebody else's API."""

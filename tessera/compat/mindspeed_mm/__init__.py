@@ -1,0 +1,1 @@
+"""Offer the surface of MindSpeed-MM: flags, job files, classes and the training entry."""

@@ -1,0 +1,269 @@
+"""Translate a MindSpeed-MM job into one Tessera recipe, with a report of every flag and key.
+
+args = parse_args()
+recipe, report = recipe_of(args)
+report.check()           # raises if something is not supported
+tessera.train(recipe)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tessera.compat.mindspeed_mm.arguments import Args, given_flags
+from tessera.compat.mindspeed_mm.data_json import DataFile, read_data
+from tessera.compat.mindspeed_mm.model_json import TEXT, VISION, ModelFile, read_model, recompute_patterns
+from tessera.compat.mindspeed_mm.recipe_parts import (
+    KEEP_ALL,
+    compare_with_folder,
+    data_section,
+    ema_setting,
+    family_of_folder,
+    foreign_checkpoint,
+    is_foreign_checkpoint,
+    lora_targets,
+    nested,
+    note_behaviour,
+    optimizer_section,
+    our_modules,
+    precision_section,
+    run_place,
+    set_tools,
+    training_steps,
+)
+from tessera.compat.mindspeed_mm.report import JobReport
+from tessera.core.errors import TesseraError
+
+WHERE = "command line"
+_SHELL_SIZES = {
+    "vocab_size": "text.vocab_size",
+    "padded_vocab_size": "text.vocab_size",
+    "num_layers": "text.num_hidden_layers",
+    "hidden_size": "text.hidden_size",
+    "ffn_hidden_size": "text.intermediate_size",
+    "num_attention_heads": "text.num_attention_heads",
+    "num_query_groups": "text.num_key_value_heads",
+    "kv_channels": "text.head_dim",
+    "max_position_embeddings": "text.max_position_embeddings",
+    "rotary_base": "text.rope_theta",
+}
+
+
+def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
+    """Return the recipe of a job and what becomes of each of its flags and keys."""
+    report = JobReport()
+    for flag in given_flags(args):
+        outcome = {"honoured": "mapped", "meaningless": "not needed", "refused": "not supported"}[flag.state]
+        report.add(WHERE, flag.name, getattr(args, flag.destination), outcome, flag.note)  # type: ignore[arg-type]
+    model_source, data_source = args.mm_model or "section model", args.mm_data or "section data"
+    for name, source in (("model", model_source), ("data", data_source)):
+        if not args.mm.get(name).keys():
+            raise TesseraError(f"the job has no {source}", where=WHERE, fix=f"name it: --mm-{name} {name}.json")
+    model = read_model(args.mm.model.to_dict(), model_source, report)
+    compare_shell_sizes(args, model, model_source)
+    family = model.family or family_of_folder(args.load_base_model or args.load or model.folder)
+    data = read_data(args.mm.data.to_dict(), data_source, report, family)
+    recipe: dict[str, Any] = {}
+    _place(recipe, args)
+    _set_model(recipe, args, model, data, report)
+    _set_data(recipe, args, data)
+    _set_parallel(recipe, args, model)
+    recipe["precision"] = precision_section(args)
+    _set_training(recipe, args, data, report)
+    set_tools(recipe, args.mm.tool.to_dict(), args.mm_tool or "tools", report)
+    by_tokens = args.calculate_per_token_loss or args.calculate_token_loss
+    note_behaviour(report, calculates_tokens=by_tokens, pairs=data.pairs)
+    return recipe, report
+
+
+def compare_shell_sizes(args: Args, model: ModelFile, source: str) -> None:
+    """Raise an error where a size on the command line is not the one in model.json."""
+    for name, target in _SHELL_SIZES.items():
+        given = getattr(args, name)
+        if given is not None and target in model.fields and model.fields[target] != given:
+            raise TesseraError(
+                f"--{name.replace('_', '-')} is {given}, {source} says {model.fields[target]}",
+                where=WHERE,
+                fix="give the size in model.json alone",
+            )
+    if args.untie_embeddings_and_output_weights and model.fields.get("tie_word_embeddings"):
+        raise TesseraError(
+            f"--untie-embeddings-and-output-weights: {source} says that they are tied", where=WHERE, fix="say one"
+        )
+
+
+def _place(recipe: dict[str, Any], args: Args) -> None:
+    recipe["out"], recipe["name"] = run_place(args.save)
+    checkpoint: dict[str, Any] = {"every": args.save_interval or 0, "keep": KEEP_ALL}
+    if args.save is None:
+        checkpoint = {"every": 0, "at_end": False}
+    elif args.no_save_optim:
+        checkpoint["weights_only"] = True
+    recipe["checkpoint"] = checkpoint
+    recipe["log"] = {"every": args.log_interval}
+    recipe["guard"] = {"coverage": "warn"}
+
+
+def _set_model(recipe: dict[str, Any], args: Args, model: ModelFile, data: DataFile, report: JobReport) -> None:
+    section: dict[str, Any] = recipe.setdefault("model", {})
+    base = args.load_base_model or args.load or model.folder
+    if args.load is not None and args.load_base_model is None and is_foreign_checkpoint(Path(args.load)):
+        section["weights"] = args.load
+        base = model.folder or data.processor_folder
+        if base is None or not (Path(base) / "config.json").is_file():
+            raise foreign_checkpoint(args.load, "--load")
+    if base is not None:
+        section["path"] = base
+        compare_with_folder(base, model)
+        if model.fields and model.folder is not None:
+            section["config"] = nested(model.fields)
+    else:
+        section |= {"family": model.family, "config": nested(model.fields)}
+    if data.processor_folder is not None and (base is None or Path(data.processor_folder) != Path(base)):
+        section["tokenizer"] = data.processor_folder
+    if model.freeze:
+        section["freeze"] = list(model.freeze)
+    if args.lora_target_modules:
+        lora: dict[str, Any] = {
+            "rank": args.lora_r,
+            "alpha": args.lora_alpha,
+            "targets": lora_targets(args.lora_target_modules, args.lora_apply_modules, WHERE),
+        }
+        if args.lora_dropout:
+            lora["dropout"] = args.lora_dropout
+        if args.load_base_model and args.load:
+            lora["path"] = args.load
+        section["lora"] = lora
+        section.pop("freeze", None)  # with adapters everything else is frozen
+    elif any(name.startswith("lora") for name in args.given):
+        given = [name for name in args.given if name.startswith("lora")]
+        raise TesseraError(f"--{given[0].replace('_', '-')} has no effect without --lora-target-modules", where=WHERE)
+
+
+def _set_data(recipe: dict[str, Any], args: Args, data: DataFile) -> None:
+    section = data_section(data)
+    if args.use_txt_dynamic_batching:
+        section |= {"pack": True, "length": args.max_seq_len}
+    elif args.seq_length is not None:
+        section.setdefault("length", args.seq_length)
+    section["workers"] = args.num_workers
+    section["balance"] = bool(section["pack"] or args.use_data_balance or args.use_image_mbs_data_balance)
+    recipe["data"] = section
+
+
+def _set_parallel(recipe: dict[str, Any], args: Args, model: ModelFile) -> None:
+    stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
+    check_stages(model.layers, stages)
+    section: dict[str, Any] = {"backend": "fsdp2" if args.use_torch_fsdp2 else "megatron"}
+    sizes = {
+        "tp": args.tensor_model_parallel_size,
+        "pp": args.pipeline_model_parallel_size,
+        "cp": args.context_parallel_size,
+        "ep": args.expert_model_parallel_size,
+    }
+    section |= {axis: size for axis, size in sizes.items() if size != 1}
+    if args.virtual_pipeline_model_parallel_size:
+        section["virtual"] = args.virtual_pipeline_model_parallel_size
+    if stages > 1 and "text" in model.layers:
+        section["layers"] = dict(model.layers)
+    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
+        section["sequence_parallel"] = True
+    if args.context_parallel_size > 1:
+        degrees = {"megatron_cp_algo": 1, "hybrid_cp_algo": args.ulysses_degree_in_cp}
+        if args.context_parallel_algo in degrees:
+            section["ulysses"] = degrees[args.context_parallel_algo]
+    if args.fsdp2_config_path is not None:
+        section["fsdp2_config"] = args.fsdp2_config_path
+    elif not args.use_torch_fsdp2 and not args.use_distributed_optimizer and args.expert_model_parallel_size == 1:
+        section["shard"] = 1
+    if args.distributed_timeout_minutes != 10:
+        section["timeout_s"] = 60 * args.distributed_timeout_minutes
+    _set_memory(section, args, model)
+    recipe["parallel"] = section
+
+
+def check_stages(layers: Mapping[str, Sequence[int]], stages: int) -> None:
+    for stream, counts in layers.items():
+        if len(counts) != stages and not (stages == 1 and len(counts) == 1):
+            raise TesseraError(
+                f"pipeline_num_layers of {stream} has {len(counts)} entries for {stages} stages",
+                where="model.json",
+                fix="it needs one entry for each stage (--pipeline-model-parallel-size, times the virtual stages)",
+            )
+
+
+def _set_memory(section: dict[str, Any], args: Args, model: ModelFile) -> None:
+    """Set what is recomputed and what waits in host memory."""
+    flags = {
+        "recompute_granularity": args.recompute_granularity,
+        "recompute_method": args.recompute_method,
+        "recompute_num_layers": args.recompute_num_layers,
+    }
+    text = {**flags, **model.recompute.get("text", {})}
+    recompute: list[Any] = [*recompute_patterns(text, TEXT, model.layers.get("text"))]
+    if "vision" in model.recompute:
+        recompute += recompute_patterns(model.recompute["vision"], VISION, model.layers.get("vision"))
+    if args.recompute_skip_core_attention:
+        number = args.recompute_num_layers_skip_core_attention
+        kept = recompute_patterns(
+            {**text, "recompute_num_layers": number or text["recompute_num_layers"]}, TEXT, model.layers.get("text")
+        )
+        recompute = [{"modules": one, "keep": "attention"} if one in kept else one for one in recompute]
+    if recompute:
+        section["recompute"] = recompute
+
+    def first(number: int | None) -> str:
+        return "{*}" if number is None else f"{{0-{number - 1}}}"
+
+    if args.recompute_activation_function:
+        section["recompute_activation"] = [f"{TEXT}.{first(args.recompute_activation_function_num_layers)}.mlp"]
+    if args.recompute_norm:
+        section["recompute_norm"] = [f"{TEXT}.{first(args.recompute_norm_num_layers)}"]
+    offload = [*model.offload, *([f"{TEXT}.{{*}}.attn"] if args.swap_attention else [])]
+    if offload:
+        section["activation_offload"] = offload
+
+
+def _set_training(recipe: dict[str, Any], args: Args, data: DataFile, report: JobReport) -> None:
+    steps = training_steps(args)
+    train: dict[str, Any] = {
+        "steps": steps,
+        "global_batch": args.global_batch_size,
+        "micro_batch": args.micro_batch_size,
+        "seed": args.seed,
+        **ema_setting(args),
+    }
+    if recipe["data"].get("eval"):
+        train |= {"eval_every": args.eval_interval, "eval_rows": max(1, args.eval_iters * args.global_batch_size)}
+    if data.pairs:
+        train |= {
+            "task": "dpo",
+            "task_options": {"beta": args.dpo_beta, "label_smoothing": args.dpo_label_smoothing},
+        }
+        if args.ref_model not in (None, args.load, args.load_base_model):
+            raise TesseraError(
+                f"--ref-model {args.ref_model} is not what training begins from",
+                where=WHERE,
+                fix="the reference is the model of --load as it was; leave --ref-model out",
+            )
+    elif any(name.startswith("dpo_") for name in args.given):
+        raise TesseraError(
+            "--dpo-beta and its like need pairs of answers", where=WHERE, fix='set "ranking": true in attr of data.json'
+        )
+    optim = optimizer_section(args, steps)
+    groups = [
+        {"pattern": path, "lr": args.lr * args.lr_mult}
+        for name in args.lr_scale_modules
+        for path in our_modules(name, "--lr-scale-modules")
+    ]
+    groups += [
+        {"pattern": path, "weight_decay": 0.0}
+        for name in args.weight_decay_exclude_modules
+        if name not in ("bias", "norm")
+        for path in our_modules(name, "--weight-decay-exclude-modules")
+    ]
+    if groups:
+        optim["groups"] = groups
+    recipe["train"], recipe["optim"] = train, optim

@@ -1,0 +1,274 @@
+"""Parts of the translation that all forms of a job share: where it is saved, its folders, modules, tools."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tessera.compat.mindspeed_mm.data_json import DataFile
+from tessera.compat.mindspeed_mm.model_json import COMPARED, TEXT, VISION, ModelFile
+from tessera.compat.mindspeed_mm.report import JobReport, put
+from tessera.core.errors import TesseraError, nearest
+from tessera.core.fsdp2_file import read_fsdp2_file
+from tessera.core.run_config import NAME_PATTERN, ModelSection
+from tessera.models import resolve
+from tessera.models.common.foreign_names import VISION_LANGUAGE_NAMES
+
+KEEP_ALL = 10**6  # checkpoints
+COMMAND_LINE = "command line"
+_OPTIMIZERS = ("fused_adamw", "fused_torch_adamw", "fused_ema_adamw")
+# Linear layers by their names in Megatron and in transformers -> ours, in the text tower and in the vision tower.
+_LINEAR = {
+    "linear_qkv": (("attn.{q,k,v}",), ("attn.qkv",)),
+    "linear_proj": (("attn.o",), ("attn.proj",)),
+    "linear_fc1": (("mlp.{gate,up}",), ("mlp.up",)),
+    "linear_fc2": (("mlp.down",), ("mlp.down",)),
+    "q_proj": (("attn.q",), ()),
+    "k_proj": (("attn.k",), ()),
+    "v_proj": (("attn.v",), ()),
+    "o_proj": (("attn.o",), ()),
+    "gate_proj": (("mlp.gate",), ()),
+    "up_proj": (("mlp.up",), ()),
+    "down_proj": (("mlp.down",), ()),
+    "qkv": ((), ("attn.qkv",)),
+}
+_PARTS = {"text_decoder": "text", "image_encoder": "vision"}
+# Keys of tools.json -> the recipe key; "": the profile of a run has it anyway.
+_DETAILS = ("level", "with_stack", "record_shapes", "with_cpu", "save_path", "data_simplification", "analyse_flag")
+TOOL_KEYS: dict[str, dict[str, str]] = {
+    "profile": {
+        "enable": "profile.steps",
+        "profile_type": "",
+        "ranks": "profile.ranks",
+        "static_param.start_step": "profile.steps",
+        "static_param.end_step": "profile.steps",
+        "static_param.with_memory": "profile.memory",
+        **{f"static_param.{name}": "" for name in (*_DETAILS, "aic_metrics_type")},
+        "dynamic_param.config_path": "",
+    },
+    "memory_profile": {
+        "enable": "profile.memory",
+        "start_step": "profile.steps",
+        "end_step": "profile.steps",
+        "dump_ranks": "profile.ranks",
+        **dict.fromkeys(("save_path", "stacks", "max_entries", "mem_info"), ""),
+    },
+    "sorafeature": {"save_path": ""},
+}
+
+
+def note_behaviour(report: JobReport, *, calculates_tokens: bool, pairs: bool) -> None:
+    """Add to the report how a run here differs from MindSpeed-MM without any key that asks for it."""
+    if pairs:
+        note = "data.truncate=never: a pair that is too long is left out and listed"
+    else:
+        note = "data.truncate=turns: cut after the last turn that fits"
+        if not calculates_tokens:
+            loss = "here each trained token of the global batch counts the same, as with --calculate-per-token-loss"
+            report.add("behaviour", "loss", "mean per micro-batch", "mapped", loss)
+    report.add("behaviour", "samples that are too long", "cut at a token", "mapped", note)
+
+
+def data_section(data: DataFile) -> dict[str, Any]:
+    """Return the data section of a recipe."""
+    kind, truncate = ("preference", "never") if data.pairs else ("chat", "turns")
+    return {"kind": kind, **nested(data.section), "truncate": truncate}
+
+
+def run_place(folder: str | None) -> tuple[str, str]:
+    """Return `out` and `name` of a run that is to be saved in this folder."""
+    if folder is None:
+        return "runs", "job"
+    path = Path(folder)
+    return (str(path.parent), path.name) if re.fullmatch(NAME_PATTERN, path.name) else (str(path), "run")
+
+
+def training_steps(args: Any) -> int:
+    """Return how many steps a job trains."""
+    steps = args.train_iters if args.train_iters is not None else (args.train_samples or 0) // args.global_batch_size
+    if not steps or args.lr is None:
+        missing = "--lr 1e-5" if steps else "--train-iters N"
+        raise TesseraError(f"{missing.split()[0]} is not given", where=COMMAND_LINE, fix=missing)
+    return int(steps)
+
+
+def optimizer_section(args: Any, steps: int) -> dict[str, Any]:
+    """Return the optimizer and its schedule, without parameter groups."""
+    if args.optimizer != "adam":
+        raise TesseraError(
+            f"--optimizer {args.optimizer} is not among the optimizers", where=COMMAND_LINE, allowed=["adam"]
+        )
+    if args.optimizer_selection not in _OPTIMIZERS:
+        near = nearest(args.optimizer_selection, _OPTIMIZERS)
+        raise TesseraError(
+            f"--optimizer-selection {args.optimizer_selection}", where=COMMAND_LINE, allowed=_OPTIMIZERS, nearest=near
+        )
+    return {
+        "lr": args.lr,
+        "betas": [args.adam_beta1, args.adam_beta2],
+        "eps": args.adam_eps,
+        "weight_decay": args.weight_decay,
+        "clip_norm": args.clip_grad or None,
+        "schedule": _schedule(args, steps),
+    }
+
+
+def ema_setting(args: Any) -> dict[str, Any]:
+    """Return the setting of the weights' average, where the chosen optimizer has one."""
+    average = {"decay": args.ema_decay, "warmup": False}
+    return {"ema": average} if args.optimizer_selection == "fused_ema_adamw" else {}
+
+
+def _schedule(args: Any, steps: int) -> dict[str, Any]:
+    if args.lr_decay_iters not in (None, steps):
+        raise TesseraError(
+            f"--lr-decay-iters is {args.lr_decay_iters}, and there are {steps} steps",
+            where=COMMAND_LINE,
+            fix="the learning rate decays over the whole run here; leave it out",
+        )
+    warmup = args.lr_warmup_iters or round((args.lr_warmup_fraction or 0) * steps)
+    schedule: dict[str, Any] = {"kind": args.lr_decay_style, "warmup": warmup}
+    if args.lr_decay_style != "constant" and args.min_lr:
+        schedule["final"] = args.min_lr / args.lr
+    return schedule
+
+
+def precision_section(args: Any) -> dict[str, Any]:
+    """Return the types of weights and of computation; a file of FSDP2 may say the latter."""
+    compute = "bfloat16" if args.bf16 or args.downcast_to_bf16 else "float16" if args.fp16 else "float32"
+    section: dict[str, Any] = {"weights": "bfloat16" if args.downcast_to_bf16 else "float32"}
+    file = None if args.fsdp2_config_path is None else read_fsdp2_file(Path(args.fsdp2_config_path))
+    if file is None or file.param_dtype is None:
+        section["compute"] = compute
+    return section
+
+
+def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted keys as a tree."""
+    tree: dict[str, Any] = {}
+    for dotted, value in fields.items():
+        put(tree, dotted, list(value) if isinstance(value, tuple) else value)
+    return tree
+
+
+def is_foreign_checkpoint(folder: Path) -> bool:
+    """Return whether a folder holds weights in Megatron's form: shards by rank under release/ or iter_*/."""
+    if (folder / "config.json").is_file() or (folder / "config.yaml").is_file():
+        return False
+    return (folder / "latest_checkpointed_iteration.txt").is_file() or any(folder.glob("*/mp_rank_*"))
+
+
+def foreign_checkpoint(folder: str, where: str) -> TesseraError:
+    return TesseraError(
+        f"{folder} holds shards, which do not say which model they are of",
+        where=where,
+        fix="name the Hugging Face folder that they were converted from: as tokenizer in data.json, or in place of "
+        "them (LOAD_PATH=ckpt/hf_path/...); or convert them back with mm-convert CONVERTER mm_to_hf",
+    )
+
+
+def family_of_folder(folder: str | None) -> str | None:
+    """Return the name of the model family in a Hugging Face folder; None if the folder is not on this machine."""
+    if folder is None or not (Path(folder) / "config.json").is_file():
+        return None
+    return resolve(ModelSection(path=Path(folder)))[0].name
+
+
+def compare_with_folder(folder: str, model: ModelFile) -> None:
+    """Raise an error where the sizes in model.json are not those of the weights; a folder that is not here passes."""
+    if model.family is None or not (Path(folder) / "config.json").is_file():
+        return
+    spec, config = resolve(ModelSection(path=Path(folder)))
+    if spec.name != model.family:
+        raise TesseraError(f"{folder} is a {spec.name}, model.json describes a {model.family}", where="model.json")
+    for dotted, value in model.fields.items():
+        at: Any = config
+        for part in dotted.split("."):
+            at = getattr(at, part) if part in type(at).model_fields else None
+        if dotted.rpartition(".")[2] in COMPARED and at is not None and at != value:
+            raise TesseraError(
+                f"{dotted} is {value} in model.json, and {at} in {folder}/config.json",
+                where="model.json",
+                fix="describe the model that the weights belong to",
+            )
+
+
+def lora_targets(names: Sequence[str], parts: Sequence[str], where: str) -> list[str]:
+    """Return our patterns for the linear layers that `--lora-target-modules` names.
+
+    Names are those of Megatron or of transformers, or paths that end in one.
+    """
+    chosen = {_PARTS.get(part, "") for part in parts if part != "all"} or {"text", "vision"}
+    if "" in chosen:
+        raise TesseraError(f"--lora-apply-modules {' '.join(parts)}", where=where, allowed=["all", *_PARTS])
+    patterns: list[str] = []
+    for name in names:
+        last = name.rpartition(".")[2]
+        if last not in _LINEAR:
+            raise TesseraError(
+                f"no linear layer is called {name!r} here", where=where, allowed=_LINEAR, nearest=nearest(last, _LINEAR)
+            )
+        text, vision = _LINEAR[last]
+        patterns += [f"{TEXT}.{{*}}.{layer}" for layer in text if "text" in chosen]
+        # Megatron's names occur in both towers; those of transformers tell them apart.
+        if vision and "vision" in chosen and (not text or "image_encoder" in parts):
+            patterns += [f"{VISION}.{{*}}.{layer}" for layer in vision]
+    if not patterns:
+        raise TesseraError(f"{' '.join(names)} names no layer of {' '.join(parts)}", where=where)
+    return list(dict.fromkeys(patterns))
+
+
+def our_modules(name: str, where: str) -> list[str]:
+    """Return our paths of a module that MindSpeed-MM, Megatron or transformers calls `name`, a path or a pattern."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        paths = VISION_LANGUAGE_NAMES.get(".".join(parts[:length]))
+        if paths is not None:
+            return [".".join([path, *parts[length:]]) for path in paths]
+    if parts[0] in ("vision", "projector", "text", "head"):
+        return [name]
+    raise TesseraError(
+        f"no module is called {name!r} here",
+        where=where,
+        allowed=VISION_LANGUAGE_NAMES,
+        nearest=nearest(name, VISION_LANGUAGE_NAMES),
+    )
+
+
+def set_tools(recipe: dict[str, Any], tools: Mapping[str, Any], source: str, report: JobReport) -> None:
+    """Translate `tools.json`: which steps are profiled, and on which ranks."""
+    for name, section in tools.items():
+        if name not in TOOL_KEYS:
+            near = nearest(name, TOOL_KEYS)
+            raise TesseraError(f"unknown tool {name!r}", where=source, allowed=TOOL_KEYS, nearest=near)
+        for key, value in _leaves(section or {}):
+            target = TOOL_KEYS[name].get(key)
+            if target is None:
+                near = nearest(key, TOOL_KEYS[name])
+                hint = f"; did you mean {near}?" if near else ""
+                report.add(source, f"{name}.{key}", value, "not supported", f"unknown key{hint}")
+            elif target and section.get("enable"):
+                report.add(source, f"{name}.{key}", value, "mapped", target)
+            else:
+                note = "a profile has it anyway" if section.get("enable") else "off"
+                report.add(source, f"{name}.{key}", value, "not needed", note)
+    times, memory = tools.get("profile") or {}, tools.get("memory_profile") or {}
+    if not times.get("enable") and not memory.get("enable"):
+        return
+    steps = times.get("static_param") or {} if times.get("enable") else memory
+    first = max(1, int(steps.get("start_step") or 1))
+    ranks = times.get("ranks") if times.get("enable") else memory.get("dump_ranks")
+    recipe["profile"] = {
+        "steps": [first, max(first, int(steps.get("end_step") or first))],
+        "ranks": [rank for rank in ranks or [0] if rank >= 0],
+        "memory": bool(memory.get("enable") or steps.get("with_memory")),
+    }
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in section.items():
+        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return found

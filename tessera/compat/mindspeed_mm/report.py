@@ -1,0 +1,171 @@
+"""Say of every flag and key of a foreign job what becomes of it, and translate sections by tables of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tessera.core.errors import TesseraError, nearest
+
+Outcome = Literal["mapped", "not needed", "not supported"]
+
+
+@dataclass(frozen=True)
+class ReportEntry:
+    """Hold one flag or key of a job with its value, and the outcome of its translation."""
+
+    source: str  # file, or "command line"
+    key: str
+    value: Any
+    outcome: Outcome
+    note: str  # the recipe key, or the reason
+
+    def line(self) -> str:
+        value = repr(self.value) if isinstance(self.value, str) else str(self.value)
+        value = value if len(value) <= 48 else value[:45] + "..."
+        return f"{self.outcome:<13} {self.key} = {value}: {self.note}"
+
+
+@dataclass
+class JobReport:
+    """Collect the entries for all flags and keys of a job."""
+
+    entries: list[ReportEntry] = field(default_factory=list)
+
+    def add(self, source: str, key: str, value: Any, outcome: Outcome, note: str) -> None:
+        self.entries.append(ReportEntry(source, key, value, outcome, note))
+
+    @property
+    def refused(self) -> list[ReportEntry]:
+        return [entry for entry in self.entries if entry.outcome == "not supported"]
+
+    def lines(self) -> list[str]:
+        """Return the report as text: by source, and a last line with the counts."""
+        lines: list[str] = []
+        for source in dict.fromkeys(entry.source for entry in self.entries):
+            lines.append(f"{source}:")
+            lines += [f"  {entry.line()}" for entry in self.entries if entry.source == source]
+        counts = [f"{len([e for e in self.entries if e.outcome == one])} {one}" for one in _OUTCOMES]
+        return [*lines, ", ".join(counts)]
+
+    def check(self) -> None:
+        """Raise an error that lists everything that is not supported."""
+        if not self.refused:
+            return
+        lines = "\n    ".join(f"{entry.source}: {entry.key}: {entry.note}" for entry in self.refused)
+        raise TesseraError(
+            f"{len(self.refused)} settings of this job are not supported:\n    {lines}",
+            fix="leave them out or change them; tessera migrate JOB writes the recipe of the rest",
+        )
+
+
+_OUTCOMES: tuple[Outcome, ...] = ("mapped", "not needed", "not supported")
+
+
+@dataclass(frozen=True)
+class KeyRule:
+    """State how to translate one key: it sets a target, is fixed to some values, is not needed, or is refused."""
+
+    target: str = ""  # dotted path of what it sets
+    allowed: tuple[Any, ...] = ()  # the values it may have
+    note: str = ""
+    refuse: bool = False  # unless it is off: null, false, 0 or empty
+    convert: Callable[[Any], Any] | None = None
+    yields: bool = False  # another key with the same target wins
+
+
+def sets(target: str, convert: Callable[[Any], Any] | None = None, *, yields: bool = False) -> KeyRule:
+    return KeyRule(target, convert=convert, yields=yields)
+
+
+def fixed(*allowed: Any) -> KeyRule:
+    return KeyRule(allowed=allowed)
+
+
+def unneeded(note: str) -> KeyRule:
+    return KeyRule(note=note)
+
+
+def refused(note: str) -> KeyRule:
+    return KeyRule(note=note, refuse=True)
+
+
+def all_of(rule: KeyRule, names: str) -> dict[str, KeyRule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+def translate(
+    data: Mapping[str, Any],
+    rules: Mapping[str, KeyRule],
+    source: str,
+    report: JobReport,
+    prefix: str = "",
+    handled: frozenset[str] | set[str] = frozenset(),
+    section: str = "",
+) -> dict[str, Any]:
+    """Return what a section sets: dotted target -> value. Every key of it gets a line in the report.
+
+    `prefix`: what stands before the keys in the file. `handled`: keys that the caller translates and reports itself.
+    `section`: where the targets lie in a recipe.
+    """
+    found: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for key, value in data.items():
+        if key in handled:
+            continue
+        rule, name = rules.get(key), f"{prefix}{key}"
+        if rule is None:
+            near = nearest(key, [*rules, *handled])
+            hint = f"; did you mean {near}?" if near else ""
+            report.add(source, name, value, "not supported", f"unknown key{hint}")
+        elif value is None:
+            report.add(source, name, value, "not needed", "not set")
+        elif rule.target:
+            _set(found, origin, rule, rules, name, value, source, report, section)
+        elif rule.allowed:
+            outcome: Outcome = "not needed" if value in rule.allowed else "not supported"
+            words = " or ".join(map(str, rule.allowed))
+            report.add(source, name, value, outcome, f"always {words} here")
+        elif rule.refuse:
+            off = value in (False, 0, "", [], {})
+            report.add(source, name, value, "not needed" if off else "not supported", "off" if off else rule.note)
+        else:
+            report.add(source, name, value, "not needed", rule.note)
+    return found
+
+
+def _set(
+    found: dict[str, Any],
+    origin: dict[str, str],
+    rule: KeyRule,
+    rules: Mapping[str, KeyRule],
+    name: str,
+    value: Any,
+    source: str,
+    report: JobReport,
+    section: str,
+) -> None:
+    try:
+        converted = value if rule.convert is None else rule.convert(value)
+    except (ValueError, TypeError) as error:
+        report.add(source, name, value, "not supported", f"{section}{rule.target}: {error}")
+        return
+    earlier = origin.get(rule.target)
+    if earlier is not None and found[rule.target] != converted:
+        if rule.yields:
+            report.add(source, name, value, "not needed", f"{earlier} says it")
+            return
+        if not rules[earlier.rpartition(".")[2]].yields:
+            report.add(source, name, value, "not supported", f"{earlier} says {found[rule.target]}")
+            return
+    found[rule.target], origin[rule.target] = converted, name
+    report.add(source, name, value, "mapped", f"{section}{rule.target}")
+
+
+def put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a dotted key of a nested recipe."""
+    *parents, last = dotted.split(".")
+    for part in parents:
+        tree = tree.setdefault(part, {})
+    tree[last] = value

@@ -1,0 +1,241 @@
+"""List the modules of Megatron and MindSpeed that scripts import, and where their names come from here.
+
+`SERVED` is plain data: the imported module, then its sources. A source is a module of ours, of which all public names
+are offered, or `module:name,name` for some names, or for names that begin with an underscore. An empty list of sources
+is a module that scripts import for its effect, which is not needed here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from tessera.core.errors import TesseraError, nearest
+from tessera.core.log import logger
+
+_OURS = "tessera.compat."
+ROOTS = ("megatron", "mindspeed", "mindspeed_mm")
+
+SERVED: dict[str, tuple[str, ...]] = {
+    "mindspeed.megatron_adaptor": ("mindspeed_mm.training:get_mindspeed_args",),
+    "megatron.core": (
+        "megatron.config:ModelParallelConfig",
+        "megatron.module:ModelType",
+        "megatron.distributed:DistributedDataParallel",
+    ),
+    "megatron.core.parallel_state": ("megatron.parallel_state",),
+    "megatron.core.mpu": ("megatron.parallel_state",),
+    "megatron.core.model_parallel_config": ("megatron.config:ModelParallelConfig",),
+    "megatron.core.enums": ("megatron.module:ModelType",),
+    "megatron.core.utils": (
+        "megatron.module:get_attr_wrapped_model,get_model_config,get_model_type",
+        "megatron.mappings:divide,ensure_divisibility",
+        "megatron.config:init_method_normal,scaled_init_method_normal",
+    ),
+    "megatron.core.tensor_parallel": ("megatron.layers", "megatron.mappings", "megatron.random"),
+    "megatron.core.tensor_parallel.layers": ("megatron.layers",),
+    "megatron.core.tensor_parallel.mappings": ("megatron.mappings",),
+    "megatron.core.tensor_parallel.data": ("megatron.mappings:broadcast_data",),
+    "megatron.core.tensor_parallel.cross_entropy": ("megatron.mappings:vocab_parallel_cross_entropy",),
+    "megatron.core.tensor_parallel.random": ("megatron.random",),
+    "megatron.core.tensor_parallel.utils": (
+        "megatron.mappings:VocabUtility,divide,ensure_divisibility,split_tensor_along_last_dim",
+    ),
+    "megatron.core.transformer": (
+        "megatron.config:TransformerConfig",
+        "megatron.module:MegatronModule,ModuleSpec,build_module",
+        "megatron.transformer:TransformerLayer,TransformerLayerSubmodules",
+    ),
+    "megatron.core.transformer.transformer_config": ("megatron.config:TransformerConfig,MLATransformerConfig",),
+    "megatron.core.transformer.spec_utils": ("megatron.module:ModuleSpec,build_module,get_module,import_module",),
+    "megatron.core.transformer.module": (
+        "megatron.module:MegatronModule,GraphableMegatronModule,Float16Module,float16_to_fp32,fp32_to_float16",
+    ),
+    "megatron.core.transformer.enums": ("megatron.module:AttnBackend,AttnMaskType,LayerType,ModelType",),
+    "megatron.core.transformer.identity_op": ("megatron.module:IdentityOp,IdentityFuncOp",),
+    "megatron.core.transformer.attention": ("megatron.attention:SelfAttention,SelfAttentionSubmodules",),
+    "megatron.core.transformer.dot_product_attention": ("megatron.attention:DotProductAttention",),
+    "megatron.core.transformer.mlp": ("megatron.attention:MLP,MLPSubmodules",),
+    "megatron.core.transformer.torch_norm": ("megatron.attention:WrappedTorchNorm",),
+    "megatron.core.transformer.transformer_layer": (
+        "megatron.transformer:TransformerLayer,TransformerLayerSubmodules,BaseTransformerLayer",
+        "megatron.transformer:get_transformer_layer_offset",
+    ),
+    "megatron.core.transformer.transformer_block": (
+        "megatron.transformer:TransformerBlock,TransformerBlockSubmodules,get_num_layers_to_build",
+    ),
+    "megatron.core.transformer.utils": (
+        "megatron.attention:attention_mask_func",
+        "megatron.sharding:make_sharded_tensors_for_checkpoint,sharded_state_dict_default",
+    ),
+    "megatron.core.fusions.fused_bias_dropout": ("megatron.transformer:get_bias_dropout_add",),
+    "megatron.core.fusions.fused_layer_norm": ("megatron.attention:FusedLayerNorm",),
+    "megatron.core.fusions.fused_softmax": ("megatron.attention:FusedScaleMaskSoftmax",),
+    "megatron.core.models.gpt": ("megatron.gpt_model:GPTModel",),
+    "megatron.core.models.gpt.gpt_model": ("megatron.gpt_model:GPTModel",),
+    "megatron.core.models.gpt.gpt_layer_specs": (
+        "megatron.gpt_model:get_gpt_layer_local_spec,get_gpt_layer_with_transformer_engine_spec",
+        "megatron.gpt_model:get_gpt_decoder_block_spec",
+    ),
+    "megatron.core.models.common.language_module.language_module": ("megatron.gpt_model:LanguageModule",),
+    "megatron.core.models.common.embeddings.language_model_embedding": ("megatron.gpt_model:LanguageModelEmbedding",),
+    "megatron.core.models.common.embeddings.rotary_pos_embedding": (
+        "megatron.rotary:RotaryEmbedding,apply_rotary_pos_emb",
+    ),
+    "megatron.core.pipeline_parallel": ("megatron.schedules:get_forward_backward_func",),
+    "megatron.core.pipeline_parallel.schedules": ("megatron.schedules",),
+    "megatron.core.distributed": (
+        "megatron.distributed:DistributedDataParallel,DistributedDataParallelConfig,finalize_model_grads",
+    ),
+    "megatron.core.distributed.distributed_data_parallel": ("megatron.distributed:DistributedDataParallel",),
+    "megatron.core.distributed.distributed_data_parallel_config": (
+        "megatron.distributed:DistributedDataParallelConfig",
+    ),
+    "megatron.core.distributed.finalize_model_grads": ("megatron.distributed:finalize_model_grads",),
+    "megatron.core.dist_checkpointing": ("megatron.dist_checkpointing", "megatron.sharding"),
+    "megatron.core.dist_checkpointing.core": (
+        "megatron.dist_checkpointing:CheckpointingException,check_is_distributed_checkpoint",
+    ),
+    "megatron.core.dist_checkpointing.mapping": (
+        "megatron.sharding:ShardedTensor,ShardedObject,LocalNonpersistentObject",
+        "megatron.dist_checkpointing:ShardedStateDict",
+    ),
+    "megatron.core.dist_checkpointing.serialization": ("megatron.dist_checkpointing",),
+    "megatron.core.datasets.blended_megatron_dataset_builder": ("megatron.datasets:BlendedMegatronDatasetBuilder",),
+    "megatron.core.datasets.blended_megatron_dataset_config": ("megatron.datasets:BlendedMegatronDatasetConfig",),
+    "megatron.core.datasets.gpt_dataset": ("megatron.datasets:GPTDatasetConfig,MockGPTDataset",),
+    "megatron.core.datasets.megatron_tokenizer": ("megatron.datasets:MegatronTokenizer",),
+    "megatron.core.datasets.utils": ("megatron.datasets:Split,compile_helpers",),
+    "megatron.training": (
+        "megatron.training:get_model,print_rank_0,print_rank_last,is_last_rank",
+        "state:get_args",
+        "megatron.timers:get_timers",
+        "mindspeed_mm.training:pretrain,initialize_megatron",
+    ),
+    "megatron.training.training": (
+        "megatron.training:get_model",
+        "mindspeed_mm.training:pretrain,train,train_step,evaluate_and_print_results,setup_model_and_optimizer",
+        "mindspeed_mm.training:build_train_valid_test_datasets,build_train_valid_test_data_loaders",
+        "mindspeed_mm.training:build_train_valid_test_data_iterators,get_optimizer_param_scheduler",
+    ),
+    "megatron.training.initialize": ("mindspeed_mm.training:initialize_megatron",),
+    "megatron.training.checkpointing": ("mindspeed_mm.training:load_checkpoint,save_checkpoint",),
+    "megatron.core.optimizer": ("mindspeed_mm.training:get_megatron_optimizer",),
+    "megatron.training.global_vars": ("state:get_args,set_args", "megatron.timers:get_timers"),
+    "megatron.training.arguments": ("megatron.training:core_transformer_config_from_args",),
+    "megatron.training.utils": (
+        "megatron.training:average_losses_across_data_parallel_group,print_rank_0,print_rank_last",
+        "megatron.training:get_batch_on_this_tp_rank,get_batch_on_this_cp_rank",
+        "megatron.module:unwrap_model",
+    ),
+    "megatron.training.tokenizer.tokenizer": ("megatron.datasets:_NullTokenizer",),
+    "mindspeed_mm.training": ("mindspeed_mm.training", "state:get_args"),
+    "mindspeed_mm.arguments": ("mindspeed_mm.training:extra_args_provider_decorator",),
+    "mindspeed_mm.configs.config": ("mindspeed_mm.training:mm_extra_args_provider",),
+    "mindspeed_mm.data": ("mindspeed_mm.data",),
+    "mindspeed_mm.data.data_utils.utils": ("mindspeed_mm.data:build_iterations",),
+    "mindspeed_mm.utils.utils": ("mindspeed_mm.forward_step:compute_token_level_loss",),
+    "mindspeed_mm.patchs.patch_manager": ("mindspeed_mm.training:PatchesManager",),
+    "mindspeed_mm.patchs.torch_dcp_patch": (),
+    "mindspeed_mm.models.common.module": ("mindspeed_mm.mixins:MultiModalModule",),
+    "mindspeed_mm.models.transformers.base_model": (
+        "mindspeed_mm.mixins:FSDP2Mixin,WeightInitMixin",
+        "mindspeed_mm.fsdp2:Fsdp2Config,get_submodules_by_path",
+        "mindspeed_mm.fsdp2:set_recompute_modules_to_wrap,set_fullyshard_modules_to_wrap,set_modules_to_prefetch",
+    ),
+    "mindspeed_mm.models.common.modelzoo": ("mindspeed_mm.classes:ModelHub",),
+    "mindspeed_mm.models.transformers.modelhub": ("mindspeed_mm.classes:ModelHub",),
+    "mindspeed_mm.models.transformers_model": ("mindspeed_mm.classes:TransformersModel",),
+    "mindspeed_mm.models.vl_model": ("mindspeed_mm.vl_model:VLModel",),
+    "mindspeed_mm.models.vlm_model": ("mindspeed_mm.vl_model:VLMModel",),
+    "mindspeed_mm.models.sora_model": ("mindspeed_mm.vl_model:SoRAModel",),
+}
+
+
+def source_parts(source: str) -> tuple[str, tuple[str, ...] | None]:
+    """Return the full name of a source's module, and the names to take from it (None: all public ones)."""
+    module, _, names = source.partition(":")
+    return _OURS + module, tuple(names.split(",")) if names else None
+
+
+def packages() -> set[str]:
+    """Return the served names that have modules below them."""
+    return {name[:end] for name in SERVED for end, letter in enumerate(name) if letter == "."}
+
+
+class NotServed(TesseraError, ModuleNotFoundError):
+    """Raised for a module of these packages that Tessera does not offer; `except ImportError` catches it."""
+
+
+class ServedModule(ModuleType):
+    """Serve a module under its foreign name. Attributes that are modules themselves are imported when read."""
+
+    def __getattr__(self, name: str) -> Any:
+        below = f"{self.__name__}.{name}"
+        if below in SERVED or below in packages():
+            return importlib.import_module(below)
+        near = nearest(name, [known for known in vars(self) if not known.startswith("__")])
+        hint = f"; did you mean {near}?" if near else ""
+        raise AttributeError(f"{self.__name__} of Tessera has no {name!r}{hint}")
+
+
+class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Find and load the served modules."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.split(".")[0] not in ROOTS:
+            return None
+        if fullname not in SERVED and fullname not in packages():
+            error = NotServed(
+                f"the module {fullname} is not offered here",
+                nearest=nearest(fullname, [*SERVED, *packages()]),
+                fix="docs/reference/compat-megatron.md lists what is; `except ImportError` around the import works too",
+            )
+            error.name = fullname
+            raise error
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=fullname in packages())
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return ServedModule(spec.name, f"Offer the names of {spec.name} from Tessera.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        for source in SERVED.get(module.__name__, ()):
+            name, wanted = source_parts(source)
+            ours = importlib.import_module(name)
+            for attribute in wanted or [one for one in vars(ours) if not one.startswith("_")]:
+                setattr(module, attribute, vars(ours)[attribute])
+
+
+@contextmanager
+def serving() -> Iterator[None]:
+    """Serve `megatron`, `mindspeed` and `mindspeed_mm` from here until the end of the block.
+
+    Installed packages of these names are left out, with a warning; ones that are imported already are an error.
+    """
+    imported = sorted(root for root in ROOTS if root in sys.modules)
+    if imported:
+        raise TesseraError(
+            f"{', '.join(imported)} has been imported before, so it cannot be served from Tessera",
+            fix="start the script with `tessera run --as-megatron` in a process of its own",
+        )
+    for root in ROOTS:
+        found = importlib.machinery.PathFinder.find_spec(root)
+        if found is not None:
+            place = found.origin or ", ".join(found.submodule_search_locations or [])
+            logger().warning("%s is installed (%s); this run takes it from Tessera instead", root, place)
+    finder = ServedFinder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.split(".")[0] in ROOTS]:
+            del sys.modules[name]

@@ -1,0 +1,269 @@
+"""Write pages as one HTML file each: no script, nothing loaded from elsewhere, readable in light and dark.
+
+The report of a run, the profile's memory page and the data doctor's page are made of these parts. Every function
+returns markup. Arguments that are text are escaped; arguments named `body`, `cells` and `note` are markup already.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+COLUMNS = 800  # of a line chart: each shows the lowest and the highest point of its range
+Point = tuple[float, float]
+
+STYLE = """
+:root{color-scheme:light dark;--ink:#1c2024;--soft:#5d6675;--line:#d8dbe2;--page:#fbfbfc;--card:#fff;--main:#2f5fd0;
+--held:#d9622b;--good:#2e8b57;--bad:#c23b3b}
+@media(prefers-color-scheme:dark){:root{--ink:#e8eaee;--soft:#9aa3b2;--line:#343a46;--page:#14171c;--card:#1c2027;
+--main:#7da2ff;--held:#ff9b66;--good:#63c793;--bad:#ff7d7d}}*{box-sizing:border-box}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);margin:0 auto;padding:28px;
+max-width:1240px}h1{font-size:26px;line-height:1.25;margin:4px 0}h2{font-size:18px;margin:34px 0 12px}
+p{margin:6px 0}.soft{color:var(--soft)}code{font-size:13px}
+.facts,.charts{display:grid;gap:14px;margin:18px 0}.facts{grid-template-columns:repeat(auto-fit,minmax(140px,1fr))}
+.charts{grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr))}
+.fact,figure,.wide{background:var(--card);border:1px solid var(--line);border-radius:10px}
+.fact{padding:12px 14px}.fact b{display:block;font-size:20px;font-variant-numeric:tabular-nums}
+figure{margin:0;padding:12px 14px}figcaption{font-weight:600;display:flex;justify-content:space-between;gap:10px}
+figcaption span{font-weight:400;color:var(--soft);font-size:12px}figure p{font-size:12.5px;margin:4px 0 0}
+svg{width:100%;height:auto;display:block}
+svg text{fill:var(--soft);font-size:11px;paint-order:stroke;stroke:var(--card);stroke-width:3px}
+.grid{stroke:var(--line)}polyline{fill:none;stroke-width:2}polyline.main{stroke:var(--main)}
+polyline.raw{stroke:var(--main);opacity:.25;stroke-width:1}circle.held{fill:var(--held)}
+.band{opacity:.16}.bar{fill:var(--main);opacity:.85}.bar:hover{opacity:1}
+line.share{stroke:var(--soft);stroke-dasharray:3 3}line.mark{stroke:var(--bad);stroke-dasharray:4 4}
+svg text.mark{fill:var(--bad)}.legend{font-size:12px;color:var(--soft)}.key{margin-right:14px}
+.key i{display:inline-block;width:14px;height:4px;margin-right:5px;vertical-align:middle;background:var(--main)}
+.key.raw i{opacity:.3}.key.held i{background:var(--held)}.key.band i{height:12px;opacity:.45}.key.band{opacity:1}
+.wide{overflow-x:auto;padding:6px 14px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+td,th{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
+th{font-weight:600;color:var(--soft);font-size:13px}th[colspan]{text-align:center}
+td:first-child,th:first-child{text-align:left}tr:last-child td{border-bottom:0}
+td div.share{height:10px;min-width:1px;background:var(--main);border-radius:3px}
+pre{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px;overflow:auto;font-size:12.5px}
+@media(max-width:560px){body{padding:14px}h1{font-size:21px}.fact b{font-size:16px}}
+"""
+
+
+def page(title: str, body: Iterable[str], style: str = "") -> str:
+    """Return a whole page. `style`: CSS besides the common one. The page may load nothing, whatever the body says."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+        "style-src 'unsafe-inline'\">"
+        f'<link rel="icon" href="data:,"><title>{escape(title)[:240]}</title><style>{STYLE}{style}</style></head>'
+        f"<body>{''.join(body)}</body></html>"
+    )
+
+
+def escape(text: str) -> str:
+    """Escape markup, and replace characters that a page may not hold or that reverse the direction of the text."""
+    shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return html.escape(shown, quote=True)
+
+
+def section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return a grid of cards, each with a name and a value."""
+    cards = "".join(
+        f'<div class="fact"><span class="soft">{escape(name)}</span><b>{escape(value)}</b></div>'
+        for name, value in pairs
+    )
+    return f'<div class="facts">{cards}</div>'
+
+
+def table(head: Sequence[str], cells: Iterable[Sequence[str]], *, above: str = "", chosen: Iterable[int] = ()) -> str:
+    """Return a table. `above`: a first row of the head, as markup. `chosen`: numbers of the rows to highlight."""
+    marked = set(chosen)
+    rows = ""
+    for number, row in enumerate(cells):
+        opened = '<tr class="chosen">' if number in marked else "<tr>"
+        rows += opened + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    return f'<div class="wide"><table>{above}<tr>{names}</tr>{rows}</table></div>'
+
+
+def share_bar(share: float) -> str:
+    """Return a horizontal bar for a cell of a table."""
+    return f'<div class="share" style="width:{max(0.3, 100 * share):.1f}%"></div>'
+
+
+@dataclass(frozen=True)
+class Series:
+    label: str
+    points: Sequence[Point]
+    style: str = "main"  # main, raw (pale) or held
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Band:
+    """Describe a range of x with a colour behind the lines."""
+
+    start: float
+    end: float
+    label: str
+    color: str
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Describe the size of a chart with axes, and how it labels them."""
+
+    width: int = 560
+    height: int = 230
+    left: int = 58
+    right: int = 26
+    top: int = 14
+    bottom: int = 30
+    x_label: Callable[[float], str] = lambda x: f"{round(x):,}"
+    y_label: Callable[[float], str] = lambda y: short_number(y)
+    log_scale: bool = False  # of y
+    y_from_zero: bool = False
+
+    def up(self, y: float) -> float:
+        return math.log10(y) if self.log_scale else y
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    frame: Frame | None = None,
+    *,
+    bands: Sequence[Band] = (),
+    mark: float | None = None,
+) -> str:
+    """Return a figure with axes and a legend. `mark`: an x to draw a vertical line at.
+
+    Values that are not finite, or not positive on a logarithmic scale, are left out. The title counts the former.
+    """
+    frame = frame or Frame()
+    finite = [replace(one, points=[p for p in one.points if math.isfinite(p[1])]) for one in series]
+    lost = sum(len(one.points) for one in series) - sum(len(one.points) for one in finite)
+    shown = [replace(one, points=[p for p in one.points if not frame.log_scale or p[1] > 0]) for one in finite]
+    points = [point for one in shown for point in one.points]
+    if not points:
+        return f"<figure><figcaption>{escape(title)}</figcaption><p>nothing recorded</p></figure>"
+    x_low = min([0.0, *(band.start for band in bands), *(x for x, _ in points)])
+    x_high = max([*(band.end for band in bands), *(x for x, _ in points)])
+    values = [frame.up(y) for _, y in points]
+    y_low, y_high = (0.0, 1.05 * max(values)) if frame.y_from_zero else (min(values), max(values))
+    if y_high - y_low < 1e-12:
+        y_low, y_high = y_low - 0.5, y_high + 0.5
+
+    def across(x: float) -> float:
+        return frame.left + (x - x_low) / max(x_high - x_low, 1e-12) * (frame.width - frame.left - frame.right)
+
+    def down(up: float) -> float:
+        return frame.height - frame.bottom - (up - y_low) / (y_high - y_low) * (frame.height - frame.top - frame.bottom)
+
+    parts = [
+        f'<rect class="band" x="{across(band.start):.1f}" y="{frame.top}" fill="{band.color}" '
+        f'width="{max(0.5, across(band.end) - across(band.start)):.1f}" '
+        f'height="{frame.height - frame.top - frame.bottom}"><title>{escape(band.label)}</title></rect>'
+        for band in bands
+    ]
+    for i in range(5):
+        value, x = y_low + i / 4 * (y_high - y_low), x_low + i / 4 * (x_high - x_low)
+        y = down(value)
+        label = frame.y_label(10**value if frame.log_scale else value)
+        right = frame.width - frame.right
+        parts.append(f'<line class="grid" x1="{frame.left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text(frame.left - 6, y + 4, label, "end"))
+        parts.append(_text(across(x), frame.height - 10, frame.x_label(x), "middle"))
+    for one in shown:
+        drawn = [(across(x), down(frame.up(y))) for x, y in _thin(one.points, x_low, x_high)]
+        if one.dots:
+            parts += [f'<circle class="{one.style}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in drawn]
+        else:
+            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
+            parts.append(f'<polyline class="{one.style}" points="{line}"/>')
+    if mark is not None:
+        parts.append(_vertical(across(mark), frame.top, frame.height - frame.bottom, "mark"))
+    keys = [f'<span class="key {one.style}"><i></i>{escape(one.label)}</span>' for one in shown if one.points]
+    keys += [
+        f'<span class="key band"><i style="background:{color}"></i>{escape(label)}</span>'
+        for label, color in dict.fromkeys((band.label, band.color) for band in bands)
+    ]
+    note = f" ({lost} non-finite values left out)" if lost else ""
+    legend = f'<div class="legend">{"".join(keys)}</div>'
+    return _figure(title + note, "", _svg(frame.width, frame.height, title, parts), legend)
+
+
+def bar_chart(
+    title: str,
+    unit: str,
+    bars: Sequence[tuple[float, str]],
+    *,
+    labels: Iterable[tuple[float, str]] = (),
+    lines: Iterable[tuple[float, str, str]] = (),
+    note: str = "",
+    width: int = 460,
+    height: int = 150,
+) -> str:
+    """Return a figure of vertical bars, such as a histogram.
+
+    `bars`: value and tooltip of each. `labels`: (position in bars, text) below them. `lines`: vertical ones, as
+    (position in bars, css class: share or mark, text). `note`: markup below the chart.
+    """
+    margin, top, bottom = 8, 8, 22
+    largest = max((value for value, _ in bars), default=0.0) or 1.0
+    step, full = (width - 2 * margin) / max(1, len(bars)), height - top - bottom
+    parts = []
+    for number, (value, tooltip) in enumerate(bars):
+        tall = max(1.5, full * value / largest) if value else 0.0  # one sample in a hundred thousand still shows
+        parts.append(
+            f'<rect class="bar" x="{margin + number * step + 0.5:.1f}" y="{top + full - tall:.1f}" '
+            f'width="{max(1.0, step - 1):.1f}" height="{tall:.1f}"><title>{escape(tooltip)}</title></rect>'
+        )
+    for number, (position, style, text) in enumerate(lines):
+        x = margin + position * step
+        near_end = x > width - 60
+        parts.append(_vertical(x, top, height - bottom, style))
+        # One text below the other: lines may lie close together.
+        anchor = "end" if near_end else "start"
+        parts.append(_text(x + (-4 if near_end else 4), top + 8 + 12 * number, text, anchor, style))
+    for position, text in labels:
+        anchor = "start" if position == 0 else "end" if position == len(bars) else "middle"
+        parts.append(_text(margin + position * step, height - 6, text, anchor))
+    return _figure(title, unit, _svg(width, height, title, parts), note)
+
+
+def short_number(value: float) -> str:
+    size = abs(value)
+    return f"{value:.1e}" if size and (size >= 10_000 or size < 0.001) else f"{value:.3g}"
+
+
+def _figure(title: str, unit: str, chart: str, note: str) -> str:
+    right = f"<span>{escape(unit)}</span>" if unit else ""
+    return f"<figure><figcaption>{escape(title)}{right}</figcaption>{chart}{note}</figure>"
+
+
+def _svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+
+
+def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
+    kind = f' class="{style}"' if style else ""
+    return f'<text{kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _vertical(x: float, top: float, bottom: float, style: str) -> str:
+    return f'<line class="{style}" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
+
+
+def _thin(points: Sequence[Point], x_low: float, x_high: float) -> list[Point]:
+    """Keep the lowest and the highest point of each column, in their order, so that no peak is lost."""
+    columns: dict[int, list[Point]] = {}
+    for point in points:
+        columns.setdefault(int((point[0] - x_low) * COLUMNS / max(1e-12, x_high - x_low)), []).append(point)
+    kept: list[Point] = []
+    for column in columns.values():
+        kept += sorted({min(column, key=lambda p: p[1]), max(column, key=lambda p: p[1])})
+    return kept

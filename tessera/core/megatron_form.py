@@ -1,0 +1,98 @@
+"""The form in which Megatron-style jobs keep a model, as data: names, splits over tensor ranks, parts of a pipeline.
+
+A family declares it beside its other forms (`Component.megatron`). `checkpoint.legacy.megatron` reads and writes files
+by it. Names are those of whole tensors; a file of a rank holds slices, with layers counted from the first of its stage.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tessera.core.weightmap import WeightMap
+
+LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
+
+
+class TensorSplit(Protocol):
+    """Define how tensor parallelism divides a tensor, and how the slices are joined."""
+
+    def divide(self, tensor: Tensor, ranks: int) -> list[Tensor]: ...
+
+    def join(self, slices: list[Tensor]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class EvenSplit:
+    """Divide along `dim`; `blocks` > 1: each of so many equal blocks (gate and up, or q, k and v) by itself.
+
+    `units`: what is never divided, such as heads; the first ranks get one more where they do not divide evenly. Without
+    it, elements of `dim` are the units.
+    """
+
+    dim: int = 0
+    blocks: int = 1
+    units: int | None = None
+
+    def divide(self, tensor: Tensor, ranks: int) -> list[Tensor]:
+        blocks = [
+            block.split(self._sizes(block.shape[self.dim], ranks), dim=self.dim) for block in self._blocks(tensor)
+        ]
+        return [torch.cat([block[rank] for block in blocks], dim=self.dim) for rank in range(ranks)]
+
+    def join(self, slices: list[Tensor]) -> Tensor:
+        blocks = zip(*(self._blocks(part) for part in slices), strict=True)
+        return torch.cat([torch.cat(parts, dim=self.dim) for parts in blocks], dim=self.dim)
+
+    def _blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tensor.chunk(self.blocks, dim=self.dim)
+
+    def _sizes(self, length: int, ranks: int) -> list[int]:
+        units = self.units or length
+        return [(units // ranks + (rank < units % ranks)) * (length // units) for rank in range(ranks)]
+
+
+ROWS, COLUMNS, GATE_AND_UP = EvenSplit(), EvenSplit(dim=1), EvenSplit(blocks=2)
+
+
+@dataclass(frozen=True)
+class PipelinePart:
+    """Describe how a pipeline divides an encoder or the decoder."""
+
+    option: Literal["vit", "llm", "audio"]  # as the layer lists of converters call it
+    layers: str  # the names of its layers begin so
+    first: tuple[str, ...]  # what lies on the stage of its first layer
+    last: tuple[str, ...]  # what lies on the stage of its last layer
+    count: int  # layers
+
+
+@dataclass(frozen=True)
+class MegatronForm:
+    """Describe the weights of one configuration of a family in Megatron's form."""
+
+    weights: WeightMap  # native names <-> Megatron names
+    splits: tuple[tuple[str, TensorSplit], ...]  # regular expressions of names; others are whole on every rank
+    parts: tuple[PipelinePart, ...]
+    kv_heads: int
+    experts: int = 0
+    tied: bool = False  # the head is the table of embeddings; in a pipeline the last stage has a copy
+    table: str = "text_decoder.embedding.word_embeddings.weight"
+    head: str = "text_decoder.output_layer.weight"
+
+    def split_of(self, name: str) -> TensorSplit | None:
+        """Return how tensor parallelism divides a tensor; None where every rank has all of it."""
+        return next((split for pattern, split in self.splits if _compiled(pattern).fullmatch(name)), None)
+
+    def part_of(self, name: str) -> PipelinePart | None:
+        """Return the part of a pipeline that a tensor belongs to."""
+        return next((part for part in self.parts if name.startswith((part.layers, *part.first, *part.last))), None)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)

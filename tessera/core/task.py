@@ -1,0 +1,178 @@
+"""Define the contract of an objective: what it counts, what it computes, and which loss terms follow.
+
+A loss term is a *sum* with the name of its count. Counts are summed over all ranks and micro-batches before backward:
+
+    loss = sum(term.weight * term.sum / global_counts[term.count] for term in terms)
+
+So gradients are final when backward ends, and any split of a global batch gives the same gradient, with one term or
+with five.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from tessera.core.dist import World
+from tessera.core.types import Batch, Residence
+
+if TYPE_CHECKING:
+    from tessera.core.run_config import RunConfig
+
+# By name. An int where the host knows the count (a shape); a tensor where only the device does, which nobody waits for.
+Counts = Mapping[str, "int | Tensor"]
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """Hold one term of the loss: a sum over the elements that `count` names, and its weight in the whole loss."""
+
+    name: str
+    sum: Tensor  # a scalar with a gradient
+    count: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Hold a number to report: a sum without gradient, which is divided by the global count of this name."""
+
+    sum: Tensor
+    count: str
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Hold what a task returns for one micro-batch."""
+
+    terms: Sequence[LossTerm]
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    counts: Counts | None = None  # only from a task whose `counts` returned None
+
+
+class Reference(Protocol):
+    """Compute the trained model in a second way, to compare it with: without its adapters, for example. The engine runs
+    every micro-batch through it first, without gradient."""
+
+    def active(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which `module` computes as the reference does."""
+        ...
+
+    def tensors(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return what the loss needs of the reference's outputs; these tensors join the batch."""
+        ...
+
+
+class FrozenModule:
+    """Hold a frozen component on this rank. Outside of `use` it takes no more memory than its residence says."""
+
+    def __init__(self, module: nn.Module, device: torch.device, residence: Residence) -> None:
+        self._module = module.requires_grad_(False).eval()
+        self._device = device
+        self._offloaded = residence == "offloaded"
+
+    @contextmanager
+    def use(self) -> Iterator[nn.Module]:
+        """Return a context in which the module can be called on the device, without gradient."""
+        if self._offloaded:
+            self._module.to(self._device)
+        try:
+            with torch.no_grad():
+                yield self._module
+        finally:
+            for part in self._module.modules():
+                if isinstance(part, FSDPModule):  # without a backward pass the root keeps its gathered weights
+                    part.reshard()
+            if self._offloaded:
+                self._module.to("cpu")
+
+
+class Task(ABC):
+    """Define an objective. Subclasses write `counts` and `losses`; everything else has a default.
+
+    The order of calls: `check` on the whole model before it is sharded; `setup` once the parts of this rank exist;
+    then for each micro-batch `counts`, `inputs`, `forward` and `losses`.
+    """
+
+    def check(self, config: RunConfig, module: nn.Module) -> None:  # noqa: B027, not every task has something to check
+        """Raise a `TesseraError` where this objective cannot train the model. `module` is whole, on the meta device."""
+
+    def frozen_components(self, config: RunConfig) -> Sequence[str]:
+        """Return the names of the frozen components that the task uses: those of the family, and "reference", which is
+        a second copy of the model with its initial weights."""
+        return ()
+
+    def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:  # noqa: B027
+        """Keep what the task needs of the frozen components, which have their weights."""
+
+    def compile(self) -> None:  # noqa: B027
+        """Prefer compiled operations: called when the run compiles what it can (`parallel.compile`)."""
+
+    @property
+    def reference(self) -> Reference | None:
+        """Return how to compute the trained model as a reference; None where the task has none."""
+        return None
+
+    @abstractmethod
+    def counts(self, batch: Batch) -> Counts | None:
+        """Return how many elements each count of this micro-batch has, before the model runs.
+
+        None where only the model's outputs tell: then `losses` returns the counts, all terms share one count, and
+        gradients are divided after backward.
+        """
+
+    def inputs(self, batch: Batch) -> Batch:
+        """Return what the model is given. Runs without gradient: frozen encoders, noise and targets belong here."""
+        return batch
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        """Return the model's outputs. A pipeline runs stages instead and refuses a task that overrides this."""
+        return model(batch)
+
+    @abstractmethod
+    def losses(self, outputs: Any, batch: Batch) -> Losses:
+        """Return the loss terms and metrics of one micro-batch, given what `inputs` returned for it."""
+
+
+@dataclass(frozen=True)
+class SumSpec:
+    """Describe one summed number: its name, its count, and its weight in the loss; None for a metric."""
+
+    name: str
+    count: str
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class LossTotals:
+    """Hold sums of terms and metrics over micro-batches and ranks, and the counts to divide them by, on the device."""
+
+    specs: tuple[SumSpec, ...]
+    sums: Tensor  # [specs]
+    counts: dict[str, Tensor]
+
+    def loss(self) -> Tensor:
+        """Return the weighted sum of the means of all terms."""
+        parts = [spec.weight * self._mean(at) for at, spec in enumerate(self.specs) if spec.weight is not None]
+        total: Tensor = sum(parts[1:], start=parts[0])
+        return total
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the means of all metrics; with several terms also the mean of each term, without its weight."""
+        several = sum(spec.weight is not None for spec in self.specs) > 1
+        shown = [at for at, spec in enumerate(self.specs) if spec.weight is None or several]
+        return {self.specs[at].name: self._mean(at) for at in shown}
+
+    def _mean(self, at: int) -> Tensor:
+        return self.sums[at] / self.counts[self.specs[at].count].clamp(min=1)
+
+    def __add__(self, other: LossTotals) -> LossTotals:
+        counts = {name: value + other.counts[name] for name, value in self.counts.items()}
+        return LossTotals(self.specs, self.sums + other.sums, counts)

@@ -1,0 +1,388 @@
+"""Wrap every private symbol of torch and transformers that the library uses.
+
+No other file imports one (`tests/unit/test_house.py`), so a new release is examined here. Each entry states what it is
+for, the public alternative to move to, and the releases it holds for: torch 2.11 to 2.13 and transformers 5.17 to 5.22
+unless it says otherwise. `tests/unit/test_torch_internals.py` fails when one of them goes away. Imports that are slow,
+or that only some runs need, happen inside the functions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._profiler import _RecordFunctionFast
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.pipelining import PipelineStage
+    from torch.profiler import profile
+
+# ActivationWrapper, checkpoint_wrapper: recompute. Public alternative: a wrapper of our own around
+#   `torch.utils.checkpoint.checkpoint`.
+# TorchDispatchMode: sees every operation, to count collectives. Documented by torch, but it has no public path.
+# tree_leaves, tree_map_only: nested containers of tensors. Public alternative: `torch.utils.pytree` once it exists.
+__all__ = ["ActivationWrapper", "TorchDispatchMode", "checkpoint_wrapper", "tree_leaves", "tree_map_only"]
+
+# ------------------------------------------------------------------------------------------------ processes and meshes
+
+
+def default_store() -> dist.Store:
+    """Return the store of the default process group.
+
+    Public alternative: keep the store that was given to `init_process_group`; a group that the caller has set up does
+    not offer its store.
+    """
+    return _get_default_store()
+
+
+def fake_store() -> dist.Store:
+    """Return the store of the process group "fake", which has any number of ranks in one process.
+
+    Public alternative: none; the backend itself is a test utility of torch.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def fake_tensor_mode() -> FakeTensorMode:
+    """Return the mode in which tensors have shapes and no memory, also where real ones are passed in.
+
+    Public alternative: the meta device, once operations on it keep the device that was asked for.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the axes of a mesh joined into one axis. Public alternative: `DeviceMesh.flatten`, when it is released."""
+    return mesh._flatten(name)
+
+
+def slice_flattened_mesh(root: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of axes of which some were made by `flatten_mesh`.
+
+    torch has announced the end of this by a warning, and its successor (`DeviceMesh._concatenate`) is private too.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+        return root[names]
+
+
+# ------------------------------------------------------------------------------------------------ tensors and modules
+
+
+def wrapped_module(wrapper: ActivationWrapper) -> nn.Module:
+    """Return the module inside a recompute or offload wrapper. Public alternative: a wrapper of our own."""
+    inner: nn.Module = wrapper._checkpoint_wrapped_module
+    return inner
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `nn.Module.compile` was called. Public alternative: keep a list of what was compiled."""
+    return module._compiled_call_impl is not None
+
+
+def tensor_identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a key that two tensors share if they show the same elements of one storage, unaltered in between.
+
+    The key holds as long as the storage lives. Public alternative: none for the version of a tensor's data.
+    """
+    storage = tensor.untyped_storage()
+    return (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+
+
+def view_base(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that this one is a view of. Public alternative: none."""
+    return tensor._base
+
+
+def local_chunks(tensor: Tensor) -> list[ChunkStorageMetadata]:
+    """Return offsets and sizes of what this rank holds of a DTensor, without empty parts; of any other tensor, all.
+
+    Public alternative: none; torch's own checkpoint planners ask a DTensor by this method.
+    """
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    if not hasattr(tensor, "__create_chunk_list__"):
+        return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)]
+    return [chunk for chunk in tensor.__create_chunk_list__() if 0 not in chunk.sizes]
+
+
+def tensor_of_chunk(tensor: Tensor, offsets: torch.Size) -> Tensor:
+    """Return the local data of a DTensor at the offsets that `local_chunks` names; of any other tensor, itself.
+
+    Public alternative: none; torch's own checkpoint planners use it.
+    """
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.utils import find_tensor_shard
+
+    return find_tensor_shard(tensor.detach(), MetadataIndex("", offsets))
+
+
+# ------------------------------------------------------------------------------------------------ optimizers
+
+# Operations on lists of tensors in one launch. Public alternative: a loop, which is as slow as the number of tensors.
+
+
+def foreach_add_(tensors: list[Tensor], value: float) -> None:
+    """Add a number to every tensor, in place."""
+    torch._foreach_add_(tensors, value)
+
+
+def foreach_sub_(tensors: list[Tensor], others: list[Tensor]) -> None:
+    """Subtract the tensors of a second list, in place."""
+    torch._foreach_sub_(tensors, others)
+
+
+def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply every tensor by a tensor of one element, in place."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def foreach_lerp_(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
+    """Move every tensor towards its partner by a fraction of the distance, in place."""
+    torch._foreach_lerp_(tensors, ends, weight)
+
+
+def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the 2-norm of every tensor, computed in `dtype`."""
+    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
+
+
+def init_adamw_group(
+    optimizer: torch.optim.AdamW, group: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Make the state of a parameter group if it is missing; return parameters, gradients, both moments and steps.
+
+    Public alternative: an optimizer that writes the same state itself.
+    """
+    params: list[Tensor] = []
+    grads: list[Tensor] = []
+    means: list[Tensor] = []
+    squares: list[Tensor] = []
+    largest: list[Tensor] = []  # amsgrad alone fills it
+    steps: list[Tensor] = []
+    optimizer._init_group(group, params, grads, means, squares, largest, steps)
+    return params, grads, means, squares, steps
+
+
+# ------------------------------------------------------------------------------------------------ attention kernels
+
+
+def flash_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return attention inside each segment and its log-sum-exp; `bounds` and `longest` are those of queries and keys.
+
+    Public alternative: `torch.nn.attention.varlen.varlen_attn`, which has no gradient for a block of the keys.
+    """
+    found = torch.ops.aten._flash_attention_forward(
+        q, k, v, *bounds, *longest, 0.0, causal, return_debug_mask=False, scale=scale
+    )
+    return found[0], found[1]
+
+
+def flash_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values. `out` and `lse` may span more keys than `k` holds."""
+    dropout_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # asked for also without dropout
+    unused = torch.empty(0, device=q.device)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, *bounds, *longest, 0.0, causal, dropout_state, unused, scale=scale
+    )
+    return found
+
+
+def cudnn_attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return attention over [B, H, L, D] and its log-sum-exp.
+
+    Public alternative: `scaled_dot_product_attention` under `sdpa_kernel`, which keeps the log-sum-exp to itself.
+    """
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def cudnn_attention_backward(
+    tensors: Sequence[Tensor], lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, from the gradient of the result, all three and the result."""
+    grad, q, k, v, out = tensors
+    dropout_state = torch.empty((), dtype=torch.int64, device=q.device)  # asked for also without dropout
+    lengths = (q.shape[2], k.shape[2])
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(grad, q, k, v, out, lse, dropout_state, dropout_state, None, None, None, *lengths, 0.0, causal),
+        scale=scale,
+    )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ pipelines
+
+
+def self_loop_stage() -> type[PipelineStage]:
+    """Return a class of pipeline stages that never greet their own rank.
+
+    torch before 2.13 begins by sending a message to the neighbours of each stage. In a schedule that returns to the
+    rank where it began, a neighbour may be the rank itself, and not every backend can send to itself. Public
+    alternative: `PipelineStage` itself, when 2.13 is the oldest release.
+    """
+    from torch.distributed.pipelining import PipelineStage
+
+    class SelfLoopStage(PipelineStage):
+        def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+            found: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+            return [greeting for greeting in found if greeting.group_peer != self.group_rank]
+
+    return SelfLoopStage
+
+
+def lone_stage() -> type[PipelineStage]:
+    """Return a class of pipeline stages that ask no other rank, for one process in a fake world.
+
+    Since 2.13 stages vote whether shapes are known beforehand. Public alternative: none.
+    """
+
+    class Agreed:
+        def item(self) -> int:
+            return 1
+
+    class LoneStage(self_loop_stage()):  # type: ignore[misc]
+        def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
+            return Agreed()
+
+        def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
+            return Agreed()
+
+    return LoneStage
+
+
+def schedule_actions(
+    schedule: Callable[..., Any], stages: Iterable[int], num_stages: int, ranks: int, microbatches: int
+) -> dict[int, list[Any]]:
+    """Return what each rank does in one of torch's multi-stage schedules, in order, with None for idle steps.
+
+    `stages` are those of rank 0. Public alternative: none; the order is an attribute of a schedule with real stages.
+    """
+
+    class StageOutline:
+        """Hold the attributes of a stage that schedules read when they are made."""
+
+        def __init__(self, stage: int) -> None:
+            self.stage_index, self.num_stages = stage, num_stages
+            self.group_size, self.group_rank = ranks, 0
+            self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+            self.submod = nn.Identity()
+            self.stage_index_to_group_rank: dict[int, int] = {}
+
+    made = schedule([StageOutline(stage) for stage in stages], microbatches)
+    order: dict[int, list[Any]] = made.pipeline_order
+    return order
+
+
+# ------------------------------------------------------------------------------------------------ compiling, profiling
+
+
+def raise_recompile_limit(limit: int) -> None:
+    """Let a process compile more forms of one function. Only for torch 2.11 and 2.12.
+
+    Public alternative: the argument `recompile_limit` of `torch.compile`, when 2.13 is the oldest release.
+    """
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, limit)
+
+
+def open_range(name: str) -> Callable[[], None]:
+    """Begin a range in a profiler's recording and return what ends it.
+
+    Public alternative: `torch.profiler.record_function`, which costs ten times as much for each range.
+    """
+    opened = _RecordFunctionFast(name)
+    opened.__enter__()
+    return lambda: opened.__exit__(None, None, None)
+
+
+def inside_backward() -> bool:
+    """Return whether this thread runs a backward pass. Public alternative: none."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def kineto_results(recorded: profile) -> Any:
+    """Return the raw events of a recording: `events()` and `experimental_event_tree()`.
+
+    Public alternative: `profile.events()`, without correlation of launches and without allocations.
+    """
+    assert recorded.profiler is not None
+    return recorded.profiler.kineto_results
+
+
+# ------------------------------------------------------------------------------------------------ transformers
+
+
+def build_from_config(kind: Any, settings: Any, dtype: torch.dtype, attention: str) -> Any:
+    """Return a model of a class of transformers with drawn weights.
+
+    Public alternative: `AutoModel.from_config`, which knows registered classes only.
+    """
+    return kind._from_config(settings, dtype=dtype, attn_implementation=attention)
+
+
+def unsplit_modules(module: nn.Module) -> set[str]:
+    """Return the names of module classes that a model of transformers wants on one device. Public alternative: none."""
+    return set(getattr(module, "_no_split_modules", None) or ())
+
+
+def auto_class_mapping(auto: Any) -> Any:
+    """Return which model class an auto class builds for a config class, or None. Public alternative: none."""
+    return getattr(auto, "_model_mapping", None)
+
+
+def ignored_weight_patterns(module: Any) -> tuple[str, ...]:
+    """Return regular expressions of weight names in files that a model of transformers passes over."""
+    return tuple(module._keys_to_ignore_on_load_unexpected or ())
+
+
+def weight_conversions(module: Any) -> tuple[list[Any], list[Any], Any]:
+    """Return how names in files become a model's names, the renamings back, and the first that is more than a renaming.
+
+    Each is applied in order, by `rename_source_key`. Public alternative: none; these are the loader's own tables.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightRenaming
+
+    table = get_model_conversion_mapping(module, add_legacy=False)
+    other = next((entry for entry in table if not isinstance(entry, WeightRenaming)), None)
+    if other is not None:
+        return [], [], other
+    # As the library does on saving: the other way round, last first. A dropped prefix is not added again.
+    backward = [entry.reverse_transform() for entry in reversed(table) if not isinstance(entry, PrefixChange)]
+    return table, backward, None

@@ -1,0 +1,315 @@
+"""What a recipe names by an import path, and whatever items it gives, as batches."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from tessera.core.errors import TesseraError, first_line, nearest
+from tessera.core.registry import IMPORT_PATH, Maker, check_arguments, check_callable, refuse_standard_library
+from tessera.core.run_config import DataSection
+from tessera.core.types import Batch, Encoded, Processor, Sample
+from tessera.data.media.files import Limits
+from tessera.data.media.read import ChatProcessor, read_media
+from tessera.data.order.chat_rows import COUNTS, hole
+from tessera.data.sources.container import RecordError, bad_sample_error, reason_of
+from tessera.data.sources.formats import RecordSchema, parse
+from tessera.data.workers.worker import time_limit
+
+DATA = Maker(
+    "data set or loader",
+    bases=(Dataset, DataLoader),
+    methods=(("__getitem__", "__len__"), ("__iter__",)),
+    telling=False,
+)
+
+
+@dataclass(frozen=True)
+class ImportedObject:
+    """Import the object at `pkg.module:name`; call a class or a function with the arguments, take others as they are.
+
+    Worker processes make it for themselves: nothing of it has to be picklable, and no open file travels.
+    """
+
+    path: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    where: str = "data.options"
+
+    def make(self) -> Any:
+        found = self.find()
+        if not (inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, functools.partial)):
+            if self.arguments:
+                raise TesseraError(
+                    f"{self.path} is a {type(found).__name__}, which takes no arguments",
+                    where=f"{self.where}.arguments",
+                    fix="leave them out, or name a class or a function",
+                )
+            return found
+        DATA.check(found, self.path, self.where)
+        check_arguments(found, self.arguments, self.path, f"{self.where}.arguments")
+        return found(**self.arguments)
+
+    def function(self) -> Any:
+        """Return a function that is called with data and not with arguments of the recipe."""
+        found = self.find()
+        check_callable(found, self.path, self.where)
+        return found
+
+    def find(self) -> Any:
+        module_name, _, name = self.path.partition(":")
+        if not IMPORT_PATH.fullmatch(self.path):
+            raise TesseraError(f"not an import path: {self.path!r}", where=self.where, fix="write package.module:name")
+        refuse_standard_library(self.path, self.where)
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ImportError as error:
+            raise TesseraError(
+                f"cannot import {module_name}: {first_line(error)}",
+                where=self.where,
+                fix="install it, or start from a folder that holds it, or set PYTHONPATH",
+            ) from None
+        for part in name.split("."):
+            if not hasattr(found, part):
+                raise TesseraError(
+                    f"{self.path} is not there: no {part!r}", where=self.where, nearest=nearest(part, vars(found))
+                )
+            found = getattr(found, part)
+        return found
+
+
+@dataclass(frozen=True)
+class Given(ImportedObject):
+    """Hold an object that the caller made. Worker processes get a copy of it, so it has to be picklable for these."""
+
+    value: Any = None
+
+    @staticmethod
+    def of(value: Any) -> Given:
+        return Given(f"the {type(value).__name__} that was given", where="dataset", value=value)
+
+    def make(self) -> Any:
+        return self.value
+
+
+KNOWN = (
+    "tessera.core.types.Sample",
+    "a dict in a known form (messages, conversations, instruction and output, text)",
+    "tessera.core.types.Encoded",
+    "tessera.core.types.Batch",
+    "a dict of tensors",
+    "a tuple of tensors, with data.options.fields",
+)
+
+
+Collate = Callable[[list[Any]], Any]
+_NUMBERS = (Tensor, np.ndarray, np.generic, int, float)
+
+
+@dataclass(frozen=True)
+class DrawnItem:
+    """Hold an item of a data set, and the row that it fills."""
+
+    row: int
+    number: int  # in the data set
+    item: Any
+    seed: int
+
+
+@dataclass(frozen=True)
+class ItemBatcher:
+    """Make micro-batches of items. `name` is what errors call the data set.
+
+    Samples in `left_out` (with the reason) are passed over: a conversation leaves a masked hole. What tensors of the
+    user's own mean nobody knows, so nothing can be masked in them: such an item is left out of its micro-batch, unless
+    that would be empty. No other item is used instead.
+    """
+
+    name: str
+    section: DataSection
+    processor: Processor | None
+    root: Path
+    fields: tuple[str, ...] = ()
+    forms: RecordSchema = field(default_factory=lambda: RecordSchema({}))
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def batch(self, drawn: Sequence[DrawnItem], collate: Collate | None = None) -> Batch:
+        made = self._made(drawn, collate)
+        gone = self._gone(made, drawn, collate)
+        rest = [one for number, one in enumerate(drawn) if number not in gone]
+        if not gone or not rest:
+            return made
+        problems = [(name, self.left_out[name]) for names in gone.values() for name in names]
+        made = self._made(rest, collate)
+        rows = {**{one.row: 0 for one in drawn}, **dict(made.rows)}
+        return replace(made, rows=tuple(rows.items()), problems=(*made.problems, *problems))
+
+    def _gone(self, made: Batch, drawn: Sequence[DrawnItem], collate: Collate | None) -> dict[int, tuple[str, ...]]:
+        """Return the numbers of items to leave out, with their names.
+
+        Where names do not tell the items apart (a whole batch is an item, a collate function gives names of its own),
+        it is all of them or none.
+        """
+        ids = made.sample_ids
+        if not any(name in self.left_out for name in ids) or (collate is None and self._is_language(drawn[0].item)):
+            return {}
+        if len(ids) == len(drawn):
+            return {number: (name,) for number, name in enumerate(ids) if name in self.left_out}
+        if not all(name in self.left_out for name in ids):
+            return {}
+        return {number: () if number else ids for number in range(len(drawn))}
+
+    def _made(self, drawn: Sequence[DrawnItem], collate: Collate | None) -> Batch:
+        if collate is not None:
+            return self._labelled(self.whole(collate([one.item for one in drawn]), drawn[0].number), drawn)
+        first = drawn[0].item
+        if isinstance(first, Batch):
+            if len(drawn) > 1:
+                raise TesseraError(
+                    f"items of {self.name} are whole batches, {len(drawn)} of them cannot become one",
+                    where="train.micro_batch",
+                    fix="set train.micro_batch=1",
+                )
+            return self._labelled(first, drawn)
+        if self._is_language(first):
+            return self._chat(drawn)
+        named = [self._named(one) for one in drawn]
+        ids = [str(fields.pop("id", one.number)) for fields, one in zip(named, drawn, strict=True)]
+        try:
+            made = default_collate(named)
+        except (TypeError, RuntimeError, KeyError) as error:
+            raise TesseraError(
+                f"items {drawn[0].number} to {drawn[-1].number} of {self.name} do not fit into one batch: "
+                f"{first_line(error)}",
+                where="data.options",
+                fix="give data.options.collate_fn, or set train.micro_batch=1",
+            ) from None
+        return self._labelled(self.whole(made, drawn[0].number), drawn, ids)
+
+    def whole(self, made: Any, number: int) -> Batch:
+        """Return as a batch what a loader or the user's collate function made."""
+        if isinstance(made, Batch):
+            return made
+        if isinstance(made, (tuple, list)) and self.fields:
+            if len(made) != len(self.fields):
+                self._refuse(f"has {len(made)} members, data.options.fields names {len(self.fields)}", number)
+            made = dict(zip(self.fields, made, strict=True))
+        if not isinstance(made, Mapping):
+            self._refuse(f"is a {type(made).__name__}", number)
+        fields = dict(made)
+        ids = fields.pop("id", None)
+        wrong = {name: type(value).__name__ for name, value in fields.items() if not isinstance(value, Tensor)}
+        if wrong or not fields:
+            self._refuse(f"holds no tensors but {wrong}" if wrong else "is empty", number)
+        count = next((len(tensor) for tensor in fields.values() if tensor.ndim), 1)
+        given = ids if isinstance(ids, (list, tuple)) else () if ids is None else torch.as_tensor(ids).tolist()
+        return Batch(fields, sample_ids=tuple(map(str, given)), counts={"samples": count})
+
+    def _labelled(self, batch: Batch, drawn: Sequence[DrawnItem], ids: Sequence[str] = ()) -> Batch:
+        """Return a batch with names, rows and seeds, where its maker gave none."""
+        ids = batch.sample_ids or tuple(ids) or tuple(str(one.number) for one in drawn)
+        each = [1] * len(drawn) if len(ids) == len(drawn) else [len(ids)] + [0] * (len(drawn) - 1)
+        return replace(
+            batch,
+            sample_ids=tuple(ids),
+            rows=batch.rows or tuple((one.row, n) for one, n in zip(drawn, each, strict=True)),
+            counts=batch.counts or {"samples": len(ids)},
+            seeds=batch.seeds or tuple(one.seed for one in drawn),
+        )
+
+    # ------------------------------------------------------------------------------------------ conversations
+
+    def _is_language(self, item: Any) -> bool:
+        return isinstance(item, (Sample, Encoded)) or self._is_chat(item)
+
+    def _is_chat(self, item: Any) -> bool:
+        if not isinstance(item, Mapping) or any(isinstance(value, (Tensor, np.ndarray)) for value in item.values()):
+            return False
+        return self.forms.decide(item) is not None or self.forms.is_conversation(item)
+
+    def _chat(self, drawn: Sequence[DrawnItem]) -> Batch:
+        if self.processor is None:
+            raise TesseraError(
+                f"items of {self.name} are conversations, and the model has no processor for them",
+                where="data.options",
+                fix="give dicts of tensors, or use a family with a processor",
+            )
+        problems: list[tuple[str, str]] = []
+        rows = [[self._encoded(one, problems)] for one in drawn]
+        batch = self.processor.collate(rows, self.section.length)
+        batch = replace(batch, counts={**dict.fromkeys(COUNTS, 0), **batch.counts}, problems=tuple(problems))
+        return self._labelled(batch, drawn, [row[0].id for row in rows])
+
+    def _encoded(self, one: DrawnItem, problems: list[tuple[str, str]]) -> Encoded:
+        """Return one sample for a row. A bad one leaves a masked hole: a token that is not trained on."""
+        id = _name(one)
+        if id in self.left_out:
+            problems.append((id, self.left_out[id]))
+            return hole(id, 1)
+        try:
+            with time_limit(self.section.sample_timeout_s):
+                encoded = one.item if isinstance(one.item, Encoded) else self._encode(self._sample(one))
+            if len(encoded.tokens) > self.section.length:
+                raise RecordError(id, f"{len(encoded.tokens)} tokens do not fit into data.length {self.section.length}")
+            return encoded
+        except (RecordError, TesseraError, OSError) as error:
+            if self.section.on_bad_sample == "fail":
+                raise bad_sample_error(id, reason_of(error), self.name) from None
+            problems.append((id, reason_of(error)))
+            return hole(id, 1)
+
+    def _sample(self, one: DrawnItem) -> Sample:
+        if isinstance(one.item, Sample):
+            return one.item
+        if not self._is_chat(one.item):
+            self._refuse(f"is a {type(one.item).__name__}, others are conversations", one.number)
+        form = self.forms.decide(one.item) or "sharegpt"
+        return Sample(_name(one), parse(one.item, form, self.forms.names[form]))
+
+    def _encode(self, sample: Sample) -> Encoded:
+        assert self.processor is not None
+        if not isinstance(self.processor, ChatProcessor):
+            raise TesseraError(
+                f"{type(self.processor).__name__} cannot serve conversations",
+                where="data.options",
+                fix="give `Encoded` items or dicts of tensors",
+            )
+        limits = Limits(max_image_pixels=self.section.max_image_pixels, jpeg_draft=self.section.jpeg_draft)
+        media, sizes = read_media(sample, self.root, limits, self.processor)
+        return self.processor.encode(sample, media, sizes)
+
+    # ------------------------------------------------------------------------------------------ tensors
+
+    def _named(self, one: DrawnItem) -> dict[str, Any]:
+        item = one.item
+        if isinstance(item, (tuple, list)) and self.fields:
+            if len(item) != len(self.fields):
+                self._refuse(f"has {len(item)} members, data.options.fields names {len(self.fields)}", one.number)
+            item = dict(zip(self.fields, item, strict=True))
+        if not isinstance(item, Mapping):
+            self._refuse(f"is a {type(item).__name__}", one.number)
+        wrong = [name for name, value in item.items() if name != "id" and not isinstance(value, _NUMBERS)]
+        if wrong or not item:
+            self._refuse(f"is a dict without tensors under {wrong[:6]}" if wrong else "is an empty dict", one.number)
+        return dict(item)
+
+    def _refuse(self, what: str, number: int) -> NoReturn:
+        raise TesseraError(
+            f"item {number} of {self.name} {what}", where="data.options", allowed=KNOWN, fix="give one of these"
+        )
+
+
+def _name(one: DrawnItem) -> str:
+    """Return what ledgers and quarantine lists call an item."""
+    if isinstance(one.item, (Sample, Encoded)):
+        return one.item.id
+    return str(one.item.get("id", one.number)) if isinstance(one.item, Mapping) else str(one.number)

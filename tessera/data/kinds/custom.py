@@ -1,0 +1,96 @@
+"""A data set or loader that the user wrote, unchanged.
+
+data: {kind: custom, options: {dataset: "pkg.module:name", arguments: {...}}}
+data: {kind: custom, options: {loader: "pkg.module:make", arguments: {...}}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from torch.utils.data import DataLoader, IterableDataset
+
+from tessera.core.config import Section
+from tessera.core.config import build as build_section
+from tessera.core.errors import TesseraError
+from tessera.core.types import RowSource
+from tessera.data.custom.items import Given, ImportedObject, ItemBatcher
+from tessera.data.custom.rows import ItemRows, LoaderRows, StreamRows
+from tessera.data.kinds import RowRequest
+from tessera.data.media.read import ChatProcessor
+from tessera.data.sources.columns import check_columns
+from tessera.data.sources.formats import RecordSchema
+
+
+class CustomOptions(Section):
+    """Declare the keys of `data.options` for `data.kind: custom`."""
+
+    dataset: str | None = Field(None, description="import path of a data set, or of what makes one")
+    loader: str | None = Field(None, description="import path of a loader, or of what makes one")
+    arguments: dict[str, Any] | None = Field(None, description="what its maker is called with")
+    collate_fn: str | None = Field(None, description="import path of a function from a list of items to a batch")
+    fields: list[str] | None = Field(None, description="names of the members, when items are tuples")
+    columns: dict[str, str] | None = Field(None, description="our name of a key -> its name in conversations")
+    root: Path | None = Field(None, description="folder that media paths in items are relative to")
+    eval: CustomOptions | None = Field(None, description="the same keys, for held-out data")
+
+
+def build(request: RowRequest) -> RowSource:
+    """Return the rows of the user's own data set or loader."""
+    if isinstance(request.given, RowSource):
+        return request.given
+    where = "data.options"
+    options = build_section(CustomOptions, request.section.options, where)
+    if request.split == "eval" and request.given is None:
+        if options.eval is None:
+            raise TesseraError("no held-out data is given", where=where, fix="give data.options.eval its own dataset")
+        options, where = options.eval, "data.options.eval"
+    made: ImportedObject
+    if request.given is not None:
+        is_loader, made = isinstance(request.given, DataLoader), Given.of(request.given)
+    elif (options.dataset is None) == (options.loader is None):
+        raise TesseraError("give either `dataset` or `loader`", where=where, fix="dataset: package.module:name")
+    else:
+        is_loader = options.dataset is None
+        made = ImportedObject(options.dataset or options.loader or "", options.arguments or {}, where)
+    items = _items(request, options, made, where)
+    seed = request.seed if request.split == "train" else 0
+    data = made.make()
+    forward = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or not hasattr(data, "__len__")
+    if forward and not hasattr(data, "__iter__"):
+        raise TesseraError(
+            f"{made.path} gives a {type(data).__name__}, which is no {'loader' if is_loader else 'dataset'}",
+            where=where,
+            fix="it needs __getitem__ and __len__, or __iter__",
+        )
+    if is_loader:
+        return LoaderRows(made, data, items, seed=seed, folder=_states_folder(request, made))
+    collate = ImportedObject(options.collate_fn, where=f"{where}.collate_fn") if options.collate_fn else None
+    if forward:
+        return StreamRows(made, data, items, collate, seed=seed)
+    return ItemRows(made, data, items, collate, seed=seed, shuffle=request.section.shuffle)
+
+
+def _states_folder(request: RowRequest, made: ImportedObject) -> Path | None:
+    """Return where states of the loader are kept: a folder named by what the loader is made of."""
+    if request.cache_folder is None:
+        return None
+    what = json.dumps([made.path, dict(made.arguments), request.seed], sort_keys=True, default=repr)
+    return request.cache_folder / f"loader-{request.split}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+
+
+def _items(request: RowRequest, options: CustomOptions, made: ImportedObject, where: str) -> ItemBatcher:
+    columns, fields = options.columns or {}, tuple(options.fields or ())
+    check_columns(columns, f"{where}.columns")
+    processor = request.processor
+    if isinstance(processor, ChatProcessor):
+        processor = processor.training_on(request.section.train_on, last_only=request.section.mask_history)
+    root = options.root or Path(".")
+    return ItemBatcher(made.path, request.section, processor, root, fields, RecordSchema(columns))
+
+
+KIND = build

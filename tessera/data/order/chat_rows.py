@@ -1,0 +1,138 @@
+"""Rows of packed conversations: the data set as the loader sees it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import IGNORE, Batch, Encoded, RowSource, Sample
+from tessera.data.index.build import Policy
+from tessera.data.index.split import SplitIndex
+from tessera.data.media.files import Limits
+from tessera.data.media.read import ChatProcessor, read_media
+from tessera.data.order.order import Order
+from tessera.data.sources.container import RecordError, bad_sample_error, reason_of
+from tessera.data.workers.worker import time_limit
+
+# Always reported, so that ranks agree on the names.
+COUNTS = ("samples", "tokens", "trained", "images", "frames", "patches")
+
+
+@dataclass(eq=False)
+class ChatRows(RowSource):
+    """Read rows of packed conversations. `order` states which samples a row holds, by the number of the row."""
+
+    index: SplitIndex
+    order: Order
+    processor: ChatProcessor
+    length: int
+    limits: Limits
+    on_bad_sample: Policy = "skip"
+    timeout_s: float | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)  # samples to pass over, by name, with the reason
+
+    @property
+    def bad_count(self) -> int:
+        return self.index.bad_count
+
+    @property
+    def identity(self) -> str:
+        """Return a hash that changes whenever a row would hold other samples than before."""
+        return hashlib.sha256(f"{self.index.identity} {self.order.identity}".encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def bad_samples(self) -> tuple[tuple[str, str], ...]:
+        """Return (id, reason) of samples that the index left out; the quarantine list begins with them."""
+        return self.index.bad
+
+    @property
+    def decodes_media(self) -> bool:
+        """Return whether any sample has media. Where a processor does not count them, it may have some."""
+        counted = [name for name in ("images", "frames", "patches") if name in self.index.names]
+        return not counted or any(
+            bool(np.any(part.columns[name])) for part in self.index.parts if len(part) for name in counted
+        )
+
+    def work(self, rows: Sequence[int]) -> list[float] | None:
+        return self.order.work(rows)
+
+    def without(self, samples: Mapping[str, str]) -> ChatRows:
+        return replace(self, left_out={**self.left_out, **samples})
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        return self.guarded(rows, {}, lambda _: None)
+
+    def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
+        problems: list[tuple[str, str]] = []
+        encoded = [[self._encode(sample, lost, note, problems) for sample in self.order.samples(row)] for row in rows]
+        batch = self.processor.collate(encoded, self.length)
+        return replace(
+            batch,
+            sample_ids=tuple(item.id for row in encoded for item in row),
+            rows=tuple((row, len(items)) for row, items in zip(rows, encoded, strict=True)),
+            counts={**dict.fromkeys(COUNTS, 0), **batch.counts},
+            seeds=tuple(self.order.row_seed(row) for row in rows),
+            problems=tuple(problems),
+        )
+
+    def _encode(
+        self, number: int, lost: Mapping[int, str], note: Callable[[int], None], problems: list[tuple[str, str]]
+    ) -> Encoded:
+        sample: Sample | None = None
+        try:
+            if number in lost:
+                sample = self._words_of(number, lost, note)
+                raise TesseraError(lost[number])
+            note(number)
+            with time_limit(self.timeout_s):
+                sample, root = self.index.read(number)
+                if sample.id in self.left_out:
+                    problems.append((sample.id, self.left_out[sample.id]))
+                    return hole(sample.id, self.index.measure("tokens", number))
+                return self._encode_whole(sample, root, self.index.measure("tokens", number))
+        except (TesseraError, RecordError, OSError) as error:
+            source, row = self.index.locate(number)
+            id = source.location(row) if sample is None else sample.id
+            if self.on_bad_sample == "fail":
+                raise bad_sample_error(id, reason_of(error), str(source.path)) from None
+            problems.append((id, reason_of(error)))
+            return hole(id, self.index.measure("tokens", number))
+
+    def _words_of(self, number: int, lost: Mapping[int, str], note: Callable[[int], None]) -> Sample | None:
+        """Read a lost sample again without its media, to report its id; None if reading its row was fatal too.
+
+        `~number` is noted first: if the row itself kills the worker, `~number` is in `lost` the next time.
+        """
+        if ~number in lost:
+            return None
+        note(~number)
+        with time_limit(self.timeout_s):
+            return self.index.read(number)[0]
+
+    def _encode_whole(self, sample: Sample, root: Path, promised: int) -> Encoded:
+        media, sizes = read_media(sample, root, self.limits, self.processor)
+        encoded = self.processor.encode(sample, media, sizes)
+        if len(encoded.tokens) != promised:
+            raise TesseraError(
+                f"{len(encoded.tokens)} tokens where headers promised {promised}: the data changed since it was indexed"
+            )
+        return encoded
+
+
+def hole(id: str, length: int) -> Encoded:
+    """Return what stands for a sample that could not be decoded: the same length, nothing to train on, no media."""
+    return Encoded(
+        id,
+        tokens=torch.zeros(length, dtype=torch.int64),
+        labels=torch.full((length,), IGNORE, dtype=torch.int64),
+        positions=torch.arange(length),
+    )

@@ -1,0 +1,102 @@
+"""The names of keys and speakers in records: the habit of each format, and what `columns` of a recipe says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tessera.core.errors import TesseraError, nearest
+from tessera.core.run_config import RecordFormat
+from tessera.core.types import PartKind
+
+ROLES = ("system", "user", "assistant", "tool")
+MEDIA: tuple[PartKind, ...] = ("image", "video", "audio")
+FORMATS: tuple[RecordFormat, ...] = ("messages", "sharegpt", "llava", "alpaca", "text", "preference")
+
+# Speaker -> role. Calls of functions are the assistant's words, their results are the tool's.
+_SPEAKERS = {
+    **{role: role for role in ROLES},
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "observation": "tool",
+    "tool_response": "tool",
+    "function": "tool",
+}
+_CALLERS = ("function_call", "tool_call")
+# Names in `columns` that do not rename a key but a speaker.
+_TAGS = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "system_tag": "system",
+    "observation_tag": "tool",
+    "function_tag": "assistant",
+}
+_KEYS = ("id", "messages", "role_tag", "content_tag", "system", "tools", "images", "videos", "audios")
+_ALPACA_KEYS = ("prompt", "query", "response", "history")
+_PAIR_KEYS = ("chosen", "rejected")
+COLUMNS = (*_KEYS, *_TAGS, *_ALPACA_KEYS, *_PAIR_KEYS, "text")
+
+
+@dataclass(frozen=True)
+class ColumnMap:
+    """Name the keys of a record that a parser reads. Several names for one thing are tried in order."""
+
+    messages: str
+    role: str
+    content: str
+    media: Mapping[PartKind, tuple[str, ...]]
+    speakers: Mapping[str, str] = field(default_factory=lambda: _SPEAKERS)
+    callers: tuple[str, ...] = _CALLERS  # speakers whose words are calls of functions
+    id: str = "id"
+    system: str = "system"
+    tools: str = "tools"
+    prompt: str = "instruction"
+    query: str = "input"
+    response: str = "output"
+    history: str = "history"
+    text: tuple[str, ...] = ("text", "content")
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+
+
+def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> ColumnMap:
+    """Return the keys of a format, with those that `columns` (checked before) gives another name."""
+    renamed = {key: columns[key] for key in ("id", "system", "tools", *_ALPACA_KEYS, *_PAIR_KEYS) if key in columns}
+    chat = record_format in ("sharegpt", "llava")
+    speakers = {**_SPEAKERS, **{columns[tag]: role for tag, role in _TAGS.items() if tag in columns}}
+    callers = (*_CALLERS, *([columns["function_tag"]] if "function_tag" in columns else []))
+    return ColumnMap(
+        messages=columns.get("messages", "conversations" if chat else "messages"),
+        role=columns.get("role_tag", "from" if chat else "role"),
+        content=columns.get("content_tag", "value" if chat else "content"),
+        media={kind: _media_keys(record_format, kind, columns) for kind in MEDIA},
+        speakers=speakers,
+        callers=callers,
+        text=(columns["text"],) if "text" in columns else ("text", "content"),
+        **renamed,
+    )
+
+
+def _media_keys(record_format: RecordFormat, kind: PartKind, columns: Mapping[str, str]) -> tuple[str, ...]:
+    if f"{kind}s" in columns:
+        return (columns[f"{kind}s"],)
+    if record_format == "llava":
+        return (kind,)
+    return (f"{kind}s", kind) if record_format in ("alpaca", "text") else (f"{kind}s",)
+
+
+def check_columns(columns: Mapping[str, str], where: str) -> None:
+    """Raise if `columns` of a recipe has a name that no format knows, or an empty one."""
+    for name, key in columns.items():
+        if name not in COLUMNS:
+            raise TesseraError(
+                f"unknown name in `columns`: {name!r}",
+                where=where,
+                allowed=COLUMNS,
+                nearest=nearest(name, COLUMNS),
+                fix="write our name first, then the one in your records: columns: {messages: dialogue}",
+            )
+        if not key:
+            raise TesseraError(f"`columns` gives {name!r} an empty name", where=where)

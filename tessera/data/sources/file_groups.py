@@ -1,0 +1,420 @@
+"""Samples made of several files of one stem, in a folder or in a tar shard: media, and a text or JSON file beside.
+
+Nothing is unpacked: `tarfile` walks through the headers of a shard once, and members are read where they lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tarfile
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn
+
+import numpy as np
+
+from tessera.core.errors import TesseraError, first_line
+from tessera.core.types import PartKind
+from tessera.data.media.files import ArchiveMember
+from tessera.data.sources.columns import MEDIA
+from tessera.data.sources.container import MAX_RECORD_BYTES, Container, RawRecord, RecordError, file_facts
+from tessera.data.sources.text import load_object, load_text
+from tessera.data.tables import AnyTables, cached_tables
+
+log = logging.getLogger("tessera")
+
+FolderKind = Literal["media", "documents"]
+MAX_MEMBERS = 50_000_000
+METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+_SUFFIXES: dict[str, PartKind] = {
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif"), "image"),
+    **dict.fromkeys(("mp4", "webm", "mkv", "mov", "avi", "m4v", "mpg", "mpeg"), "video"),
+    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"), "audio"),
+}
+_TEXT_SUFFIXES = ("txt", "caption")
+_FILE_NAME_KEYS = {"file_name": None, "file_names": None, **{f"{kind}_file_name": kind for kind in MEDIA}}
+_MAX_READ_BYTES = 1 << 20  # of one pax or long-name record, which tarfile reads as a whole
+_SPECIAL = {b"1": "a link", b"2": "a link", b"3": "a device", b"4": "a device", b"6": "a pipe", b"S": "a sparse file"}
+
+
+def stem_of(name: str) -> str:
+    """Return what the files of one sample have in common: the name up to the first dot after its last folder."""
+    folder, slash, base = name.rpartition("/")
+    return folder + slash + base.partition(".")[0]
+
+
+def suffix_of(name: str) -> str:
+    """Return the letters behind the last dot of a file name, in lower case."""
+    base, dot, suffix = name.rpartition("/")[2].rpartition(".")
+    return suffix.lower() if base and dot else ""
+
+
+def media_kind(name: str) -> PartKind | None:
+    """Return which kind of media a file is by its name; None for other files."""
+    return _SUFFIXES.get(suffix_of(name))
+
+
+# ---------------------------------------------------------------------------------------------- records
+
+
+class MediaFile(NamedTuple):
+    """Media of a sample. `value` is a path under the root, or where the bytes lie."""
+
+    kind: PartKind
+    name: str
+    value: str | ArchiveMember
+
+
+def assemble(
+    stem: str,
+    attributes: Mapping[str, Any] | None,
+    text: str | None,
+    media: Sequence[MediaFile],
+    columns: Mapping[str, str],
+) -> RawRecord:
+    """Return one record of the files of a stem.
+
+    A record that names media itself means those of its own sample first; a record that names none shows all of them.
+    """
+    record = dict(attributes or {})
+    record.setdefault(columns.get("id", "id"), stem)
+    text_key = columns.get("text", "text")
+    if text is not None:
+        record.setdefault(text_key, text)
+    elif text_key not in record and isinstance(record.get("caption"), str):
+        record[text_key] = record["caption"]
+    listed = any(record.get(key) is not None for kind in MEDIA for key in (columns.get(f"{kind}s", f"{kind}s"), kind))
+    if not listed and not _parts_name_media(record.get(columns.get("messages", "messages"))):
+        for kind in MEDIA:
+            values = [item.value for item in media if item.kind == kind]
+            if values:
+                record[columns.get(f"{kind}s", f"{kind}s")] = values
+    members: dict[str, ArchiveMember] = {}
+    for item in media:
+        if isinstance(item.value, ArchiveMember):
+            # Records name their media in full, by the last part alone, or by what follows the stem.
+            for name in (item.name, item.name.rpartition("/")[2], item.name[len(stem) + 1 :]):
+                members.setdefault(name, item.value)
+    return RawRecord(record, members)
+
+
+def _parts_name_media(turns: Any) -> bool:
+    for turn in turns if isinstance(turns, list) else []:
+        content = turn.get("content") if isinstance(turn, dict) else None
+        for part in content if isinstance(content, list) else []:
+            if isinstance(part, dict) and any(part.get(key) is not None for key in (*MEDIA, "path", "url")):
+                return True
+    return False
+
+
+class FileGroups(Container):
+    """Read samples that are made of files.
+
+    In `tables`, `sample` has the sample of each file; names are `letters` cut at `ends`.
+    """
+
+    def __init__(
+        self, path: Path, name: str, tables: AnyTables, limit: int | None, columns: Mapping[str, str], facts: Any
+    ) -> None:
+        count = int(tables["sample"][-1]) + 1 if len(tables["sample"]) else 0
+        super().__init__(name, count if limit is None else min(limit, count), facts)
+        self.path = path
+        self.tables = tables
+        self.columns = dict(columns)
+
+    def _files(self, number: int) -> dict[str, int]:
+        """Return the names of the files of a sample, each with its number."""
+        first, last = np.searchsorted(self.tables["sample"], [number, number + 1]).tolist()
+        letters, bounds = self.tables["letters"], self.tables["ends"][first : last + 1].tolist()
+        names = [os.fsdecode(letters[start:end].tobytes()) for start, end in pairwise(bounds)]
+        return {name: first + offset for offset, name in enumerate(names)}
+
+    def _record(
+        self, location: str, files: Mapping[str, int], content: Callable[[str], bytes], media: Sequence[MediaFile]
+    ) -> RawRecord:
+        attributes: dict[str, Any] | None = None
+        text: str | None = None
+        for name in files:
+            if suffix_of(name) == "json":
+                attributes = load_object(content(name), location)
+            elif suffix_of(name) in _TEXT_SUFFIXES:
+                text = load_text(content(name), location)
+        if attributes is None and text is None:
+            raise RecordError(location, f"no .json or .txt in this sample, only {', '.join([*files][:4])}")
+        return assemble(stem_of(next(iter(files))), attributes, text, media, self.columns)
+
+
+def _name_arrays(names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return many file names as two arrays: no Python object for each, and mapped from the cache."""
+    encoded = [os.fsencode(name) for name in names]
+    letters = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+    return {"letters": letters, "ends": np.cumsum([0, *map(len, encoded)], dtype=np.int64)}
+
+
+def _are_groups(tables: AnyTables) -> bool:
+    if not {"sample", "letters", "ends"} <= set(tables):
+        return False
+    return len(tables["ends"]) == len(tables["sample"]) + 1 and int(tables["ends"][-1]) == len(tables["letters"])
+
+
+# ---------------------------------------------------------------------------------------------- folders
+
+
+class FolderFiles(FileGroups):
+    """Read the files of a folder as samples. With kind `documents` every file is one sample of plain text."""
+
+    kind: FolderKind = "media"
+
+    def location(self, number: int) -> str:
+        return next(iter(self._files(number)))
+
+    def load(self, number: int) -> RawRecord:
+        files = self._files(number)
+        location = next(iter(files))
+
+        def content(name: str) -> bytes:
+            try:
+                with (self.path / name).open("rb") as file:
+                    data = file.read(MAX_RECORD_BYTES + 1)
+            except OSError as error:
+                raise RecordError(location, f"cannot be read: {name} ({error.strerror})") from None
+            if len(data) > MAX_RECORD_BYTES:
+                raise RecordError(location, f"{name} is too large to be a text")
+            return data
+
+        if not location.isprintable():
+            raise RecordError(repr(location), "a file name that is not UTF-8, or not printable")
+        if self.kind == "documents":
+            return RawRecord({"text": load_text(content(location), location)})
+        media = [MediaFile(kind, name, name) for name in files if (kind := media_kind(name)) is not None]
+        return self._record(location, files, content, media)
+
+
+class Metadata(Container):
+    """Read the records of a `metadata` file, whose `file_name` is media in its folder."""
+
+    def __init__(self, records: Container, columns: Mapping[str, str]) -> None:
+        super().__init__(records.name, len(records), records.facts)
+        self.records = records
+        self.columns = dict(columns)
+
+    def location(self, number: int) -> str:
+        return self.records.location(number)
+
+    def load(self, number: int) -> RawRecord:
+        return self._with_media(self.records.load(number), number)
+
+    def scan(self, numbers: range) -> Iterator[tuple[int, RawRecord | RecordError]]:
+        for number, record in self.records.scan(numbers):
+            try:
+                yield number, record if isinstance(record, RecordError) else self._with_media(record, number)
+            except RecordError as error:
+                yield number, error
+
+    def _with_media(self, record: RawRecord, number: int) -> RawRecord:
+        content = dict(record.content)
+        media: list[MediaFile] = []
+        for key, kind in _FILE_NAME_KEYS.items():
+            value = content.pop(key, None)
+            for name in value if isinstance(value, list) else [] if value is None else [value]:
+                found = kind or (media_kind(name) if isinstance(name, str) else None)
+                if found is None:
+                    raise RecordError(self.location(number), f"{key} names no image, video or audio: {name!r:.80}")
+                media.append(MediaFile(found, name, name))
+        return assemble(self.location(number), content, None, media, self.columns)
+
+
+def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the names of files below a folder, sorted, with their stat. Linked folders are not entered."""
+    for here, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inner = os.path.relpath(here, folder)
+        for name in sorted(files):
+            if not name.startswith("."):
+                yield name if inner == "." else f"{inner}/{name}", os.stat(os.path.join(here, name))
+
+
+def open_files(
+    path: Path, kind: FolderKind, limit: int | None, cache_folder: Path | None, columns: Mapping[str, str]
+) -> FolderFiles:
+    """Open a folder. `media`: media files with text of the same stem; `documents`: each .txt is one."""
+    wanted: list[str] = []
+    digest = hashlib.sha256()
+    for name, stat in walk(path):
+        suffix = suffix_of(name)
+        if suffix == "txt" if kind == "documents" else media_kind(name) or suffix in ("json", *_TEXT_SUFFIXES):
+            wanted.append(name)
+            digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+    facts = {"path": str(path.resolve()), "files": len(wanted), "listing": digest.hexdigest()}
+    groups = _group_by_stem(wanted) if kind == "media" else [[name] for name in wanted]
+    if not groups:
+        raise TesseraError(f"nothing to read in the folder {path}", where="data")
+
+    def find() -> dict[str, np.ndarray]:
+        sample = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        return {"sample": sample, **_name_arrays([name for group in groups for name in group])}
+
+    tables = cached_tables("folder", [kind, facts], cache_folder, find, _are_groups)
+    opened = FolderFiles(path, path.name, tables, limit, columns, facts)
+    opened.kind = kind
+    return opened
+
+
+def _group_by_stem(names: list[str]) -> list[list[str]]:
+    """Return the files of each stem, media first. Text without media (a README, a list of classes) is no sample."""
+    groups: list[list[str]] = []
+    without_media = 0
+    for _, same in groupby(sorted(names, key=lambda name: (stem_of(name), name)), key=stem_of):
+        group = sorted(same, key=lambda name: (media_kind(name) is None, name))
+        if media_kind(group[0]) is None:
+            without_media += 1
+        else:
+            groups.append(group)
+    if without_media:
+        log.warning("%d text files have no image, video or audio beside them and are left out", without_media)
+    return groups
+
+
+# ---------------------------------------------------------------------------------------------- tar shards
+
+
+class TarShard(FileGroups):
+    """Read the samples of a shard as WebDataset writes it: files of one stem that follow each other.
+
+    `tables` also holds where each member lies, `start` and `size`, and its `type`.
+    """
+
+    def load(self, number: int) -> RawRecord:
+        location, files, media = self.location(number), self._files(number), []
+        for name, member in files.items():
+            problem = _problem(name, bytes([self.tables["type"][member]]))
+            if problem is not None:
+                raise RecordError(location, problem)
+            kind = media_kind(name)
+            if kind is not None:
+                media.append(MediaFile(kind, name, ArchiveMember(self.path, *self._span(member), name)))
+        with self.path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            if (stat.st_size, stat.st_mtime_ns) != (self.facts["size"], self.facts["time"]):
+                raise RecordError(location, "the tar file changed since it was opened")
+
+            def content(name: str) -> bytes:
+                start, size = self._span(files[name])
+                if size > MAX_RECORD_BYTES:
+                    raise RecordError(location, f"{name}: {size} bytes are too many for a conversation")
+                file.seek(start)
+                return file.read(size)
+
+            return self._record(location, files, content, media)
+
+    def _span(self, member: int) -> tuple[int, int]:
+        return int(self.tables["start"][member]), int(self.tables["size"][member])
+
+
+def _problem(name: str, kind: bytes) -> str | None:
+    """Return why a member is not read; None for a regular file with a plain name."""
+    if kind in _SPECIAL:
+        return f"the tar member {name!r:.120} is {_SPECIAL[kind]}"
+    if kind not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE):
+        return f"the tar member {name!r:.120} is of an unknown kind {kind!r}"
+    if not name or "\0" in name or name.startswith("/") or "\\" in name or ".." in name.split("/"):
+        return f"the tar member {name!r:.120} has a name that leads outside"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return f"the tar member {name!r:.120} has a name that is not UTF-8"
+    return None
+
+
+def looks_like_tar(path: Path) -> bool:
+    """Return whether a file begins with the header of a tar member."""
+    with path.open("rb") as file:
+        head = file.read(tarfile.BLOCKSIZE)
+    return len(head) == tarfile.BLOCKSIZE and head[257:262] == b"ustar"
+
+
+def open_tar(
+    path: Path, name: str, limit: int | None, cache_folder: Path | None, columns: Mapping[str, str]
+) -> TarShard:
+    """Find the members of a shard, or read from the cache what was found before."""
+    facts = file_facts(path)
+
+    def find() -> dict[str, np.ndarray]:
+        members, names = array("q"), []
+        sample, stem = -1, None
+        for member in _members(path, int(facts["size"])):
+            if stem_of(member.name) != stem:
+                sample, stem = sample + 1, stem_of(member.name)
+                if limit is not None and sample >= limit:
+                    break
+            kind = tarfile.GNUTYPE_SPARSE if member.issparse() else member.type
+            members.extend((sample, member.offset_data, member.size, kind[0]))
+            names.append(member.name)
+            if len(names) > MAX_MEMBERS:
+                raise TesseraError(f"the tar file has over {MAX_MEMBERS} members", where=str(path))
+        columns = np.array(members, dtype=np.int64).reshape(-1, 4).T
+        return {**dict(zip(("sample", "start", "size", "type"), columns, strict=True)), **_name_arrays(names)}
+
+    def is_valid(tables: AnyTables) -> bool:
+        if not _are_groups(tables) or not {"start", "size", "type"} <= set(tables):
+            return False
+        start, size = tables["start"], tables["size"]
+        return len(start) == 0 or 0 <= int(start[-1]) <= facts["size"] - int(size[-1])
+
+    tables = cached_tables("tar", [limit, facts], cache_folder, find, is_valid)
+    return TarShard(path, name, tables, limit, columns, facts)
+
+
+def _members(path: Path, size: int) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of an archive except folders. Refuse an archive that is damaged or cut off anywhere."""
+    with path.open("rb") as file:
+        bounded = _BoundedFile(file)
+        try:
+            with tarfile.open(fileobj=bounded, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:  # type: ignore[call-overload]
+                while (member := archive.next()) is not None:
+                    archive.members.clear()  # tarfile would keep all of them
+                    if not member.isreg():
+                        member.size = 0  # links, devices and pipes have no bytes behind them, whatever they claim
+                    if member.size < 0 or member.offset_data + member.size > size:
+                        left = size - member.offset_data
+                        what = f"is cut off: a member of {member.size} bytes begins where {left} are left"
+                        _fail(path, what, member.offset)
+                    if not (member.isdir() or member.name.endswith("/")):
+                        yield member
+                end = archive.offset
+        except TesseraError:
+            raise
+        except Exception as error:  # what tarfile raises on damaged headers is not listed anywhere
+            cut = "end of data" in str(error) or "truncated" in str(error) or "empty" in str(error)
+            _fail(path, "is cut off" if cut else f"has a damaged header ({first_line(error)})", file.tell())
+        # tarfile takes a header that it cannot read for the end of the archive.
+        file.seek(end)
+        block = file.read(tarfile.BLOCKSIZE)
+        if block.strip(b"\0"):
+            cut = len(block) < tarfile.BLOCKSIZE
+            _fail(path, "is cut off in a header" if cut else "has a damaged header", end)
+
+
+class _BoundedFile:
+    """Wrap a file so that tarfile reads headers and name records from it, but nothing large."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _MAX_READ_BYTES:
+            raise ValueError(f"a name record of {size} bytes")
+        return self._file.read(size)
+
+
+def _fail(path: Path, what: str, offset: int) -> NoReturn:
+    raise TesseraError(
+        f"the tar file {what}",
+        where=f"{path}, byte {offset}",
+        fix="download or write it again: what follows cannot be found",
+    )

@@ -1,0 +1,363 @@
+"""The formats of a record: one parser each, from a JSON object to messages. Records come from strangers.
+
+messages   {"messages": [{"role": "user", "content": "text" or [{"type": "image", "image": "a.jpg"}, ...]}, ...]}
+sharegpt   {"conversations": [{"from": "human", "value": "<image> text"}, ...], "images": ["a.jpg"]}
+llava      {"conversations": [{"from": "human", "value": "<image>\\n text"}, ...], "image": "a.jpg"}
+alpaca     {"instruction": "ask", "input": "about", "output": "answer", "history": [["ask", "answer"], ...]}
+text       {"text": "a document", "images": ["a.jpg"]}
+preference a question with a better and a worse answer, in one of these spellings:
+    {"prompt": "ask", "chosen": "better", "rejected": "worse"}
+    {"prompt": [messages], "chosen": [{"role": "assistant", ...}], "rejected": [...]}
+    {"chosen": [the whole conversation], "rejected": [another end of it]}
+    {"messages": [messages], "chosen": {"role": "assistant", ...} or "better", "rejected": ...}
+    {"conversations": [turns], "chosen": {"from": "gpt", "value": "better"}, "rejected": ...}, with images or image
+    {"instruction": "ask", "input": "about", "chosen": "better", "rejected": "worse"}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any, NoReturn
+
+from PIL import Image
+
+from tessera.core.run_config import RecordFormat
+from tessera.core.types import PLAIN, Message, Part, PartKind
+from tessera.data.media.files import ArchiveMember
+from tessera.data.sources.columns import FORMATS, MEDIA, ColumnMap, column_map
+from tessera.data.sources.container import RecordError
+from tessera.data.tool_calls import format_calls, format_spoken_calls, with_tools
+
+CHOSEN, REJECTED = "chosen", "rejected"  # roles of the last two turns of a preference sample
+_PROMPT = "prompt"
+_PLACEHOLDER = re.compile(r"<(image|video|audio)>")
+
+
+class RecordSchema:
+    """Tell records of one format from another, under the key names that a data set uses."""
+
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        self.columns = dict(columns)
+        self.names = {one: column_map(one, columns) for one in FORMATS}
+        self._media_named = any(f"{kind}s" in columns for kind in MEDIA)
+
+    def decide(self, record: Mapping[str, Any]) -> RecordFormat | None:
+        """Return the format of a record; None when its keys fit several (a conversation without media) or none."""
+        key = self.names["messages"].messages
+        # `columns` may give both kinds of conversation one name: the key of the speaker tells them apart.
+        if _has(record, key) and ("messages" not in self.columns or not self._speaks(record[key])):
+            return "messages"
+        if self.is_conversation(record):
+            for one in ("llava", "sharegpt"):
+                if any(_has(record, key) for keys in self.names[one].media.values() for key in keys):
+                    return "sharegpt" if self._media_named else one
+            return None
+        return next((one for one in ("alpaca", "text") if self.fits(record, one)), None)
+
+    def is_conversation(self, record: Mapping[str, Any]) -> bool:
+        return _has(record, self.names["sharegpt"].messages)
+
+    def fits(self, record: Mapping[str, Any], record_format: RecordFormat) -> bool:
+        """Return whether a record has the keys of a format that the recipe names, whatever else it has."""
+        names = self.names[record_format]
+        if record_format == "preference":
+            return _has(record, names.chosen) and _has(record, names.rejected)
+        if record_format == "text":
+            return any(_has(record, key) for key in names.text)
+        if record_format == "alpaca":
+            return _has(record, names.prompt) and _has(record, names.response)
+        return "messages" in self.columns and _has(record, names.messages)
+
+    def _speaks(self, turns: Any) -> bool:
+        first = turns[0] if isinstance(turns, list) and turns else None
+        return isinstance(first, dict) and self.names["sharegpt"].role in first
+
+
+def parse(record: Mapping[str, Any], record_format: RecordFormat, names: ColumnMap) -> tuple[Message, ...]:
+    """Return the messages of a record, or raise `RecordError`."""
+    return _PARSERS[record_format](record, names)
+
+
+def _parse_messages(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
+    media = _Media(record, names)
+    messages = []
+    for turn in _turns(record, names.messages):
+        role, calls = _role(turn, names), turn.get("tool_calls")
+        content = turn.get(names.content)
+        if content is None and calls:
+            content = ""
+        if isinstance(content, str):
+            parts = media.fill(format_spoken_calls(content) if turn.get(names.role) in names.callers else content)
+        elif isinstance(content, list):
+            parts = [_part(item, media) for item in content]
+        else:
+            _fail(f"{names.content} is a {type(content).__name__}, not a text or a list of parts")
+        if calls:
+            parts.append(Part("text", ("\n" if parts else "") + _checked(format_calls, calls)))
+        messages.append(Message(role, tuple(parts)))
+    media.check_used()
+    return _with_system(messages, record, names)
+
+
+def _parse_conversations(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
+    # Without a list beside it, <video> may be a word; <image> in a conversation never is.
+    media = _Media(record, names, always=("image",))
+    messages = []
+    for turn in _turns(record, names.messages):
+        role, value = _role(turn, names), turn.get(names.content)
+        if not isinstance(value, str):
+            _fail(f"{names.content} is a {type(value).__name__}, not a text")
+        if turn.get(names.role) in names.callers:
+            value = format_spoken_calls(value)
+        messages.append(Message(role, tuple(media.fill(value))))
+    media.check_used()
+    return _with_system(messages, record, names)
+
+
+def _parse_alpaca(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
+    media = _Media(record, names)
+    turns: list[tuple[str, str]] = []
+    history = record.get(names.history) or []
+    if not isinstance(history, list):
+        _fail(f"{names.history} is a {type(history).__name__}, not a list of pairs")
+    for pair in history:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            _fail(f"{names.history} is a list of pairs: what was asked, what was answered")
+        turns += [("user", _text(pair[0])), ("assistant", _text(pair[1]))]
+    asked = [_text(record.get(key)) for key in (names.prompt, names.query) if record.get(key) not in (None, "")]
+    answer = record.get(names.response)
+    if not isinstance(answer, str) or not answer:
+        _fail(f"{names.response} is not a text" if answer else f"{names.response} is empty")
+    if not asked:
+        _fail(f"{names.prompt} is empty")
+    turns += [("user", "\n".join(asked)), ("assistant", answer)]
+    parts = [(role, media.fill(text)) for role, text in turns]
+    parts[0] = (parts[0][0], [*media.rest_if_none_used(), *parts[0][1]])
+    media.check_used()
+    return _with_system([Message(role, tuple(filled)) for role, filled in parts], record, names)
+
+
+def _parse_text(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
+    media = _Media(record, names)
+    text = next((record[key] for key in names.text if _has(record, key)), None)
+    if not isinstance(text, str) or not text.strip():
+        _fail(f"no text under {' or '.join(repr(key) for key in names.text)}")
+    parts = media.fill(text)
+    parts = [*media.rest_if_none_used(), *parts]
+    media.check_used()
+    return (Message(PLAIN, tuple(parts)),)
+
+
+def _parse_preference(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
+    """Return the question, then the better answer and the worse one under roles of their own."""
+    answers = [record.get(names.chosen), record.get(names.rejected)]
+    for key, answer in zip((names.chosen, names.rejected), answers, strict=True):
+        if not isinstance(answer, (str, Mapping, list)) or not answer:
+            _fail(f"{key} is no answer: a text, a turn or a list of turns is expected")
+    rest = {key: value for key, value in record.items() if key not in (names.chosen, names.rejected, _PROMPT)}
+    better, worse = (parse(*_with_answer(record, rest, answer, names)) for answer in answers)
+    if better[:-1] != worse[:-1]:
+        _fail("the two conversations differ before their last turn")
+    for last in (better[-1], worse[-1]):
+        if last.role != "assistant" or any(part.kind != "text" for part in last.parts):
+            _fail("an answer is a text that the assistant says")
+    return (*better[:-1], Message(CHOSEN, better[-1].parts), Message(REJECTED, worse[-1].parts))
+
+
+def _with_answer(
+    record: Mapping[str, Any], rest: dict[str, Any], answer: Any, names: ColumnMap
+) -> tuple[dict[str, Any], RecordFormat, ColumnMap]:
+    """Return the record with one of its answers alone, as a record of a plain format."""
+    if isinstance(answer, list) and _is_whole_conversation(answer, names):
+        return {**rest, names.messages: answer}, "messages", names
+    sharegpt = column_map("sharegpt", {})
+    if record.get(names.messages) is not None:
+        asked = list(_turns(record, names.messages))
+        return {**rest, names.messages: [*asked, *_as_turns(answer, names, "assistant")]}, "messages", names
+    if record.get(sharegpt.messages) is not None:
+        chat: RecordFormat = "llava" if record.get("image") is not None else "sharegpt"
+        asked = list(_turns(record, sharegpt.messages))
+        return {**rest, sharegpt.messages: [*asked, *_as_turns(answer, sharegpt, "gpt")]}, chat, column_map(chat, {})
+    prompt = record.get(_PROMPT)
+    if isinstance(prompt, (str, list)) and prompt:
+        asked = _as_turns(prompt, names, "user")
+        return {**rest, names.messages: [*asked, *_as_turns(answer, names, "assistant")]}, "messages", names
+    if record.get(names.prompt) is not None:
+        if not isinstance(answer, str):
+            _fail(f"beside {names.prompt!r} an answer is a text")
+        return {**rest, names.response: answer}, "alpaca", column_map("alpaca", {})
+    _fail(f"nothing is asked: give {_PROMPT!r}, {names.messages!r} or {sharegpt.messages!r} beside the answers")
+
+
+def _is_whole_conversation(turns: list[Any], names: ColumnMap) -> bool:
+    speaker = turns[0].get(names.role) if isinstance(turns[0], Mapping) else None
+    return names.speakers.get(str(speaker)) in ("system", "user")
+
+
+def _as_turns(value: Any, names: ColumnMap, role: str) -> list[Any]:
+    if isinstance(value, str):
+        return [{names.role: role, names.content: value}]
+    return [dict(value)] if isinstance(value, Mapping) else list(value)
+
+
+_PARSERS: dict[RecordFormat, Callable[[Mapping[str, Any], ColumnMap], tuple[Message, ...]]] = {
+    "preference": _parse_preference,
+    "messages": _parse_messages,
+    "sharegpt": _parse_conversations,
+    "llava": _parse_conversations,
+    "alpaca": _parse_alpaca,
+    "text": _parse_text,
+}
+
+
+class _Media:
+    """Assign the media listed beside a sample to its placeholders, in order.
+
+    A kind that has no list has no placeholders either: "<image>" in a text is then only a word.
+    """
+
+    def __init__(self, record: Mapping[str, Any], names: ColumnMap, always: tuple[PartKind, ...] = ()) -> None:
+        self.listed: dict[PartKind, list[Any]] = {}
+        for kind in MEDIA:
+            key = next((key for key in names.media[kind] if _has(record, key)), None)
+            if key is not None or kind in always:
+                self.listed[kind] = [] if key is None else _values(record[key], key)
+        self.used: dict[PartKind, int] = dict.fromkeys(self.listed, 0)
+
+    def fill(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        words = ""
+        # With one group in the pattern, every second string of the split is the kind of a placeholder.
+        for number, text_part in enumerate(_PLACEHOLDER.split(_text(text))):
+            kind = next((kind for kind in self.listed if kind == text_part), None) if number % 2 else None
+            if kind is None:
+                words += f"<{text_part}>" if number % 2 else text_part
+                continue
+            if words:
+                parts.append(Part("text", words))
+            words = ""
+            parts.append(self.next(kind))
+        return [*parts, Part("text", words)] if words else parts
+
+    def next(self, kind: PartKind) -> Part:
+        listed, at = self.listed.get(kind, []), self.used.get(kind, 0)
+        self.used[kind] = at + 1
+        # Placeholders beyond the list are counted too, so that `check_used` can name both numbers.
+        return Part(kind, listed[at] if at < len(listed) else None)
+
+    def rest_if_none_used(self) -> list[Part]:
+        """Return all media of a sample without placeholders: they come first."""
+        if any(self.used.values()):
+            return []
+        return [self.next(kind) for kind, listed in self.listed.items() for _ in listed]
+
+    def check_used(self) -> None:
+        for kind, used in self.used.items():
+            given = len(self.listed.get(kind, []))
+            if used != given:
+                _fail(f"{kind} token count that cannot match: {used} <{kind}> placeholders, {given} {kind}s")
+
+
+def _with_system(messages: list[Message], record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
+    system, tools = record.get(names.system), record.get(names.tools)
+    if system is not None and not isinstance(system, str):
+        _fail(f"{names.system} is a {type(system).__name__}, not a text")
+    if not system and not tools:
+        return tuple(messages)
+    first: tuple[Part, ...] = (Part("text", _text(system)),) if system else ()
+    if messages[0].role == "system":
+        if system:
+            _fail(f"a system prompt is given twice: under {names.system!r} and as the first turn")
+        first, messages = messages[0].parts, messages[1:]
+    if tools:
+        if any(part.kind != "text" for part in first):
+            _fail("a system message with media cannot list tools")
+        words = _checked(lambda given: with_tools("".join(part.value for part in first), given), tools)
+        first = (Part("text", _text(words)),) if words else ()
+    return (Message("system", first), *messages) if first else tuple(messages)
+
+
+def _turns(record: Mapping[str, Any], key: str) -> Iterator[dict[str, Any]]:
+    turns = record.get(key)
+    if not isinstance(turns, list) or not turns:
+        _fail(f"{key} is not a list of turns" if turns != [] else f"{key} is empty")
+    for turn in turns:
+        if not isinstance(turn, dict):
+            _fail(f"a turn in {key} is a {type(turn).__name__}, not an object")
+        yield turn
+
+
+def _role(turn: dict[str, Any], names: ColumnMap) -> str:
+    speaker = turn.get(names.role)
+    if speaker is None:
+        _fail(f"a turn has no {names.role!r}, it has {sorted(turn)[:6]}; `columns` can name another key as role_tag")
+    if not isinstance(speaker, str) or speaker not in names.speakers:
+        what = "speaker" if names.role == "from" else "role"
+        _fail(f"unknown {what} {speaker!r:.40} (known: {', '.join(names.speakers)})")
+    return names.speakers[speaker]
+
+
+def _part(item: Any, media: _Media) -> Part:
+    if not isinstance(item, dict):
+        _fail(f"a part of a message is a {type(item).__name__}, not an object")
+    named = item.get("type")
+    if named == "text":
+        return Part("text", _text(item.get("text")))
+    kind = next((kind for kind in MEDIA if named in (kind, f"{kind}_url")), None)
+    if kind is None:
+        _fail(f"unknown type of part {named!r} (known: text, {', '.join(MEDIA)})")
+    value = _first(item, (kind, "path", "url", f"{kind}_url"))
+    if value is None and media.listed.get(kind):
+        return media.next(kind)  # the part only says where, the list beside the messages says which
+    return Part(kind, _value(value, kind))
+
+
+def _first(item: dict[str, Any], keys: Iterable[str]) -> Any:
+    value = next((item[key] for key in keys if item.get(key) is not None), None)
+    return value.get("url") if isinstance(value, dict) and "url" in value else value
+
+
+def _values(value: Any, key: str) -> list[Any]:
+    listed = value if isinstance(value, list) else [] if isinstance(value, str) and not value else [value]
+    return [_value(item, key) for item in listed]
+
+
+def _value(value: Any, key: str) -> Any:
+    """Return a path, or the media itself. {"bytes", "path"} is how Hugging Face stores it."""
+    if isinstance(value, dict) and ("bytes" in value or "path" in value):
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if isinstance(value, (bytes, ArchiveMember, Image.Image)) or hasattr(value, "__array__"):
+        return value
+    if isinstance(value, PurePath):
+        value = str(value)
+    if not isinstance(value, str) or not value:
+        _fail(f"{key}: a path is expected, got {value!r:.80}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        _fail(f"text is a {type(value).__name__}")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            _fail("text is not valid Unicode (half of a surrogate pair)")
+    return value
+
+
+def _checked(work: Callable[[Any], str], value: Any) -> str:
+    try:
+        return work(value)
+    except ValueError as error:
+        _fail(str(error))
+
+
+def _has(record: Mapping[str, Any], key: str) -> bool:
+    return record.get(key) is not None
+
+
+def _fail(reason: str) -> NoReturn:
+    raise RecordError("", reason)

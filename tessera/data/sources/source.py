@@ -1,0 +1,343 @@
+"""A data set of a recipe as samples or as questions: its files, what holds their records, and the format of these."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tessera.core.errors import TesseraError, nearest
+from tessera.core.run_config import RecordFormat, SourceSection
+from tessera.core.types import Message, Part, Sample
+from tessera.data.media.files import ArchiveMember, resolve
+from tessera.data.sources.columns import check_columns
+from tessera.data.sources.container import Container, Joined, RawRecord, RecordError
+from tessera.data.sources.file_groups import (
+    METADATA,
+    Metadata,
+    looks_like_tar,
+    media_kind,
+    open_files,
+    open_tar,
+    suffix_of,
+    walk,
+)
+from tessera.data.sources.formats import RecordSchema, parse
+from tessera.data.sources.parquet import open_parquet
+from tessera.data.sources.text import TextKind, open_text_file
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MAX_FILES = 1_000_000
+_FIRST_RECORDS = 1000  # records at the beginning whose keys are asked for the format
+_LATER_RECORDS = 16  # and so many of the rest
+_RECORD_FILES = ("json", "jsonl", "parquet", "csv", "tar")
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+}
+
+
+@dataclass(eq=False)
+class Source:
+    """Read the samples of one data set by number. It is pickled for workers, so it holds no file and no sample."""
+
+    path: Path  # as the recipe gives it: what errors name
+    root: Path  # media paths must lie under it
+    records: Container
+    record_format: RecordFormat
+    schema: RecordSchema
+    format_given: bool  # by the recipe
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def location(self, number: int) -> str:
+        """Return where a record stands, for people: data.jsonl:17."""
+        return self.records.location(number)
+
+    def read(self, number: int) -> Sample:
+        """Return a sample. Raise `RecordError` if its record cannot be used, `TesseraError` if the data set cannot."""
+        return self._parse(number, self.records.load(number))
+
+    def scan(self, numbers: range) -> Iterator[tuple[int, Sample | RecordError]]:
+        """Yield samples in order: cheaper than reading them one by one."""
+        for number, record in self.records.scan(numbers):
+            if isinstance(record, RecordError):
+                yield number, record
+                continue
+            try:
+                yield number, self._parse(number, record)
+            except RecordError as error:
+                yield number, error
+
+    def facts(self) -> dict[str, Any]:
+        """Return JSON that changes whenever the samples may have changed. An index is named by it."""
+        return {
+            "rows": self.records.facts,
+            "count": len(self),
+            "root": str(self.root.resolve()),
+            "form": self.record_format,
+            "columns": self.schema.columns,
+        }
+
+    def _parse(self, number: int, record: RawRecord) -> Sample:
+        content, chosen, names = record.content, self.record_format, self.schema.names[self.record_format]
+        found = self.schema.decide(content)
+        if found is not None and found != chosen and not (self.format_given and self.schema.fits(content, chosen)):
+            raise TesseraError(
+                f"this record has the format {found!r}, the data set was read as {chosen!r}",
+                where=f"{self.path}, {self.location(number)}",
+                fix=f"keep one format per data set and list several under data.train; or say `format: {found}` if all "
+                "its records are of that format",
+            )
+        given = content.get(names.id)
+        has_id = isinstance(given, (str, int)) and not isinstance(given, bool) and given != ""
+        id = str(given) if has_id else self.location(number)
+        try:
+            messages = parse(content, chosen, names)
+        except RecordError as error:
+            raise RecordError(id, error.reason) from None
+        return Sample(id, _with_members(messages, record.members) if record.members else messages)
+
+
+def _with_members(messages: tuple[Message, ...], members: Mapping[str, ArchiveMember]) -> tuple[Message, ...]:
+    """Replace names of media by where they lie, where the archive of the record holds them."""
+
+    def replaced(part: Part) -> Part:
+        member = members.get(part.value) if part.kind != "text" and isinstance(part.value, str) else None
+        return part if member is None else Part(part.kind, member)
+
+    return tuple(Message(message.role, tuple(map(replaced, message.parts))) for message in messages)
+
+
+def open_source(section: SourceSection, cache_folder: Path | None = None) -> Source:
+    """Open a data set; with `format: auto` its format is that of the first record whose keys tell."""
+    where = f"data source {section.path}"
+    check_columns(section.columns, where)
+    paths, base = _files(section.path)
+    records = _open_all(paths, base, section, cache_folder)
+    if len(records) == 0:
+        raise TesseraError("the data set has no records", where=str(section.path))
+    root = base if section.root is None else section.root
+    if not root.is_dir():
+        raise TesseraError(f"no such folder for media: {root}", where=where, fix="mend `root`")
+    schema = RecordSchema(section.columns)
+    record_format = _detect(section.path, records, schema) if section.format == "auto" else section.format
+    return Source(section.path, root, records, record_format, schema, format_given=section.format != "auto")
+
+
+def _files(path: Path) -> tuple[list[Path], Path]:
+    """Return the files (or the one folder) that a path means, and the folder they have in common."""
+    if path.exists():
+        return [path], path if path.is_dir() else path.parent
+    text = str(path)
+    patterns = _ranges(text) if _RANGE.search(text) else [text]
+    found: list[Path] = []
+    for pattern in patterns:
+        if "*" in pattern:
+            found += map(Path, sorted(glob.glob(re.sub(r"([\[?])", r"[\1]", pattern), recursive=True)))
+        else:
+            found.append(Path(pattern))
+    missing = [one for one in found if not one.is_file()]
+    if not found or missing:
+        _no_such(path, missing)
+    return found, Path(re.split(r"[*{]", text)[0] + "x").parent  # up to the last folder before anything that varies
+
+
+def _ranges(text: str) -> list[str]:
+    """Return shard-{000..127}.tar as 128 names. The digits of the first number say how many there are."""
+    found = _RANGE.search(text)
+    if found is None:
+        return [text]
+    first, last = int(found[1]), int(found[2])
+    if last < first or last - first >= _MAX_FILES:
+        raise TesseraError(f"not a range of files: {found[0]}", where=text, fix="write it as {000..127}")
+    numbers = (f"{number:0{len(found[1])}d}" for number in range(first, last + 1))
+    return [name for number in numbers for name in _ranges(text[: found.start()] + number + text[found.end() :])]
+
+
+def _no_such(path: Path, missing: list[Path]) -> NoReturn:
+    one = missing[0] if missing else path
+    beside = [entry.name for entry in one.parent.iterdir()] if one.parent.is_dir() else []
+    more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+    raise TesseraError(
+        f"no such data file: {one}{more}",
+        where="data",
+        nearest=nearest(one.name, beside),
+        fix="give the path of a JSON, JSONL, Parquet, CSV or text file, of tar shards, or of a folder",
+    )
+
+
+def _open_all(paths: list[Path], base: Path, section: SourceSection, cache_folder: Path | None) -> Container:
+    if len(paths) == 1 and paths[0].is_dir():
+        return _open_folder(paths[0], section, cache_folder)
+    parts: list[Container] = []
+    left = section.max_samples
+    for path in paths:
+        name = str(path.relative_to(base))
+        parts.append(_open_file(path, name, left, section.columns, cache_folder))
+        left = None if left is None else left - len(parts[-1])
+        if left is not None and left <= 0:
+            break
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def _open_file(
+    path: Path, name: str, limit: int | None, columns: Mapping[str, str], cache_folder: Path | None
+) -> Container:
+    _refuse_compressed(path)
+    suffix = suffix_of(path.name)
+    if suffix == "parquet":
+        return open_parquet(path, name, limit)
+    if suffix == "tar" or (suffix not in _RECORD_FILES and looks_like_tar(path)):
+        return open_tar(path, name, limit, cache_folder, columns)
+    if media_kind(path.name) is not None:
+        raise TesseraError(f"{path.name} is media, not records about it", where=str(path), fix="give its folder")
+    kind: TextKind = "csv" if suffix == "csv" else "text" if suffix in ("txt", "text") else "json"
+    return open_text_file(path, name, kind, limit, cache_folder)
+
+
+def _refuse_compressed(path: Path) -> None:
+    with path.open("rb") as file:
+        head = file.read(8)
+    for magic, name in _COMPRESSED.items():
+        if head.startswith(magic):
+            raise TesseraError(
+                f"this file is compressed ({name})",
+                where=str(path),
+                fix="unpack it first: records are read where they lie, which needs plain files",
+            )
+
+
+def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None) -> Container:
+    """Open `metadata.jsonl` or the like first; then files of records; then media with text beside; then documents."""
+    limit, columns = section.max_samples, section.columns
+    for name in METADATA:
+        if (folder / name).is_file():
+            return Metadata(_open_file(folder / name, name, limit, columns, cache_folder), columns)
+    here = sorted(entry for entry in folder.iterdir() if entry.is_file() and not entry.name.startswith("."))
+    files = [entry for entry in here if suffix_of(entry.name) in _RECORD_FILES]
+    if any(suffix_of(entry.name) != "json" for entry in files):
+        return _open_all(files, folder, section, cache_folder)
+    if any(media_kind(name) for name, _ in walk(folder)):
+        return open_files(folder, "media", limit, cache_folder, columns)
+    if files:
+        return _open_all(files, folder, section, cache_folder)
+    if any(suffix_of(name) == "txt" for name, _ in walk(folder)):
+        return open_files(folder, "documents", limit, cache_folder, columns)
+    raise TesseraError(
+        f"nothing to read in the folder {folder}",
+        where="data",
+        allowed=[
+            "metadata.jsonl or metadata.csv",
+            "JSON, JSONL, Parquet, CSV or tar files",
+            "a.jpg with a.txt or a.json",
+            "*.txt",
+        ],
+    )
+
+
+def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordFormat:
+    """Return the format of the first record whose keys tell: text-only records of LLaVA and ShareGPT look alike."""
+    keys: list[str] | None = None
+    location, conversation = "", False
+    for number, record in _some(records):
+        if isinstance(record, RecordError):
+            location = location or record.id
+            continue
+        found = schema.decide(record.content)
+        if found is not None:
+            return found
+        if not schema.is_conversation(record.content):
+            keys, location = sorted(record.content)[:8], records.location(number)
+            break
+        conversation = True
+    if conversation and keys is None:
+        return "sharegpt"
+    seen = "no record can be read" if keys is None else f"the first that does not tell has the keys {keys}"
+    raise TesseraError(
+        f"cannot tell the format of the records; {seen}",
+        where=f"{path}, {location}",
+        allowed=[
+            "messages",
+            "sharegpt (conversations, images)",
+            "llava (conversations, image)",
+            "alpaca (instruction, output)",
+            "text (text or content)",
+        ],
+        fix="if keys are only called differently, name them: columns: {messages: dialogue, role_tag: speaker}",
+    )
+
+
+def _some(records: Container) -> Iterator[tuple[int, RawRecord | RecordError]]:
+    yield from records.scan(range(min(_FIRST_RECORDS, len(records))))
+    step = max(1, (len(records) - _FIRST_RECORDS) // _LATER_RECORDS)
+    for number in range(_FIRST_RECORDS, len(records), step):
+        yield from records.scan(range(number, number + 1))
+
+
+# ---------------------------------------------------------------------------------------------- questions
+
+
+@dataclass(frozen=True)
+class Question:
+    """Hold a sample without its last answer, and that answer as the expected text."""
+
+    sample: Sample
+    expected: str
+    root: Path
+
+    @property
+    def text(self) -> str:
+        """Return what the user asked last."""
+        asked = [message for message in self.sample.messages if message.role == "user"]
+        return " ".join(_text(asked[-1]).split()) if asked else ""
+
+    @property
+    def group(self) -> str:
+        """Return the group of a question, by its number of images; accuracy is reported for each group."""
+        count = len(self.sample.media())
+        return "text only" if not count else "1 image" if count == 1 else f"{count} images"
+
+    def marked(self, answer: str) -> dict[str, Any]:
+        """Return the row of `answers.jsonl` for an answer, which is correct if it equals the expected text."""
+        return {
+            "id": self.sample.id,
+            "group": self.group,
+            "question": self.text,
+            "expected": self.expected,
+            "answer": answer,
+            "correct": answer.strip() == self.expected.strip(),
+            "images": [_where(part.value, self.root) for part in self.sample.media() if part.kind == "image"],
+        }
+
+
+def questions(sources: Sequence[Source]) -> Iterator[Question | RecordError]:
+    """Yield every sample of some data sets as a question, or why it cannot be one."""
+    for source in sources:
+        for _, sample in source.scan(range(len(source))):
+            if isinstance(sample, RecordError):
+                yield sample
+                continue
+            last = max((i for i, message in enumerate(sample.messages) if message.role == "assistant"), default=None)
+            if not last:  # no answer, or nothing before it
+                yield RecordError(sample.id, "has no question with an answer")
+                continue
+            yield Question(Sample(sample.id, sample.messages[:last]), _text(sample.messages[last]), source.root)
+
+
+def _where(value: Any, root: Path) -> str:
+    """Return where an image can be looked at; those that are no files of their own are only described."""
+    if isinstance(value, ArchiveMember):
+        return f"{value.name} in {value.file}"
+    return str(resolve(value, root)) if isinstance(value, str) else f"{type(value).__name__} in the data"
+
+
+def _text(message: Message) -> str:
+    return "".join(str(part.value) for part in message.parts if part.kind == "text")

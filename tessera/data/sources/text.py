@@ -1,0 +1,238 @@
+"""JSONL, JSON arrays, CSV and plain text: files in which a record is a span of bytes.
+
+Opening a file finds the spans of its records and nothing more. Whether a record can be parsed shows when it is read,
+so that a broken one does not spoil the others.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import mmap
+import re
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+
+from tessera.core.errors import TesseraError
+from tessera.data.sources.container import MAX_RECORD_BYTES, Container, RawRecord, RecordError, file_facts
+from tessera.data.tables import AnyTables, cached_tables
+
+TextKind = Literal["json", "csv", "text"]
+CHUNK = 1 << 20
+_BOM = b"\xef\xbb\xbf"
+_QUOTE, _NEWLINE = 34, 10
+_MAX_BLANK_BYTES = 1 << 20  # a longer blank line counts as a record that cannot be read
+_MAX_HEADER_BYTES = 1 << 20
+_SPANS_PER_READ = 4096
+# Everything up to and including the next bracket that is not inside a string. Possessive: no backtracking.
+_TO_BRACKET = re.compile(rb'[^"{}\[\]]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}\[\]]*+)*+([{}\[\]])', re.DOTALL)
+_BETWEEN_ELEMENTS = b" \t\r\n,"
+
+
+class TextFile(Container):
+    """Read the records of one file. In `tables`, `spans` is [n, 3]: first byte, bytes, number of the line or record."""
+
+    def __init__(self, path: Path, name: str, kind: TextKind, tables: AnyTables, facts: dict[str, Any]) -> None:
+        super().__init__(name, len(tables["spans"]), facts)
+        self.path = path
+        self.kind = kind
+        self.tables = tables
+        self.header = _csv_header(path, name) if kind == "csv" else []
+
+    def location(self, number: int) -> str:
+        return f"{self.name}:{int(self.tables['spans'][number, 2])}"
+
+    def load(self, number: int) -> RawRecord:
+        start, size, _ = self.tables["spans"][number].tolist()
+        with self.path.open("rb") as file:
+            return self._read(file, start, size, self.location(number))
+
+    def scan(self, numbers: range) -> Iterator[tuple[int, RawRecord | RecordError]]:
+        assert numbers.step == 1
+        with self.path.open("rb", buffering=1 << 18) as file:
+            for first in range(numbers.start, numbers.stop, _SPANS_PER_READ):
+                spans = self.tables["spans"][first : min(first + _SPANS_PER_READ, numbers.stop)].tolist()
+                for number, (start, size, counted) in enumerate(spans, start=first):
+                    try:
+                        yield number, self._read(file, start, size, f"{self.name}:{counted}")
+                    except RecordError as error:
+                        yield number, error
+
+    def _read(self, file: BinaryIO, start: int, size: int, location: str) -> RawRecord:
+        if size > MAX_RECORD_BYTES:
+            raise RecordError(location, f"a record of {size} bytes is too large to be a conversation")
+        file.seek(start)
+        data = file.read(size)
+        if len(data) != size:
+            raise RecordError(location, "the file ends before this record does: it changed since it was opened")
+        if self.kind == "json":
+            return RawRecord(load_object(data, location))
+        text = load_text(data, location)
+        return RawRecord({"text": text} if self.kind == "text" else self._csv_fields(text, location))
+
+    def _csv_fields(self, text: str, location: str) -> dict[str, Any]:
+        try:
+            fields = next(csv.reader(io.StringIO(text), strict=True))
+        except (csv.Error, StopIteration) as error:
+            raise RecordError(location, f"not readable as CSV: {error}") from None
+        if len(fields) != len(self.header):
+            raise RecordError(location, f"{len(fields)} fields where the header names {len(self.header)}")
+        return {name: value for name, value in zip(self.header, fields, strict=True) if value != ""}
+
+
+def load_object(data: bytes, location: str) -> dict[str, Any]:
+    """Return the JSON object in `data`, or raise `RecordError`."""
+    try:
+        content = json.loads(data.decode())
+    except UnicodeDecodeError as error:
+        raise RecordError(location, f"not UTF-8: {error.reason} at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise RecordError(location, f"not readable as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise RecordError(location, f"a record is a JSON object, this is a {type(content).__name__}")
+    return content
+
+
+def load_text(data: bytes, location: str) -> str:
+    """Return `data` as text without line ends around it, or raise `RecordError`."""
+    try:
+        text = data.removeprefix(_BOM).decode()
+    except UnicodeDecodeError as error:
+        raise RecordError(location, f"not UTF-8: {error.reason} at byte {error.start}") from None
+    if "\0" in text:
+        raise RecordError(location, "has NUL bytes: this is not a text")
+    return text.strip("\r\n")
+
+
+def open_text_file(path: Path, name: str, kind: TextKind, limit: int | None, cache_folder: Path | None) -> TextFile:
+    """Find the records of a file: objects of a JSON array or one a line, CSV records, or a document a line."""
+    facts = file_facts(path)
+
+    def find_spans() -> dict[str, np.ndarray]:
+        if kind == "json" and _is_array(path):
+            return {"spans": find_elements(path, limit)}
+        if kind == "csv":  # without its header
+            return {"spans": find_lines(path, None if limit is None else limit + 1, quoted=True)[1:]}
+        return {"spans": find_lines(path, limit)}
+
+    def is_valid(tables: AnyTables) -> bool:
+        spans = tables.get("spans", np.empty(0))
+        whole = spans.dtype == np.int64 and spans.ndim == 2 and spans.shape[1] == 3
+        return whole and (len(spans) == 0 or 0 <= int(spans[-1, 0]) <= int(facts["size"]) - int(spans[-1, 1]))
+
+    tables = cached_tables("rows", [kind, limit, facts], cache_folder, find_spans, is_valid)
+    return TextFile(path, name, kind, tables, facts)
+
+
+def _csv_header(path: Path, name: str) -> list[str]:
+    first = find_lines(path, 1, quoted=True)
+    if not len(first):
+        return []
+    start, size, _ = first[0].tolist()
+    if size > _MAX_HEADER_BYTES:
+        raise TesseraError("the first line is too long to be the header of a CSV file", where=str(path))
+    with path.open("rb") as file:
+        file.seek(start)
+        try:
+            return next(csv.reader(io.StringIO(load_text(file.read(size), name)), strict=True))
+        except (RecordError, csv.Error) as error:
+            raise TesseraError(f"the header cannot be read: {error}", where=str(path)) from None
+
+
+# ---------------------------------------------------------------------------------------------- spans
+
+
+def find_lines(path: Path, limit: int | None = None, *, quoted: bool = False) -> np.ndarray:
+    """Return the spans of lines that are not blank. `quoted`: a line break between double quotes ends none (CSV)."""
+    found: list[np.ndarray] = []
+    count, lines_before, open_quotes = 0, 0, 0
+    with path.open("rb") as file, path.open("rb") as again:
+        start = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+        file.seek(start)
+        base = start
+        while chunk := file.read(CHUNK):
+            data = np.frombuffer(chunk, dtype=np.uint8)
+            ends = np.flatnonzero(data == _NEWLINE)
+            if quoted:
+                quotes = np.flatnonzero(data == _QUOTE)
+                ends = ends[(np.searchsorted(quotes, ends) + open_quotes) % 2 == 0]
+                open_quotes = (open_quotes + len(quotes)) % 2
+            if len(ends):
+                starts = np.concatenate([[start - base], ends[:-1] + 1])
+                # A line whose first byte lies before this chunk, or is a blank, may be blank as a whole.
+                unsure = (starts < 0) | (data[np.minimum(np.maximum(starts, 0), len(data) - 1)] <= 32)
+                spans = _without_blank(starts + base, ends + base, unsure, lines_before, again)
+                start, lines_before = base + int(ends[-1]) + 1, lines_before + len(ends)
+                found.append(spans)
+                count += len(spans)
+                if limit is not None and count >= limit:
+                    break
+            base += len(chunk)
+        else:
+            if start < base:  # a last line without its end
+                found.append(_without_blank(np.array([start]), np.array([base]), np.array([True]), lines_before, again))
+    return np.concatenate(found)[:limit] if found else np.empty((0, 3), dtype=np.int64)
+
+
+def _without_blank(
+    starts: np.ndarray, ends: np.ndarray, unsure: np.ndarray, lines_before: int, file: BinaryIO
+) -> np.ndarray:
+    numbers = np.arange(lines_before + 1, lines_before + 1 + len(starts))
+    spans = np.stack([starts, ends - starts, numbers], axis=1).astype(np.int64)
+    keep = spans[:, 1] > 0
+    for line in np.flatnonzero(unsure & keep).tolist():
+        start, size, _ = spans[line].tolist()
+        file.seek(start)
+        keep[line] = size > _MAX_BLANK_BYTES or bool(file.read(size).strip())
+    return spans[keep]
+
+
+def _is_array(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4096).removeprefix(_BOM).lstrip().startswith(b"[")
+
+
+def find_elements(path: Path, limit: int | None = None) -> np.ndarray:
+    """Return the spans of the elements of a JSON array: only brackets outside of strings are looked at."""
+    spans = array("q")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        position = element_end = data.find(b"[") + 1
+        element_start, depth, count = position, 1, 0
+        while depth and (limit is None or count < limit):
+            found = _TO_BRACKET.match(data, position)
+            if found is None:
+                inside = f", in the middle of record {count + 1}" if depth > 1 else ""
+                raise TesseraError(
+                    f"the JSON array ends after {count} records without ']'{inside}",
+                    where=str(path),
+                    fix="the file was cut off, or a quote or bracket is missing in it",
+                )
+            bracket, position = found.start(1), found.end()
+            opens = data[bracket] in b"{["
+            depth += 1 if opens else -1
+            if opens and depth == 2:
+                _check_between(path, data, element_end, bracket, count)
+                element_start = bracket
+            elif not opens and depth == 1:
+                count, element_end = count + 1, position
+                spans.extend((element_start, position - element_start, count))
+            elif depth == 0:
+                _check_between(path, data, element_end, bracket, count)
+                _check_between(path, data, position, len(data), count)
+    return np.frombuffer(spans, dtype=np.int64).reshape(-1, 3) if spans else np.empty((0, 3), dtype=np.int64)
+
+
+def _check_between(path: Path, data: mmap.mmap, start: int, end: int, count: int) -> None:
+    for first in range(start, end, CHUNK):
+        wrong = data[first : min(end, first + CHUNK)].lstrip(_BETWEEN_ELEMENTS)
+        if wrong:
+            raise TesseraError(
+                f"between records of the JSON array stands {wrong[:20]!r}",
+                where=f"{path}, byte {min(end, first + CHUNK) - len(wrong)}, near record {count + 1}",
+                fix="records are JSON objects: [{...}, {...}]",
+            )

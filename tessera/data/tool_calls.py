@@ -1,0 +1,133 @@
+"""How tools and tool calls are written into a conversation: the text of Qwen2.5's and Qwen3's templates.
+
+The same text is used for every family, in what models are trained on and in the templates that exports carry.
+
+system      its own words, a blank line, `# Tools` and one JSON object a line between <tools> tags
+assistant   what it says, then each call: <tool_call> {"name": ..., "arguments": {...}} </tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+BEFORE_TOOLS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+AFTER_TOOLS = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+_BLANK = "\n\n"  # between a system prompt and the tools
+
+
+def with_listing(system: str, listing: str) -> str:
+    return f"{system}{_BLANK}{listing}" if system else listing
+
+
+def listing_of(tools: Iterable[Any]) -> str:
+    return BEFORE_TOOLS + "".join("\n" + json.dumps(tool, ensure_ascii=False) for tool in tools) + AFTER_TOOLS
+
+
+def lists_only_tools(system: str) -> bool:
+    """Return whether a system message has no words of its own, so that a family's usual prompt comes first."""
+    return system.startswith(BEFORE_TOOLS)
+
+
+def call_of(name: str, arguments: str) -> str:
+    """Return a call as tags. `arguments` are JSON."""
+    return f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}\n</tool_call>'
+
+
+# ---------------------------------------------------------------------------------------------- from records
+
+
+def with_tools(system: str, tools: Any) -> str:
+    """Return a system message that also lists tools: a JSON list, or the text of one. Raise `ValueError` for others."""
+    listed = _listed(tools)
+    return with_listing(system, listing_of(listed)) if listed else system
+
+
+def _listed(tools: Any) -> Sequence[Any]:
+    if isinstance(tools, str):
+        if not tools.strip():
+            return []
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"tools are not readable as JSON: {error}") from None
+    if isinstance(tools, dict):
+        tools = [tools]
+    if not isinstance(tools, list) or not all(isinstance(tool, (dict, str)) for tool in tools):
+        raise ValueError("tools are a JSON list of objects")
+    return tools
+
+
+def format_spoken_calls(value: str) -> str:
+    """Return a `function_call` turn as tool-call tags. Text that is no call in JSON stays as it is."""
+    try:
+        given = json.loads(value)
+        calls = given if isinstance(given, list) else [given]
+        return format_calls(calls) if calls else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def format_calls(calls: Any) -> str:
+    """Return the `tool_calls` of an assistant's message as tags. Raise `ValueError` for what is no call."""
+    if not isinstance(calls, list):
+        raise ValueError(f"tool_calls is a {type(calls).__name__}, not a list")
+    texts = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError("a call in tool_calls names no function")
+        texts.append(call_of(function["name"], _arguments(function.get("arguments", {}))))
+    return "\n".join(texts)
+
+
+def _arguments(given: Any) -> str:
+    """Return arguments as JSON. Where they are the text of an object already, it stays as it is written."""
+    if not isinstance(given, str):
+        return json.dumps(given, ensure_ascii=False)
+    try:
+        json.loads(given)
+    except (ValueError, RecursionError):
+        raise ValueError(f"arguments of a call are not readable as JSON: {given!r:.40}") from None
+    return given
+
+
+# ---------------------------------------------------------------------------------------------- the same in Jinja
+
+
+def _string(text: str) -> str:
+    """Return text as a Jinja string: readers of templates drop a line end that follows a tag."""
+    return "{{ '" + text.replace("\n", "\\n") + "' }}"
+
+
+JINJA_BLANK = _string(_BLANK)
+JINJA_LISTING = "{{ listing() }}"
+JINJA_MACRO = (
+    "{% macro listing() %}"
+    + _string(BEFORE_TOOLS)
+    + "{% for tool in tools %}"
+    + _string("\n")
+    + "{{ tool | tojson }}{% endfor %}"
+    + _string(AFTER_TOOLS)
+    + "{% endmacro %}"
+)
+# Of a message with `tool_calls`: each on a line of its own.
+JINJA_CALLS = (
+    "{% for call in message.tool_calls %}{% set call = call.function or call %}"
+    "{% if message.content or not loop.first %}"
+    + _string("\n")
+    + "{% endif %}"
+    + _string('<tool_call>\n{"name": "')
+    + "{{ call.name }}"
+    + _string('", "arguments": ')
+    + "{% if call.arguments is string %}{{ call.arguments }}"
+    "{% else %}{{ call.arguments | default({}) | tojson }}{% endif %}" + _string("}\n</tool_call>") + "{% endfor %}"
+)

@@ -1,0 +1,1 @@
+"""Worker processes for reading data: the pool, the servers that fork its workers, and messages between them."""

@@ -1,0 +1,166 @@
+"""Messages between processes: a pickle, and the bytes of its tensors and arrays in memory that both sides map.
+
+That memory has no name (memfd): nothing of it stays behind when a process is killed, the size of /dev/shm does not
+matter, and a message costs one file descriptor for a moment, however many tensors it holds. Views of one storage
+arrive as tensors of their own. These are the only pickles of the library: they pass between a program and the processes
+it began, over sockets that nobody else has, and never touch a disk.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_HEAD = struct.Struct("<QQQ")  # bytes of the pickle, number of buffers, bytes of the buffers with their gaps
+_ALIGN = 64
+_INLINE = 1 << 15  # buffers of fewer bytes travel in the message itself
+
+
+class Packed:
+    """Hold an object that is pickled and ready to be sent. The object must not change before that."""
+
+    def __init__(self, value: Any) -> None:
+        file = io.BytesIO()
+        buffers: list[pickle.PickleBuffer] = []
+        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+        self._pickle = file.getbuffer()
+        self._buffers = [buffer.raw() for buffer in buffers]
+        self._starts, self._bytes = _layout([len(buffer) for buffer in self._buffers])
+
+    @property
+    def inline_bytes(self) -> int:
+        """Return how many bytes pass through the socket."""
+        return len(self._pickle) + (self._bytes if self._bytes < _INLINE else 0)
+
+    def send(self, to: socket.socket) -> None:
+        """Write the message to a socket."""
+        sizes = struct.pack(f"<{len(self._buffers)}Q", *(len(buffer) for buffer in self._buffers))
+        head = _HEAD.pack(len(self._pickle), len(self._buffers), self._bytes)
+        if self._bytes < _INLINE:
+            inline = bytearray(self._bytes)
+            for start, buffer in zip(self._starts, self._buffers, strict=True):
+                inline[start : start + len(buffer)] = buffer
+            to.sendall(head + sizes + self._pickle + inline)
+            return
+        fd = os.memfd_create("tessera")
+        try:
+            os.ftruncate(fd, self._bytes)
+            for start, buffer in zip(self._starts, self._buffers, strict=True):
+                _write(fd, buffer, start)
+            socket.send_fds(to, [head], [fd])
+        finally:
+            os.close(fd)
+        to.sendall(sizes + self._pickle)
+
+
+def send(to: socket.socket, value: Any) -> None:
+    """Send an object."""
+    Packed(value).send(to)
+
+
+def receive(
+    source: socket.socket, *, shared: bool = True, before_find: Callable[[str, str], None] | None = None
+) -> Any:
+    """Return the next object. Raise EOFError when the other side is gone.
+
+    `shared=False`: what is written to its tensors is seen by nobody else, also not by processes that map the same
+    memory after a fork. `before_find(module, name)` is called before a class or function is looked up.
+    """
+    # The descriptor comes with the first byte of the head.
+    head, fds, _, _ = socket.recv_fds(source, _HEAD.size, 1, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if not head:
+            raise EOFError
+        head += _exactly(source, _HEAD.size - len(head))
+        length, count, total = _HEAD.unpack(head)
+        sizes = struct.unpack(f"<{count}Q", _exactly(source, 8 * count))
+        data = _exactly(source, length)
+        if fds:  # mapped by torch: a map of Python's own would keep a descriptor open for as long as it lives
+            mapped = torch.from_file(f"/proc/self/fd/{fds[0]}", shared=shared, size=total, dtype=torch.uint8)
+            whole = mapped.numpy().data
+        else:
+            whole = memoryview(_exactly(source, total))
+    finally:
+        for fd in fds:
+            os.close(fd)
+    starts, _ = _layout(sizes)
+    parts = [whole[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    return _Unpickler(io.BytesIO(data), parts, before_find).load()
+
+
+def can_be_pickled(value: Any) -> bool:
+    """Return whether an object survives being pickled."""
+    try:
+        pickle.loads(pickle.dumps(value))  # noqa: S301 - our own bytes
+    except Exception:
+        return False
+    return True
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, file: io.BytesIO, buffers: Sequence[memoryview], before_find: Callable[[str, str], None] | None
+    ) -> None:
+        super().__init__(file, buffers=buffers)
+        self._before_find = before_find
+
+    def find_class(self, module: str, name: str) -> Any:
+        if self._before_find is not None:
+            self._before_find(module, name)
+        return super().find_class(module, name)
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or not _is_plain(value):
+            return NotImplemented
+        flat = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(flat.data), value.dtype, tuple(value.shape))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _tensor(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not len(buffer):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)  # keeps the memory alive
+
+
+def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    starts, at = [], 0
+    for size in sizes:
+        starts.append(at)
+        at += -(-size // _ALIGN) * _ALIGN
+    return starts, at
+
+
+def _write(fd: int, buffer: memoryview, at: int) -> None:
+    # Writing fills fresh pages; copying into a mapping would have the kernel clear each of them first.
+    while len(buffer):
+        written = os.pwrite(fd, buffer, at)
+        buffer, at = buffer[written:], at + written
+
+
+def _exactly(source: socket.socket, count: int) -> bytearray:
+    data = bytearray(count)
+    view = memoryview(data)
+    while len(view):
+        got = source.recv_into(view)
+        if not got:
+            raise EOFError
+        view = view[got:]
+    return data

@@ -1,0 +1,333 @@
+"""How a pool gets worker processes: from servers that only fork, without threads and without a device.
+
+The first server imports torch once for all pools of a program. For each pool it forks a second one, which unpickles the
+pool's work once and forks the workers: they begin in milliseconds, and share what the work holds. Each ends with the
+one that began it, whichever way that ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tessera.core.errors import TesseraError, first_line
+from tessera.data.workers.messages import Packed, receive, send
+from tessera.data.workers.worker import STATE_BYTES, MainModule, WorkerState, load_main, main_module, work_until_end
+
+REQUEST = struct.Struct("<cQ")  # FORK with file descriptors, or KILL; the number of the child
+EXIT = struct.Struct("<Qi")  # the number of the child, how it ended
+FORK, KILL = b"f", b"k"
+# Sent to a whole group of processes, these are the trainer's to answer: it saves, then ends its workers.
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Hold the settings of the user's process that a worker takes over."""
+
+    folder: str
+    path: list[str]
+    environment: dict[str, str]
+    main: MainModule | None
+
+
+def first_server(control_fd: int, client: int) -> None:
+    """Serve all pools of a program; `_FirstServer` calls this in a new interpreter."""
+    for number in _IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    _serve(socket.socket(fileno=control_fd), _pool_server, client=client, report_exits=False)
+
+
+def _pool_server(fds: Sequence[int]) -> None:
+    control = socket.socket(fileno=fds[0])
+    surroundings: Surroundings = receive(control)
+    sys.path[:] = surroundings.path
+    os.environ.clear()
+    os.environ.update(surroundings.environment)
+    try:
+        os.chdir(surroundings.folder)
+        work = receive(control, shared=False, before_find=functools.partial(load_main, surroundings.main))
+    except Exception as error:
+        error.add_note("(raised while a worker process took over its work)")
+        with contextlib.suppress(OSError):
+            send(control, error)
+        return
+    send(control, None)
+    gc.freeze()  # the workers' collections leave what they share alone: no page of it is copied for their sake
+    _serve(control, functools.partial(work_until_end, work))
+
+
+def _serve(
+    control: socket.socket, child: Callable[[Sequence[int]], None], client: int | None = None, report_exits: bool = True
+) -> None:
+    """Fork and kill children as asked, until the other side of `control` is gone; then end them all."""
+    awake, wake = socket.socketpair()
+    for end in (awake, wake):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    alive: dict[int, int] = {}  # number -> process
+    while True:
+        ready, _, _ = select.select([control, awake], [], [], 1.0)
+        if client is not None and os.getppid() != client:
+            break  # a process that the client forked may still hold the other side open
+        if awake in ready:
+            awake.recv(4096)
+        for number, code in _ended(alive):
+            if report_exits:
+                try:
+                    control.sendall(EXIT.pack(number, code))
+                except OSError:
+                    break
+        if control not in ready:
+            continue
+        try:
+            request, fds, _, _ = socket.recv_fds(control, REQUEST.size, 2, socket.MSG_CMSG_CLOEXEC)
+        except OSError:
+            break
+        if len(request) < REQUEST.size:
+            break
+        verb, number = REQUEST.unpack(request)
+        if verb == KILL:
+            if number in alive:
+                os.kill(alive[number], signal.SIGKILL)
+            continue
+        here = os.getpid()
+        process = os.fork()
+        if process == 0:
+            _run_child(functools.partial(child, fds), here, [control, awake, wake])
+        alive[number] = process
+        for fd in fds:
+            os.close(fd)
+    for process in alive.values():
+        os.kill(process, signal.SIGKILL)
+    for process in alive.values():
+        os.waitpid(process, 0)  # whoever hears that this process is gone knows that its children are
+
+
+def _ended(alive: dict[int, int]) -> list[tuple[int, int]]:
+    ended = []
+    for number, process in list(alive.items()):
+        found, status = os.waitpid(process, os.WNOHANG)
+        if found:
+            del alive[number]
+            ended.append((number, os.waitstatus_to_exitcode(status)))
+    return ended
+
+
+def _run_child(child: Callable[[], None], parent: int, not_ours: Sequence[socket.socket]) -> None:
+    """Run a process that was just forked to its end."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for end in not_ours:
+            end.close()
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        if os.getppid() == parent:
+            child()
+            code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+# One thread per process, and no device: a worker shares the machine with many like it and touches no accelerator.
+_WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+}
+_BEGIN = """
+import sys
+sys.path[:] = {path!r}
+from tessera.data.workers.servers import first_server
+first_server({control}, {client})
+"""
+_MESSAGE_TIMEOUT_S = 30.0  # for a process that is alive to send the rest of a message
+
+
+@dataclass(eq=False)
+class WorkerProcess:
+    """Hold what the pool knows of one worker process."""
+
+    number: int
+    connection: socket.socket
+    state: WorkerState
+    items: deque[int] = field(default_factory=deque)  # sent and not answered, in order
+    killed_for: str | None = None
+
+
+class PoolServer:
+    """Start a process that holds a pool's work, and have it fork and kill the workers of the pool."""
+
+    def __init__(self, work: Any) -> None:
+        packed = _packed(work)
+        self.control, theirs = socket.socketpair()
+        with theirs:
+            _first_server().fork(theirs)
+        self._last = 0
+        self._codes: dict[int, int] = {}
+        surroundings = Surroundings(os.getcwd(), list(sys.path), _environment(os.environ), main_module())
+        try:
+            send(self.control, surroundings)
+            packed.send(self.control)
+            refused = receive(self.control)
+        except (EOFError, OSError):
+            refused = TesseraError("the process that was to begin worker processes died", fix="set data.workers=0")
+        if refused is not None:
+            self.close()
+            raise refused
+
+    def fork(self) -> WorkerProcess:
+        self._last += 1
+        ours, theirs = socket.socketpair()
+        state = os.memfd_create("tessera-worker")
+        try:
+            os.ftruncate(state, STATE_BYTES)
+            view = WorkerState(state)
+            view.end()
+            socket.send_fds(self.control, [REQUEST.pack(FORK, self._last)], [theirs.fileno(), state])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(state)
+        ours.settimeout(_MESSAGE_TIMEOUT_S)
+        return WorkerProcess(self._last, ours, view)
+
+    def kill(self, worker: WorkerProcess, reason: str | None = None) -> None:
+        worker.killed_for = worker.killed_for or reason
+        self.control.sendall(REQUEST.pack(KILL, worker.number))
+
+    def exit_reason(self, worker: WorkerProcess) -> str:
+        """Return why a worker ended, once its connection is gone."""
+        until = time.monotonic() + 5
+        while worker.number not in self._codes and (left := until - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                self.read_exits(left)
+        code = self._codes.pop(worker.number, None)
+        return worker.killed_for or _in_words(code)
+
+    def read_exits(self, wait: float = _MESSAGE_TIMEOUT_S) -> None:
+        self.control.settimeout(wait)
+        said = self.control.recv(EXIT.size, socket.MSG_WAITALL)
+        if len(said) < EXIT.size:
+            raise TesseraError("the process that begins worker processes was ended from outside")
+        number, code = EXIT.unpack(said)
+        self._codes[number] = code
+
+    def close(self) -> None:
+        """End the workers, also those that are stuck, and wait until they are gone."""
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_WR)
+            self.control.settimeout(2)
+            while self.control.recv(4096):
+                pass
+        self.control.close()
+
+
+class _FirstServer:
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        self._lock = threading.Lock()
+        with theirs:
+            begin = _BEGIN.format(path=list(sys.path), control=theirs.fileno(), client=os.getpid())
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", begin],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=_environment(os.environ),
+            )
+        self._last = 0
+        atexit.register(self.close)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, control: socket.socket) -> None:
+        with self._lock:
+            self._last += 1
+            socket.send_fds(self._control, [REQUEST.pack(FORK, self._last)], [control.fileno()])
+
+    def close(self) -> None:
+        self._control.close()
+        try:
+            self._process.wait(1)
+        except subprocess.TimeoutExpired:  # still importing
+            self._process.kill()
+            self._process.wait()
+
+
+def start_early() -> None:
+    """Start the first server now: importing torch there takes seconds."""
+    _first_server()
+
+
+def _first_server() -> _FirstServer:
+    server = _first_server_of(os.getpid())
+    if not server.alive:
+        _first_server_of.cache_clear()
+        server = _first_server_of(os.getpid())
+    return server
+
+
+@functools.cache
+def _first_server_of(process: int) -> _FirstServer:
+    """Return the server of a process: a forked child must not speak through the sockets of its parent."""
+    return _FirstServer()
+
+
+def _environment(given: Mapping[str, str]) -> dict[str, str]:
+    return {**given, **_WORKER_ENVIRONMENT}
+
+
+def _packed(work: Any) -> Packed:
+    try:
+        return Packed(work)
+    except TesseraError:
+        raise
+    except Exception as error:
+        raise TesseraError(
+            f"this work cannot be sent to worker processes: {first_line(error)}",
+            fix="define its classes and functions at the top level of a module, or set data.workers=0",
+        ) from error
+
+
+def _in_words(code: int | None) -> str:
+    if code is None:
+        return "its reader vanished"
+    if code >= 0:
+        return f"its reader ended with exit code {code}"
+    try:
+        name = f" ({signal.Signals(-code).name})"
+    except ValueError:
+        name = ""
+    hint = ": the machine may have run out of memory" if -code == signal.SIGKILL else ""
+    return f"its reader died of signal {-code}{name}{hint}"

@@ -1,0 +1,201 @@
+"""One worker process: it takes items from its socket, works on them under a time limit, and sends back the results."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from tessera.core.errors import TesseraError, first_line
+from tessera.data.workers.messages import Packed, can_be_pickled, receive
+
+_AGAIN_S = 1.0  # an exception raised inside a callback or a destructor is swallowed: it is raised once more
+
+
+class TooSlow(TesseraError):
+    """Work on one sample went past its time."""
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise `TooSlow` inside the block when the time is over, as soon as the interpreter has its turn.
+
+    A decoder that never comes back from C is not reached by this; in a worker process the pool ends the process. Only
+    the main thread of a process can be interrupted: elsewhere nothing is limited. Inside another limit, the inner one
+    rules until it ends.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    inside = True
+
+    def over(number: int, frame: FrameType | None) -> None:
+        if inside:
+            raise TooSlow(f"took longer than {seconds:g} s", fix="raise data.sample_timeout_s if the file is sound")
+
+    before = signal.signal(signal.SIGALRM, over)
+    began = time.monotonic()
+    left, again = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+    try:
+        yield
+    finally:
+        try:
+            inside = False
+        finally:  # also if the time was over just now
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            if left:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-3, left - (time.monotonic() - began)), again)
+
+
+_DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+STATE_BYTES = 32
+_NOTHING = -(1 << 63)
+
+
+class WorkerState:
+    """Hold what a worker works on, in memory that the pool can read also when the worker is stuck or dead."""
+
+    def __init__(self, fd: int) -> None:
+        self._numbers = memoryview(mmap.mmap(fd, STATE_BYTES)).cast("q")
+
+    def begin(self, item: int) -> None:
+        self._numbers[1] = _NOTHING
+        self._numbers[0] = item
+
+    def note(self, number: int) -> None:
+        self._numbers[2] = time.monotonic_ns()
+        self._numbers[1] = number
+
+    def end(self) -> None:
+        self._numbers[0] = _NOTHING
+
+    @property
+    def item(self) -> int | None:
+        return None if self._numbers[0] == _NOTHING else self._numbers[0]
+
+    @property
+    def noted(self) -> int | None:
+        return None if self._numbers[1] == _NOTHING else self._numbers[1]
+
+    @property
+    def silent_seconds(self) -> float:
+        """Return the time since the last note about the item; 0 before the first."""
+        if self.item is None or self.noted is None:
+            return 0.0
+        return (time.monotonic_ns() - self._numbers[2]) / 1e9
+
+
+def work_until_end(work: Callable[[Any, Callable[[int], None]], Any], fds: Sequence[int]) -> None:
+    """Work on items until the pool is gone. An exception is sent instead of a result."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("500")  # where memory runs out, a worker can be replaced, the trainer cannot
+    pool, state = socket.socket(fileno=fds[0]), WorkerState(fds[1])
+    os.close(fds[1])
+    while True:
+        try:
+            number, item = receive(pool)
+        except (EOFError, ConnectionError):
+            return
+        state.begin(number)
+        try:
+            answer = Packed((number, True, work(item, state.note)))
+        except BaseException as error:
+            answer = Packed((number, False, _picklable(error)))
+        state.end()
+        del item
+        try:
+            answer.send(pool)
+        except ConnectionError:
+            return
+        del answer
+
+
+def _picklable(error: BaseException) -> BaseException:
+    """Return the exception with its traceback as a note, where it can be rebuilt on the other side."""
+    said = "".join(traceback.format_exception(error))
+    error = error.with_traceback(None)
+    error.__cause__ = error.__context__ = None
+    error.add_note(f"(in a worker process)\n{said}")
+    if can_be_pickled(error):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {first_line(error)}\n(in a worker process)\n{said}")
+
+
+# ---------------------------------------------------------------------------------------------- the user's script
+
+# The script that was started is not run again in a worker, unless the work is made of its classes. Then it is imported,
+# under another name than `__main__`: but only if it keeps what it does behind `if __name__ == "__main__":`, or does
+# nothing. A script that would train again is refused.
+
+
+@dataclass(frozen=True)
+class MainModule:
+    path: Path
+    module: str | None  # its real name, when it was started by `python -m`
+
+
+def main_module() -> MainModule | None:
+    """Return the script of this process; None where there is no file (a notebook, `python -c`)."""
+    module = sys.modules["__main__"]
+    path = getattr(module, "__file__", None)
+    if path is None or not os.path.isfile(path):
+        return None
+    spec = getattr(module, "__spec__", None)
+    return MainModule(Path(path).absolute(), None if spec is None else spec.name)
+
+
+def load_main(main: MainModule | None, module: str, name: str) -> None:
+    """Make `__main__` mean here what it means in the process of the user, before `name` is looked up in `module`."""
+    if module != "__main__" or hasattr(sys.modules["__main__"], name):
+        return
+    fix = "move it into a module of its own, or set data.workers=0"
+    if main is None:
+        raise TesseraError(f"{name} is defined where worker processes cannot find it: in no file", fix=fix)
+    if _has_side_effects(main.path):
+        raise TesseraError(
+            f"{name} is defined in a script that worker processes cannot import: it would run again in each of them",
+            where=str(main.path),
+            fix=f'put what the script does under `if __name__ == "__main__":`, {fix}',
+        )
+    if main.module is not None:
+        found = importlib.import_module(main.module)
+    else:
+        spec = importlib.util.spec_from_file_location("__mp_main__", main.path)
+        assert spec is not None
+        assert spec.loader is not None
+        found = importlib.util.module_from_spec(spec)
+        sys.modules["__mp_main__"] = found  # the name by which the other side knows its own __main__ as well
+        spec.loader.exec_module(found)
+    sys.modules["__main__"] = found
+
+
+def _has_side_effects(path: Path) -> bool:
+    """Return whether importing the file does more than to define things."""
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return True
+    tests = [inner for node in body if isinstance(node, ast.If) for inner in ast.walk(node.test)]
+    if any(isinstance(inner, ast.Name) and inner.id == "__name__" for inner in tests):
+        return False
+    acting = [inner for node in body if not isinstance(node, _DEFINITIONS) for inner in ast.walk(node)]
+    return any(isinstance(inner, (ast.Call, ast.Await, ast.With)) for inner in acting)

@@ -1,0 +1,1 @@
+"""Evaluate a model on questions with known answers."""

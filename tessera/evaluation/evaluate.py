@@ -1,0 +1,100 @@
+"""Measure held-out accuracy: a generated answer counts when it equals the expected text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tessera.core.config import build, read_mapping
+from tessera.core.errors import TesseraError
+from tessera.core.files import write_jsonl
+from tessera.core.run_config import SourceSection, load_config
+from tessera.core.trust import Trust
+from tessera.data.sources.source import Question, Source, open_source, questions
+from tessera.inference.load import LoadedModel, LoadedProcessor, load
+
+log = logging.getLogger("tessera")
+
+
+@dataclass(frozen=True)
+class Score:
+    """Hold the marked answers of an evaluation."""
+
+    rows: list[dict[str, Any]]
+    skipped: int
+
+    def accuracy(self, group: str | None = None) -> float:
+        marks = [row["correct"] for row in self.rows if group is None or row["group"] == group]
+        return float(sum(marks) / max(1, len(marks)))
+
+    def groups(self) -> list[str]:
+        return sorted({row["group"] for row in self.rows})
+
+    def lines(self) -> list[str]:
+        out = [f"accuracy {self.accuracy():.4f} over {len(self.rows)} held-out samples"]
+        for group in self.groups():
+            total = sum(row["group"] == group for row in self.rows)
+            out.append(f"  {group}: {self.accuracy(group):.4f} of {total}")
+        if self.skipped:
+            out.append(f"  {self.skipped} samples could not be used")
+        return out
+
+
+def evaluate(
+    model: str | Path,
+    *,
+    data: str | Path | None = None,
+    root: str | Path | None = None,
+    max_samples: int | None = None,
+    max_new_tokens: int = 32,
+    batch: int = 64,
+    trust: Trust = False,
+) -> Score:
+    """Generate an answer to each sample of `data`, by default the held-out set of a run, and return the marked answers.
+
+    They are also written to `answers.jsonl` if `model` is the folder of a run.
+    """
+    folder = Path(model)
+    sources = held_out_sources(folder, data, root, max_samples)
+    loaded, processor = load(folder, trust=trust)
+    rows: list[dict[str, Any]] = []
+    skipped = 0
+    asked = questions(sources)
+    while group := list(islice(asked, batch)):
+        usable = [q for q in group if isinstance(q, Question)]
+        skipped += len(group) - len(usable)
+        for question, answer in zip(usable, answer_all(loaded, processor, usable, max_new_tokens), strict=True):
+            rows.append(question.marked(answer))
+    if not rows:
+        raise TesseraError("no held-out sample could be used", where=", ".join(str(s.path) for s in sources))
+    if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
+        write_jsonl(folder / "answers.jsonl", rows)
+    return Score(rows, skipped)
+
+
+def held_out_sources(
+    folder: Path, data: str | Path | None, root: str | Path | None, max_samples: int | None
+) -> list[Source]:
+    if data is not None:
+        sections = [build(SourceSection, {"path": data, "root": root}, "--data")]
+    elif (folder / "config.yaml").is_file():
+        sections = load_config(read_mapping(folder / "config.yaml")).data.eval
+    else:
+        sections = []
+    if not sections:
+        raise TesseraError(f"{folder} names no held-out data", where="--data", fix="give --data FILE")
+    return [open_source(s.model_copy(update={"max_samples": max_samples or s.max_samples})) for s in sections]
+
+
+def answer_all(
+    model: LoadedModel, processor: LoadedProcessor, group: Sequence[Question], max_new_tokens: int
+) -> list[str]:
+    if not group:
+        return []
+    prompt = processor.prompt([(q.sample, q.root) for q in group])
+    texts = model.generate(prompt, max_new_tokens=max_new_tokens)
+    return [texts] if isinstance(texts, str) else texts

@@ -1,0 +1,172 @@
+"""Generate tokens one after another: the prompt is read once into a cache, then every token costs one token.
+
+A sequence's draw depends on seed, sequence and step, never on its neighbours in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
+from tessera.core.rng import generator
+from tessera.core.types import Batch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Describe how tokens are chosen. `temperature` 0 takes the likeliest one.
+
+    `top_k` 0 and `top_p` 1 mean no limit; with both, k comes first.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise TesseraError(f"temperature is {self.temperature}", where="sampling", allowed=["0 and above"])
+        if self.top_k < 0:
+            raise TesseraError(f"top_k is {self.top_k}", where="sampling", allowed=["0 (no limit) and above"])
+        if not 0 < self.top_p <= 1:
+            raise TesseraError(f"top_p is {self.top_p}", where="sampling", allowed=["above 0, up to 1"])
+
+
+class Chooser:
+    """Choose one token for every sequence, step after step."""
+
+    def __init__(self, sampling: Sampling, rows: int) -> None:
+        self._sampling = sampling
+        # On the host: the same numbers on every device.
+        self._generators = [generator("cpu", sampling.seed, "sample", row) for row in range(rows)]
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Return the chosen tokens, [rows], for logits [rows, vocabulary]."""
+        if self._sampling.temperature == 0:
+            return logits.argmax(dim=-1)
+        draws = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in self._generators])
+        return pick(logits, self._sampling, draws.to(logits.device, torch.float32))
+
+
+def pick(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
+    """Return the tokens at which the sum of the allowed probabilities, likeliest first, passes `draws` in [0, 1)."""
+    scores, order = (logits.float() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    if 0 < sampling.top_k < scores.shape[-1]:
+        scores[:, sampling.top_k :] = -torch.inf
+    chances = scores.softmax(dim=-1)
+    before = chances.cumsum(dim=-1) - chances
+    chances = chances.masked_fill(before >= sampling.top_p, 0.0)
+    chances[:, 0] += chances.sum(dim=-1) == 0  # rounding never leaves nothing to choose from
+    reached = chances.cumsum(dim=-1)
+    position = torch.searchsorted(reached, draws[:, None] * reached[:, -1:], right=True)
+    last = (chances > 0).sum(dim=-1, keepdim=True) - 1
+    return order.gather(-1, torch.minimum(position, last)).squeeze(-1)
+
+
+_UNFINISHED = "�"  # how a decoder shows a character of which some bytes are still to come
+
+
+class TextStream:
+    """Decode the tokens of one sequence as they come, and call `on_text` with each new part of the text."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], on_text: Callable[[str], None]) -> None:
+        self._decode = decode
+        self._on_text = on_text
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def add(self, row: int, token: int) -> None:
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if not text.endswith(_UNFINISHED):
+            self._show(text)
+
+    def close(self) -> None:
+        """Show the rest of the text, also an unfinished character."""
+        self._show(self._decode(self._tokens))
+
+    def _show(self, text: str) -> None:
+        if len(text) > self._shown:
+            self._on_text(text[self._shown :])
+            self._shown = len(text)
+
+
+@runtime_checkable
+class GenerativeModel(Protocol):
+    """Declare a model that continues token sequences, called as `model(batch, logits="last", cache=cache)`."""
+
+    def __call__(self, batch: Batch, **options: Any) -> Any: ...
+
+    def new_cache(self, rows: int, capacity: int) -> Any:
+        """Return an empty cache for so many sequences of at most `capacity` tokens."""
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: GenerativeModel,
+    batch: Batch,
+    *,
+    max_new_tokens: int,
+    stop_tokens: Collection[int],
+    sampling: Sampling,
+    on_token: Callable[[int, int], None] | None = None,
+) -> list[list[int]]:
+    """Continue every segment of a prompt batch (see `Processor.prompt`) and return the new tokens of each.
+
+    A sequence ends before a stop token and produces nothing more while others go on. `on_token(row, token)` is called
+    for each token as soon as it is known.
+    """
+    segments = batch.segments["text"]
+    rows = segments.bounds.numel() - 1
+    if max_new_tokens < 0:
+        raise TesseraError(f"max_new_tokens is {max_new_tokens}", allowed=["0 and above"])
+    produced: list[list[int]] = [[] for _ in range(rows)]
+    if rows == 0 or max_new_tokens == 0:
+        return produced
+    stops = set(stop_tokens)
+    done = [False] * rows
+    chooser = Chooser(sampling, rows)
+    cache = model.new_cache(rows, segments.longest + max_new_tokens)
+    positions = _next_positions(batch)
+    step = batch
+    for count in range(max_new_tokens):
+        logits = model(step, logits="last", cache=cache).logits
+        _check_numbers(logits)
+        chosen = chooser.choose(logits)
+        for row, token in enumerate(chosen.tolist()):
+            if done[row] or token in stops:
+                done[row] = True
+                continue
+            produced[row].append(token)
+            if on_token is not None:
+                on_token(row, token)
+        if all(done):
+            break
+        step = Batch({"tokens": chosen, "positions": positions + count})
+    return produced
+
+
+def _next_positions(batch: Batch) -> Tensor:
+    """Return one past the largest position of each prompt, [3, rows] or [rows]; with images that is not its length.
+
+    A trained answer has the same positions (see `grid_positions`).
+    """
+    positions, bounds = batch["positions"], batch.segments["text"].bounds.tolist()
+    starts = [positions[..., a:b].max() + 1 for a, b in pairwise(bounds)]
+    following = torch.stack(starts)
+    return following.expand(3, -1) if positions.dim() == 2 else following
+
+
+def _check_numbers(logits: Tensor) -> None:
+    if logits.isnan().any():
+        raise TesseraError(
+            "the model's output is not a number (nan)",
+            fix="its weights are damaged or its training diverged: look at the loss, or take an older checkpoint",
+        )

@@ -1,0 +1,320 @@
+"""Load a model and its processor from a Hugging Face folder, a run, a checkpoint or adapters, and ask it questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tessera.checkpoint.hf import stored_dtype
+from tessera.checkpoint.peft import base_of, fill_adapters, settled
+from tessera.checkpoint.state import model_tensors, tied_names
+from tessera.checkpoint.weight_source import fill_from, origin_of, saved_config
+from tessera.checkpoint.weights import check_config_numbers, check_folder_fit
+from tessera.core import device as devices
+from tessera.core.adapters import Adapter, Adapters, is_factor
+from tessera.core.config import Section, build, read_mapping
+from tessera.core.dist import environment_ranks, rank_on_machine
+from tessera.core.errors import TesseraError, nearest
+from tessera.core.layouts import folder_layout
+from tessera.core.modules import computed_buffers, put_back_buffers
+from tessera.core.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
+from tessera.core.trust import Trust, check_trusted, find_code, model_code
+from tessera.core.types import Batch, ModelPlan, ModelSpec, Processor, Sample
+from tessera.data.media.files import Limits
+from tessera.data.media.read import ChatProcessor, read_media
+from tessera.inference.generate import Sampling, TextStream, generate_tokens
+from tessera.inference.messages import conversations, sample_of
+from tessera.models import build_on_meta, resolve
+from tessera.models.common.side_files import side_folder
+from tessera.nn.lora import add_adapters, find_adapters, with_adapters
+from tessera.parallel.apply import allocate, parallelize
+from tessera.parallel.mesh import CONTEXT, Mesh
+from tessera.parallel.pipeline_stages import LocalStages, PipelinedModel
+from tessera.parallel.plan import Workload, make_plan
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RUN_CONFIG = "config.yaml"
+
+
+class LoadedModel(nn.Module):
+    """Generate text with a model: `module` is the plain torch module, used with its processor."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: ModelSpec,
+        config: Section,
+        processor: Processor | None,
+        run: Callable[..., Any] | None = None,
+        adapters: Adapters | None = None,
+        base: Path | None = None,
+        files: Path | None = None,
+    ) -> None:
+        """Make the model. `run`: what is called instead of a module that is split over several ranks. `base`: the
+        folder of the model that adapters belong to, if it is known. `files`: the folder of tokenizer and template."""
+        super().__init__()
+        self.adapters = adapters or {}
+        self.base = base
+        self.files = files
+        self.module = module
+        self._run: Any = module if run is None else run
+        self.spec = spec
+        self.config = config
+        self._processor = processor
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def forward(self, batch: Batch, logits: bool = True) -> Any:
+        # What to leave out is a question to our own language models; other classes give what they give.
+        asked = {"logits": logits} if self.spec.task == "language" else {}
+        return self._run(batch.to(self.device), **asked)
+
+    def generate(
+        self,
+        batch: Batch,
+        max_new_tokens: int = 64,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        on_text: Callable[[str], None] | None = None,
+    ) -> str | list[str]:
+        """Return the answer to a prompt, or a list of answers to several.
+
+        `on_text` is called with each new part of a single answer.
+        """
+        processor = _needed(self._processor, self.spec)
+        rows = batch.segments["text"].bounds.numel() - 1
+        stream = None if on_text is None else TextStream(processor.decode, on_text)
+        if stream is not None and rows != 1:
+            raise TesseraError(f"on_text follows one answer, the batch asks for {rows}", fix="ask one at a time")
+        answers = generate_tokens(
+            self._run,
+            batch.to(self.device),
+            max_new_tokens=max_new_tokens,
+            stop_tokens=processor.stop_tokens,
+            sampling=Sampling(temperature, top_k, top_p, seed),
+            on_token=None if stream is None else stream.add,
+        )
+        if stream is not None:
+            stream.close()
+        texts = [processor.decode(tokens) for tokens in answers]
+        return texts[0] if rows == 1 else texts
+
+
+@dataclass(frozen=True)
+class LoadedProcessor:
+    """Make prompts for generation from chat messages, or from samples of a data set."""
+
+    processor: Processor | None
+    spec: ModelSpec
+    limits: Limits
+
+    def __call__(self, messages: Sequence[Any], root: str | Path | None = None) -> Batch:
+        """Return a batch for one conversation or a list of them, each a list of {role, content}.
+
+        Images are paths, PIL images or bytes; videos are paths, bytes or arrays of frames. Relative paths start at
+        `root`, or at the working folder.
+        """
+        base = Path.cwd() if root is None else Path(root)
+        samples = [sample_of(talk, str(number), base) for number, talk in enumerate(conversations(messages))]
+        return self.prompt([(sample, Path(base.anchor or "/")) for sample in samples])
+
+    def prompt(self, samples: Sequence[tuple[Sample, Path]]) -> Batch:
+        """Return a batch for samples of data sets, each with the root that its media must lie under."""
+        processor = _needed(self.processor, self.spec)
+        if not isinstance(processor, ChatProcessor):  # it raises the reason why it makes no prompts
+            return processor.prompt([sample for sample, _ in samples], [[] for _ in samples])
+        read = [read_media(sample, root, self.limits, processor) for sample, root in samples]
+        return processor.prompt(
+            [sample for sample, _ in samples], [media for media, _ in read], [sizes for _, sizes in read]
+        )
+
+
+def load(
+    path: str | Path,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    *,
+    parallel: Mapping[str, Any] | None = None,
+    processor: Mapping[str, Any] | None = None,
+    trust: Trust = False,
+) -> tuple[LoadedModel, LoadedProcessor]:
+    """Load a model and its processor; the family is found from the folder.
+
+    `device` "auto": an accelerator if there is one. `dtype` None: as stored.
+
+    `parallel`: a layout as in a recipe ({"tp": 2, "pp": 2}), for a model that one device does not hold. Every rank of a
+    process group calls this, and then everything else, together and with the same prompts; all get the answers.
+
+    `processor`: options as in `data.processor` of a recipe ({"max_pixels": 262144}), in place of the stored ones.
+
+    `trust`: a run that you did not make may name code to import and call; True: you trust it.
+    """
+    folder = Path(path)
+    where = device if isinstance(device, torch.device) else _own_device(device or "auto", parallel is not None)
+    kind = _dtype(dtype)
+    origin = origin_of(folder)
+    if origin in ("folder", "adapters"):
+        base = folder if origin == "folder" else base_of(folder)
+        lora = None if origin == "folder" else {"path": folder}
+        section = build(ModelSection, {"path": base, "lora": lora}, str(folder))
+        check_config_numbers(folder_layout(base).config(), base)
+        kind = kind or stored_dtype(base)
+        files: Path | None = base
+        options: dict[str, Any] = {}
+        limits = Limits()
+    else:
+        kept = saved_config(folder) if origin == "run" else None  # the shape is that of the newest checkpoint
+        settings = load_config(kept or read_mapping(folder / RUN_CONFIG))
+        check_trusted(folder, model_code(settings.model), trust)
+        find_code(folder, model_code(settings.model))
+        section, options = settings.model, settings.data.processor
+        kind = kind or DTYPES[settings.precision.weights]
+        files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
+        limits = Limits(max_image_pixels=settings.data.max_image_pixels, jpeg_draft=settings.data.jpeg_draft)
+    spec, config = resolve(section)
+    whole = build_on_meta(spec, config)
+    weights = spec.main.weight_map(config)
+    adapters: dict[str, Adapter] = {}
+    names, tied = list(model_tensors(whole)), tied_names(whole)
+    if origin in ("folder", "adapters") and weights is not None:
+        check_folder_fit(base, model_tensors(whole), weights, tied=tied)
+    if section.lora is not None:
+        adapters = find_adapters(settled(section.lora, names, weights), whole, spec.main.plan(config))
+        add_adapters(whole, adapters, quantized=section.lora.quantize is not None)
+    run: Callable[..., Any] | None = None
+    if parallel is None:
+        module = _allocated(whole, where, kind)
+    else:
+        plan = spec.main.plan(config)
+        module, run = _over_ranks(whole, with_adapters(plan) if adapters else plan, parallel, where, kind)
+    tensors = model_tensors(module)
+    if origin == "adapters":
+        assert section.path is not None
+        fill_from(section.path, {n: t for n, t in tensors.items() if not is_factor(n)}, weights, tied, names)
+        fill_adapters(folder, tensors, adapters, names, weights)
+    else:
+        fill_from(folder, tensors, weights, tied, names, base=section.path)
+    options = {**options, **(processor or {})}
+    prepare = None if spec.processor is None or files is None else spec.processor(config, files, **options)
+    loaded = LoadedModel(module, spec, config, prepare, run, adapters, section.path, files)
+    return loaded, LoadedProcessor(prepare, spec, limits)
+
+
+def generate(
+    model: str | Path,
+    question: str,
+    *,
+    images: Sequence[str | Path] = (),
+    videos: Sequence[str | Path] = (),
+    system: str | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    device: str | torch.device = "auto",
+    trust: bool = False,
+    on_text: Callable[[str], None] | None = None,
+) -> str:
+    """Load a model, ask it one question and return the answer. To ask more than once, `load` the model once.
+
+    `on_text` is called with each new part of the answer. `trust`: see `load`.
+    """
+    loaded, processor = load(model, device=device, trust=trust)
+    parts: list[dict[str, Any]] = [{"type": "image", "image": str(path)} for path in images]
+    parts += [{"type": "video", "video": str(path)} for path in videos]
+    messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": [*parts, {"type": "text", "text": question}]})
+    answer = loaded.generate(
+        processor(messages),
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        on_text=on_text,
+    )
+    assert isinstance(answer, str), "one question has one answer"
+    return answer
+
+
+def _over_ranks(
+    module: nn.Module, model_plan: ModelPlan, parallel: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+) -> tuple[nn.Module, Callable[..., Any]]:
+    """Return this rank's part of a model, allocated and not yet filled, and what is called instead of it."""
+    if not dist.is_initialized():
+        raise TesseraError(
+            "a layout over several ranks needs a process group",
+            where="parallel",
+            fix="start with torchrun, and call torch.distributed.init_process_group() first",
+        )
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise TesseraError(f"{dtype} over several ranks", where="dtype", allowed=["float32", "bfloat16"])
+    section = build(ParallelSection, dict(parallel), "parallel")
+    # As many rows as any schedule asks for: nothing is scheduled here.
+    work = Workload(rows=dist.get_world_size() * (section.virtual or 2))
+    plan = make_plan(
+        section,
+        model_plan,
+        module,
+        dist.get_world_size(),
+        precision=PrecisionSection(weights=str(dtype).removeprefix("torch.")),
+        workload=work,
+    )
+    if plan.axes.size(CONTEXT) > 1:
+        raise TesseraError(
+            "ranks cannot share the rows of a prompt, which grow by a token at a time", where="parallel.cp", allowed=[1]
+        )
+    mesh = Mesh(plan.axes, device)
+    part = parallelize(module, plan, mesh, device).eval()
+    if isinstance(part, LocalStages):
+        return part, PipelinedModel(part, plan, mesh, device)
+    return part, part
+
+
+def _own_device(name: str, with_others: bool) -> torch.device:
+    """Return this rank's device. A rank that loads alone must not wait for the others to count them."""
+    if name == "cpu" or not dist.is_initialized():
+        return devices.resolve(name)
+    return devices.resolve_shared(name, rank_on_machine() if with_others else environment_ranks()[2])
+
+
+def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
+    """Return the folder of the processor's files: the run's copy, or where they came from if there is no copy."""
+    kept = run / "processor"
+    return kept if kept.is_dir() else settings.model.tokenizer or side_folder(settings.model.path)
+
+
+def _allocated(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    buffers = computed_buffers(module)
+    allocate(module.to(dtype), device)
+    put_back_buffers(module, buffers)
+    return module.eval()
+
+
+def _needed(processor: Processor | None, spec: ModelSpec) -> Processor:
+    if processor is None:
+        raise TesseraError(
+            f"no processor for this {spec.name} model: words cannot be made into tokens",
+            fix="put tokenizer.json and the preprocessor files beside the weights, or in the run's `processor` folder",
+        )
+    return processor
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise TesseraError(f"unknown dtype {dtype!r}", where="dtype", allowed=DTYPES, nearest=nearest(dtype, DTYPES))
+    return DTYPES[dtype]

@@ -1,0 +1,93 @@
+"""Make samples from chat messages as a caller writes them, with media as paths, bytes or decoded objects.
+
+A path given here may lie anywhere. The content of the file is not trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from tessera.core.errors import TesseraError, nearest
+from tessera.core.types import Message, Part, PartKind, Sample
+from tessera.data.media.files import resolve
+from tessera.data.sources.columns import ROLES
+
+_KINDS: Mapping[str, PartKind] = {
+    "text": "text",
+    "image": "image",
+    "image_url": "image",
+    "video": "video",
+    "video_url": "video",
+    "audio": "audio",
+    "audio_url": "audio",
+}
+_DECODED: Mapping[str, tuple[type, str]] = {
+    "image": (Image.Image, "a PIL image"),
+    "video": (np.ndarray, "frames as a numpy array"),
+    "audio": (np.ndarray, "samples as a numpy array"),
+}
+
+
+def conversations(messages: Sequence[Any]) -> list[list[Mapping[str, Any]]]:
+    """Return one conversation (a list of messages) or several (a list of those) as a list of several."""
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise TesseraError("messages are a list of {role, content}, or a list of such lists", where="messages")
+    if all(isinstance(entry, Mapping) for entry in messages):
+        return [list(messages)]
+    if all(isinstance(entry, Sequence) and not isinstance(entry, (str, bytes)) for entry in messages):
+        return [list(entry) for entry in messages]
+    raise TesseraError("messages and lists of messages are mixed", where="messages")
+
+
+def sample_of(messages: Sequence[Mapping[str, Any]], id: str, base: Path) -> Sample:
+    """Return a conversation as a sample. Paths of media are made absolute: relative ones start at `base`."""
+    if not messages:
+        raise TesseraError("an empty conversation", where="messages")
+    found = []
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise TesseraError("a message has a role and content", where=where)
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            raise TesseraError(f"unknown role {role!r}", where=where, allowed=ROLES, nearest=nearest(str(role), ROLES))
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, Sequence):
+            raise TesseraError("content is a text or a list of parts", where=where)
+        found.append(Message(role, tuple(_part(part, f"{where}.content[{i}]", base) for i, part in enumerate(parts))))
+    return Sample(id, tuple(found))
+
+
+def _part(part: Any, where: str, base: Path) -> Part:
+    word = part.get("type") if isinstance(part, Mapping) else None
+    kind = _KINDS.get(word) if isinstance(word, str) else None
+    if kind is None:
+        raise TesseraError(
+            f"unknown type of part: {word!r}", where=where, allowed=_KINDS, nearest=nearest(str(word), _KINDS)
+        )
+    value = next((part[key] for key in (word, kind, "path", "url") if key in part), None)
+    if isinstance(value, Mapping):  # {"image_url": {"url": ...}}
+        value = value.get("url")
+    if value is None:
+        raise TesseraError(f"the part names no {kind}", where=where, fix=f'write {{"type": "{kind}", "{kind}": ...}}')
+    if kind == "text" and not isinstance(value, str):
+        raise TesseraError(f"text is a {type(value).__name__}", where=where)
+    return Part(kind, value if kind == "text" else _media(kind, value, where, base))
+
+
+def _media(kind: PartKind, value: Any, where: str, base: Path) -> Any:
+    decoded, its_name = _DECODED[kind]
+    if isinstance(value, (decoded, bytes, bytearray)):
+        return value
+    if not isinstance(value, (str, Path)):
+        raise TesseraError(
+            f"{kind} given as a {type(value).__name__}", where=where, allowed=["a path", its_name, "bytes"]
+        )
+    if "://" in str(value) or str(value).startswith("data:"):
+        resolve(value, base)  # raises the reason
+    return str((base / Path(value).expanduser()).resolve())

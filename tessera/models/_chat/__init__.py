@@ -1,1 +1,0 @@
-"""What processors of families that read conversations share."""

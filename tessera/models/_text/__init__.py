@@ -1,1 +1,0 @@
-"""The text tower that families share: its numbers, how folders spell it, how it is built, dealt out and counted."""

@@ -1,1 +1,0 @@
-"""What families that see have in common: their configurations, and how they are dealt out."""

@@ -1,0 +1,1 @@
+"""Parts that several model families share: text decoder, vision configuration, processors, family helpers."""

@@ -1,0 +1,318 @@
+"""Images and frames as LLaVA's vision encoders read them, and the preprocessor files that describe it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+from tessera.core.errors import TesseraError
+from tessera.data.media.video_frames import VideoSampling
+from tessera.models.common.patches import CLIP_MEAN, CLIP_STD, Patches
+from tessera.models.common.preprocessor_files import read_json
+from tessera.models.common.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
+from tessera.models.llava.config import LlavaConfig
+
+# How an image becomes a square: resized and cropped to its centre, or stretched.
+Fit = Literal["crop", "stretch"]
+
+
+@dataclass(frozen=True)
+class SquareImages:
+    """Make square images of one size and cut them into patches, as CLIP and SigLIP encoders read them."""
+
+    size: int  # pixels along a side
+    patches: Patches  # whole patches from the upper left corner; what is left over at the edges is dropped
+    class_row: bool  # a patch of zeros comes before those of each square, in place of the class token
+    fit: Fit = "crop"
+    shortest: int = 0  # with "crop": the shorter side after resizing
+    pad: bool = False  # first pad to a square with the mean colour
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """Return width and height to which an image is resized before it is cropped."""
+        if self.fit == "stretch":
+            return self.size, self.size
+        short, long = min(width, height), max(width, height)
+        new_long = int(self.shortest * long / short)
+        return (self.shortest, new_long) if width <= height else (new_long, self.shortest)
+
+    def square(self, image: Image.Image) -> np.ndarray:
+        """Return the square [size, size, 3] of an RGB image."""
+        if self.pad:
+            image = self.padded(image)
+        pixels = np.asarray(_resize(image, *self.resized(*image.size)))
+        above, left = (pixels.shape[0] - self.size) // 2, (pixels.shape[1] - self.size) // 2
+        return pixels[above : above + self.size, left : left + self.size]
+
+    def stretched(self, image: Image.Image) -> np.ndarray:
+        return np.asarray(_resize(image, self.size, self.size))
+
+    def padded(self, image: Image.Image) -> Image.Image:
+        """Return the image padded to a square with the mean colour."""
+        width, height = image.size
+        if width == height:
+            return image
+        side = max(width, height)
+        around = Image.new("RGB", (side, side), tuple(int(value * 255) for value in self.patches.mean))
+        around.paste(image, ((side - width) // 2, (side - height) // 2))
+        return around
+
+    def tiled(self, image: Image.Image, down: int, across: int) -> np.ndarray:
+        """Return [tiles, size, size, 3]: the whole image, then its tiles, padded with black."""
+        high, wide = down * self.size, across * self.size
+        width, height = image.size
+        if wide / width < high / height:
+            new = (wide, min(math.ceil(height * (wide / width)), high))
+        else:
+            new = (min(math.ceil(width * (high / height)), wide), high)
+        canvas = np.zeros((high, wide, 3), dtype=np.uint8)
+        above, left = (high - new[1]) // 2, (wide - new[0]) // 2
+        canvas[above : above + new[1], left : left + new[0]] = np.asarray(_resize(image, *new))
+        cut = canvas.reshape(down, self.size, across, self.size, 3).transpose(0, 2, 1, 3, 4)
+        return np.concatenate([self.stretched(image)[None], cut.reshape(-1, self.size, self.size, 3)])
+
+    def cut(self, squares: np.ndarray) -> np.ndarray:
+        """Return the patches of [squares, size, size, 3], one square after another."""
+        side = self.size // self.patches.patch
+        used = side * self.patches.patch
+        rows = self.patches.cut(np.ascontiguousarray(squares[:, :used, :used]), (len(squares), side, side))
+        if not self.class_row:
+            return rows
+        with_class = np.zeros((len(squares), side * side + 1, rows.shape[1]), dtype=rows.dtype)
+        with_class[:, 1:] = rows.reshape(len(squares), side * side, -1)
+        return with_class.reshape(-1, rows.shape[1])
+
+
+def _resize(image: Image.Image, width: int, height: int) -> Image.Image:
+    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+NEWLINE = -1
+_DOWNSCALE_FROM = 1.1  # a grid that exceeds the maximum by less is not interpolated down
+
+
+@dataclass(frozen=True)
+class FeatureInterpolation:
+    """Hold the features [tokens, K] from which each token is interpolated, and their weights; None: K is 1."""
+
+    index: np.ndarray
+    weights: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class AnyResTiles:
+    """Choose the tiles of an image (the "anyres" scheme of LLaVA-OneVision) and the features that become tokens."""
+
+    side: int  # features along a side of a tile
+    size: int  # pixels along it
+    pinpoints: tuple[tuple[int, int], ...]  # resolutions to choose from, height and width
+    most: int  # tiles' worth of tokens
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of tiles that keep most pixels of an image of this size and waste least area."""
+        best, best_rank = self.pinpoints[0], (0, -math.inf)
+        for high, wide in self.pinpoints:
+            scale = min(wide / width, high / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            rank = (kept, kept - high * wide)
+            if rank > best_rank:
+                best, best_rank = (high, wide), rank
+        return best[0] // self.size, best[1] // self.size
+
+    def image(self) -> FeatureInterpolation:
+        """Return which features become the tokens of an image that is a single tile: all in order, then a newline."""
+        return FeatureInterpolation(np.append(np.arange(self.side**2), NEWLINE)[:, None])
+
+    def tiled_image(self, height: int, width: int) -> FeatureInterpolation:
+        """Return which features become the tokens of an image that is split into tiles, the only one of its sample."""
+        down, across = self.grid(height, width)
+        rows, columns = self._unpadded(height, width, down * self.side, across * self.side)
+        lines, weights = self._features(rows, columns, across)[..., None], None
+        ratio = math.sqrt(len(rows) * len(columns) / (self.most * self.side**2))
+        if ratio > _DOWNSCALE_FROM:
+            lines, weights = _smaller(lines[..., 0], int(len(rows) // ratio), int(len(columns) // ratio))
+        ends = np.full((len(lines), 1, lines.shape[-1]), NEWLINE)
+        index = np.concatenate([lines, ends], axis=1).reshape(-1, lines.shape[-1])
+        whole = np.zeros((self.side**2, lines.shape[-1]), dtype=index.dtype)
+        whole[:, 0] = np.arange(self.side**2)
+        if weights is None:
+            return FeatureInterpolation(np.concatenate([whole, index]))
+        alone = np.eye(1, weights.shape[-1], dtype=np.float32)
+        shares = np.concatenate([weights, np.broadcast_to(alone, (len(weights), *alone.shape))], axis=1)
+        shares = np.concatenate([np.repeat(alone, len(whole), axis=0), shares.reshape(-1, alone.shape[1])])
+        return FeatureInterpolation(np.concatenate([whole, index]), shares)
+
+    def video(self, frames: int) -> FeatureInterpolation:
+        """Return the tokens of a video: features of each frame are pooled to half the side."""
+        half = math.ceil(self.side / 2)
+        index, weights = _smaller(np.arange(self.side**2).reshape(self.side, self.side), half, half)
+        width = index.shape[-1]
+        moved = index.reshape(1, -1, width) + (np.arange(frames) * self.side**2)[:, None, None]
+        ending = np.full((1, width), NEWLINE)
+        shares = np.concatenate([np.tile(weights.reshape(-1, width), (frames, 1)), np.eye(1, width, dtype=np.float32)])
+        return FeatureInterpolation(np.concatenate([moved.reshape(-1, width), ending]), shares)
+
+    def _unpadded(self, height: int, width: int, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows and columns of features that are not padding; the image is centred in its tiles."""
+        above = left = 0
+        if width / height > columns / rows:
+            above = (rows - int(round(height * (columns / width), 7))) // 2
+        else:
+            left = (columns - int(round(width * (rows / height), 7))) // 2
+        return np.arange(above, rows - above), np.arange(left, columns - left)
+
+    def _features(self, rows: np.ndarray, columns: np.ndarray, across: int) -> np.ndarray:
+        """Return the index of each feature, [rows, columns]: the whole image has the first ones, then come tiles."""
+        tile = 1 + rows[:, None] // self.side * across + columns[None] // self.side
+        numbers: np.ndarray = tile * self.side**2 + rows[:, None] % self.side * self.side + columns[None] % self.side
+        return numbers
+
+
+def _smaller(features: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return features [rows, columns, 4] and weights of a bilinear interpolation to this size."""
+    top, bottom, below = _between(features.shape[0], rows)
+    left, right, beside = _between(features.shape[1], columns)
+    corners = [features[np.ix_(y, x)] for y in (top, bottom) for x in (left, right)]
+    shares = [np.outer(h, w) for h in (1 - below, below) for w in (1 - beside, beside)]
+    return np.stack(corners, axis=-1), np.stack(shares, axis=-1)
+
+
+def _between(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return two neighbours for each of `new` points along `old` ones, and the weight of the second."""
+    scale = np.float32(old) / np.float32(new)
+    points = np.maximum((np.arange(new, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), np.float32(0))
+    first = np.minimum(points.astype(np.int64), old - 1)
+    return first, np.minimum(first + 1, old - 1), (points - first).astype(np.float32)
+
+
+_BICUBIC = 3  # Pillow's number for it
+_HALF = (0.5, 0.5, 0.5)
+
+
+def read_squares(folder: Path, config: LlavaConfig) -> SquareImages:
+    path = folder / IMAGE_FILE
+    data = read_json(path) or read_json(folder / BOTH_FILE).get("image_processor") or {}
+    vision = config.vision
+    for key, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", _BICUBIC)):
+        if data.get(key) is not None and data[key] != wanted:
+            raise TesseraError(f"{key} = {data[key]!r}, the model needs {wanted!r}", where=str(path))
+    is_clip = vision.kind == "clip"
+    mean = tuple(map(float, data.get("image_mean") or (CLIP_MEAN if is_clip else _HALF)))
+    std = tuple(map(float, data.get("image_std") or (CLIP_STD if is_clip else _HALF)))
+    scale = float(data.get("rescale_factor") or 1 / 255)
+    # SquareImages have one size: there are no bounds.
+    patches = Patches(1, 1 << 62, vision.patch_size, merge=1, temporal=1, mean=mean, std=std, scale=scale)
+    if config.tiles is not None:
+        _check_tiles(data, config, path)
+        return SquareImages(vision.image_size, patches, vision.class_token, fit="stretch")
+    size = data.get("size")
+    crops = data.get("do_center_crop", is_clip)
+    if size is None:
+        size = {"shortest_edge": vision.image_size} if crops else {"height": vision.image_size}
+    shortest = int(size if isinstance(size, int) else size.get("shortest_edge") or 0)
+    fit_size = vision.image_size if shortest else size.get("height")
+    if crops and shortest:
+        given = data.get("crop_size") or vision.image_size
+        fit_size = given if isinstance(given, int) else given.get("height")
+    if fit_size != vision.image_size or (shortest and (not crops or shortest < vision.image_size)):
+        raise TesseraError(
+            f"size {size} (crop: {data.get('crop_size') if crops else None}) does not give images of "
+            f"{vision.image_size}x{vision.image_size}, which the model needs",
+            where=str(path),
+        )
+    return SquareImages(
+        vision.image_size,
+        patches,
+        vision.class_token,
+        fit="crop" if shortest else "stretch",
+        shortest=shortest,
+        pad=bool(data.get("do_pad")),
+    )
+
+
+def _check_tiles(data: dict[str, Any], config: LlavaConfig, path: Path) -> None:
+    """Model and preprocessor each have a list of resolutions: two that differ train without an error, and wrong."""
+    assert config.tiles is not None
+    given = data.get("image_grid_pinpoints")
+    if given is not None and tuple(map(tuple, given)) != config.tiles.pinpoints:
+        raise TesseraError(
+            "image_grid_pinpoints are others than the model's", where=str(path), fix="set them as in config.json"
+        )
+    size = data.get("size") or {}
+    side = size if isinstance(size, int) else size.get("height") or size.get("shortest_edge")
+    if side not in (None, config.vision.image_size):
+        raise TesseraError(f"size {size}, the model needs {config.vision.image_size}", where=str(path))
+
+
+def write_files(folder: Path, config: LlavaConfig, squares: SquareImages, sampling: VideoSampling) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tiled = config.tiles is not None
+    named = {"processor_class": "LlavaOnevisionProcessor" if tiled else "LlavaProcessor"}
+    side = {"height": squares.size, "width": squares.size}
+    common = {
+        **named,
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": _BICUBIC,
+        "rescale_factor": squares.patches.scale,
+        "image_mean": list(squares.patches.mean),
+        "image_std": list(squares.patches.std),
+    }
+    if tiled:
+        image = {**common, **_tiled_image(config), "size": side}
+        video = {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": side, "do_sample_frames": True}
+        _write(folder / VIDEO_FILE, {**common, **video, **_sampled(sampling)})
+    elif squares.fit == "crop":
+        kind = {"image_processor_type": "LlavaImageProcessor", "do_pad": squares.pad, "do_center_crop": True}
+        image = {**common, **kind, "size": {"shortest_edge": squares.shortest}, "crop_size": side}
+    else:
+        kind = {"image_processor_type": "LlavaImageProcessor", "do_pad": squares.pad, "do_center_crop": False}
+        image = {**common, **kind, "size": side}
+    _write(folder / IMAGE_FILE, image)
+    _write(folder / BOTH_FILE, {**named, **_processor(config)})
+
+
+def _tiled_image(config: LlavaConfig) -> dict[str, Any]:
+    assert config.tiles is not None
+    return {
+        "image_processor_type": "LlavaOnevisionImageProcessor",
+        "do_pad": True,
+        "image_grid_pinpoints": [list(size) for size in config.tiles.pinpoints],
+    }
+
+
+def _sampled(sampling: VideoSampling) -> dict[str, Any]:
+    if sampling.frames is not None:
+        return {"num_frames": sampling.frames}
+    return {"fps": sampling.fps, "min_frames": sampling.min_frames, "max_frames": sampling.max_frames}
+
+
+def _processor(config: LlavaConfig) -> dict[str, Any]:
+    vision = config.vision
+    fields: dict[str, Any] = {
+        "image_token": "<image>",
+        "vision_feature_select_strategy": config.vision_feature_select_strategy,
+    }
+    if config.tiles is None:
+        return {
+            **fields,
+            "patch_size": vision.patch_size,
+            "num_additional_image_tokens": int(vision.class_token),
+        }
+    return {
+        **fields,
+        "video_token": "<video>",
+        "num_image_tokens": vision.patches,
+        "vision_aspect_ratio": f"anyres_max_{config.tiles.most}",
+    }
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,216 @@
+"""A language model that reads the outputs of any number of encoders among its tokens. It knows no family: modules and
+names of tensors come from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import Batch, LanguageOutput, Stream
+from tessera.nn.cache import KVCache
+from tessera.nn.causal_lm import CausalLMBase
+from tessera.nn.decoder import TextDecoder
+from tessera.nn.moe import TokenRows
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Describe one encoder of a model; its modules are children of the model, at the paths that the stream names.
+
+    The encoder is called with a batch and, in a pipeline, the features that its earlier blocks made; it returns
+    features [elements, any width]. The projector turns features into embeddings [outputs, width].
+    """
+
+    stream: Stream
+    width: int  # of an embedding
+    initial: Mapping[str, float] = field(default_factory=dict)  # end of a parameter's name -> value it begins with
+
+    @property
+    def prefix(self) -> str:
+        """Return how the names of tensors begin that select features and embeddings: `PREFIX_slots`."""
+        return self.stream.slots.removesuffix("_slots")
+
+
+class MultimodalModel(CausalLMBase):
+    """Compute a text decoder that reads, among its tokens, embeddings that projectors make of features of encoders.
+
+    Batch: `tokens` [T], `positions` [3, T] or [T], segments "text". For each encoder: the tensors of its stream, and
+
+    - `PREFIX_slots` [M]: the positions in the main sequence that its embeddings replace, in order;
+    - `PREFIX_slots.sources` [M], where a batch has a part of the tokens: which embedding goes to each slot;
+    - `PREFIX_patches`, optional: which features the projector gets;
+    - `PREFIX_index` [M] or [M, K], optional, with `PREFIX_weights` [M, K]: which embedding goes to a slot, or the mean
+      of which.
+
+    A batch without input for an encoder runs it on a blank input: other ranks may have input, and running the encoder
+    keeps every collective in step, forward and backward, and gives each parameter a gradient (zero).
+
+    Modules that are None lie in another stage of a pipeline: the model then goes on from the `carry` of the stage
+    before, or returns its own for the next one. Encoders come first, one after another, and text begins in the stage
+    that has the last projector. A carry between encoders has one row for each slot of the finished encoders, then the
+    features of the one that goes on.
+    """
+
+    def __init__(
+        self,
+        encoders: Sequence[Encoder],
+        modules: Mapping[str, nn.Module],
+        text: TextDecoder,
+        head: nn.Module,
+        initializer_range: float,
+    ) -> None:
+        """Take encoders and projectors by path (`modules`); the text decoder and the head become `text` and `head`."""
+        super().__init__()
+        self.encoders = tuple(encoders)
+        for path, module in modules.items():
+            self.add_module(path, module)
+        for encoder in self.encoders:
+            assert {encoder.stream.module, encoder.stream.projector} <= modules.keys()
+        self.text: TextDecoder | None = text
+        self.head: nn.Module | None = head
+        self.token_rows = TokenRows() if text.experts is not None else None
+        self.initializer_range = initializer_range
+
+    def forward(
+        self,
+        batch: Batch,
+        logits: bool | Literal["last"] = False,
+        cache: KVCache | None = None,
+        carry: Tensor | None = None,
+    ) -> LanguageOutput | Tensor:
+        """Return hidden states and head, with logits of all tokens or (`"last"`) of the last token of each segment.
+
+        An empty cache is filled, one row per segment; a filled one is read and takes one more token per row.
+        """
+        decoding = cache is not None and not cache.empty
+        step = self._cache_step(batch, cache)
+        x = carry
+        if any(self._module(path) is not None for e in self.encoders for path in (e.stream.module, e.stream.projector)):
+            # Without other ranks that wait, generation leaves out encoders that have nothing to read.
+            idle = [e for e in self.encoders if cache is not None and (decoding or not e.stream.elements(batch))]
+            embeddings, features = self._encode(batch, carry, idle)
+            if len(embeddings) < len(self.encoders):  # the encoders go on in the next stage
+                if step is not None:
+                    step.commit()
+                return self._packed([*embeddings, *features])
+            assert self.text is not None
+            x = self.text.embed(batch["tokens"])
+            for encoder, found in zip(self.encoders, embeddings, strict=True):
+                if encoder not in idle:
+                    x = _place(x, found, batch, encoder.stream)
+        segments = None if decoding else batch.segments["text"]
+        assert x is not None
+        return self._read(x, batch, step, segments, logits)
+
+    @torch.no_grad()
+    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        for encoder in self.encoders:
+            for end, value in encoder.initial.items():
+                if name.startswith(encoder.stream.module + ".") and name.endswith(end):
+                    tensor.fill_(value)
+                    return
+        super().initialize(name, tensor, generator)
+
+    def _module(self, path: str) -> nn.Module | None:
+        """Return an encoder or a projector; None where it lies in another stage."""
+        module: nn.Module | None = getattr(self, path)
+        return module
+
+    def _encode(self, batch: Batch, carry: Tensor | None, idle: Sequence[Encoder]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the embeddings of every encoder that has ended, and the features of one that has not (at most one)."""
+        embeddings: list[Tensor] = []
+        for encoder in self.encoders:
+            stream = encoder.stream
+            module, projector = self._module(stream.module), self._module(stream.projector)
+            if module is None and carry is None:
+                return embeddings, []  # it begins in the next stage
+            if encoder in idle:
+                if module is not None:
+                    carry = None
+                    if projector is None:
+                        return embeddings, [self._nothing(encoder.width)]
+                embeddings.append(self._nothing(encoder.width))
+                continue
+            if module is None:  # it ended in an earlier stage
+                assert carry is not None
+                slots = _slots(batch, stream).shape[0]
+                embeddings.append(carry[:slots, : encoder.width])
+                carry = carry[slots:]
+                continue
+            features: Tensor = module(_with_input(batch, stream), carry)
+            if projector is None:
+                return embeddings, [features]
+            carry = None  # whatever was behind it was padding
+            embeddings.append(_select(projector(_kept(features, batch, encoder)), batch, encoder))
+        return embeddings, []
+
+    def _nothing(self, width: int) -> Tensor:
+        return next(self.parameters()).new_empty(0, width)
+
+    def _packed(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return tensors of different widths as one, one behind the other."""
+        if len(parts) == 1:
+            return parts[0]
+        width = max(part.shape[1] for part in parts)
+        return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
+
+
+def _with_input(batch: Batch, stream: Stream) -> Batch:
+    """Return a batch that has input for an encoder: its own, or a blank one."""
+    if stream.elements(batch):
+        return batch
+    assert stream.blank is not None, f"a batch has no {stream.tensors[0]}, and its encoder takes no blank input"
+    blank = stream.blank(batch["tokens"].device)
+    return replace(batch, tensors={**batch.tensors, **blank.tensors}, segments={**batch.segments, **blank.segments})
+
+
+def _slots(batch: Batch, stream: Stream) -> Tensor:
+    slots = batch.get(stream.slots)
+    return batch["tokens"].new_empty(0) if slots is None else slots
+
+
+def _kept(features: Tensor, batch: Batch, encoder: Encoder) -> Tensor:
+    """Return the features that become embeddings: not those of class tokens and padding."""
+    kept = batch.get(f"{encoder.prefix}_patches")
+    return features if kept is None else features.index_select(0, kept)
+
+
+def _select(embeddings: Tensor, batch: Batch, encoder: Encoder) -> Tensor:
+    """Return one embedding for each slot of the batch."""
+    stream = encoder.stream
+    index, weights = batch.get(f"{encoder.prefix}_index"), batch.get(f"{encoder.prefix}_weights")
+    if index is not None:
+        embeddings = embeddings.index_select(0, index.flatten())
+        if weights is not None:
+            shares = weights.to(embeddings.dtype).unsqueeze(-1)
+            embeddings = (embeddings.view(*index.shape, -1) * shares).sum(1)
+    sources = batch.get(stream.slot_sources)
+    if sources is not None:
+        return embeddings.index_select(0, sources)
+    # Of a blank input nothing is used, which still gives its encoder a gradient: zero.
+    return embeddings if stream.elements(batch) else embeddings[:0]
+
+
+def _place(x: Tensor, embeddings: Tensor, batch: Batch, stream: Stream) -> Tensor:
+    """Return the embeddings of all tokens, with those of an encoder in its slots."""
+    slots = _slots(batch, stream)
+    if slots.shape[0] != embeddings.shape[0]:
+        raise TesseraError(
+            f"the batch has {slots.shape[0]} slots for outputs of {stream.module}, its input makes "
+            f"{embeddings.shape[0]}",
+            where=f"batch tensors {stream.slots} and {stream.tensors[0]}",
+            fix="processor and model must agree on patch size and merge size",
+        )
+    # Behind an embedding an encoder may have more, which is added to the outputs of the first layers.
+    missing = embeddings.shape[1] - x.shape[1]
+    if missing > 0:
+        x = F.pad(x, (0, missing))
+    elif missing < 0:
+        embeddings = F.pad(embeddings, (0, -missing))
+    return x.index_copy(0, slots, embeddings.to(x.dtype))

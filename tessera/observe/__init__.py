@@ -1,0 +1,1 @@
+"""Watch a run: watchdog over ranks, anomaly detection, profiler and report."""

@@ -1,0 +1,189 @@
+"""Run a step again and record the outputs and gradients of every module, and the loss of every micro-batch.
+
+Hooks keep one number per tensor, its largest absolute value (nan and infinity survive that), on the device; all of them
+are copied to the host together when the step is over. Each rank records what it computes itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tessera.core.modules import clean_name, local_shard
+from tessera.core.task import Counts, Losses, Reference, Task
+from tessera.core.types import Batch
+from tessera.parallel.engine import Engine
+
+Moment = Literal["forward", "output", "input"]  # the output of a module; the gradient of that; that of its input
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """Describe one tensor. `tensor` numbers those with a gradient: records of one tensor share the number."""
+
+    moment: Moment
+    module: str
+    microbatch: int
+    largest: float = 0.0  # absolute value
+    before: float = 0.0  # forward: the same of the inputs
+    tensor: int = -1
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.largest)
+
+
+@dataclass(frozen=True)
+class ActivationTrace:
+    """Hold what one run of a step showed on this rank."""
+
+    records: list[TensorRecord]
+    losses: dict[int, tuple[float, float]]  # sum and count by micro-batch, where this rank computes them
+
+    def finite(self, microbatch: int) -> bool:
+        loss = self.losses.get(microbatch, (0.0, 0.0))[0]
+        return math.isfinite(loss) and all(e.finite for e in self.records if e.microbatch == microbatch)
+
+    def grad_sq(self, microbatch: int) -> float:
+        """Return the summed squares of the gradients of module outputs, a measure of the size of the update."""
+        found = (e.largest for e in self.records if e.moment == "output" and e.microbatch == microbatch)
+        return math.fsum(min(value, 1e150) ** 2 for value in found if math.isfinite(value))
+
+
+def trace_step(module: nn.Module, engine: Engine, task: Task, microbatches: Sequence[Batch]) -> ActivationTrace:
+    """Run forward and backward of a step without an update. Compiled modules run uncompiled, so that hooks see all."""
+    recorder = _Recorder()
+    traced = _TracedTask(task, microbatches, recorder)
+    with _hooks(module, recorder), torch.compiler.set_stance("force_eager"):
+        engine.step(traced, microbatches)
+    losses = {number: (float(loss), float(count)) for number, (loss, count) in traced.found.items()}
+    return ActivationTrace(recorder.records(), losses)
+
+
+class _Recorder:
+    """Record the tensors of modules by hooks. The numbers stay on the device until `records` reads them."""
+
+    def __init__(self) -> None:
+        self.microbatch = 0
+        self._pending: list[tuple[TensorRecord, Tensor, Tensor | None]] = []  # with `largest` and `before`
+        self._numbers = WeakTensorKeyDictionary()  # of tensors with a gradient
+        self._fresh_numbers = itertools.count()
+
+    def hook(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
+        def after(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
+            entered, left = list(_tensors((inputs, keywords))), list(_tensors(output))
+            self._add(TensorRecord("forward", name, self.microbatch), left, entered)
+            for tensor in left:
+                self._follow("output", name, tensor)
+            for tensor in entered:
+                self._follow("input", name, tensor)
+
+        return after
+
+    def _add(self, record: TensorRecord, tensors: Sequence[Tensor], before: Sequence[Tensor] = ()) -> None:
+        largest = _largest(tensors)
+        if largest is not None:
+            self._pending.append((record, largest, _largest(before)))
+
+    def _follow(self, moment: Moment, name: str, tensor: Tensor) -> None:
+        if tensor.requires_grad and tensor.is_floating_point():
+            if tensor not in self._numbers:
+                self._numbers[tensor] = next(self._fresh_numbers)
+            number = self._numbers[tensor]
+            record = TensorRecord(moment, name, self.microbatch, tensor=number)
+            tensor.register_hook(lambda gradient: self._add(record, [gradient]))  # type: ignore[no-untyped-call]
+
+    def records(self) -> list[TensorRecord]:
+        if not self._pending:
+            return []
+        zero = torch.zeros((), device=self._pending[0][1].device)
+        pairs = [
+            torch.stack([largest.to(zero), zero if before is None else before.to(zero)])
+            for _, largest, before in self._pending
+        ]
+        values = torch.stack(pairs).tolist()
+        return [
+            replace(record, largest=largest, before=before)
+            for (record, _, _), (largest, before) in zip(self._pending, values, strict=True)
+        ]
+
+
+class _TracedTask(Task):
+    """Call the task, and note the current micro-batch and its loss.
+
+    All counts are 1, so that gradients are those of the *summed* loss, up to one factor: those of several probes can
+    then be compared.
+    """
+
+    def __init__(self, task: Task, microbatches: Sequence[Batch], recorder: _Recorder) -> None:
+        self._task = task
+        self._numbers = {id(batch): number for number, batch in reversed(list(enumerate(microbatches)))}
+        self._recorder = recorder
+        self._counts: dict[int, Counts | None] = {}
+        self.found: dict[int, tuple[Tensor, Tensor]] = {}  # by micro-batch: its loss times its count, and its count
+
+    @property
+    def reference(self) -> Reference | None:
+        return self._task.reference
+
+    def counts(self, batch: Batch) -> Counts | None:
+        counts = self._task.counts(batch)
+        self._counts[self._numbers[id(batch)]] = counts
+        return None if counts is None else dict.fromkeys(counts, 1)
+
+    def inputs(self, batch: Batch) -> Batch:
+        self._recorder.microbatch = self._numbers[id(batch)]
+        return self._task.inputs(batch)
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        return self._task.forward(model, batch)
+
+    def losses(self, outputs: Any, batch: Batch) -> Losses:
+        losses = self._task.losses(outputs, batch)
+        number = self._recorder.microbatch
+        counts = self._counts.get(number) or losses.counts or {}
+        values = {n: torch.as_tensor(counts.get(n, 1)).to(losses.terms[0].sum) for n in {t.count for t in losses.terms}}
+        mean = sum(term.weight * term.sum.detach() / values[term.count].clamp(min=1) for term in losses.terms)
+        count = values[losses.terms[0].count]
+        self.found[number] = (mean * count, count)
+        return losses
+
+
+@contextlib.contextmanager
+def _hooks(module: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    handles = []
+    for name, part in module.named_modules():
+        name = clean_name(f"{name}.").rstrip(".")
+        handles.append(part.register_forward_hook(recorder.hook(name or "the model"), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _largest(tensors: Sequence[Tensor]) -> Tensor | None:
+    found = [local_shard(t).detach() for t in tensors if t.is_floating_point()]
+    values = [t.abs().amax().float() for t in found if t.numel()]
+    return None if not values else values[0] if len(values) == 1 else torch.stack(values).amax()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Batch):
+        yield from value.tensors.values()
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, (tuple, list)):
+        for inner in value:
+            yield from _tensors(inner)

@@ -1,0 +1,248 @@
+"""Check the loss and gradient norm of a step, and apply its update whole, clipped further, or not at all.
+
+`RunningLimit` says up to which value a loss or a gradient norm is usual: a single one far above is a spike.
+`DivergenceDetector` finds a loss that stays above where the run began.
+
+The check is made on the device, equal on every rank, and the host reads the result once a step. Where the kernel of the
+optimizer can skip its work by a flag (`found_inf`, which loss scalers use), the update is queued before the host reads:
+the device never waits for the host, and the host only waits until backward is done. Elsewhere the host reads first. The
+update of a spike is clipped by the factor that the optimizer multiplies gradients with anyway, at no extra cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tessera.core import device as devices
+from tessera.optim.optimizer import multiply_update
+
+AnomalyKind = Literal["not finite", "loss spike", "gradient spike"]
+RECENT = 11  # the level is the median of so many values: it follows a falling loss, and one value does not move it
+LEAST_SPREAD = 0.05  # of the level: small changes of a value that hardly moves are not spikes
+REPEATED = 3  # a rise that happened so often within the window may happen again, twice as high: it is no spike
+IN_A_ROW = 3  # so many values in a row above the limit are a new level, not a spike
+LASTING = 50  # steps in a row above the first loss that make a divergence
+FIRST = 3  # steps whose median is the first loss
+SOON = 5  # steps in a row that make it likely
+LEARNT = 0.1  # of the first loss: less is no progress that could be lost
+FAR = 3.0  # times the very first loss: with far too high a learning rate the second one is so high already
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """State the limits of a step, equal on every rank."""
+
+    loss: float = math.inf  # a larger one is a spike
+    grad_norm: float = math.inf
+    clip_norm: float = math.inf  # to which every gradient is clipped
+    clip_to: float = math.inf  # to which the gradient of a spike is clipped
+    drop_spikes: bool = False  # otherwise the update of a spike is clipped
+
+
+@dataclass(frozen=True)
+class StepCheck:
+    """State the result for one step, equal on every rank but for a loss and a norm that are not finite."""
+
+    kind: AnomalyKind | None  # None: nothing is wrong
+    applied: bool
+    loss: float
+    grad_norm: float
+
+
+def checked_update(optimizer: Optimizer, loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> StepCheck:
+    """Step the optimizer, unless the loss or the norm is not finite on any rank; return the result of the check.
+
+    On a spike the step is dropped with `limits.drop_spikes`; otherwise the gradients are clipped to `limits.clip_to`.
+    """
+    checked = check_step(loss, grad_norm, limits)
+    not_finite, spike = checked[0], checked[1]
+    look = devices.HostCopy(torch.cat([checked, torch.stack([loss.to(checked), grad_norm.to(checked)])]))
+    dropped = torch.maximum(not_finite, spike) if limits.drop_spikes else not_finite
+    if not limits.drop_spikes:
+        _clip_further(optimizer, spike, grad_norm.to(checked), limits)
+    if acts_on_flag(optimizer, dropped.device):
+        step_unless(optimizer, dropped)
+        numbers = look()
+    else:
+        numbers = look()
+        if not (numbers[0] or (limits.drop_spikes and numbers[1])):
+            optimizer.step()
+    return _result(numbers, limits)
+
+
+def _result(numbers: list[float], limits: StepLimits) -> StepCheck:
+    not_finite, spike, loss, grad_norm, own_loss, own_norm = numbers
+    if not_finite:
+        return StepCheck("not finite", False, own_loss, own_norm)
+    if not spike:
+        return StepCheck(None, True, loss, grad_norm)
+    return StepCheck("loss spike" if loss > limits.loss else "gradient spike", not limits.drop_spikes, loss, grad_norm)
+
+
+@torch.no_grad()
+def check_step(loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> Tensor:
+    """Return four numbers on the device: 1 if loss or norm is not finite, 1 if one is a spike, the loss and the norm.
+
+    Each is the largest of all ranks, so that all ranks decide equally, now and from their statistics later.
+    """
+    wide = devices.sum_dtype(loss.device)
+    values = torch.stack([loss.detach().to(wide), grad_norm.detach().to(device=loss.device, dtype=wide)])
+    spike = (values[0] > limits.loss) | (values[1] > limits.grad_norm)
+    numbers = torch.cat([torch.stack([~values.isfinite().all(), spike]).to(wide), values.nan_to_num(0.0, 0.0, 0.0)])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return numbers
+
+
+@torch.no_grad()
+def _clip_further(optimizer: Optimizer, spike: Tensor, grad_norm: Tensor, limits: StepLimits) -> None:
+    """Lower the factor of the gradients of a spike, so that their norm is at most `clip_to`; of no other step."""
+    if not math.isfinite(limits.clip_to):
+        return
+    # The factor that is there clips to `clip_norm` already.
+    further = (limits.clip_to / (grad_norm.clamp(max=limits.clip_norm) + 1e-6)).clamp(max=1.0)
+    further = torch.where(spike > 0, further, torch.ones_like(further))
+    multiply_update(optimizer, further)
+
+
+def acts_on_flag(optimizer: Optimizer, device: torch.device) -> bool:
+    """Return whether the optimizer's kernels read `found_inf` on the device when they run, so that `step_unless` works.
+
+    Only fused kernels read it, and on a CPU they would read it before it is known.
+    """
+    if device.type == "cpu" or not all(group.get("fused") for group in optimizer.param_groups):
+        return False
+    return all(p.device == device for group in optimizer.param_groups for p in group["params"])
+
+
+def step_unless(optimizer: Optimizer, flag: Tensor) -> None:
+    """Queue an update that leaves weights, moments and step counts alone if the flag is 1 by the time it runs."""
+    flagged: Any = optimizer
+    flagged.found_inf = flag.float()
+    try:
+        optimizer.step()
+    finally:
+        del flagged.found_inf
+
+
+class RunningLimit:
+    """Follow the level of a value and how far it usually rises above that level.
+
+    Every finite value counts, also a spike: what is left out of the statistics can never become normal, and then each
+    following step is a spike too. One value moves neither the level nor the limit.
+
+    `ordinary`: values up to this are never spikes (for gradient norms: what clipping lets through unchanged).
+    """
+
+    def __init__(self, factor: float | None, window: int, warmup: int, ordinary: float = 0.0) -> None:
+        self.factor = factor
+        self.warmup = min(warmup, window)  # the window holds no more
+        self.ordinary = ordinary
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._rises: deque[float] = deque(maxlen=window)
+        self._highest = 0.0  # the highest level that the run had
+
+    def add(self, value: float) -> None:
+        if not math.isfinite(value):
+            return
+        self._rises.append(max(0.0, value - self.level) if self._recent else 0.0)
+        self._recent.append(value)
+        if len(self._recent) == RECENT:
+            self._highest = max(self._highest, abs(self.level))
+
+    def accept_new_level(self) -> None:
+        """Take the last values as the new level, and not as rises above the old one."""
+        newest = list(self._recent)[-IN_A_ROW:]
+        self._recent.clear()
+        self._recent.extend(newest)
+        for _ in range(min(IN_A_ROW, len(self._rises))):
+            self._rises.pop()
+
+    @property
+    def level(self) -> float:
+        return median(self._recent) if self._recent else 0.0
+
+    @property
+    def limit(self) -> float:
+        """Return the highest value that is no spike; infinity while too little is known."""
+        if self.factor is None or len(self._rises) < self.warmup:
+            return math.inf
+        ordered = sorted(self._rises)
+        usual = ordered[math.ceil(0.9 * len(ordered)) - 1]
+        level = abs(self.level)
+        # Noise does not shrink as fast as the loss does: the limit of a loss that fell from 6 to 0.01 is wider.
+        scale = max(math.sqrt(level * max(level, self._highest)), self.ordinary)
+        above = max(self.factor * max(usual, LEAST_SPREAD * scale), 2 * ordered[-REPEATED:][0], 1e-12)
+        return max(self.level, self.ordinary) + above
+
+    def state(self) -> dict[str, Any]:
+        return {"recent": list(self._recent), "rises": list(self._rises), "highest": self._highest}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        values: Sequence[float]
+        for kept, values in ((self._recent, state.get("recent", ())), (self._rises, state.get("rises", ()))):
+            kept.clear()
+            kept.extend(values)
+        self._highest = float(state.get("highest", 0.0))
+
+
+class DivergenceDetector:
+    """Compare the level of the loss with the first loss and with the best level."""
+
+    def __init__(self) -> None:
+        self.best = float("inf")
+        self.lost = 0  # steps in a row at which all progress is lost
+        self._reported = False
+        self._first: list[float] = []
+        self._count = 0
+
+    @property
+    def start(self) -> float:
+        return median(self._first) if self._first else 0.0
+
+    @property
+    def diverging(self) -> bool:
+        """Return whether all progress has been lost for some steps, too few yet to report it."""
+        return self.lost >= SOON
+
+    def add(self, loss: float, level: float) -> bool:
+        """Take the finite loss of a step and the level it belongs to; return whether to report a divergence."""
+        self._count += 1
+        if len(self._first) < FIRST:
+            self._first.append(loss)
+        if self._count < RECENT:
+            return False
+        learnt = self.start - self.best >= LEARNT * abs(self.start)
+        # Every single loss has to be so high: a first sample that was easy by chance is not the only easy one.
+        very_first = self._first[0]
+        far = min(loss, level) >= very_first + (FAR - 1) * abs(very_first) and very_first != 0
+        self.lost = self.lost + 1 if far or (learnt and level >= self.start) else 0
+        self.best = min(self.best, level)
+        self._reported &= self.lost > 0
+        return self.lost >= LASTING and not self._reported
+
+    def mark_reported(self) -> None:
+        """Report nothing more until the loss has fallen again."""
+        self._reported = True
+
+    def state(self) -> dict[str, Any]:
+        best = self.best if self._count >= RECENT else None  # JSON knows no infinity
+        flags = {"lost": self.lost, "reported": self._reported}
+        return {"first": list(self._first), "best": best, "count": self._count, **flags}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        best = state.get("best")
+        self.best = float("inf") if best is None else float(best)
+        self._first = [float(value) for value in state.get("first", ())]
+        self._count, self.lost = int(state.get("count", 0)), int(state.get("lost", 0))
+        self._reported = bool(state.get("reported", False))

@@ -1,0 +1,424 @@
+"""Check every step before its update reaches the weights, and treat a bad one as the policy says.
+
+The policies are described in docs/how-to/survive-bad-steps.md. Two rules stand above all others: numbers that are
+not finite never reach the weights, and no healthy run is worse off for being watched.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.state import MODEL
+from tessera.core import rng
+from tessera.core.callback import OptimizerStep, StepOutcome, TrainerHandle
+from tessera.core.files import JsonLines, read_jsonl
+from tessera.core.gradients import LossScale
+from tessera.core.modules import clean_name
+from tessera.core.run_config import GuardSection
+from tessera.core.types import Batch, RowSource
+from tessera.observe.anomaly.attribution import RECORD, Attribution, Attributor, BadStep, GuardStop, ProbeReader
+from tessera.observe.anomaly.check import (
+    IN_A_ROW,
+    LASTING,
+    DivergenceDetector,
+    RunningLimit,
+    StepCheck,
+    StepLimits,
+    checked_update,
+)
+from tessera.observe.anomaly.state import Damage, Rollback, find_damage, largest
+
+log = logging.getLogger("tessera")
+DROPS = 3  # spikes whose updates may be dropped within a window: a run is never starved of updates
+BACK_TO_ONE_STATE = 3  # times that damaged weights may bring the run back to one and the same state
+INVESTIGATIONS = 10  # within a window: each may take as long as `guard.probes` steps
+SLOWER = 0.5  # of the learning rate, after going back from a loss that rose and stayed
+
+
+class Guard(OptimizerStep):
+    """Apply, clip or drop the update of every step, and recover from bad ones by the policy of the recipe."""
+
+    def __init__(
+        self,
+        settings: GuardSection,
+        reader: ProbeReader,
+        clip_norm: float | None = None,
+        warmup: int = 0,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        """Make a guard. `clip_norm`: of all gradients. `warmup`: of the learning rate; its steps are never spikes."""
+        self._loss_scale = loss_scale
+        self.settings = settings
+        self.reader = reader
+        self.lr_share = 1.0
+        self.left_out: dict[str, str] = {}  # samples that are left out, with the reason
+        self._clip_norm = math.inf if clip_norm is None else clip_norm
+        self._warmup = warmup
+        self._loss = RunningLimit(settings.loss_spike, settings.window, settings.warmup)
+        self._norm = RunningLimit(settings.grad_spike, settings.window, settings.warmup, ordinary=clip_norm or 0.0)
+        self._divergence = DivergenceDetector()
+        self._spikes = 0  # in a row
+        self._not_finite = 0  # in a row
+        self._dropped: list[int] = []  # recent spikes whose updates were dropped
+        self._investigated: list[int] = []  # recent steps that were run again
+        self._left: set[int] = set()  # steps from which the run went back
+        self._returns: dict[int, int] = {}  # rollbacks for damage, by the step they led to
+        self._slowed_at = 0.0  # the learning rate that `lr_share` is a share of
+        self._passed: set[int] = set()  # steps at which this run stopped before it was resumed
+        self._normal: dict[str, float] = {}  # largest number of each parameter at the last sound check
+        self._moved = 0.0  # sum of the learning rates since then
+        self._never_finite: dict[str, Damage] = {}  # tensors that were not finite when the run began
+        self._rollback = Rollback()
+        self._counts: dict[str, int] = {}  # of events, by what was done
+
+    # ------------------------------------------------------------------------------------------ callback
+
+    def on_start(self, trainer: TrainerHandle) -> None:
+        if self.settings.policy == "off":
+            return
+        self._never_finite = {one.name: one for one in find_damage(trainer.tensors(), {})}
+        self._measure(trainer)
+        weights = self._weights(trainer)
+        self._rollback.remember_buffers({n: t for n, t in _of_model(trainer).items() if n not in weights})
+        path = trainer.config.folder / RECORD
+        rows = Ranks.current().on_rank0(lambda: list(read_jsonl(path)))
+        self._passed = {row["step"] for row in rows if row.get("action") == "stopped"}
+        if self._slowed_at not in (0.0, trainer.config.optim.lr):
+            self.lr_share = 1.0  # the learning rate was changed when the run was resumed
+        if self.lr_share < 1 and trainer.world.is_main:
+            log.info("guard: the learning rate is %g times optim.lr since the run went back", self.lr_share)
+
+    def on_step_begin(self, trainer: TrainerHandle) -> None:
+        every = self.settings.copy_every
+        if self.settings.policy == "off" or not every or trainer.step % every:
+            return
+        if not (self._spikes or self._not_finite or self._divergence.lost):  # only of a state before the first alarm
+            self._rollback.take_copy(trainer)
+
+    def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
+        self.on_end(trainer)
+
+    def on_end(self, trainer: TrainerHandle) -> None:
+        if self._counts and trainer.world.is_main:
+            done = ", ".join(f"{action} {count}" for action, count in sorted(self._counts.items()))
+            log.info("guard: bad steps in all: %s (%s)", done, trainer.config.folder / RECORD)
+            self._counts = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "left_out": dict(self.left_out),
+            "loss": self._loss.state(),
+            "norm": self._norm.state(),
+            "trend": self._divergence.state(),
+            "spikes": self._spikes,
+            "dropped": list(self._dropped),
+            "lr_share": self.lr_share,
+            "slowed_at": self._slowed_at,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the statistics. Samples left out and a lowered learning rate stay, also when training goes back."""
+        self.left_out = {**state.get("left_out", {}), **self.left_out}
+        self._loss.restore(state.get("loss", {}))
+        self._norm.restore(state.get("norm", {}))
+        self._divergence.restore(state.get("trend", {}))
+        self._spikes = int(state.get("spikes", 0))
+        self._not_finite = 0  # a run that is resumed may have as many again
+        self._dropped = list(state.get("dropped", []))
+        if self.lr_share == 1.0:
+            self.lr_share = float(state.get("lr_share", 1.0))
+            self._slowed_at = float(state.get("slowed_at", 0.0))
+
+    def rows(self, source: RowSource) -> RowSource:
+        """Return the data without the samples that were found to be bad."""
+        if not self.left_out:
+            return source
+        return source.without(self.left_out) or source
+
+    # ------------------------------------------------------------------------------------------ one step
+
+    def update(
+        self, trainer: TrainerHandle, loss: Tensor, grad_norm: Tensor, microbatches: Sequence[Batch]
+    ) -> StepOutcome:
+        off = self.settings.policy == "off"
+        if off and self._loss_scale is None:
+            return super().update(trainer, loss, grad_norm, microbatches)
+        limits = StepLimits() if off else self._limits(trainer.step + 1)
+        check = checked_update(trainer.optimizer, loss, grad_norm, limits)
+        if check.kind == "not finite" and self._loss_scale is not None and self._loss_scale.explains(check.loss):
+            return "dropped"  # an overflow of float16: the scale is smaller already
+        if off:
+            return "applied" if check.applied else "dropped"
+        if check.kind == "not finite":
+            return self._on_not_finite(trainer, check, microbatches)
+        self._not_finite = 0
+        if check.applied:
+            self._moved += max(float(group["lr"]) for group in trainer.optimizer.param_groups)
+        self._loss.add(check.loss)
+        self._norm.add(check.grad_norm)
+        diverged = self._divergence.add(check.loss, self._loss.level)
+        if check.kind is not None:
+            return self._on_spike(trainer, check, microbatches)
+        self._spikes = 0
+        if diverged:
+            return self._on_divergence(trainer, check)
+        # Regularly, and before each copy and checkpoint: the run may go back to them, so they have to be sound.
+        often = (self.settings.window, self.settings.copy_every, trainer.config.checkpoint.every)
+        if any(every and (trainer.step + 1) % every == 0 for every in often):
+            return self._check_weights(trainer, check)
+        return "applied"
+
+    def _limits(self, step: int) -> StepLimits:
+        if step <= self._warmup:
+            return StepLimits()
+        usual = self._norm.level
+        drop = self.settings.policy != "clip" and self._spikes < IN_A_ROW - 1 and self._drops_left(step)
+        if self.settings.policy == "stop":
+            drop = step not in self._passed
+        clip_to = min(self._clip_norm, usual) if usual > 0 else self._clip_norm
+        return StepLimits(self._loss.limit, self._norm.limit, self._clip_norm, clip_to, drop)
+
+    def _drops_left(self, step: int) -> bool:
+        self._dropped = [at for at in self._dropped if step - at < self.settings.window]
+        return len(self._dropped) < DROPS
+
+    def _on_not_finite(self, trainer: TrainerHandle, check: StepCheck, microbatches: Sequence[Batch]) -> StepOutcome:
+        self._not_finite += 1
+        bad_step = self._describe(trainer, check, microbatches)
+        if bad_step.damage:
+            return self._on_damage(trainer, bad_step)
+        self._stop_if_asked(trainer, bad_step)
+        if self._not_finite > self.settings.limit:
+            if self._go_back_slower(trainer, bad_step, bad_step.step - self._not_finite + 1):
+                return "rewound"
+            self._record(trainer, bad_step, "stopped")
+            raise self._too_many(trainer, bad_step)
+        if self._go_back_without_samples(trainer, bad_step):
+            return "rewound"
+        self._record(trainer, bad_step, "skipped")
+        return "dropped"
+
+    def _on_spike(self, trainer: TrainerHandle, check: StepCheck, microbatches: Sequence[Batch]) -> StepOutcome:
+        self._spikes += 1
+        bad_step = self._describe(trainer, check, microbatches)
+        if bad_step.damage:
+            return self._on_damage(trainer, bad_step)
+        self._stop_if_asked(trainer, bad_step)
+        if self._go_back_without_samples(trainer, bad_step):
+            return "rewound"
+        if self._spikes >= IN_A_ROW:
+            if self._go_back_slower(trainer, bad_step, bad_step.step - IN_A_ROW + 1):
+                return "rewound"
+            self._loss.accept_new_level()
+            self._norm.accept_new_level()
+            self._spikes = 0
+            level = f"{IN_A_ROW} in a row: loss {self._loss.level:.4g}, gradient norm {self._norm.level:.4g} is the"
+            bad_step = replace(bad_step, note=f"{level} level from now on; if it does not fall again, lower optim.lr")
+        if check.applied:
+            self._record(trainer, bad_step, "clipped")
+            return "applied"
+        self._dropped.append(bad_step.step)
+        self._record(trainer, bad_step, "skipped")
+        return "dropped"
+
+    def _on_divergence(self, trainer: TrainerHandle, check: StepCheck) -> StepOutcome:
+        self._divergence.mark_reported()
+        began, best = self._divergence.start, self._divergence.best
+        note = (
+            f"training diverges: for {LASTING} steps the loss has been above the {began:.4g} that it began with (its "
+            f"best level was {best:.4g}); unless the data changed, go back to an earlier checkpoint and lower optim.lr "
+            f"(now {trainer.config.optim.lr:g}) or lengthen optim.schedule.warmup"
+        )
+        bad_step = BadStep(trainer.step + 1, "diverged", check.loss, check.grad_norm, note=note)
+        self._stop_if_asked(trainer, bad_step)
+        if self._go_back_slower(trainer, bad_step, bad_step.step - LASTING + 1):
+            return "rewound"
+        self._record(trainer, bad_step, "reported")
+        return "applied"
+
+    def _check_weights(self, trainer: TrainerHandle, check: StepCheck) -> StepOutcome:
+        """Check the weights for damage that the loss does not show. Sound weights are the new reference."""
+        found = self._damage(trainer)
+        if found:
+            bad_step = BadStep(trainer.step + 1, "damaged", check.loss, check.grad_norm, damage=tuple(found))
+            return self._on_damage(trainer, bad_step)
+        self._measure(trainer)
+        return "applied"
+
+    # ------------------------------------------------------------------------------------------ finding the cause
+
+    def _describe(self, trainer: TrainerHandle, check: StepCheck, microbatches: Sequence[Batch]) -> BadStep:
+        with trainer.paused("looking for the cause of bad numbers"):
+            found = self._damage(trainer)
+            if check.kind == "not finite" and not found:
+                weights = _parameter_names(trainer)
+                found = [_short(one) for name, one in self._never_finite.items() if name in weights]
+            step = trainer.step + 1
+            bad_step = BadStep(step, str(check.kind), check.loss, check.grad_norm, damage=tuple(found))
+            if found or not self._should_investigate(check, step):
+                return bad_step
+            trainer.optimizer.zero_grad(set_to_none=True)
+            return replace(bad_step, cause=self._investigate(trainer, check, microbatches))
+
+    def _should_investigate(self, check: StepCheck, step: int) -> bool:
+        """Return whether to look for the cause: a spike on request or if the policy needs it, and never too often.
+
+        In a run whose loss is far above its first one, samples are not the cause: whichever has the largest numbers
+        overflows first."""
+        if self._divergence.diverging and self.settings.blame != "always":
+            return False
+        self._investigated = [at for at in self._investigated if abs(step - at) < self.settings.window]
+        wanted = self.settings.blame == "always" or (
+            self.settings.blame == "auto"
+            and (check.kind == "not finite" or self.settings.policy in ("rollback", "stop"))
+        )
+        ends = self._not_finite > self.settings.limit  # the error that ends the run should name the cause
+        if not wanted or (len(self._investigated) >= INVESTIGATIONS and not ends):
+            return False
+        self._investigated.append(step)
+        return True
+
+    def _investigate(self, trainer: TrainerHandle, check: StepCheck, microbatches: Sequence[Batch]) -> Attribution:
+        settings = trainer.config.train
+        attributor = Attributor(
+            trainer.module,
+            trainer.engine,
+            trainer.task,
+            trainer.world.device,
+            microbatches,
+            replace(self.reader, source=self.rows(self.reader.source)),
+            seed=lambda: rng.seed_process(settings.seed, "step", trainer.step, trainer.world.rank),
+            most_probes=self.settings.probes,
+        )
+        assert check.kind is not None
+        return attributor.attribute(check.kind, self._loss.level)
+
+    def _damage(self, trainer: TrainerHandle) -> list[Damage]:
+        tensors = {name: tensor for name, tensor in trainer.tensors().items() if name not in self._never_finite}
+        return [_short(one) for one in find_damage(tensors, self._normal, self._moved)]
+
+    def _measure(self, trainer: TrainerHandle) -> None:
+        self._normal, self._moved = largest(self._weights(trainer)), 0.0
+
+    def _weights(self, trainer: TrainerHandle) -> dict[str, Tensor]:
+        """Return the parameters: how large buffers and optimizer state may become is not known."""
+        names = _parameter_names(trainer) - self._never_finite.keys()
+        return {name: tensor for name, tensor in _of_model(trainer).items() if name in names}
+
+    # ------------------------------------------------------------------------------------------ policies
+
+    def _stop_if_asked(self, trainer: TrainerHandle, bad_step: BadStep) -> None:
+        """Stop under `policy: stop`, unless this run was resumed after a stop at the same step."""
+        if self.settings.policy != "stop" or bad_step.step in self._passed:
+            return
+        self._record(trainer, bad_step, "stopped")
+        if bad_step.kind != "diverged" and trainer.config.checkpoint.at_end:
+            trainer.save()  # the bad update never reached the weights
+        raise GuardStop(
+            bad_step.line,
+            where="guard.policy=stop",
+            fix=f"`tessera resume {trainer.config.folder}` goes on behind this step; guard.policy=clip does not stop",
+        )
+
+    def _too_many(self, trainer: TrainerHandle, bad_step: BadStep) -> GuardStop:
+        what = f"{self._not_finite} steps in a row were not finite (guard.limit={self.settings.limit}); the last: "
+        if bad_step.cause is not None and bad_step.cause.every_sample:
+            # Saving this state would remove a checkpoint of a better one.
+            fix = f"the run has diverged, or all data is bad: lower optim.lr (now {trainer.config.optim.lr:g}), begin "
+            fix += f"from an earlier checkpoint, and look at the inputs; {trainer.config.folder / RECORD} has each step"
+        else:
+            if trainer.config.checkpoint.at_end:
+                trainer.save()
+            fix = f"{trainer.config.folder / RECORD} names module and samples of each: correct the data or the model"
+        return GuardStop(what + bad_step.line, where="guard.limit", fix=fix)
+
+    def _on_damage(self, trainer: TrainerHandle, bad_step: BadStep) -> StepOutcome:
+        self._stop_if_asked_for_damage(trainer, bad_step)
+        self._left.add(bad_step.step)
+        self._go_back(trainer)
+        self._returns[trainer.step] = self._returns.get(trainer.step, 0) + 1
+        self._continue_after_rollback(trainer, bad_step)
+        return "rewound"
+
+    def _go_back(self, trainer: TrainerHandle, before: int | None = None) -> bool:
+        """Go back to the newest sound state. With `before`, to one of fewer steps; return False if there is none."""
+        with trainer.paused("going back to a good state"):
+            trainer.optimizer.zero_grad(set_to_none=True)
+            return self._rollback.go(trainer, lambda: not self._damage(trainer), before)
+
+    def _stop_if_asked_for_damage(self, trainer: TrainerHandle, bad_step: BadStep) -> None:
+        """Stop where going back does not help: damage from before the run, or damage that returns."""
+        fix = ""
+        if any(name in self._never_finite for one in bad_step.damage for name in (one.name, f"{MODEL}{one.name}")):
+            fix = "these numbers were not finite when the run began: look at the folder or checkpoint they came from"
+        elif bad_step.step in self._left or max(self._returns.values(), default=0) >= BACK_TO_ONE_STATE:
+            fix = "it came again after going back, so it is no flipped bit: something writes into the weights, or the "
+            fix += "device computes wrongly"
+        elif self.settings.policy == "stop":
+            fix = f"`tessera resume {trainer.config.folder}` goes on from the last checkpoint"
+        if fix:
+            self._record(trainer, bad_step, "stopped")
+            raise GuardStop(bad_step.line, where=f"guard.policy={self.settings.policy}", fix=fix)
+
+    def _go_back_without_samples(self, trainer: TrainerHandle, bad_step: BadStep) -> bool:
+        """Go back once for a step, where the data can leave the bad samples out: else the step would repeat."""
+        if self.settings.policy != "rollback" or bad_step.step in self._left or not self._leave_out(bad_step):
+            return False
+        self._left.add(bad_step.step)
+        self._go_back(trainer)
+        self._continue_after_rollback(trainer, bad_step)
+        return True
+
+    def _leave_out(self, bad_step: BadStep) -> bool:
+        cause = bad_step.cause
+        if cause is None or not cause.samples or cause.ambiguous:
+            return False
+        reason = f"bad numbers in step {bad_step.step} ({bad_step.kind}, {cause.module})"
+        found = dict.fromkeys(cause.samples, reason)
+        if all(name in self.left_out for name in found) or self.reader.source.without(found) is None:
+            return False
+        self.left_out.update(found)
+        return True
+
+    def _go_back_slower(self, trainer: TrainerHandle, bad_step: BadStep, first: int) -> bool:
+        """Go back to a state before step `first`, where it began, and on with a lower learning rate; once in a run."""
+        if self.settings.policy != "rollback" or self.lr_share < 1 or not self._go_back(trainer, first):
+            return False
+        self.lr_share, self._slowed_at = SLOWER, trainer.config.optim.lr
+        note = f"the learning rate is {SLOWER:g} times optim.lr from now on"
+        note = f"{bad_step.note}; {note}" if bad_step.note else note
+        self._continue_after_rollback(trainer, replace(bad_step, note=note))
+        return True
+
+    def _continue_after_rollback(self, trainer: TrainerHandle, bad_step: BadStep) -> None:
+        self._spikes = self._not_finite = 0
+        self._record(trainer, bad_step, "went back", trainer.step)
+        trainer.continue_from_here()
+
+    def _record(self, trainer: TrainerHandle, bad_step: BadStep, action: str, back_to: int | None = None) -> None:
+        self._counts[action] = self._counts.get(action, 0) + 1
+        if not trainer.world.is_main:
+            return
+        record = JsonLines(trainer.config.folder / RECORD)
+        record.write(bad_step.row(action, back_to))
+        record.close()
+        log.warning("guard: %s; %s%s", bad_step.line, action, "" if back_to is None else f" to step {back_to}")
+
+
+def _of_model(trainer: TrainerHandle) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in trainer.tensors().items() if name.startswith(MODEL)}
+
+
+def _parameter_names(trainer: TrainerHandle) -> set[str]:
+    return {f"{MODEL}{clean_name(name)}" for name, _ in trainer.module.named_parameters()}
+
+
+def _short(damage: Damage) -> Damage:
+    return replace(damage, name=damage.name.removeprefix(MODEL))

@@ -1,0 +1,232 @@
+"""Operations on single tokens: RMS and layer normalisation, SwiGLU, and rotary position embeddings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tessera.ops.registry import AUTO, DispatchedOp, Implementation
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, implementation: str = AUTO) -> Tensor:
+    """Return the RMS norm of `x` over its last dimension, with statistics in fp32."""
+    run = RMS_NORM.choose(implementation, "plain", x.device, x.dtype)
+    out: Tensor = run(x, weight, eps)
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, implementation: str = AUTO) -> Tensor:
+    """Return the layer norm of `x` over its last dimension, with statistics in fp32."""
+    run = LAYER_NORM.choose(implementation, "plain", x.device, x.dtype)
+    out: Tensor = run(x, weight, bias, eps)
+    return out
+
+
+def _rms_norm_eager(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def _rms_norm_fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _layer_norm_eager(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    wide = x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    out = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.float()
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(x.dtype)
+
+
+def _layer_norm_fused(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+RMS_NORM = DispatchedOp(
+    "rms_norm", (Implementation("fused", _rms_norm_fused), Implementation("eager", _rms_norm_eager))
+)
+LAYER_NORM = DispatchedOp(
+    "layer_norm", (Implementation("fused", _layer_norm_fused), Implementation("eager", _layer_norm_eager))
+)
+
+
+def swiglu(gate: Tensor, up: Tensor, *, implementation: str = AUTO) -> Tensor:
+    """Return silu(gate) * up."""
+    run = SWIGLU.choose(implementation, "plain", gate.device, gate.dtype)
+    out: Tensor = run(gate, up)
+    return out
+
+
+def _swiglu_eager(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+SWIGLU = DispatchedOp("swiglu", (Implementation("eager", _swiglu_eager),))
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Hold the cosine and sine of every position, [T, D / 2] in fp32.
+
+    They are computed once per forward pass and shared by all layers; no buffer is kept, so a model on the meta device
+    has nothing but parameters to fill. This is a dataclass and not a tuple, because wrappers that cast a module's
+    arguments to bf16 look into tuples, and these two must stay fp32.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class FrequencyScaling:
+    """Divide low frequencies by `factor`, leave high ones, and interpolate between (llama3 scaling).
+
+    A frequency is low if it makes fewer than `low` rotations within the `original` context length, high if more than
+    `high`.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original: int
+    attention: ClassVar[float] = 1.0
+
+    def apply(self, frequencies: Tensor, rope: Rope) -> Tensor:
+        rotations = self.original * frequencies / (2 * math.pi)
+        unscaled = ((rotations - self.low) / (self.high - self.low)).clamp(0, 1)
+        return frequencies * (unscaled + (1 - unscaled) / self.factor)
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Divide all frequencies by `factor`."""
+
+    factor: float
+    attention: ClassVar[float] = 1.0
+
+    def apply(self, frequencies: Tensor, rope: Rope) -> Tensor:
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Scale frequencies as YaRN does.
+
+    As `FrequencyScaling`, but between frequencies of `slow` and `fast` rotations it interpolates by their index, and
+    queries and keys are multiplied by `attention`. `whole`: interpolation begins and ends at whole indices.
+    """
+
+    factor: float
+    fast: float
+    slow: float
+    original: int
+    attention: float
+    whole: bool
+
+    def apply(self, frequencies: Tensor, rope: Rope) -> Tensor:
+        first, last = (self._index(rotations, rope) for rotations in (self.fast, self.slow))
+        if self.whole:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, rope.dim - 1)
+        index = torch.arange(rope.dim // 2, device=frequencies.device, dtype=torch.float32)
+        scaled = ((index - first) / (last - first or 0.001)).clamp(0, 1)
+        return frequencies / self.factor * scaled + frequencies * (1 - scaled)
+
+    def _index(self, rotations: float, rope: Rope) -> float:
+        """Return the index, as a real number, of the frequency with so many rotations."""
+        return rope.dim * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+def yarn_attention(factor: float, scale: float | None = None, scale_all: float | None = None) -> float:
+    """Return YaRN's default factor of queries and keys."""
+
+    def mscale(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return mscale(scale) / mscale(scale_all) if scale and scale_all else mscale(1.0)
+
+
+Scaling = FrequencyScaling | LinearScaling | YarnScaling
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Describe rotary position embeddings along one axis, or over time, height and width."""
+
+    dim: int  # rotated dimensions of each head: the first ones
+    theta: float
+    sections: tuple[int, ...] = ()  # numbers of frequencies for time, height and width; empty: one axis
+    interleaved: bool = False  # frequencies of the axes are interleaved, otherwise consecutive
+    scaling: Scaling | None = None
+
+    def angles(self, positions: Tensor) -> Angles:
+        """Return angles for `positions`: [3, T] holds time, height and width, [T] one axis or three equal ones."""
+        angles = self._angles(positions, self.frequencies(positions.device))
+        factor = 1.0 if self.scaling is None else self.scaling.attention
+        if factor == 1.0:
+            return _angles(angles)
+        return Angles(angles.cos() * factor, angles.sin() * factor)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Return the frequencies [D / 2]: rotation per position, in radians."""
+        plain = _frequencies(self.dim, self.theta, device)
+        return plain if self.scaling is None else self.scaling.apply(plain, self)
+
+    def _angles(self, positions: Tensor, frequencies: Tensor) -> Tensor:
+        if positions.dim() == 1:
+            return positions.float().unsqueeze(-1) * frequencies
+        wide = positions.float().unsqueeze(-1)
+        if not self.interleaved:
+            parts = [wide[axis % 3] * part for axis, part in enumerate(torch.split(frequencies, list(self.sections)))]
+            return torch.cat(parts, dim=-1)
+        index = torch.arange(self.dim // 2, device=positions.device)
+        angles = wide[0] * frequencies
+        for axis in (1, 2):
+            of_axis = (index % 3 == axis) & (index < 3 * self.sections[axis])
+            angles = torch.where(of_axis, wide[axis] * frequencies, angles)
+        return angles
+
+
+def axial_angles(positions: Tensor, dim: int, theta: float) -> Angles:
+    """Return angles for `positions` [T, 2]: the first half of the frequencies is for height, the second for width."""
+    angles = positions.float().unsqueeze(-1) * _frequencies(dim // 2, theta, positions.device)  # [T, 2, dim / 4]
+    return _angles(angles.flatten(1))
+
+
+def rotate(x: Tensor, angles: Angles, *, implementation: str = AUTO) -> Tensor:
+    """Return `x` [T, H, D] rotated by the angles of its positions, with the two halves of a head as coordinates.
+
+    With fewer angles than D / 2, only the first dimensions of each head are rotated.
+    """
+    run = ROTATE.choose(implementation, "plain", x.device, x.dtype)
+    rotated = 2 * angles.cos.shape[-1]
+    if rotated == x.shape[-1]:
+        out: Tensor = run(x, angles)
+        return out
+    return torch.cat([run(x[..., :rotated], angles), x[..., rotated:]], dim=-1)
+
+
+def _frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
+    exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
+    return 1.0 / (theta**exponents)
+
+
+def _angles(angles: Tensor) -> Angles:
+    return Angles(angles.cos(), angles.sin())
+
+
+def _rotate_eager(x: Tensor, angles: Angles) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+ROTATE = DispatchedOp("rotate", (Implementation("eager", _rotate_eager),))

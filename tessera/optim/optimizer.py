@@ -1,0 +1,198 @@
+"""Parameter groups by pattern, the optimizer over them, its learning rate, and clipping by the norm of all gradients.
+
+The learning rate is a pure function of the step, so that resuming needs no state. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
+
+from tessera.core import device as devices
+from tessera.core.errors import TesseraError
+from tessera.core.gradients import scale_gradients
+from tessera.core.modules import clean_name, local_shard
+from tessera.core.pattern import select_trees
+from tessera.core.run_config import OptimSection, ScheduleSection
+from tessera.core.torch_internals import foreach_norm
+from tessera.optim.adamw import AdamW
+
+
+def parameter_groups(module: nn.Module, section: OptimSection, names: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return the groups of all trained parameters. Of several patterns that match one, the last counts; vectors do not
+    decay unless a group says so.
+
+    `names`: all trained parameters of the model, where `module` may be a part of it; patterns are matched with these.
+    """
+    # Two stages of a pipeline on one rank may have copies of one parameter, with one name: both are trained.
+    trained: dict[str, list[Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            trained.setdefault(clean_name(name), []).append(parameter)
+    settings: dict[str, tuple[float, float]] = {}
+    for name, copies in trained.items():
+        settings[name] = (section.lr, section.weight_decay if copies[0].dim() > 1 else 0.0)
+    for number, group in enumerate(section.groups):
+        for name in select_trees([group.pattern], names or trained, f"optim.groups.{number}.pattern"):
+            if name not in settings:
+                continue  # on another stage
+            lr, decay = settings[name]
+            settings[name] = (
+                lr if group.lr is None else group.lr,
+                decay if group.weight_decay is None else group.weight_decay,
+            )
+    by_setting: dict[tuple[float, float], list[str]] = {}
+    for name, setting in settings.items():
+        by_setting.setdefault(setting, []).append(name)
+    return [
+        {
+            "params": [p for n in group for p in trained[n]],
+            "names": [n for n in group for _ in trained[n]],
+            "lr": lr,
+            "base_lr": lr,
+            "weight_decay": decay,
+        }
+        for (lr, decay), group in by_setting.items()
+    ]
+
+
+def build_optimizer(
+    module: nn.Module,
+    section: OptimSection,
+    device: torch.device,
+    names: Collection[str] = (),
+    offloaded: bool = False,
+    make: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
+) -> Optimizer:
+    """Return the optimizer over all trained parameters. `offloaded`: they lie in host memory and are updated there.
+
+    `make` is the caller's own: it is given the parameter groups with their learning rates and weight decays.
+    """
+    groups = parameter_groups(module, section, names)
+    if not groups and not names:
+        raise TesseraError("no parameter is trained", where="model.freeze")
+    if not groups:  # a stage that is frozen as a whole: an optimizer over nothing
+        groups = [{"params": [], "names": [], "lr": section.lr, "base_lr": section.lr}]
+    names = [group.pop("names") for group in groups]
+    optimizer: Optimizer
+    if make is not None:
+        optimizer = _made_by_caller(make, groups)
+    else:
+        optimizer = AdamW(
+            groups,
+            section.betas,
+            section.eps,
+            fused=devices.supports(device, "fused_optimizer"),
+            together=devices.supports(device, "triton") and not offloaded,
+        )
+    for group, group_names in zip(optimizer.param_groups, names, strict=True):
+        group["names"] = group_names
+    return optimizer
+
+
+def _made_by_caller(make: Callable[[list[dict[str, Any]]], Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
+    optimizer = make(groups)
+    if not isinstance(optimizer, Optimizer):
+        raise TesseraError(
+            f"the function that was given as optimizer returned a {type(optimizer).__name__}",
+            where="optimizer",
+            fix="return a torch.optim.Optimizer over the parameter groups that it is called with",
+        )
+    if [g["params"] for g in optimizer.param_groups] != [g["params"] for g in groups]:
+        raise TesseraError(
+            "the optimizer that was given has other parameter groups than those it was made from",
+            where="optimizer",
+            fix="pass the groups on as they are; optim.groups in the recipe makes groups",
+        )
+    for group, given in zip(optimizer.param_groups, groups, strict=True):
+        group["base_lr"] = given["base_lr"]
+    return optimizer
+
+
+def lr_factor(section: ScheduleSection, step: int, steps: int) -> float:
+    """Return the factor of the learning rate by its schedule, for step number `step` (from 0) out of `steps`."""
+    if step < section.warmup:
+        return (step + 1) / section.warmup
+    if section.kind == "constant":
+        return 1.0
+    progress = min(1.0, (step - section.warmup) / max(1, steps - section.warmup))
+    if section.kind == "linear":
+        shape = 1.0 - progress
+    else:
+        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return section.final + (1.0 - section.final) * shape
+
+
+def set_learning_rate(optimizer: Optimizer, factor: float) -> float:
+    """Set the learning rate of each group to its `base_lr` times `factor`; return that of the first group."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def clip_gradients(
+    optimizer: Optimizer,
+    parameters: Iterable[Tensor],
+    device: torch.device,
+    max_norm: float | None,
+    *,
+    others: dist.ProcessGroup | None = None,
+    counted_elsewhere: Collection[Tensor] = (),
+) -> Tensor:
+    """Return the norm of all gradients, on `device`, and have the update clip them to `max_norm`.
+
+    Our AdamW clips as part of its update; for any other optimizer the gradients are scaled here. `others`: ranks that
+    hold other parameters of the same model. Of a parameter that several of them hold, one counts it.
+    """
+    parameters = list(parameters)
+    elsewhere = {id(p) for p in counted_elsewhere}
+    norm = total_norm([p.grad for p in parameters if p.grad is not None and id(p) not in elsewhere], device, others)
+    if max_norm is not None:
+        multiply_update(optimizer, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def multiply_update(optimizer: Optimizer, factor: Tensor) -> None:
+    """Multiply the gradients of the next update by `factor`."""
+    if isinstance(optimizer, AdamW):
+        before = optimizer.clip_factor
+        optimizer.clip_factor = factor if before is None else before * factor.to(before)
+    else:
+        scale_gradients((p.grad for group in optimizer.param_groups for p in group["params"]), factor)
+
+
+def total_norm(
+    grads: Iterable[Tensor], device: torch.device | None = None, others: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return the 2-norm of gradients, each summed over just the mesh axes that shard it.
+
+    The result is on `device`; by default where the gradients are. `others`: ranks that hold further gradients.
+    """
+    grads = list(grads)
+    if device is None:
+        device = local_shard(grads[0]).device if grads else torch.device("cpu")
+    by_layout: dict[tuple[object, tuple[Placement, ...]], list[Tensor]] = {}
+    for grad in grads:
+        key = (grad.device_mesh, tuple(grad.placements)) if isinstance(grad, DTensor) else (None, ())
+        by_layout.setdefault(key, []).append(local_shard(grad))
+    wide = devices.sum_dtype(device)
+    total = torch.zeros((), dtype=wide, device=device)
+    for (mesh, placements), tensors in by_layout.items():
+        norms = torch.stack(list(foreach_norm(tensors, torch.float32)))
+        # Moved before it is summed over ranks: the axes of a mesh belong to the device, not to the host.
+        squares = norms.to(device=device, dtype=wide).square().sum()
+        for axis, placement in enumerate(placements):
+            if not placement.is_replicate():  # a shard of shards does not call itself one
+                dist.all_reduce(squares, group=mesh.get_group(axis))  # type: ignore[attr-defined]
+        total += squares
+    if others is not None:
+        dist.all_reduce(total, group=others)
+    return total.sqrt()

@@ -1,0 +1,338 @@
+"""Context parallelism: several ranks share each sequence, and attention spans all of them.
+
+Also here: encoders whose input sequences are distributed among ranks, because both end in the same exchange of outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tessera.core.errors import TesseraError
+from tessera.core.modules import AttentionCore
+from tessera.core.pattern import home, matches
+from tessera.core.run_config import ParallelSection
+from tessera.core.types import Batch, ModelPlan, Segments
+from tessera.ops.registry import AUTO
+from tessera.parallel.communication import CommVolume
+from tessera.parallel.context_attention import Ring, RingSchedule, Ulysses, ring_attention, shard_heads
+from tessera.parallel.mesh import CONTEXT, RING, TENSOR, ULYSSES, Axes, Mesh
+from tessera.parallel.modules import present, wrap_submodule
+from tessera.parallel.sequence_sharding import BatchSharding, EncoderSharding, SequenceSharding, too_short
+
+if TYPE_CHECKING:  # these files import this one
+    from tessera.parallel.memory_estimate import ParamShard
+    from tessera.parallel.plan import Plan
+
+WIDE = 4  # bytes: gradients of keys travel in fp32
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Hold the sizes of one attention, on a rank that has all of its tokens."""
+
+    queries: int
+    keys: int
+    size: int
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    attention: Mapping[str, Heads | None]  # modules of the main sequence whose attention spans the context group
+    sharding: BatchSharding
+
+
+def plan_context(
+    section: ParallelSection, model_plan: ModelPlan, module: nn.Module, axes: Axes, tokens: int
+) -> ContextPlan | None:
+    """Return None where every rank has whole sequences and all inputs of encoders."""
+    if section.cp == 1 and all(axes.size(views.dp) == 1 for views in axes.encoders.values()):
+        return None
+    tree = dict(module.named_modules())
+    found = [path for path in tree if any(matches(pattern, path) for pattern in model_plan.attention)]
+    encoders = tuple(_shard_encoders(section, model_plan, axes, found))
+    split = SequenceSharding(axes.size(RING), axes.size(ULYSSES))
+    attention: dict[str, Heads | None] = {}
+    if section.cp > 1:
+        outside = [path for path in found if axes.encoder(path) is None]
+        attention = {path: _shape(model_plan, tree, path, axes.size(TENSOR)) for path in outside}
+        if not attention:
+            raise TesseraError(
+                f"parallel.cp={section.cp}, but this model family does not say where its attention is",
+                where="parallel.cp",
+                allowed=[1],
+                fix="shard its weights instead: parallel.shard=auto (`attention` is in the plan of a family)",
+            )
+        if 0 < tokens < split.minimum:
+            raise too_short(tokens, split.minimum)
+        _check_heads(section, model_plan, tree, outside, axes.size(TENSOR))
+        for encoder in encoders:
+            _check_heads(
+                section, model_plan, tree, encoder.attention, axes.size(axes.tensor_view(encoder.stream.module))
+            )
+        if split.ring > 1:
+            _check_masks(tree, [*attention, *(path for encoder in encoders for path in encoder.attention)], section.cp)
+    if model_plan.main is None:
+        raise TesseraError(
+            "this model family does not say which tensors of a batch are its main sequence, so it cannot be split",
+            where="parallel.cp" if section.cp > 1 else "parallel.encoders",
+            fix="a family of your own may fill `ModelPlan.streams`",
+        )
+    return ContextPlan(attention, BatchSharding(model_plan.main, split, encoders))
+
+
+def _shard_encoders(
+    section: ParallelSection, model_plan: ModelPlan, axes: Axes, attention: Sequence[str]
+) -> Iterator[EncoderSharding]:
+    for name, stream in model_plan.encoders.items():
+        shares = name in section.encoders and section.encoders[name].cp > 1
+        view = axes.encoders[stream.module].dp
+        yield EncoderSharding(
+            name,
+            stream,
+            dp=axes.size(view),
+            split=SequenceSharding(axes.size(RING), axes.size(ULYSSES), stream.per_slot) if shares else None,
+            attention=tuple(a for a in attention if home(a, [stream.module]) is not None) if shares else (),
+            dp_view=view,
+        )
+
+
+def _check_heads(
+    section: ParallelSection, model_plan: ModelPlan, tree: dict[str, nn.Module], attention: Sequence[str], tp: int
+) -> None:
+    ulysses = section.cp if section.ulysses is None else section.ulysses
+    for path in attention:
+        heads = _heads(model_plan, tree, path)
+        if heads is None or ulysses <= heads // tp:
+            continue
+        whose = f"{heads} heads" if tp == 1 else f"{heads // tp} heads that each of tp={tp} ranks has"
+        allowed = [d for d in range(1, heads // tp + 1) if section.cp % d == 0]
+        raise TesseraError(
+            f"{ulysses} ranks cannot exchange the {whose} in {path}",
+            where="parallel.ulysses",
+            allowed=allowed,
+            fix=f"parallel.ulysses={allowed[-1]}: the ranks left over form a ring" if allowed else "lower parallel.tp",
+        )
+
+
+def _heads(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str) -> int | None:
+    """Return the query heads: of the layers beside the module, the one with most heads makes the queries."""
+    return max(_beside(model_plan, tree, attention), default=None)
+
+
+def _shape(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str, tp: int) -> Heads | None:
+    """Return None where the family does not say; then communication cannot be estimated."""
+    counts, core = _beside(model_plan, tree, attention), tree[attention]
+    if not counts or not isinstance(core, AttentionCore) or core.head_dim is None:
+        return None
+    return Heads(max(counts) // tp, min(counts) // tp, core.head_dim)
+
+
+def _beside(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str) -> list[int]:
+    parent = attention.rpartition(".")[0]
+    beside = [f"{parent}.{name}" for name, _ in tree[parent].named_children()]
+    return [heads for pattern, heads in model_plan.heads.items() if any(matches(pattern, path) for path in beside)]
+
+
+def _check_masks(tree: dict[str, nn.Module], attention: Sequence[str], cp: int) -> None:
+    """Refuse masks other than causal and full: a ring computes blocks of attention without the module."""
+    for path in attention:
+        core = tree[path]
+        known = isinstance(core, AttentionCore)
+        if known and core.window is None and core.causal is not None:
+            continue
+        has = "a window" if known and core.window is not None else f"a mask of its own ({type(core).__name__})"
+        raise TesseraError(
+            f"{path} has {has}, which a ring cannot serve: causal and full attention alone",
+            where="parallel.ulysses",
+            allowed=[cp],
+            fix=f"parallel.ulysses={cp}: ranks that exchange heads see whole sequences",
+        )
+
+
+def apply_context(module: nn.Module, plan: ContextPlan, mesh: Mesh) -> None:
+    """Wrap attention, and gather the outputs of encoders. `module` may be a pipeline stage that lacks some modules."""
+    for path in present(module, plan.attention):
+        wrap_submodule(module, path, partial(ContextAttention, split=plan.sharding.split, mesh=mesh))
+    for encoder in plan.sharding.encoders:
+        stream = encoder.stream
+        for path in present(module, encoder.attention):
+            assert encoder.split is not None
+            wrap_submodule(module, path, partial(ContextAttention, split=encoder.split, mesh=mesh))
+        # In a pipeline an encoder may go on in the next stage: it ends in the one that has the projector.
+        ends = present(module, [stream.projector]) if stream.projector else present(module, [stream.module])
+        if ends and (encoder.dp > 1 or encoder.split is not None):
+            module.get_submodule(stream.module).register_forward_hook(GatherOutputs(encoder, mesh))
+
+
+class ContextAttention(nn.Module):
+    """Compute attention over tokens that lie on several ranks, in place of `core`, which has no weights.
+
+    It takes queries, keys and values of the rank's own tokens, and segments of all tokens. If these are as many, the
+    batch was not sharded (as in generation), and no communication is needed.
+    """
+
+    def __init__(self, core: nn.Module, split: SequenceSharding, mesh: Mesh) -> None:
+        super().__init__()
+        self.core = core
+        self.split = split
+        ulysses, ring = mesh.group(ULYSSES), mesh.group(RING)
+        self.ulysses = None if ulysses is None else Ulysses(ulysses, split.ulysses, mesh.position(ULYSSES))
+        self.ring = None if ring is None else Ring(ring, split.ring, mesh.position(RING))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        lengths = segments.lengths or tuple(segments.bounds.diff().tolist())
+        length = sum(lengths)
+        if q.shape[0] == length:
+            whole: Tensor = self.core(q, k, v, segments)
+            return whole
+        heads = q.shape[1]
+        sizes = self.split.sizes(length, 0 if self.ring is None else self.ring.at)
+        if self.ulysses is not None:
+            q, k, v = self.ulysses.to_heads(q, k, v, sizes)
+        out: Tensor
+        if self.ring is None:
+            out = self.core(q, k, v, segments)
+        else:
+            out = ring_attention(q, k, v, segments, self._schedule(self.ring, length, lengths, q.shape[-1]))
+        return out if self.ulysses is None else self.ulysses.to_tokens(out, heads, sizes)
+
+    def _schedule(self, ring: Ring, length: int, lengths: tuple[int, ...], size: int) -> RingSchedule:
+        """Describe the ring to `ring_attention`. The plan has checked that `core` is causal or full."""
+        assert isinstance(self.core, AttentionCore)
+        # Other names are of ways to compute a whole attention.
+        implementation = "eager" if self.core.implementation == "eager" else AUTO
+        return RingSchedule(
+            ring,
+            [self.split.ring_ranges(length, at) for at in range(ring.ranks)],
+            lengths,
+            bool(self.core.causal),
+            self.core.scale or size**-0.5,
+            implementation,
+        )
+
+
+class GatherOutputs:
+    """Extend an encoder, as a forward hook, from the outputs of a rank's own input to those of all, in order.
+
+    Every rank uses all outputs, for its own tokens. So the gradient of an output is the sum over ranks that have other
+    tokens; ranks that compute the same tokens together have the whole gradient already.
+    """
+
+    def __init__(self, encoder: EncoderSharding, mesh: Mesh) -> None:
+        self.encoder = encoder
+        self.dp = mesh.group(encoder.dp_view)
+        # Often the same ranks: then one group of them does.
+        same = mesh.axes.views[encoder.dp_view] == mesh.axes.views[CONTEXT]
+        self.context = self.dp if same else mesh.group(CONTEXT)
+        self.dp_position = mesh.position(encoder.dp_view)
+        self.context_position = mesh.position(CONTEXT)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], outputs: Tensor) -> Tensor:
+        batch: Batch = args[0]
+        if self.encoder.split is not None:
+            key, group, position = self.encoder.cp_key, self.context, self.context_position
+            outputs = _gather(outputs, batch, key, group, group, position)
+        if self.encoder.dp > 1:
+            summed = None if self.encoder.split is not None else self.context
+            outputs = _gather(outputs, batch, self.encoder.dp_key, self.dp, summed, self.dp_position)
+        return outputs
+
+
+def _gather(
+    outputs: Tensor,
+    batch: Batch,
+    key: str,
+    group: dist.ProcessGroup | None,
+    summed: dist.ProcessGroup | None,
+    position: int,
+) -> Tensor:
+    """Return the outputs of all ranks. A batch without the key was not sharded; one without input has those of a blank
+    input on every rank, which are left as they are."""
+    if key not in batch.segments or batch.segments[key].longest == 0:
+        return outputs
+    lengths = batch.segments[key].lengths
+    own = outputs[: lengths[position]]
+    found: Tensor = _GatherElements.apply(own, batch[key], batch.segments[key].longest, group, summed)
+    return found
+
+
+class _GatherElements(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own: Tensor,
+        order: Tensor,
+        longest: int,
+        group: dist.ProcessGroup,
+        summed: dist.ProcessGroup | None,
+    ) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.length, ctx.longest, ctx.group, ctx.summed = own.shape[0], longest, group, summed
+        padded = own.new_zeros(longest, own.shape[1])
+        padded[: own.shape[0]] = own
+        everyone = own.new_empty(dist.get_world_size(group) * longest, own.shape[1])
+        dist.all_gather_into_tensor(everyone, padded, group=group)
+        return everyone.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        ranks, position = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
+        padded = grads[0].new_zeros(ranks * ctx.longest, grads[0].shape[1]).index_copy(0, order, grads[0])
+        if ctx.summed is not None:
+            # The context group is the outer axis of the dp view: each rank gets the sums of what lies with it.
+            inner = ranks // dist.get_world_size(ctx.summed)
+            part = padded.new_empty(inner * ctx.longest, padded.shape[1])
+            dist.reduce_scatter_tensor(part, padded, group=ctx.summed)
+            padded, position = part, position % inner
+        start = position * ctx.longest
+        return padded[start : start + ctx.length], None, None, None, None
+
+
+def context_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
+    """Estimate the exchanges of attention and of encoder outputs."""
+    context = plan.context
+    if context is None:
+        return
+    for path, heads in context.attention.items():
+        if heads is not None and any(home(shard.name, [path.rpartition(".")[0]]) for shard in here):
+            yield from _attention(plan, context.sharding.split, heads, 2 if plan.recomputes(path) else 1)
+    for encoder in context.sharding.encoders:
+        # The all-gather of encoder outputs, and the way of their gradients back.
+        stream = encoder.stream
+        ends_here = any(home(shard.name, [stream.projector or stream.module]) for shard in here)
+        if encoder.dp == 1 or not stream.width or not ends_here:
+            continue
+        size = plan.rows[stream.module] * encoder.dp * stream.width * plan.param_dtype.itemsize
+        yield plan.volume(encoder.dp_view, "all-gather", 1, size)
+        if plan.axes.size(CONTEXT) > 1 and plan.gradient_reaches(stream.module):
+            yield plan.volume(CONTEXT, "reduce-scatter", 1, size)
+
+
+def _attention(plan: Plan, split: SequenceSharding, heads: Heads, forwards: int) -> Iterator[CommVolume]:
+    """Estimate one layer at the first rank; other ranks differ by a token or a head where these do not divide."""
+    itemsize, tokens, keys = plan.param_dtype.itemsize, plan.workload.tokens, heads.keys
+    if split.ulysses > 1:
+        sharding = shard_heads(heads.queries, heads.keys, split.ulysses)
+        keys = len(sharding.keys[0])
+        own, joined = split.sizes(tokens, 0)[0], sum(split.sizes(tokens, 0))
+        sent = own * (heads.queries + 2 * sum(len(k) for k in sharding.keys))
+        received = joined * (sharding.queries[0] + 2 * keys)
+        out = max(own * heads.queries, joined * sharding.queries[0])
+        exchanged = (max(sent, received) + out) * heads.size * itemsize
+        count = plan.microbatches * (forwards + 1)
+        yield CommVolume(ULYSSES, "all-to-all", 2 * count, count * exchanged)
+    if split.ring > 1:
+        owned = sum(end - start for start, end in split.ring_ranges(tokens, 0))
+        numbers = 2 * owned * keys * heads.size
+        sends = plan.microbatches * (forwards + 1) * (split.ring - 1)
+        yield CommVolume(RING, "send", sends, sends * numbers * itemsize)
+        back = plan.microbatches * split.ring
+        yield CommVolume(RING, "send", back, back * numbers * WIDE)

@@ -1,0 +1,157 @@
+"""Estimate what a rank holds: its shards of parameters, and the bytes of these, of gradients, optimizer and buffers.
+
+No process group is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+from tessera.core.pattern import home
+from tessera.core.types import TensorStyle
+from tessera.parallel.experts import ExpertPlan
+from tessera.parallel.mesh import FSDP_EXPERTS, Axes
+from tessera.parallel.pipeline_plan import PipelinePlan
+from tessera.parallel.tensor import TensorPlan
+
+ADAMW_STATES = 2  # exp_avg and exp_avg_sq, each of a parameter's own shape and type
+ADAMW_STEP_BYTES = 4  # and one number that counts its steps
+
+
+@dataclass(frozen=True)
+class ParamShard:
+    """Describe one parameter on one rank: what it computes with, and which ranks share that."""
+
+    name: str
+    shape: tuple[int, ...]  # after the split over tp and ep: what is gathered before use
+    view: str  # the ranks that share it
+    shared_by: int
+    trained: bool
+    whole: bool = False  # every rank keeps all of it: an ignored module
+    dim: int = 0  # of `shape`, that these ranks share
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def local_numel(self) -> int:
+        """Return the numbers on the first rank that shares it, which has the most: shards are equal chunks."""
+        if self.whole or not self.shape:  # a scalar is not sharded
+            return self.numel
+        length = self.shape[self.dim]
+        return -(-length // self.shared_by) * (self.numel // length) if length else 0
+
+
+def shard_dimension(shape: Sequence[int], shared_by: int, split: Collection[int] = ()) -> int:
+    """Return the dimension over which a shard group splits a parameter: the first, unless it is shorter than the group.
+
+    That happens to stacked experts, where a rank would hold a whole expert or nothing. Then it is a dimension that
+    divides evenly (fully_shard demands it), if there is one, preferably not one that tp has `split` already.
+    """
+    if len(shape) < 3 or shape[0] >= shared_by:
+        return 0
+    even = [dim for dim in range(1, len(shape)) if shape[dim] and shape[dim] % shared_by == 0]
+    return min(even, key=lambda dim: (dim in split, dim), default=0)
+
+
+@dataclass(frozen=True)
+class MemoryBytes:
+    """Count the bytes on a rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int = 0  # whole on every rank: weights in four bits, tables
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.buffers
+
+
+def param_shards(
+    module: nn.Module,
+    axes: Axes,
+    *,
+    tensor: TensorPlan | None,
+    experts: ExpertPlan | None,
+    frozen: Sequence[str],
+    ignored: Sequence[str],
+    rows_only: bool = False,
+) -> list[ParamShard]:
+    """Return the shards of the whole model, in its order. `rows_only`: only first dimensions are split."""
+    untrained = set(frozen)
+    found = []
+    for name, parameter in module.named_parameters():
+        in_experts = experts is not None and home(name, experts.modules) is not None
+        view = FSDP_EXPERTS if in_experts else axes.fsdp_view(name)
+        shape, split = list(parameter.shape), set()
+        if in_experts and experts is not None:
+            shape[0] //= experts.ep
+        if tensor is not None:
+            dim = _tensor_dimension(tensor.styles[name], shape)
+            ranks = axes.size(axes.tensor_view(name))
+            if dim is not None and ranks > 1:
+                shape[dim] //= ranks
+                split.add(dim)
+        shared_by = axes.size(view)
+        found.append(
+            ParamShard(
+                name,
+                tuple(shape),
+                view,
+                shared_by,
+                trained=name not in untrained,
+                whole=home(name, ignored) is not None,
+                dim=0 if rows_only else shard_dimension(shape, shared_by, split),
+            )
+        )
+    return found
+
+
+def _tensor_dimension(style: TensorStyle, shape: Sequence[int]) -> int | None:
+    """Return the dimension that tp splits: of a weight [out, in], a bias [out], or experts with one more in front."""
+    if style in ("column", "vocab"):
+        return 1 if len(shape) == 3 else 0
+    if style == "row":
+        return len(shape) - 1
+    return None
+
+
+def shards_of_stage(parts: Sequence[ParamShard], pipeline: PipelinePlan | None, position: int) -> list[ParamShard]:
+    """Return the parameters at a position of the pipeline; a copied weight counts once for each stage that has it."""
+    if pipeline is None:
+        return list(parts)
+    modules = _modules_at(pipeline, position)
+    found = [shard for shard in parts if home(shard.name, modules) is not None]
+    if len(pipeline.stages) - 1 in pipeline.stages_of(position):
+        found += [shard for shard in parts if shard.name in pipeline.copies]
+    return found
+
+
+def buffer_bytes(module: nn.Module, pipeline: PipelinePlan | None, position: int) -> int:
+    """Return the bytes of buffers at a position of the pipeline; every rank has whole ones, in their own type."""
+    here = module.named_buffers()
+    if pipeline is None:
+        return sum(buffer.nbytes for _, buffer in here)
+    modules = _modules_at(pipeline, position)
+    return sum(buffer.nbytes for name, buffer in here if home(name, modules) is not None)
+
+
+def _modules_at(pipeline: PipelinePlan, position: int) -> list[str]:
+    return [path for stage in pipeline.stages_of(position) for path in pipeline.stages[stage].modules]
+
+
+def memory_bytes(
+    parts: Sequence[ParamShard], kept: torch.dtype, computed: torch.dtype, buffers: int = 0
+) -> MemoryBytes:
+    """Return the bytes of fully sharded training with AdamW. Ignored modules are kept in the type of computation."""
+    sizes = [(shard.local_numel * (computed if shard.whole else kept).itemsize, shard.trained) for shard in parts]
+    trained = [size for size, is_trained in sizes if is_trained]
+    optimizer = ADAMW_STATES * sum(trained) + ADAMW_STEP_BYTES * len(trained)
+    return MemoryBytes(sum(size for size, _ in sizes), sum(trained), optimizer, buffers)

@@ -1,0 +1,352 @@
+"""Assign modules their roles in a plan (shard group, ignored, recomputed, offloaded, compiled), refuse what cannot be
+combined, wrap modules deep inside of a model, and compile blocks.
+
+Blocks are compiled one by one: norms, rotations, gates and sums between matrix products become one kernel each. All
+blocks of a kind share what is compiled. Numbers that change from batch to batch (elements, segments, the longest of
+them) are taken for variables from their second value on; after that nothing is compiled again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from tessera.core.errors import TesseraError
+from tessera.core.modules import COMPILE_OPTIONS
+from tessera.core.pattern import home, is_class_path, matches, nearest_path
+from tessera.core.run_config import ParallelSection, RecomputeSection
+from tessera.core.torch_internals import ActivationWrapper, raise_recompile_limit, wrapped_module
+from tessera.core.types import ModelPlan
+
+if TYPE_CHECKING:
+    from tessera.parallel.plan import Plan
+
+Keep = Literal["none", "matmul", "attention"]
+
+# A kind of block is needed in several forms: with gradients and without, after something that has one and after nothing
+# that does, with adapters and without, with adapters of other ranks; each before and after sizes became variables.
+# Beyond its own limit of 8 torch computes new forms without compiling, and says so in one line of a log.
+_COMPILED_FORMS = 64
+
+
+@runtime_checkable
+class ShardsItself(Protocol):
+    """Mark a module that applies recompute, sharding and prefetch itself, where the plan shards anything."""
+
+    def shard_itself(self, plan: Plan, arguments: dict[str, Any]) -> None:
+        """Make every trained parameter part of a shard group. `arguments`: keywords of torch's `fully_shard` for a
+        block."""
+        ...
+
+
+@dataclass(frozen=True)
+class Recompute:
+    path: str
+    keep: Keep = "none"  # what is stored and not computed again
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    blocks: tuple[str, ...]
+    ignored: tuple[str, ...]
+    recompute: tuple[Recompute, ...]
+    activation_offload: tuple[str, ...]
+    compiled: tuple[str, ...]
+
+
+def plan_modules(section: ParallelSection, model_plan: ModelPlan, module: nn.Module, frozen: set[str]) -> ModulePlan:
+    tree = {name: part for name, part in module.named_modules() if name}
+    section = _with_native_names(section, model_plan, tree)
+    ignored = _ignored(section, tree, frozen)
+    blocks = _blocks(section, model_plan, tree, ignored)
+    _refuse_ties_across_groups(module, blocks, ignored)
+    recompute = _recompute(section, tree)
+    offloaded = tuple(
+        _callable(
+            _select_once(section.activation_offload, tree, "parallel.activation_offload"),
+            tree,
+            "parallel.activation_offload",
+        )
+    )
+    _refuse_nested([*((r.path, "recomputed") for r in recompute), *((path, "offloaded") for path in offloaded)])
+    return ModulePlan(blocks, ignored, recompute, offloaded, _compiled(section, model_plan, tree, offloaded))
+
+
+# ---------------------------------------------------------------------------------------------- each part
+
+
+def _ignored(section: ParallelSection, tree: dict[str, nn.Module], frozen: set[str]) -> tuple[str, ...]:
+    where = "parallel.ignore"
+    found = _select_once(section.ignore, tree, where)
+    for path in found:
+        outer = next((other for other in found if path.startswith(other + ".")), None)
+        if outer:
+            raise TesseraError(f"{path} is ignored already: it lies inside {outer}", where=where)
+        trained = next((n for n, _ in tree[path].named_parameters(prefix=path) if n not in frozen), None)
+        if trained:
+            raise TesseraError(
+                f"{path} cannot be ignored while {trained} is trained: its gradient would not be summed over the ranks",
+                where=where,
+                fix=f"freeze it (model.freeze: [{path}]), or leave it out of parallel.ignore",
+            )
+    return tuple(found)
+
+
+def _blocks(
+    section: ParallelSection, model_plan: ModelPlan, tree: dict[str, nn.Module], ignored: Sequence[str]
+) -> tuple[str, ...]:
+    if section.wrap is None:
+        # What a model proposes yields to what the user ignores.
+        proposed = _select_once(model_plan.blocks, tree, "the model's plan (blocks)")
+        return tuple(path for path in proposed if not home(path, ignored))
+    where = "parallel.wrap"
+    blocks = _callable(_select_once(section.wrap, tree, where), tree, where)
+    for path in blocks:
+        outer = home(path, ignored)
+        if outer:
+            raise TesseraError(
+                f"{path} is wrapped and {outer} is ignored",
+                where="parallel.wrap and parallel.ignore",
+                fix="name it in one of the two",
+            )
+        if any(matches(pattern, path) for pattern in model_plan.fsdp_root):
+            raise TesseraError(
+                f"{path} cannot be wrapped: its weights are read outside of its own forward pass",
+                where=where,
+                fix="leave it out; it is gathered with the root",
+            )
+    return tuple(blocks)
+
+
+def _recompute(section: ParallelSection, tree: dict[str, nn.Module]) -> tuple[Recompute, ...]:
+    asked: list[tuple[str, Keep, str]] = []
+    for number, item in enumerate(section.recompute):
+        pattern, keep = (item.modules, item.keep) if isinstance(item, RecomputeSection) else (item, "none")
+        asked.append((pattern, keep, f"parallel.recompute.{number}"))
+    asked += [(pattern, "matmul", "parallel.recompute_activation") for pattern in section.recompute_activation]
+    asked += [(pattern, "matmul", "parallel.recompute_norm") for pattern in section.recompute_norm]
+    found: dict[str, Recompute] = {}
+    for pattern, keep, where in asked:
+        if keep != "none" and section.use_reentrant:
+            raise TesseraError(
+                f"{pattern} is to keep {keep} results, which reentrant recompute cannot do",
+                where=f"{where} and parallel.use_reentrant",
+                fix="parallel.use_reentrant: false",
+            )
+        for path in _callable(_select_once([pattern], tree, where), tree, where):
+            if path in found:
+                raise TesseraError(f"{path} is named twice for recompute", where=where, fix="name it once")
+            found[path] = Recompute(path, keep)
+    return tuple(found.values())
+
+
+def _compiled(
+    section: ParallelSection, model_plan: ModelPlan, tree: dict[str, nn.Module], offloaded: Sequence[str]
+) -> tuple[str, ...]:
+    where = "parallel.compile"
+    if not section.compile:
+        return ()
+    patterns = model_plan.blocks if section.compile is True else section.compile
+    found = _callable(_select_once(patterns, tree, where), tree, where)
+    for path in found:
+        outer = next((other for other in found if path.startswith(other + ".")), None)
+        if outer:
+            raise TesseraError(f"{path} is compiled already: it lies inside {outer}", where=where)
+    kept_elsewhere = next(
+        (path for path in offloaded if home(path, found) or any(home(one, [path]) for one in found)), None
+    )
+    for other, key in (
+        (kept_elsewhere and f"{kept_elsewhere} has its activations offloaded", "parallel.activation_offload"),
+        (section.use_reentrant and "reentrant recompute hides what it runs", "parallel.use_reentrant"),
+        (section.cp > 1 and "tokens of a row lie on several ranks", "parallel.cp"),
+        (section.ep > 1 and "experts lie on several ranks", "parallel.ep"),
+        (
+            section.schedule in ("interleaved-zb", "zbv") and "its schedule splits the backward pass",
+            "parallel.schedule",
+        ),
+    ):
+        if other:
+            raise TesseraError(
+                f"what is compiled stays whole, and {other}", where=f"{where} and {key}", fix="one of them"
+            )
+    return tuple(found)
+
+
+# ---------------------------------------------------------------------------------------------- conflicts
+
+
+def _refuse_nested(parts: Sequence[tuple[str, str]]) -> None:
+    """Refuse a module that is both recomputed and offloaded: both replace what it saves for backward."""
+    for number, (path, how) in enumerate(parts):
+        for other, other_how in parts[:number]:
+            if path == other:
+                raise TesseraError(
+                    f"{path} cannot be both {other_how} and {how}",
+                    where="parallel.recompute and parallel.activation_offload",
+                    fix="name it for one of the two",
+                )
+            inner, outer = (path, other) if path.startswith(other + ".") else (other, path)
+            if not inner.startswith(outer + "."):
+                continue
+            if how == other_how:
+                raise TesseraError(
+                    f"{inner} would be {how} twice: it lies inside {outer}",
+                    where="parallel.recompute" if how == "recomputed" else "parallel.activation_offload",
+                    fix="name one of the two",
+                )
+            inner_how, outer_how = (how, other_how) if inner == path else (other_how, how)
+            raise TesseraError(
+                f"{inner} cannot be {inner_how} inside {outer}, which is {outer_how}",
+                where="parallel.recompute and parallel.activation_offload",
+                fix="name parts that lie side by side, such as attn for the one and mlp for the other",
+            )
+
+
+def _refuse_ties_across_groups(module: nn.Module, blocks: Sequence[str], ignored: Sequence[str]) -> None:
+    groups = [*blocks, *ignored]
+    first_seen: dict[nn.Parameter, tuple[str, str | None]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        group = home(name, groups)
+        first, first_group = first_seen.setdefault(parameter, (name, group))
+        if group != first_group:
+            raise TesseraError(
+                f"{name} is the same weight as {first}, and they lie in different shard groups",
+                where="parallel.wrap",
+                fix="wrap neither of the two modules, so that both stay with the root",
+            )
+
+
+# ---------------------------------------------------------------------------------------------- names of other systems
+
+
+def _with_native_names(
+    section: ParallelSection, model_plan: ModelPlan, tree: Mapping[str, nn.Module]
+) -> ParallelSection:
+    """Return the section with the paths of this model where it has class names, or names of another system's file."""
+
+    def native(patterns: Sequence[str]) -> list[str]:
+        return native_patterns(patterns, tree, model_plan.foreign_names)
+
+    recompute: list[str | RecomputeSection] = []
+    for item in section.recompute:
+        written = item.modules if isinstance(item, RecomputeSection) else item
+        keep = item.keep if isinstance(item, RecomputeSection) else "none"
+        recompute += [
+            pattern if keep == "none" else RecomputeSection(modules=pattern, keep=keep) for pattern in native([written])
+        ]
+    ignore, wrap = native(section.ignore), section.wrap
+    if wrap is not None:
+        # Another system may give the head or the embedding a group of its own; here they belong to the root's. A class
+        # may also have instances in a module that is ignored.
+        elsewhere = [path for path in tree if any(matches(pattern, path) for pattern in model_plan.fsdp_root)]
+        ignored = [path for path in tree if any(matches(pattern, path) for pattern in ignore)]
+        elsewhere += [path for path in tree if home(path, ignored)]
+        wrap = [p for p in native(wrap) if p in wrap or not any(matches(p, path) for path in elsewhere)]
+    return section.model_copy(update={"wrap": wrap, "ignore": ignore, "recompute": recompute})
+
+
+def native_patterns(
+    patterns: Sequence[str], tree: Mapping[str, nn.Module], foreign_names: Mapping[str, tuple[str, ...]]
+) -> list[str]:
+    """Return patterns in the paths of a model. A pattern that matches a path stays as it is; one that does not may be
+    a name that `foreign_names` translates, or the import path of a class, whose instances are meant. Of several classes
+    some may have no instance: published files list those of all sizes of a model."""
+    found: dict[str, None] = {}
+    absent: list[str] = []
+    for pattern in patterns:
+        known = home(pattern, foreign_names)
+        if any(matches(pattern, path) for path in tree):
+            found[pattern] = None
+        elif known is not None:
+            found.update(dict.fromkeys(path + pattern[len(known) :] for path in foreign_names[known]))
+        elif instances := _instances(pattern, tree):
+            found.update(dict.fromkeys(instances))
+        elif is_class_path(pattern):
+            absent.append(pattern)
+        else:
+            found[pattern] = None
+    return list(found) or absent
+
+
+def _instances(class_path: str, tree: Mapping[str, nn.Module]) -> list[str]:
+    """Return the modules of a class, or of one derived from it. Nothing is imported: the model has them already."""
+    return [
+        path
+        for path, part in tree.items()
+        if any(f"{kind.__module__}.{kind.__qualname__}" == class_path for kind in type(part).__mro__)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- finding
+
+
+def _select_once(patterns: Sequence[str], tree: Iterable[str], where: str) -> list[str]:
+    """Return matches in order of patterns, then of the tree. Refuse a pattern without match and a module matched
+    twice."""
+    known = list(tree)
+    by: dict[str, str] = {}
+    for pattern in patterns:
+        found = [path for path in known if matches(pattern, path)]
+        if not found:
+            raise TesseraError(
+                f"pattern {pattern!r} matches nothing", where=where, nearest=nearest_path(pattern, known)
+            )
+        for path in found:
+            if path in by:
+                raise TesseraError(
+                    f"{path} is matched twice: by {by[path]!r} and by {pattern!r}", where=where, fix="name it once"
+                )
+            by[path] = pattern
+    return list(by)
+
+
+def _callable(paths: Sequence[str], tree: dict[str, nn.Module], where: str) -> list[str]:
+    """Refuse lists of modules: their forward is never called, so a wrapper around it would have no effect."""
+    for path in paths:
+        if isinstance(tree[path], (nn.ModuleList, nn.ModuleDict)) and type(tree[path]).forward is nn.Module.forward:
+            raise TesseraError(
+                f"{path} is a list of modules and has no forward pass of its own",
+                where=where,
+                fix=f"name its members: {path}.{{*}}",
+            )
+    return list(paths)
+
+
+def present(root: nn.Module, paths: Iterable[str]) -> list[str]:
+    """Return the paths that exist in a module; a pipeline stage lacks the modules of other stages."""
+    return [path for path in paths if _has(root, path)]
+
+
+def _has(root: nn.Module, path: str) -> bool:
+    try:
+        return root.get_submodule(path) is not None
+    except AttributeError:
+        return False
+
+
+def wrap_submodule(root: nn.Module, path: str, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    """Wrap one submodule. `clean_name` takes the wrapper's name out again, so parameters keep their names."""
+    parent, _, name = path.rpartition(".")
+    owner = root.get_submodule(parent)
+    while isinstance(owner, ActivationWrapper):  # a wrapper passes on attributes that are read, not those that are set
+        owner = wrapped_module(owner)
+    setattr(owner, name, wrapper(owner.get_submodule(name)))
+
+
+def apply_compile(module: nn.Module, paths: Sequence[str], backend: str = "inductor") -> None:
+    """Compile modules in place: neither their names nor their classes change."""
+    if not paths:
+        return
+    limit = {}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        limit = {"recompile_limit": _COMPILED_FORMS}
+    else:  # torch 2.11 knows one limit for all that a process compiles
+        raise_recompile_limit(_COMPILED_FORMS)
+    options = dict(COMPILE_OPTIONS) if backend == "inductor" else None
+    for path in paths:
+        module.get_submodule(path).compile(backend=backend, options=options, **limit)

@@ -1,0 +1,276 @@
+"""Pipeline parallelism: the engine that runs torch's schedules over the stages of a model.
+
+Torch's schedules split *tensors* into micro-batches; ours are ragged and not tensors. So they split a tensor of
+numbers, 0 to M - 1, and each stage looks up its micro-batch by number. Stages send one activation (`carry`) of constant
+shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.optim import Optimizer
+
+from tessera.core.errors import TesseraError
+from tessera.core.gradients import LossScale
+from tessera.core.task import Losses, LossTotals, Reference, SumSpec, Task
+from tessera.core.torch_internals import self_loop_stage, tree_map_only
+from tessera.core.types import Batch
+from tessera.parallel.collectives import PostBackward
+from tessera.parallel.engine import (
+    detached,
+    finish_gradients,
+    global_counts,
+    reduce_losses,
+    scaled_loss,
+    specs_of,
+)
+from tessera.parallel.mesh import LOSS, PP, Mesh
+from tessera.parallel.pipeline_schedule import CLASSES, SINGLE
+from tessera.parallel.pipeline_stages import LocalStages, SequentialStages, StageModule, TiedCopies
+from tessera.parallel.plan import Plan
+
+
+@dataclass
+class _Loss:
+    """Run one micro-batch through one stage; the last stage ends with the loss."""
+
+    task: Task
+    microbatches: Sequence[Batch]
+    counts: dict[str, Tensor] | None  # over all ranks and micro-batches
+    loss_scale: LossScale | None
+    output_dtype: torch.dtype | None  # of the output of the whole model
+    # Tensors of a reference by micro-batch, on the rank of the last stage.
+    references: list[dict[str, Tensor]] = field(default_factory=list)
+    found: list[Losses] = field(default_factory=list)  # on the rank of the last stage
+
+    def __call__(self, stage: StageModule, carry: Tensor | None, mb: int) -> Tensor:
+        with torch.no_grad():
+            batch = self.task.inputs(self.microbatches[mb])
+        out = stage.run(batch, carry)
+        if not stage.is_last:
+            activation: Tensor = out
+            return activation
+        if self.references:
+            batch = batch.with_tensors(**self.references[mb])
+        losses = self.task.losses(_typed(out, self.output_dtype), batch)
+        loss = scaled_loss(losses, self.counts, self.loss_scale)
+        self.found.append(detached(losses))
+        return loss
+
+
+@dataclass
+class _Compare:
+    """Run one micro-batch of the reference of a task through one stage."""
+
+    task: Task
+    reference: Reference
+    batch: Batch
+    output_dtype: torch.dtype | None
+
+    def __call__(self, stage: StageModule, carry: Tensor | None, mb: int) -> Any:
+        batch = self.task.inputs(self.batch)
+        out = stage.run(batch, carry)
+        return self.reference.tensors(_typed(out, self.output_dtype), batch) if stage.is_last else out
+
+
+def _typed(out: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return out
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, out)
+
+
+@dataclass
+class _Padded:
+    """Pad the output of a stage: torch's schedules need activations of one shape and type."""
+
+    work: _Loss
+    elements: Sequence[int]  # by stage
+    dtype: torch.dtype
+
+    def __call__(self, stage: StageModule, carry: Tensor | None, mb: int) -> Tensor:
+        out = self.work(stage, carry, mb)
+        if stage.is_last:
+            return out
+        missing = self.elements[stage.number] - out.shape[0]
+        assert missing >= 0, (
+            f"stage {stage.number} sends {out.shape[0]} elements, more than {self.elements[stage.number]}"
+        )
+        out = F.pad(out, (0, 0, 0, missing)) if missing else out
+        return out.to(self.dtype)
+
+
+class PipelineEngine:
+    stage_class: type[PipelineStage] = self_loop_stage()
+
+    def __init__(
+        self,
+        stages: LocalStages,
+        plan: Plan,
+        mesh: Mesh,
+        device: torch.device,
+        shared: Sequence[PostBackward] = (),
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        assert plan.pipeline is not None
+        self.stages = stages
+        self.plan = plan
+        self.pipeline = plan.pipeline
+        self.device = device
+        self.shared = shared
+        self.loss_scale = loss_scale
+        self.pp_group = mesh.group(PP)
+        self.loss_group = mesh.group(LOSS)
+        self.tied = TiedCopies(stages, plan.pipeline, mesh)
+        self._sequential = SequentialStages(stages, plan, mesh, device)
+        self._schedule: Any = None  # made with the first step, when the number of this rank's tokens is known
+        self._elements: list[int] = []
+        self._specs: tuple[SumSpec, ...] | None = None  # what the rank of the last stage sums
+        for stage in stages:
+            # Before anything else sees it: fully_shard would move the number to the device, and reading it would wait.
+            stage.register_forward_pre_hook(self._number_on_host, prepend=True, with_kwargs=True)
+
+    def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
+        count = self.pipeline.microbatches
+        assert len(microbatches) == count, f"{len(microbatches)} micro-batches, planned were {count}"
+        if self._schedule is None:
+            self._schedule = self._make_schedule(microbatches[0])
+        here = self.stages.here()
+        counts = self._counts(task, microbatches, here)
+        references = self._references(task, microbatches)
+        work = _Loss(task, microbatches, counts, self.loss_scale, self.plan.output_dtype, references)
+        for stage in here.values():
+            stage.work = _Padded(work, self._elements, self.plan.param_dtype)
+        self._run_schedule(torch.arange(count), here)
+        for stage in here.values():
+            stage.work = None  # let go of the micro-batches
+        for shared in self.shared:
+            shared.run()
+        self.tied.sum_gradients()
+        totals = self._reduce(work.found, counts)
+        finish_gradients(self.stages, totals, counts, self.loss_scale)
+        return totals
+
+    def _counts(
+        self, task: Task, microbatches: Sequence[Batch], here: Collection[int], counts: bool = True
+    ) -> dict[str, Tensor] | None:
+        """Return the global counts. All stages have the same micro-batches; the rank of the last stage counts them."""
+        last = len(self.pipeline.stages) - 1 in here
+        return global_counts(task, microbatches, self.device, self.loss_group, counts and last)
+
+    def _run_schedule(self, numbers: Tensor, here: Collection[int]) -> None:
+        first = (numbers,) if 0 in here else ()
+        last = len(self.pipeline.stages) - 1 in here
+        try:
+            self._schedule.step(*first, target=numbers if last else None, mb=numbers, return_outputs=False)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, TesseraError):  # torch wraps what a stage says into words of its own
+                raise error.__cause__ from None
+            raise
+
+    @torch.no_grad()
+    def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossTotals:
+        self.stages.eval()
+        try:
+            total = self._counts(task, [batch], self.stages.here(), counts)
+            work = _Loss(task, [batch], total, self.loss_scale, self.plan.output_dtype, self._references(task, [batch]))
+            self._sequential.run(work)
+        finally:
+            self.stages.train()
+        return self._reduce(work.found, total, counts)
+
+    @torch.no_grad()
+    def _references(self, task: Task, microbatches: Sequence[Batch]) -> list[dict[str, Tensor]]:
+        """Return the tensors of a reference, one micro-batch after another; empty except on the rank of the last
+        stage."""
+        reference = task.reference
+        if reference is None:
+            return []
+        with reference.active(self.stages):
+            seen = [
+                self._sequential.run(_Compare(task, reference, batch, self.plan.output_dtype)) for batch in microbatches
+            ]
+        return [one for one in seen if one is not None]
+
+    def settle(self, optimizer: Optimizer) -> None:
+        self.tied.settle(optimizer)
+
+    def _reduce(self, found: Sequence[Losses], counts: dict[str, Tensor] | None, counted: bool = True) -> LossTotals:
+        """Sum losses over ranks. Only the rank of the last stage has one before; all ranks have it afterwards."""
+        if self._specs is None:
+            self._specs = self.agree_on_specs(specs_of(found[0]) if found else None)
+        return reduce_losses(found if counted else [], self._specs, counts, self.device, self.loss_group)
+
+    # ------------------------------------------------------------------------------------------ read on the host
+
+    def agree_on_specs(self, specs: tuple[SumSpec, ...] | None) -> tuple[SumSpec, ...]:
+        """Return what the rank of the last stage sums; the others do not see a loss."""
+        shared: list[Any] = [None if specs is None else [astuple(spec) for spec in specs]]
+        dist.broadcast_object_list(shared, group=self.pp_group, group_src=self.pipeline.owner[-1])
+        return tuple(SumSpec(*fields) for fields in shared[0])
+
+    def number_of(self, mb: Tensor) -> int:
+        return int(mb)
+
+    def _number_on_host(
+        self, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        if "mb" not in kwargs:
+            return None
+        carry = None if stage.is_first else args[0]
+        return (carry, self.number_of(kwargs["mb"])), {}
+
+    # ------------------------------------------------------------------------------------------ torch's objects
+
+    def _make_schedule(self, batch: Batch) -> Any:
+        main = self.pipeline.main
+        of_rank = self.pipeline.tokens if main is None else main.elements(batch)
+        for planned in self.pipeline.stages:
+            per_token = 0 if planned.output is None else planned.output.per_token
+            self._elements.append(per_token * (self.pipeline.tokens if planned.in_encoder else of_rank))
+        count = len(self.pipeline.stages)
+        made = [
+            self.stage_class(
+                stage,
+                stage.number,
+                count,
+                self.device,
+                # Said beforehand, so that torch need not run the model to find out.
+                input_args=self._carry(stage.number - 1),
+                output_args=self._carry(stage.number),
+                dw_builder=_nothing_left if stage.number in self.pipeline.unsplit else None,
+                group=self.pp_group,
+            )
+            for stage in self.stages
+        ]
+        kind = CLASSES[self.pipeline.schedule]
+        subject = made[0] if self.pipeline.schedule in SINGLE else made
+        return kind(subject, self.pipeline.microbatches, loss_fn=_loss_as_it_is, scale_grads=False)
+
+    def _carry(self, stage: int) -> Tensor:
+        """Return a meta tensor like the output of a stage. Stage -1 is the input, a number; the last one gives a
+        loss."""
+        if stage < 0:
+            return torch.empty(1, dtype=torch.int64, device="meta")
+        carry = self.pipeline.stages[stage].output
+        if carry is None:
+            return torch.empty((), device="meta", requires_grad=True)
+        shape = (self._elements[stage], carry.width)
+        trained = self.pipeline.needs_gradient(stage, self.plan.param_shards)
+        return torch.empty(shape, dtype=self.plan.param_dtype, device="meta", requires_grad=trained)
+
+
+def _nothing_left() -> Callable[[], None]:
+    """Return a weight step that does nothing: the stage's backward has computed all gradients at once."""
+    return lambda: None
+
+
+def _loss_as_it_is(loss: Tensor, target: Tensor) -> Tensor:
+    return loss

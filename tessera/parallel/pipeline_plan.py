@@ -1,0 +1,362 @@
+"""Plan a pipeline: which modules make which stage, and which rank has which stages.
+
+A model is a list of units in order of execution (`ModelPlan.units`). Layers are what is counted and moved; units
+between them (embeddings, projectors, norms, heads) stay with the layer before them, those at the very front with the
+first layer. So each layer, with what stays with it, is the smallest part of a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf
+from typing import TYPE_CHECKING, Protocol
+
+from torch import nn
+
+from tessera.core.errors import TesseraError, nearest
+from tessera.core.pattern import home, matches
+from tessera.core.run_config import ParallelSection, Schedule
+from tessera.core.types import ModelPlan, StageActivation, Stream
+from tessera.parallel.communication import CommVolume
+from tessera.parallel.mesh import DATA, PP, Axes
+from tessera.parallel.pipeline_schedule import (
+    SPLITS_BACKWARD,
+    bubble_share,
+    check_microbatches,
+    placement,
+    resolve_schedule,
+    splits_at_functions,
+)
+
+if TYPE_CHECKING:  # these files import this one
+    from tessera.parallel.plan import Plan
+
+
+class Parameter(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def trained(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    modules: tuple[str, ...]  # units of the model that are in this stage
+    cost: float  # share of the whole model
+    output: StageActivation | None  # to the next stage; None: it is the last
+    # Whether the output has elements of an encoder. Ranks of a context group distribute these among them, and one may
+    # get all: then the output has room for those of the whole micro-batch on each of them.
+    in_encoder: bool = False
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    schedule: Schedule
+    stages: tuple[StagePlan, ...]
+    owner: tuple[int, ...]  # stage -> position on the pp axis
+    microbatches: int
+    tokens: int  # of a micro-batch
+    main: Stream | None = None  # what of a batch is its main sequence
+    copies: tuple[str, ...] = ()  # parameters of an earlier stage that the last one has too: a table its head reads
+    unsplit: tuple[int, ...] = ()  # stages whose backward runs in one part, also under a schedule that splits it
+    bubble: float = 0.0  # share of a step in which a rank waits, by the costs of the stages and free communication
+
+    def stages_of(self, position: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.owner) if owner == position]
+
+    def home(self, name: str) -> int:
+        """Return the stage that owns a parameter; the last stage may have a copy."""
+        for number, stage in enumerate(self.stages):
+            if any(name.startswith(path + ".") for path in stage.modules):
+                return number
+        raise AssertionError(f"{name} is in no stage")
+
+    def needs_gradient(self, stage: int, parameters: Iterable[Parameter]) -> bool:
+        """Return whether the output of a stage requires a gradient. Schedules that split backward always need one,
+        because torch splits it where inputs enter."""
+        if self.schedule in SPLITS_BACKWARD:
+            return True
+        return any(parameter.trained and self.home(parameter.name) <= stage for parameter in parameters)
+
+    def modules_of(self, stage: int) -> list[str]:
+        """Return the modules of a stage, with those of copied parameters."""
+        last = stage == len(self.stages) - 1
+        return [
+            *self.stages[stage].modules,
+            *(dict.fromkeys(c.rpartition(".")[0] for c in self.copies) if last else ()),
+        ]
+
+
+@dataclass
+class _Unit:
+    """Hold a layer and the other units that stay with it."""
+
+    stream: str
+    modules: list[str] = field(default_factory=list)
+    cost: float = 0.0
+    output: StageActivation | None = None
+    in_encoder: bool = False
+
+
+def plan_pipeline(
+    section: ParallelSection,
+    model_plan: ModelPlan,
+    module: nn.Module,
+    axes: Axes,
+    microbatches: int,
+    tokens: int,
+    rows_of_microbatch: int = 1,
+) -> PipelinePlan | None:
+    """Return None where every rank has all layers."""
+    if section.pp == 1:
+        _refuse_without_pipeline(section)
+        return None
+    schedule, virtual = resolve_schedule(section)
+    _refuse_combinations(section, schedule)
+    units = _units(model_plan, module)
+    count = section.pp * virtual
+    if count > len(units):
+        raise TesseraError(
+            f"pp {section.pp} x {virtual} stages on each = {count} stages, and the model has {len(units)} layers",
+            where="parallel.pp" if virtual == 1 else "parallel.pp and parallel.virtual",
+            allowed=[f"at most {len(units)} stages"],
+        )
+    check_microbatches(schedule, section.pp, microbatches, rows_of_microbatch * axes.size(DATA))
+    groups = _by_lists(units, section.layers, count) if section.layers is not None else _by_cost(units, count)
+    total = sum(unit.cost for unit in units) or 1.0
+    stages = tuple(
+        StagePlan(
+            modules=tuple(path for unit in group for path in unit.modules),
+            cost=sum(unit.cost for unit in group) / total,
+            output=None if number == count - 1 else group[-1].output,
+            in_encoder=group[-1].in_encoder,
+        )
+        for number, group in enumerate(groups)
+    )
+    owner = placement(schedule, section.pp, count)
+    copies = _copies(model_plan, module, stages)
+    unsplit = _unsplit(model_plan, stages) if schedule in SPLITS_BACKWARD else ()
+    bubble = bubble_share(schedule, section.pp, [stage.cost for stage in stages], owner, microbatches, unsplit)
+    return PipelinePlan(schedule, stages, owner, microbatches, tokens, model_plan.main, copies, unsplit, bubble)
+
+
+# ---------------------------------------------------------------------------------------------- what cannot be
+
+
+def _refuse_without_pipeline(section: ParallelSection) -> None:
+    for key in ("schedule", "virtual", "layers"):
+        if getattr(section, key) not in (None, 1):
+            raise TesseraError(
+                f"parallel.{key} speaks of a pipeline, and parallel.pp is 1",
+                where=f"parallel.{key}",
+                fix=f"set parallel.pp, or leave out parallel.{key}",
+            )
+
+
+def _refuse_combinations(section: ParallelSection, schedule: Schedule) -> None:
+    if section.accumulate == "reduce":
+        raise TesseraError(
+            "a pipeline sums gradients over ranks once per step, not after each micro-batch",
+            where="parallel.accumulate",
+            allowed=["local"],
+        )
+    if schedule not in SPLITS_BACKWARD:
+        return
+    recomputes = section.recompute or section.recompute_activation or section.recompute_norm
+    if recomputes:
+        raise TesseraError(
+            f"schedule {schedule} runs backward in parts, and each of them would compute the activations again",
+            where="parallel.schedule and parallel.recompute",
+            fix="parallel.schedule: interleaved (or 1f1b), or leave out recompute",
+        )
+    if section.reshard_after_forward:
+        raise TesseraError(
+            f"schedule {schedule} needs the gathered weights until both parts of backward are done",
+            where="parallel.schedule and parallel.reshard_after_forward",
+            fix="parallel.reshard_after_forward: false",
+        )
+
+
+# ---------------------------------------------------------------------------------------------- layers
+
+
+def _units(model_plan: ModelPlan, module: nn.Module) -> list[_Unit]:
+    if not model_plan.units:
+        raise TesseraError(
+            "this model does not say where it may be split into stages",
+            where="parallel.pp",
+            allowed=["1"],
+            fix="parallel.pp: 1; a family of your own may fill `ModelPlan.units`",
+        )
+    tree = [name for name, _ in module.named_modules() if name]
+    encoders = [stream.module for stream in model_plan.encoders.values()]
+    units: list[_Unit] = []
+    ahead = _Unit("")
+    for declared in model_plan.units:
+        found = [path for path in tree if matches(declared.pattern, path)]
+        assert found, f"the units of the model name {declared.pattern}, which it does not have"
+        for path in found:
+            if declared.stream:
+                units.append(_Unit(declared.stream, ahead.modules, ahead.cost))
+                ahead = _Unit("")
+            into = units[-1] if units else ahead
+            into.modules.append(path)
+            into.cost += declared.cost
+            into.output, into.in_encoder = declared.output, home(path, encoders) is not None
+    assert units, "no unit of the model names a stream"
+    _check_complete(module, [path for unit in units for path in unit.modules])
+    return units
+
+
+def _check_complete(module: nn.Module, modules: Sequence[str]) -> None:
+    """Refuse parameters outside of all units: they would be in every stage, and each stage would train its own."""
+    homes: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        home = next((path for path in modules if name.startswith(path + ".")), None)
+        assert home is not None, f"{name} is in no unit of the model"
+        if homes.setdefault(parameter, home) != home:
+            raise TesseraError(
+                f"{name} is the same weight as one of {homes[parameter]}: a pipeline would tear the two apart",
+                where="parallel.pp",
+                fix="let the second read the first's weight (as `TiedHead` does), and say so in `ModelPlan.tied`",
+            )
+
+
+def _copies(model_plan: ModelPlan, module: nn.Module, stages: Sequence[StagePlan]) -> tuple[str, ...]:
+    """Return the parameters that the last stage reads and another stage owns."""
+    found: list[str] = []
+    for reader, owner in model_plan.tied.items():
+        assert reader in stages[-1].modules, f"{reader} reads the weights of {owner}, and is not in the last stage"
+        if owner not in stages[-1].modules:
+            found += [f"{owner}.{name}" for name, _ in module.get_submodule(owner).named_parameters()]
+    return tuple(found)
+
+
+def _unsplit(model_plan: ModelPlan, stages: Sequence[StagePlan]) -> tuple[int, ...]:
+    """Return the stages whose backward is not split. One that uses a weight at its beginning and at its end: torch
+    walks from every use of a weight and would pass through the whole stage twice. All stages, where torch cannot start
+    backward at a Python function."""
+    if not splits_at_functions():
+        return tuple(range(len(stages)))
+    inside = any(reads in stages[-1].modules for reads in model_plan.tied.values())
+    return (len(stages) - 1,) if inside else ()
+
+
+# ---------------------------------------------------------------------------------------------- two ways to split
+
+
+def _by_lists(units: Sequence[_Unit], lists: Mapping[str, Sequence[int]], count: int) -> list[list[_Unit]]:
+    where = "parallel.layers"
+    streams = list(dict.fromkeys(unit.stream for unit in units))
+    for name in lists:
+        if name not in streams:
+            raise TesseraError(
+                f"the model has no stream {name!r}", where=where, allowed=streams, nearest=nearest(name, streams)
+            )
+    groups: list[list[_Unit]] = [[] for _ in range(count)]
+    ended, before = 0, ""  # the stage in which the stream before ended
+    for stream in streams:
+        layers = [unit for unit in units if unit.stream == stream]
+        numbers = list(lists.get(stream, ()))
+        _check_list(stream, numbers, len(layers), count)
+        stage_of = [stage for stage, number in enumerate(numbers) for _ in range(number)]
+        if stage_of[0] < ended:
+            raise TesseraError(
+                f"{stream} begins in stage {stage_of[0]}, and {before} before it ends in stage {ended}",
+                where=f"{where}.{stream}",
+                fix=f"{stream} may begin in stage {ended}: put zeros before it",
+            )
+        ended, before = stage_of[-1], stream
+        for unit, stage in zip(layers, stage_of, strict=True):
+            groups[stage].append(unit)
+    for number, group in enumerate(groups):
+        if not group:
+            raise TesseraError(f"stage {number} has no layer of any stream", where=where)
+        if number < count - 1 and group[-1].output is None:
+            at = units.index(group[-1])
+            allowed = [unit.modules[-1] for unit in units[:at] if unit.output][-1:]
+            allowed += [unit.modules[-1] for unit in units[at:] if unit.output][:1]
+            raise TesseraError(
+                f"a pipeline cannot be split behind {group[-1].modules[-1]}",
+                where=where,
+                fix=f"split it behind {' or '.join(allowed)}",
+            )
+    return groups
+
+
+def _check_list(stream: str, numbers: Sequence[int], layers: int, count: int) -> None:
+    where = f"parallel.layers.{stream}"
+    if not numbers:
+        raise TesseraError(
+            f"parallel.layers does not mention {stream}", where=where, fix=f"{count} numbers, one a stage"
+        )
+    if len(numbers) != count:
+        raise TesseraError(
+            f"{len(numbers)} numbers for {count} stages (pp x virtual)",
+            where=where,
+            fix=f"{count} numbers, one a stage",
+        )
+    if sum(numbers) != layers:
+        raise TesseraError(
+            f"{list(numbers)} adds up to {sum(numbers)} layers, {stream} has {layers}",
+            where=where,
+            fix=f"numbers that add up to {layers}",
+        )
+
+
+def _by_cost(units: Sequence[_Unit], count: int) -> list[list[_Unit]]:
+    """Split units so that the most expensive stage is as cheap as possible, and the stages as equal as possible."""
+    total = [0.0]
+    for unit in units:
+        total.append(total[-1] + unit.cost)
+    size = len(units)
+    # best[n]: (dearest stage, sum of squares) for the first n units in so many stages; `starts` hold where each began.
+    best: list[tuple[float, float]] = [(0.0, 0.0)] + [(inf, inf)] * size
+    starts: list[list[int]] = []
+    for stage in range(1, count + 1):
+        following: list[tuple[float, float]] = [(inf, inf)] * (size + 1)
+        begun = [0] * (size + 1)
+        for end in range(stage, size - (count - stage) + 1):
+            if end < size and units[end - 1].output is None:
+                continue
+            for start in range(stage - 1, end):
+                cost = total[end] - total[start]
+                found = (max(best[start][0], cost), best[start][1] + cost * cost)
+                if found < following[end]:
+                    following[end], begun[end] = found, start
+        best = following
+        starts.append(begun)
+    if best[size][0] == inf:
+        raise TesseraError(f"the model cannot be split into {count} stages", where="parallel.pp")
+    bounds = [size]
+    for begun in reversed(starts):
+        bounds.append(begun[bounds[-1]])
+    bounds.reverse()
+    return [list(units[a:b]) for a, b in pairwise(bounds)]
+
+
+# ----------------------------------------------------------------------------------------------- cost
+
+
+def pipeline_communication(plan: Plan, position: int) -> Iterator[CommVolume]:
+    """Estimate activations sent forward and gradients sent back; stages on the same rank send nothing."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return
+    for stage, owner in enumerate(pipeline.owner[:-1]):
+        after = pipeline.owner[stage + 1]
+        if owner == after or position not in (owner, after):
+            continue
+        if owner == position or pipeline.needs_gradient(stage, plan.param_shards):
+            planned = pipeline.stages[stage]
+            assert planned.output is not None
+            tokens = pipeline.tokens if planned.in_encoder else plan.rows[""]
+            numbers = planned.output.per_token * tokens * planned.output.width
+            yield plan.volume(PP, "send", 1, numbers * plan.param_dtype.itemsize)
+    for shard in plan.param_shards:
+        if shard.name in pipeline.copies and shard.trained:
+            homes = {pipeline.owner[pipeline.home(shard.name)], pipeline.owner[-1]}
+            if position in homes and len(homes) > 1:
+                yield CommVolume(PP, "send", 1, shard.local_numel * plan.storage_dtype.itemsize)

@@ -1,0 +1,190 @@
+"""Pipeline schedules: what each requires, on which rank it places stages, and how long ranks wait.
+
+No process group is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import ParallelSection, Schedule
+from tessera.core.torch_internals import schedule_actions
+
+CLASSES: dict[Schedule, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "interleaved-zb": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+SINGLE: tuple[Schedule, ...] = ("gpipe", "1f1b")  # one stage on each rank
+SPLITS_BACKWARD: tuple[Schedule, ...] = ("interleaved-zb", "zbv")  # gradients of inputs first, of weights later
+_WORK = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a stage, in forward passes: the usual share
+_WORK_UNSPLIT = {"F": 1.0, "B": 2.0, "I": 2.0, "W": 0.0}
+_SPELLED = re.compile(r"(\d+)([FBIW])(\d+)")  # an action as torch prints it
+_SEEN = 4  # rounds of micro-batches that are played through; every further one costs what the slowest rank works
+
+Action = tuple[int, str, int]  # stage; F forward, B backward, I and W its two halves; micro-batch
+
+
+def resolve_schedule(section: ParallelSection) -> tuple[Schedule, int]:
+    """Return (schedule, stages on each rank), with defaults for what the section leaves out."""
+    virtual = section.virtual or (2 if section.schedule == "zbv" else 1)
+    schedule: Schedule = section.schedule or ("interleaved" if virtual > 1 else "1f1b")
+    if schedule == "zbv" and virtual != 2:
+        raise TesseraError(
+            f"schedule zbv has two stages on each rank, not {virtual}", where="parallel.virtual", allowed=["2"]
+        )
+    if schedule in SINGLE and virtual > 1:
+        raise TesseraError(
+            f"schedule {schedule} has one stage on each rank, not {virtual}",
+            where="parallel.schedule and parallel.virtual",
+            fix="parallel.schedule: interleaved, or parallel.virtual: 1",
+        )
+    return schedule, virtual
+
+
+def placement(schedule: Schedule, pp: int, count: int) -> tuple[int, ...]:
+    """Return the position of each stage: round robin; for zbv forth and back, as torch expects it."""
+    if schedule == "zbv":
+        return tuple(stage if stage < pp else count - 1 - stage for stage in range(count))
+    return tuple(stage % pp for stage in range(count))
+
+
+def check_microbatches(schedule: Schedule, pp: int, microbatches: int, rows_of_each: int) -> None:
+    """Refuse a number of micro-batches that a schedule cannot run. `rows_of_each`: rows of a micro-batch on all
+    ranks."""
+    if _serves(schedule, pp, microbatches):
+        return
+    below = next((m for m in range(microbatches - 1, 0, -1) if _serves(schedule, pp, m)), None)
+    above = next(m for m in range(microbatches + 1, microbatches + 2 * pp + 1) if _serves(schedule, pp, m))
+    near = [m for m in (below, above) if m is not None]
+    needs = f"at least {pp}" if schedule == "1f1b" else "rounds of equal size"
+    raise TesseraError(
+        f"{microbatches} micro-batches in a step do not serve schedule {schedule} over {pp} ranks, which needs {needs}",
+        where="train.global_batch",
+        allowed=[m * rows_of_each for m in near],
+        fix=f"train.global_batch: {near[-1] * rows_of_each}, or another parallel.schedule",
+    )
+
+
+def _serves(schedule: Schedule, pp: int, microbatches: int) -> bool:
+    """Return whether torch's schedule accepts this number of micro-batches."""
+    if schedule == "1f1b":
+        return microbatches >= pp
+    if schedule in ("interleaved", "interleaved-zb"):
+        return microbatches % max(1, microbatches // pp) == 0
+    return True
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
+
+
+def splits_at_functions() -> bool:
+    """Return whether autograd can start at a Python Function node, such as our loss, whose output was detached. Torch
+    2.11 cannot; this is tested here because no release says so."""
+    x = torch.ones((), requires_grad=True)
+    y = _Twice.apply(x)
+    node = y.grad_fn
+    y.detach_()
+    try:
+        (gradient,) = torch.autograd.grad([GradientEdge(node, 0)], [x], grad_outputs=[torch.ones(())])
+    except RuntimeError:
+        return False
+    return float(gradient) == 2.0
+
+
+# ---------------------------------------------------------------------------------------------- waiting
+
+
+def bubble_share(
+    schedule: Schedule,
+    pp: int,
+    costs: Sequence[float],
+    owner: Sequence[int],
+    microbatches: int,
+    unsplit: Sequence[int] = (),
+) -> float:
+    """Return the share of a step that ranks wait on average: for their input, and for more expensive stages."""
+    played = min(microbatches, _SEEN * pp)
+    orders = actions_of_ranks(schedule, pp, len(costs), played)
+    work = [3 * sum(cost for stage, cost in enumerate(costs) if owner[stage] == rank) for rank in range(pp)]
+    length = _play(orders, costs, unsplit) + (microbatches - played) * max(work)
+    return 1.0 - sum(work) * microbatches / (pp * length) if length else 0.0
+
+
+def actions_of_ranks(schedule: Schedule, pp: int, count: int, microbatches: int) -> list[list[Action]]:
+    """Return the actions of each rank, in order."""
+    forward, backward = ([(kind, m) for m in range(microbatches)] for kind in "FB")
+    orders: list[list[Action]] = []
+    if schedule in SINGLE:
+        for rank in range(pp):
+            ahead = microbatches if schedule == "gpipe" else min(microbatches, pp - rank)
+            order = [*forward[:ahead]]
+            for done in range(microbatches):
+                order += [backward[done], *forward[ahead + done : ahead + done + 1]]
+            orders.append([(rank, kind, m) for kind, m in order])
+        return orders
+    positions = placement(schedule, pp, count)
+    own = [stage for stage, position in enumerate(positions) if position == 0]
+    found = schedule_actions(CLASSES[schedule], own, count, pp, microbatches)
+    for rank in range(pp):
+        matches = [_SPELLED.fullmatch(str(action)) for action in found[rank] if action is not None]
+        orders.append([(int(match[1]), match[2], int(match[3])) for match in matches if match is not None])
+    return orders
+
+
+def _play(orders: Sequence[Sequence[Action]], costs: Sequence[float], unsplit: Sequence[int]) -> float:
+    """Return when the last rank is done, if sending takes no time."""
+    done: dict[Action, float] = {}
+    clock, at = [0.0] * len(orders), [0] * len(orders)
+    moving = True
+    while moving:
+        moving = False
+        for rank, order in enumerate(orders):
+            while at[rank] < len(order):
+                ready = _ready(order[at[rank]], done, len(costs))
+                if ready is None:
+                    break
+                stage, kind, _ = order[at[rank]]
+                work = _WORK_UNSPLIT if stage in unsplit else _WORK
+                clock[rank] = max(clock[rank], ready) + work[kind] * costs[stage]
+                done[order[at[rank]]] = clock[rank]
+                at[rank] += 1
+                moving = True
+    assert all(at[rank] == len(order) for rank, order in enumerate(orders)), "the order waits for itself"
+    return max(clock)
+
+
+def _ready(action: Action, done: dict[Action, float], count: int) -> float | None:
+    """Return when the input of an action is ready; None where it is not yet."""
+    stage, kind, microbatch = action
+    if kind == "F":
+        return 0.0 if stage == 0 else done.get((stage - 1, "F", microbatch))
+    if kind == "W":
+        return done.get((stage, "I", microbatch))
+    if stage == count - 1:
+        return done.get((stage, "F", microbatch))
+    behind = done.get((stage + 1, "B", microbatch))
+    return behind if behind is not None else done.get((stage + 1, "I", microbatch))

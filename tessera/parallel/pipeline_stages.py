@@ -1,0 +1,240 @@
+"""The stages of a pipeline on this rank: split a model into them, run them one after another without a schedule
+(evaluation, generation), and keep copies of a tied weight equal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tessera.core.dist import wait_for
+from tessera.core.modules import clean_name, local_shard
+from tessera.core.types import Batch, InitializesByName
+from tessera.parallel.mesh import PP, Mesh
+from tessera.parallel.pipeline_plan import PipelinePlan
+from tessera.parallel.plan import Plan
+
+
+class Work(Protocol):
+    """Compute something with a stage's model: a training step, an evaluation, a token."""
+
+    def __call__(self, stage: StageModule, carry: Tensor | None, mb: int) -> Any: ...
+
+
+class StageModule(nn.Module):
+    """Hold one stage: a model without the modules of other stages. `clean_name` removes `_stage_model` from names.
+
+    Its forward pass is `work`, so that all of it, also a loss that reads the head's weight, runs while the weights of
+    the stage are gathered.
+    """
+
+    def __init__(self, model: nn.Module, number: int, count: int) -> None:
+        super().__init__()
+        self._stage_model = model
+        self.number = number
+        self.is_first = number == 0
+        self.is_last = number == count - 1
+        self.work: Work | None = None
+
+    def forward(self, carry: Tensor | None, mb: int) -> Any:
+        assert self.work is not None, "a stage does not know by itself what to do with its model"
+        return self.work(self, None if self.is_first else carry, mb)
+
+    def run(self, batch: Any, carry: Tensor | None, **options: Any) -> Any:
+        """Call the model of this stage; `work` does so."""
+        return self._stage_model(batch, carry=carry, **options)
+
+
+class LocalStages(nn.Module):
+    """Hold the stages of this rank as one module with the parameter names of the whole model."""
+
+    def __init__(self, stages: Sequence[StageModule]) -> None:
+        super().__init__()
+        for stage in stages:
+            self.add_module(f"_stage{stage.number}", stage)
+        # Initial values depend on names alone, so any stage of a family can give them for all.
+        model = stages[0]._stage_model
+        if isinstance(model, InitializesByName):
+            self.initialize = model.initialize
+
+    def __iter__(self) -> Iterator[StageModule]:
+        return iter(cast(list[StageModule], list(self.children())))
+
+    def here(self) -> dict[int, StageModule]:
+        """Return the stages of this rank by number."""
+        return {stage.number: stage for stage in self}
+
+
+def split_into_stages(module: nn.Module, plan: Plan, mesh: Mesh) -> LocalStages:
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    units = [path for stage in pipeline.stages for path in stage.modules]
+    stages = []
+    for number in pipeline.stages_of(mesh.position(PP)):
+        model = copy.deepcopy(module)
+        keep_only(model, units, set(pipeline.modules_of(number)))
+        stages.append(StageModule(model, number, len(pipeline.stages)))
+    return LocalStages(stages)
+
+
+def keep_only(model: nn.Module, units: Collection[str], kept: Collection[str]) -> None:
+    """Remove from a model all units but the kept ones, and parents of which nothing is kept."""
+    around = {path[:at] for path in units for at, letter in enumerate(path) if letter == "."}
+    bare = [path for path in around if not any(unit.startswith(path + ".") for unit in kept)]
+    for path in sorted({*units, *bare} - set(kept), key=len, reverse=True):
+        parent, _, name = path.rpartition(".")
+        owner = model.get_submodule(parent)
+        # A list stays, with None for members: models iterate over it.
+        if not isinstance(getattr(owner, name), (nn.ModuleList, nn.ModuleDict)):
+            setattr(owner, name, None)
+
+
+class SequentialStages:
+    """Run the stages one after another, without a schedule. Activations are sent with their shape, so that batches may
+    differ, unlike in training."""
+
+    def __init__(self, stages: LocalStages, plan: Plan, mesh: Mesh, device: torch.device) -> None:
+        assert plan.pipeline is not None
+        self.here = stages.here()
+        self.owner = plan.pipeline.owner
+        self.dtype = plan.param_dtype
+        self.device = device
+        self.group = mesh.group(PP)
+        self.position = mesh.position(PP)
+
+    def run(self, work: Work) -> Any:
+        """Return the result of the last stage on the rank that has it; None on the others."""
+        carry: Tensor | None = None
+        last = len(self.owner) - 1
+        for number, owner in enumerate(self.owner):
+            if owner != self.position:
+                continue
+            if number > 0 and self.owner[number - 1] != owner:
+                carry = self._receive(self.owner[number - 1])
+            stage = self.here[number]
+            stage.work = work
+            out = stage(carry, 0)
+            if number == last:
+                return out
+            carry = out.to(self.dtype)
+            if self.owner[number + 1] != owner:
+                self._send(carry, self.owner[number + 1])
+        return None
+
+    def share(self, found: Tensor | None) -> Tensor:
+        """Broadcast a result of the last stage to all ranks of the pipeline, in the type of activations."""
+        source = self.owner[-1]
+        shape = torch.zeros(2, dtype=torch.int64, device=self.device)
+        if found is not None:
+            shape = torch.tensor(found.shape, dtype=torch.int64, device=self.device)
+        dist.broadcast(shape, group=self.group, group_src=source)
+        values = self._empty(shape) if found is None else found.to(self.dtype).contiguous()
+        dist.broadcast(values, group=self.group, group_src=source)
+        return values
+
+    def _send(self, carry: Tensor, to: int) -> None:
+        shape = torch.tensor(carry.shape, dtype=torch.int64, device=self.device)
+        dist.send(shape, group=self.group, group_dst=to)
+        if carry.numel():
+            dist.send(carry.contiguous(), group=self.group, group_dst=to)
+
+    def _receive(self, source: int) -> Tensor:
+        shape = torch.zeros(2, dtype=torch.int64, device=self.device)
+        dist.recv(shape, group=self.group, group_src=source)
+        carry = self._empty(shape)
+        if carry.numel():
+            dist.recv(carry, group=self.group, group_src=source)
+        return carry
+
+    def _empty(self, shape: Tensor) -> Tensor:
+        sizes: Sequence[int] = shape.tolist()
+        return torch.empty(*sizes, dtype=self.dtype, device=self.device)
+
+
+class Logits(NamedTuple):
+    logits: Tensor
+
+
+class PipelinedModel:
+    """Call the stages of several ranks like one language model, for `inference.generate`. All ranks of the pipeline
+    call it together and get the same logits."""
+
+    def __init__(self, stages: LocalStages, plan: Plan, mesh: Mesh, device: torch.device) -> None:
+        self.stages = SequentialStages(stages, plan, mesh, device)
+        self.device = device
+
+    def new_cache(self, rows: int, capacity: int) -> dict[int, Any]:
+        """Return one cache for each stage: a cache counts the tokens that passed all layers it serves."""
+        return {
+            number: stage._stage_model.new_cache(rows, capacity, self.device)  # type: ignore[operator]
+            for number, stage in self.stages.here.items()
+        }
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, logits: str = "last", cache: dict[int, Any] | None = None) -> Logits:
+        def work(stage: StageModule, carry: Tensor | None, mb: int) -> Any:
+            out = stage.run(batch, carry, logits=logits, cache=None if cache is None else cache[stage.number])
+            return out.logits if stage.is_last else out
+
+        return Logits(self.stages.share(self.stages.run(work)))
+
+
+class TiedCopies:
+    """Keep two copies of a weight equal: they start equal and get the sum of both gradients."""
+
+    def __init__(self, stages: LocalStages, pipeline: PipelinePlan, mesh: Mesh) -> None:
+        self.group = mesh.group(PP)
+        self.pairs: list[tuple[Tensor, Tensor]] = []  # owner's and copy, both on this rank
+        self.apart: list[tuple[Tensor, int]] = []  # one of them, and the position of the rank that has the other
+        here, last = stages.here(), len(pipeline.stages) - 1
+        for name in pipeline.copies:
+            home = pipeline.home(name)
+            found = {stage: _parameters(here[stage])[name] for stage in (home, last) if stage in here}
+            if len(found) == 2:
+                self.pairs.append((found[home], found[last]))
+            elif found:
+                ((stage, parameter),) = found.items()
+                self.apart.append((parameter, pipeline.owner[last if stage == home else home]))
+
+    def sum_gradients(self) -> None:
+        for first, second in self.pairs:
+            if first.requires_grad:
+                _gradient(first).add_(_gradient(second))
+                _gradient(second).copy_(_gradient(first))
+        for parameter, peer in self.apart:
+            if parameter.requires_grad:
+                self._exchange(_gradient(parameter), peer)
+
+    def _exchange(self, mine: Tensor, peer: int) -> None:
+        """Exchange gradients with a peer and add them. The sum of two numbers is the same on both sides."""
+        theirs = torch.empty_like(mine)
+        operations = [
+            dist.P2POp(dist.isend, mine.clone(), group=self.group, group_peer=peer),
+            dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer),
+        ]
+        wait_for(dist.batch_isend_irecv(operations))
+        mine.add_(theirs)
+
+    @torch.no_grad()
+    def settle(self, optimizer: Optimizer) -> None:
+        """Copy values and optimizer state between copies on one rank: they share a name, so loading fills only one."""
+        for first, second in self.pairs:
+            local_shard(second).copy_(local_shard(first))
+            for key, value in optimizer.state.get(first, {}).items():
+                if isinstance(value, Tensor) and key in optimizer.state.get(second, {}):
+                    local_shard(optimizer.state[second][key]).copy_(local_shard(value))
+
+
+def _parameters(stage: torch.nn.Module) -> dict[str, Tensor]:
+    return {clean_name(name): parameter for name, parameter in stage.named_parameters()}
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return local_shard(parameter.grad)

@@ -1,0 +1,192 @@
+"""Describe a plan in words, as `tessera plan` prints it, and in numbers, with its estimate of communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from tessera.parallel.communication import CommVolume, comm_text, merge_volumes, readable
+from tessera.parallel.context_parallel import context_communication
+from tessera.parallel.experts import expert_communication
+from tessera.parallel.fsdp import fsdp_communication
+from tessera.parallel.memory_estimate import shards_of_stage
+from tessera.parallel.mesh import CONTEXT, DATA, EP, PP, RING, TENSOR, ULYSSES
+from tessera.parallel.pipeline_plan import pipeline_communication
+from tessera.parallel.plan import Plan
+from tessera.parallel.tensor import tensor_communication
+
+
+def plan_text(plan: Plan) -> str:
+    rows = [
+        ("ranks", _ranks(plan)),
+        ("axes", ", ".join(f"{axis}={size}" for axis, size in plan.axes.root.items())),
+        ("parameters", f"{plan.parameters:,} ({plan.trained:,} trained)"),
+        *_axes(plan),
+        ("shard groups", _groups(plan)),
+        ("ignored", _summary(plan.ignored)),
+        ("recompute", _recompute(plan)),
+        ("activations", _summary(plan.activation_offload)),
+        ("compile", _summary(plan.compiled)),
+        ("offload", _offload(plan)),
+        ("prefetch", _prefetch(plan)),
+        ("gradients", _gradients(plan)),
+        ("types", _types(plan)),
+        ("per rank", _memory(plan)),
+        *((name, f"frozen, {readable(size)} per rank") for name, size in plan.frozen_components.items()),
+        *_communication(plan),
+    ]
+    return "\n".join(f"{name:<13} {text}" for name, text in rows)
+
+
+def _ranks(plan: Plan) -> str:
+    shared = plan.axes.size(DATA) // plan.replicate
+    words = f"{plan.world} = {plan.replicate} replicated x {shared} sharded"
+    for name, axis in (("pipeline", PP), ("context", CONTEXT), ("tensor", TENSOR)):
+        if plan.axes.size(axis) > 1:
+            words += f" x {plan.axes.size(axis)} {name}"
+    return words
+
+
+def _axes(plan: Plan) -> list[tuple[str, str]]:
+    """Return a line for each axis over which ranks work together."""
+    rows: list[tuple[str, str]] = []
+    if plan.tensor is not None:
+        tokens = "each keeps a part of the tokens between them" if plan.tensor.sequence else "tokens whole between them"
+        rows.append(("tensor", f"{len(plan.tensor.layers)} layers over {plan.axes.size(TENSOR)} ranks, {tokens}"))
+    if plan.context is not None and plan.axes.size(CONTEXT) > 1:
+        ring, ulysses = plan.axes.size(RING), plan.axes.size(ULYSSES)
+        rows.append(
+            ("context", f"sequences shared by {ring * ulysses} ranks: ring of {ring} x {ulysses} that exchange heads")
+        )
+    for path, views in plan.axes.encoders.items():
+        if plan.axes.size(views.dp) > 1:
+            dp, tp = plan.axes.size(views.dp), plan.axes.size(views.tensor)
+            rows.append(("encoder", f"inputs of {path} distributed among {dp}, each computed by {tp} ranks"))
+    if plan.experts is not None and plan.axes.size(EP) > 1:
+        rows.append(("experts", f"of {len(plan.experts.modules)} layers, distributed over {plan.axes.size(EP)} ranks"))
+    if plan.pipeline is not None:
+        pipeline = plan.pipeline
+        head = f"{pipeline.schedule}, {pipeline.microbatches} micro-batches, ranks wait {pipeline.bubble:.1%} of a step"
+        rows.append(("pipeline", head))
+        for number, stage in enumerate(pipeline.stages):
+            where = f"on rank {pipeline.owner[number]} of it, {stage.cost:.1%} of the work"
+            rows.append((f"  stage {number}", f"{where}: {_summary(stage.modules)}"))
+        if pipeline.copies:
+            rows.append(("  copied", f"{', '.join(pipeline.copies)} in the last stage as well"))
+    return rows
+
+
+def _memory(plan: Plan) -> str:
+    """Return the memory of the rank that holds most. Buffers are shown where there are some, such as 4-bit weights."""
+    most = plan.heaviest
+    words = f"parameters {readable(most.parameters)}"
+    if most.buffers:
+        words += f", buffers {readable(most.buffers)} (whole on every rank)"
+    return f"{words}, gradients {readable(most.gradients)}, optimizer {readable(most.optimizer)}"
+
+
+def _communication(plan: Plan) -> list[tuple[str, str]]:
+    """Return the communication of the rank that sends most; in a pipeline ranks differ."""
+    by_position = [estimate_communication(plan, position) for position in range(plan.axes.size(PP))]
+    most = max(by_position, key=lambda lines: sum(line.bytes for line in lines))
+    return [("a step sends" if number == 0 else "", line) for number, line in enumerate(comm_text(most))]
+
+
+def _groups(plan: Plan) -> str:
+    if not plan.sharded:
+        return "none: one rank, no casting"
+    freed = plan.reshard_after_forward
+    after = {True: "freed after forward", False: "kept until backward"}
+    how = after[freed] if isinstance(freed, bool) else f"shared by {freed} ranks after forward"
+    return f"{len(plan.blocks)} blocks + root, {how}: {_summary(plan.blocks)}"
+
+
+def _recompute(plan: Plan) -> str:
+    parts = []
+    for keep, found in groupby(plan.recompute, key=lambda r: r.keep):
+        kept = "" if keep == "none" else f" (keeping {keep} results)"
+        parts.append(_summary([r.path for r in found]) + kept)
+    form = ", reentrant" if plan.use_reentrant and parts else ""
+    return "; ".join(parts) + form if parts else "none"
+
+
+def _offload(plan: Plan) -> str:
+    if not plan.offload:
+        return "none"
+    pinned = ", page-locked where an accelerator is" if plan.pin_memory else ""
+    return f"parameters, gradients and optimizer in host memory{pinned}"
+
+
+def _prefetch(plan: Plan) -> str:
+    if not plan.sharded or not plan.blocks:
+        return "none"
+    return f"forward {_prefetched(plan, True)}; backward {_prefetched(plan, False)}"
+
+
+def _prefetched(plan: Plan, forward: bool) -> str:
+    """Return the prefetch of one block as an example: every block gathers the same number of blocks ahead."""
+    count = plan.prefetch_forward if forward else plan.prefetch_backward
+    if not count:
+        return "each when needed" if forward else "the one that ran before"
+    at = 0 if forward else len(plan.blocks) - 1
+    ahead = plan.ahead(at, "forward" if forward else "backward")
+    return f"{count} ahead" + (f" ({plan.blocks[at]} -> {_summary(ahead)})" if ahead else "")
+
+
+def _gradients(plan: Plan) -> str:
+    if plan.accumulate == "reduce" or plan.world == 1:
+        return "summed over ranks after each micro-batch"
+    return f"summed over ranks once per step; {readable(plan.whole_gradient_bytes)} more per rank until then"
+
+
+def _types(plan: Plan) -> str:
+    words = "kept {}, computed {}, summed {}".format(
+        *map(_word, (plan.storage_dtype, plan.param_dtype, plan.reduce_dtype))
+    )
+    if plan.output_dtype is not None:
+        words += f", returned {_word(plan.output_dtype)}"
+    return words + (", inputs cast" if plan.cast_forward_inputs else "")
+
+
+def _summary(paths: Sequence[str]) -> str:
+    if not paths:
+        return "none"
+    return f"{len(paths)} modules, {paths[0]} … {paths[-1]}" if len(paths) > 2 else ", ".join(paths)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def estimate_communication(plan: Plan, position: int = 0) -> list[CommVolume]:
+    """Return what a rank at one position of the pipeline sends in a step, from the plan alone."""
+    here = shards_of_stage(plan.param_shards, plan.pipeline, position)
+    return merge_volumes(
+        [
+            *fsdp_communication(plan, here),
+            *tensor_communication(plan, here, position),
+            *context_communication(plan, here),
+            *expert_communication(plan, here),
+            *pipeline_communication(plan, position),
+        ]
+    )
+
+
+def plan_figures(plan: Plan) -> dict[str, Any]:
+    """Return the plan as plain data. Memory and communication are listed by pipeline position, of the largest rank
+    there."""
+    return {
+        "world": plan.world,
+        "axes": dict(plan.axes.root),
+        "parameters": plan.parameters,
+        "trained": plan.trained,
+        "memory": [{**asdict(memory), "total": memory.total} for memory in plan.memory],
+        "whole_gradient_bytes": plan.whole_gradient_bytes,
+        "communication": [
+            [asdict(line) for line in estimate_communication(plan, position)] for position in range(plan.axes.size(PP))
+        ],
+    }

@@ -1,0 +1,347 @@
+"""Assign the elements of a micro-batch to ranks, and give each rank its part of the data set (`RankDataset`): plain
+arithmetic and slicing, on the host, in the loader's processes.
+
+An *element* is what lies along the sequence dimension of an activation: a token of the main sequence, or whatever an
+encoder reads. Two ways of sharding exist. Ranks of a context group each get a part of every sequence
+(`SequenceSharding`). Ranks that have an encoder to themselves each get whole input sequences (`assign_sequences`).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import Batch, RowSource, Segments, Stream
+from tessera.parallel.mesh import CONTEXT, DATA, Axes
+
+Range = tuple[int, int]  # elements [start, end)
+
+
+@dataclass(frozen=True)
+class SequenceSharding:
+    """Split a sequence over `ring` x `ulysses` ranks; `unit` neighbouring elements stay together.
+
+    Under a causal mask late elements attend to more than early ones. So each position of the ring owns a chunk near the
+    beginning and the mirrored one near the end, which makes the work equal. These are split further into as many parts
+    as ranks exchange heads.
+    """
+
+    ring: int
+    ulysses: int
+    unit: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.ring * self.ulysses
+
+    @property
+    def minimum(self) -> int:
+        """Return the shortest sequence that gives every rank an element."""
+        return (2 * self.ring if self.ring > 1 else 1) * self.ulysses * self.unit
+
+    def ring_ranges(self, length: int, at: int) -> list[Range]:
+        """Return what all ranks at one position of the ring own together."""
+        if self.ring == 1:
+            return [(0, length)]
+        return [self._part(length, 2 * self.ring, chunk) for chunk in (at, 2 * self.ring - 1 - at)]
+
+    def sizes(self, length: int, at: int) -> list[int]:
+        """Return how many of these each of the ranks there owns."""
+        joined = sum(end - start for start, end in self.ring_ranges(length, at))
+        parts = (self._part(joined, self.ulysses, number) for number in range(self.ulysses))
+        return [end - start for start, end in parts]
+
+    def ranges(self, length: int, position: int) -> list[Range]:
+        """Return what the rank at `position` owns; the ring is the outer dimension of positions."""
+        at, number = divmod(position, self.ulysses)
+        joined = self.ring_ranges(length, at)
+        start, end = self._part(sum(stop - first for first, stop in joined), self.ulysses, number)
+        found: list[Range] = []
+        for first, stop in joined:
+            low, high = max(first, first + start), min(stop, first + end)
+            if low < high:
+                found.append((low, high))
+            start, end = start - (stop - first), end - (stop - first)
+        return found
+
+    def _part(self, length: int, parts: int, number: int) -> Range:
+        """Return one of `parts` that are as equal as can be. A rest that fills no unit belongs to the last one."""
+        units = length // self.unit
+        end = length if number == parts - 1 else units * (number + 1) // parts * self.unit
+        return units * number // parts * self.unit, end
+
+
+@dataclass(frozen=True)
+class EncoderSharding:
+    """Describe how the input of one encoder is split over ranks."""
+
+    name: str
+    stream: Stream
+    dp: int = 1  # ranks among which whole sequences are distributed
+    split: SequenceSharding | None = None  # how a context group splits each of these; None: every rank has all of it
+    attention: tuple[str, ...] = ()  # modules whose attention then spans the context group
+    dp_view: str = ""  # the mesh view of `dp`
+
+    @property
+    def dp_key(self) -> str:
+        """Name the segments with the number of elements of each rank, and the tensor with their order when gathered."""
+        return f"{self.name}.dp"
+
+    @property
+    def cp_key(self) -> str:
+        return f"{self.name}.cp"
+
+
+@dataclass(frozen=True)
+class BatchSharding:
+    """Describe how micro-batches are split over the ranks that work on them together."""
+
+    main: Stream
+    split: SequenceSharding
+    encoders: tuple[EncoderSharding, ...] = ()
+
+
+def too_short(length: int, minimum: int) -> TesseraError:
+    return TesseraError(
+        f"a micro-batch of {length} tokens is too short for the ranks that share it: {minimum} at least",
+        where="parallel.cp",
+        fix=f"raise data.length to {minimum} or more, or lower parallel.cp",
+    )
+
+
+def shard_batch(batch: Batch, plan: BatchSharding, position: int, dp_positions: Mapping[str, int]) -> Batch:
+    """Return the part of a micro-batch for the rank at `position` of its context group.
+
+    `dp_positions` gives, by encoder, its position among the ranks that distribute whole sequences. Segments of the main
+    sequence stay those of the whole, because attention reaches over all of it. Slots become positions among the rank's
+    own elements, and `Stream.slot_sources` says which output of the encoder goes to each of them.
+    """
+    tensors, segments = dict(batch.tensors), dict(batch.segments)
+    main = plan.main
+    length = main.elements(batch)
+    ranges = [(0, length)]
+    if plan.split.ranks > 1:
+        if length < plan.split.minimum:
+            raise too_short(length, plan.split.minimum)
+        ranges = plan.split.ranges(length, position)
+        for name in main.tensors:
+            if name in tensors:
+                tensors[name] = take(tensors[name], ranges, main.dim)
+        for name in main.positions:
+            if name in tensors:
+                tensors[name] = local_positions(tensors[name], ranges)[0]
+        if main.index:
+            tensors[main.index] = indices(ranges)
+    for encoder in plan.encoders:
+        stream = encoder.stream
+        slots = tensors.get(stream.slots, torch.empty(0, dtype=torch.int64))
+        tensors[stream.slots], tensors[stream.slot_sources] = local_positions(slots, ranges)
+        _distribute_sequences(tensors, segments, encoder, dp_positions.get(encoder.name, 0))
+        if encoder.split is not None:
+            _split_sequences(tensors, segments, encoder, encoder.split, position)
+    return replace(batch, tensors=tensors, segments=segments)
+
+
+def _distribute_sequences(
+    tensors: dict[str, Tensor], segments: dict[str, Segments], encoder: EncoderSharding, position: int
+) -> None:
+    """Keep the whole sequences of this rank. A rank without any has its encoder run on a blank input."""
+    if encoder.dp == 1:
+        return
+    stream = encoder.stream
+    lengths = segments[stream.segments].lengths if stream.segments in segments else ()
+    assigned = assign_sequences(lengths, encoder.dp)
+    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    ranges = [[(ends[n], ends[n + 1]) for n in numbers] for numbers in assigned]
+    _note_order(tensors, segments, encoder.dp_key, [indices(own) for own in ranges], ends[-1])
+    if assigned[position]:
+        _keep(tensors, stream, ranges[position])
+        segments[stream.segments] = Segments.of([lengths[n] for n in assigned[position]])
+        if stream.windows in segments:
+            segments[stream.windows] = Segments.of(_inside(segments[stream.windows].lengths, ranges[position]))
+    else:
+        for key in (stream.segments, stream.windows):
+            segments.pop(key, None)
+        for name in stream.tensors:
+            tensors.pop(name, None)
+
+
+def _split_sequences(
+    tensors: dict[str, Tensor],
+    segments: dict[str, Segments],
+    encoder: EncoderSharding,
+    split: SequenceSharding,
+    position: int,
+) -> None:
+    """Keep this rank's part of every sequence. Either all ranks have elements or none has: where there are too few for
+    that, zeros are appended as one more sequence."""
+    stream = encoder.stream
+    lengths = segments[stream.segments].lengths if stream.segments in segments else ()
+    length = sum(lengths)
+    if length == 0:
+        _note_order(tensors, segments, encoder.cp_key, [indices([])] * split.ranks, 0)
+        return
+    missing = split.minimum - length
+    if missing > 0:
+        for key in (stream.segments, stream.windows):
+            if key in segments:
+                segments[key] = Segments.of((*segments[key].lengths, missing))
+        for name in stream.tensors:
+            if name in tensors:
+                zeros = tensors[name].new_zeros(missing, *tensors[name].shape[1:])
+                tensors[name] = torch.cat([tensors[name], zeros])
+    total = max(length, split.minimum)
+    by_rank = [indices(split.ranges(total, rank)) for rank in range(split.ranks)]
+    _note_order(tensors, segments, encoder.cp_key, by_rank, total)
+    tensors[encoder.cp_key] = tensors[encoder.cp_key][:length]
+    _keep(tensors, stream, split.ranges(total, position))
+
+
+def assign_sequences(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the numbers of the sequences of each rank: the longest first, to the rank with the least work so far."""
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        least = loads.index(min(loads))
+        assigned[least].append(number)
+        loads[least] += lengths[number]
+    return [sorted(numbers) for numbers in assigned]
+
+
+def take(tensor: Tensor, ranges: Sequence[Range], dim: int) -> Tensor:
+    """Return the elements in some ranges, as a copy: a slice would keep the whole tensor alive."""
+    return torch.cat([tensor.narrow(dim, start, end - start) for start, end in ranges], dim)
+
+
+def indices(ranges: Sequence[Range]) -> Tensor:
+    return torch.cat([torch.arange(start, end) for start, end in ranges]) if ranges else torch.empty(0).long()
+
+
+def local_positions(positions: Tensor, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
+    """Return the positions that lie in the ranges, counted among the elements of the ranges, and their indices."""
+    found, which, before = [], [], 0
+    for start, end in ranges:
+        inside = ((positions >= start) & (positions < end)).nonzero().flatten()
+        found.append(positions[inside] - start + before)
+        which.append(inside)
+        before += end - start
+    return torch.cat(found), torch.cat(which)
+
+
+def gathered_order(by_rank: Sequence[Tensor], length: int) -> Tensor:
+    """Return where each element lies after an all-gather, in which every rank's part is padded to the longest one.
+    `by_rank` holds the elements of each rank."""
+    longest = max((len(own) for own in by_rank), default=0)
+    order = torch.zeros(length, dtype=torch.int64)
+    for rank, own in enumerate(by_rank):
+        order[own] = rank * longest + torch.arange(len(own))
+    return order
+
+
+def _note_order(
+    tensors: dict[str, Tensor], segments: dict[str, Segments], key: str, by_rank: Sequence[Tensor], length: int
+) -> None:
+    """Add to the batch what puts the outputs of all ranks in order again."""
+    tensors[key] = gathered_order(by_rank, length)
+    segments[key] = Segments.of([len(own) for own in by_rank])
+
+
+def _keep(tensors: dict[str, Tensor], stream: Stream, ranges: Sequence[Range]) -> None:
+    for name in stream.tensors:
+        if name in tensors:
+            tensors[name] = take(tensors[name], ranges, stream.dim)
+
+
+def _inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
+    """Return the lengths of the segments inside of some ranges, which begin and end where segments do."""
+    ends = list(itertools.accumulate(lengths, initial=0))
+    starts = {start: number for number, start in enumerate(ends[:-1])}
+    found: list[int] = []
+    for start, end in ranges:
+        number = starts[start]
+        while number < len(lengths) and ends[number] < end:
+            found.append(lengths[number])
+            number += 1
+    return found
+
+
+class RankDataset(RowSource):
+    """Wrap a `RowSource` and return this rank's part of each batch. It runs on the host, in the loader's processes.
+
+    One of the ranks that read the same rows reports their ids and counts; for the others these are empty.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        axes: Axes,
+        rank: int,
+        *,
+        reports: bool = True,
+        sharding: BatchSharding | None = None,
+        flops: Callable[[Batch], float] | None = None,
+    ) -> None:
+        self.source = source
+        self.reports = reports
+        self.sharding = sharding
+        self.flops = flops
+        self.position = axes.position(rank, CONTEXT)
+        encoders = () if sharding is None else sharding.encoders
+        self.dp_positions = {encoder.name: axes.position(rank, encoder.dp_view) for encoder in encoders}
+        source.check_ranks(axes.position(rank, DATA), axes.size(DATA))
+
+    @property
+    def bad_samples(self) -> Sequence[tuple[str, str]]:
+        return self.source.bad_samples
+
+    @property
+    def bad_count(self) -> int:
+        return self.source.bad_count
+
+    @property
+    def identity(self) -> str:
+        return self.source.identity
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def sequential(self) -> bool:
+        return self.source.sequential
+
+    @property
+    def decodes_media(self) -> bool:
+        return self.source.decodes_media
+
+    def work(self, rows: Sequence[int]) -> Sequence[float] | None:
+        """Return the cost of whole rows, so that all ranks split them alike."""
+        return self.source.work(rows)
+
+    def without(self, samples: Mapping[str, str]) -> RankDataset | None:
+        source = self.source.without(samples)
+        if source is None:
+            return None
+        found = copy.copy(self)
+        found.source = source
+        return found
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        return self._own(self.source.batch(rows))
+
+    def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
+        return self._own(self.source.guarded(rows, lost, note))
+
+    def _own(self, batch: Batch) -> Batch:
+        if not self.reports:
+            batch = replace(batch, sample_ids=(), rows=(), problems=(), counts=dict.fromkeys(batch.counts, 0))
+        elif self.flops is not None:
+            batch = replace(batch, flops=self.flops(batch))
+        if self.sharding is None:
+            return batch
+        return shard_batch(batch, self.sharding, self.position, self.dp_positions)

@@ -1,0 +1,265 @@
+"""Build a trainer from a recipe: the ten steps of one run in order, each a call into the package that owns it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tessera.checkpoint.manager import CheckpointManager
+from tessera.core.callback import Callback
+from tessera.core.dist import World, main_rank_first
+from tessera.core.errors import TesseraError
+from tessera.core.gradients import LossScale
+from tessera.core.run_config import RunConfig
+from tessera.core.task import FrozenModule
+from tessera.core.types import Processor, RowSource
+from tessera.data.kinds import KINDS, RowRequest
+from tessera.data.loader.loader import Loader
+from tessera.data.workers.servers import start_early
+from tessera.models.common.side_files import seal_side_files, side_folder, write_side_files
+from tessera.observe.anomaly.attribution import ProbeReader
+from tessera.observe.anomaly.guard import Guard
+from tessera.observe.profile.profiler import StepProfiler
+from tessera.observe.report import Report
+from tessera.observe.watchdog.watchdog import Watchdog
+from tessera.optim.optimizer import build_optimizer, clip_gradients
+from tessera.parallel.apply import build_engine, counted_elsewhere, parallelize
+from tessera.parallel.mesh import DATA, PP, Mesh
+from tessera.parallel.plan import Plan
+from tessera.parallel.sequence_sharding import RankDataset
+from tessera.training.checks import Coverage, KeepLossScale, StopOnSignal
+from tessera.training.ema import Ema
+from tessera.training.export import Export
+from tessera.training.held_out import GenerationEval, HeldOut, generating_model
+from tessera.training.init_weights import fill_copy, frozen_source, initial_weights
+from tessera.training.metrics import Meter, TensorBoard
+from tessera.training.records import Ledger, Quarantine
+from tessera.training.setup import NONE, ModelSetup, Objects
+from tessera.training.trainer import Trainer
+
+log = logging.getLogger("tessera")
+
+
+def build_trainer(
+    config: RunConfig,
+    setup: ModelSetup,
+    world: World,
+    extra: Sequence[Callback] = (),
+    objects: Objects = NONE,
+) -> Trainer:
+    """Build the trainer of this rank. The module of `setup` becomes this rank's part of the model.
+
+    `config` is the recipe with every field of the model (see `with_model_resolved`).
+    """
+    plan, task = setup.plan, setup.task
+    if plan.compiled:
+        task.compile()
+    if config.data.workers not in (0, "auto"):
+        start_early()
+    processor = build_processor(config, setup)
+    own_copy = Path(os.path.abspath(config.folder / "processor"))  # as the paths of a located recipe are
+    # A resumed run reads its own copy: writing it again would pull it from under the ranks that are still reading.
+    if world.is_main and config.model.tokenizer != own_copy:
+        keep_side_files(config, setup, processor, own_copy)
+    mesh = Mesh(plan.axes, world.device)
+    has_eval = bool(config.data.eval or config.data.options.get("eval") or objects.eval_dataset is not None)
+    with main_rank_first(world):  # it builds the index, which may take long; the others find it
+        source = _local(build_rows(config, setup, "train", processor, objects.dataset), setup, mesh)
+        held_out = None
+        if has_eval:
+            rows = build_rows(config, setup, "eval", processor, objects.eval_dataset)
+            held_out = _local(rows, setup, mesh)
+
+    if config.data.workers == "auto" and any(rows.decodes_media for rows in (source, held_out) if rows is not None):
+        start_early()  # while the model is built
+    module = parallelize(setup.module, plan, mesh, world.device)
+    task.setup(_frozen_components(config, setup, mesh, world), world)
+    trained = [shard.name for shard in plan.param_shards if shard.trained]
+    optimizer = build_optimizer(
+        module, config.optim, world.device, trained, offloaded=plan.offload, make=objects.optimizer
+    )
+    if world.is_main:
+        log.info("%s", plan.describe())
+    scale = LossScale(config.precision.loss_scale, world.device) if config.precision.compute == "float16" else None
+    engine = build_engine(module, plan, mesh, world.device, loss_scale=scale)
+    evaluated = None if held_out is None else HeldOut(config, mesh, held_out, _ranks_here(world))
+    reader = ProbeReader(source, mesh.position(DATA), 1 if plan.pipeline is None else plan.pipeline.microbatches)
+    guard = Guard(config.guard, reader, config.optim.clip_norm, config.optim.schedule.warmup, scale)
+    ema = None if config.train.ema is None else Ema(config.train.ema, module)
+    frozen = frozen_source(config, setup)
+    checkpoints = CheckpointManager(config.folder / "checkpoints", config.checkpoint.keep, frozen_source=frozen)
+    fill = initial_weights(module, config, setup, world.device)
+    callbacks = _callbacks(config, setup, processor, source, ema)
+    if config.train.generate_every:
+        model = generating_model(module, plan, mesh, world.device)
+        callbacks.append(GenerationEval(config, processor, model))
+    if scale is not None:
+        callbacks.append(KeepLossScale(scale))
+    if evaluated is not None:
+        callbacks.append(evaluated)
+    callbacks += extra
+    if config.profile.steps is not None:
+        callbacks.append(StepProfiler(config.profile, plan.blocks))
+    if config.parallel.watch and world.size > 1:  # last, so that it still watches while the others end
+        callbacks.append(Watchdog(plan.blocks, config.parallel))
+
+    def begin() -> None:
+        fill()
+        checkpoints.leave_out_frozen()
+
+    return Trainer(
+        config=config,
+        world=world,
+        module=module,
+        engine=engine,
+        initial_weights=begin,
+        task=task,
+        optimizer=optimizer,
+        clip_gradients=_clip(module, plan, mesh, config.optim.clip_norm, optimizer, world.device, scale),
+        loader=_loader_from(config, world, mesh, source, guard),
+        checkpoints=checkpoints,
+        callbacks=callbacks,
+        optimizer_step=guard,
+        eval_weights=ema.in_place if ema is not None and ema.settings.evaluate else contextlib.nullcontext,
+        eval_batches=evaluated.batches if evaluated is not None else None,
+        data_identity=source.identity,
+    )
+
+
+def _local(rows: RowSource, setup: ModelSetup, mesh: Mesh) -> RowSource:
+    """Return the rows of this rank, each sharded by the plan."""
+    flops = None
+    if setup.spec.flops is not None:
+        flops = functools.partial(setup.spec.flops, setup.config, training=setup.training)
+    sharding = setup.plan.batch_sharding
+    return RankDataset(rows, mesh.axes, mesh.root.get_rank(), reports=mesh.reports, sharding=sharding, flops=flops)
+
+
+def _frozen_components(config: RunConfig, setup: ModelSetup, mesh: Mesh, world: World) -> dict[str, FrozenModule]:
+    """Return what the task needs besides the trained model, filled. It is not part of checkpoints."""
+    found: dict[str, FrozenModule] = {}
+    for name, frozen in setup.frozen.items():
+        module = parallelize(frozen.module, frozen.plan, mesh, world.device)
+        fill_copy(module, config, setup, world.device)
+        found[name] = FrozenModule(module, world.device, "sharded")
+    return found
+
+
+def _clip(
+    module: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    clip_norm: float | None,
+    optimizer: Optimizer,
+    device: torch.device,
+    loss_scale: LossScale | None,
+) -> Callable[[], Tensor]:
+    elsewhere = counted_elsewhere(module, plan, mesh)
+
+    def clip() -> Tensor:
+        norm = clip_gradients(
+            optimizer, module.parameters(), device, clip_norm, others=mesh.group(PP), counted_elsewhere=elsewhere
+        )
+        if loss_scale is not None:
+            loss_scale.update(norm)
+        return norm
+
+    return clip
+
+
+def build_processor(config: RunConfig, setup: ModelSetup) -> Processor | None:
+    if setup.spec.processor is None:
+        return None
+    folder = _processor_source(config)
+    if folder is None and setup.spec.needs_processor_files:
+        raise TesseraError(
+            "this family needs a tokenizer",
+            where="model.tokenizer",
+            fix="set model.tokenizer (or model.path) to a folder with tokenizer.json",
+        )
+    options = {"train_on": tuple(config.data.train_on), **config.data.processor}
+    return setup.spec.processor(setup.config, folder, **options)
+
+
+def keep_side_files(config: RunConfig, setup: ModelSetup, processor: Processor | None, folder: Path) -> None:
+    """Copy the files beside the weights (tokenizer, template) into the run, which resumes and exports from them."""
+    weights, make = side_folder(config.model.path), setup.spec.processor
+    if processor is None and weights is None:
+        return
+    read = None if make is None else functools.partial(make, setup.config)
+    write_side_files(folder, processor, read=read, own=_processor_source(config), weights=weights)
+    seal_side_files(folder)
+
+
+def _processor_source(config: RunConfig) -> Path | None:
+    return config.model.tokenizer or side_folder(config.model.path) or config.model.path
+
+
+def build_rows(
+    config: RunConfig,
+    setup: ModelSetup,
+    split: Literal["train", "eval"],
+    processor: Processor | None,
+    given: Any = None,
+) -> RowSource:
+    """Return the rows of one split. `given`: the data set as an object, where the caller has one."""
+    work = None
+    if setup.spec.work is not None:
+        work = functools.partial(setup.spec.work, setup.config, training=setup.training)
+    request = RowRequest(config.data, split, processor, config.train.seed, config.folder / "index", work, given)
+    return KINDS.get(config.data.kind)(request)
+
+
+def _ranks_here(world: World) -> int:
+    """Return the number of ranks of this run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+
+
+def _loader_from(
+    config: RunConfig, world: World, mesh: Mesh, source: RowSource, guard: Guard
+) -> Callable[[int], Loader]:
+    def start(row: int) -> Loader:
+        return Loader(
+            guard.rows(source),
+            global_batch=config.train.global_batch,
+            micro_batch=config.train.micro_batch,
+            rank=mesh.position(DATA),
+            ranks=mesh.size(DATA),
+            workers=config.data.workers,
+            prefetch=config.data.prefetch,
+            start_row=row,
+            device=world.device,
+            sample_timeout_s=config.data.sample_timeout_s,
+            steps=config.train.steps - row // config.train.global_batch,
+            ranks_here=_ranks_here(world),
+        )
+
+    return start
+
+
+def _callbacks(
+    config: RunConfig, setup: ModelSetup, processor: Processor | None, source: RowSource, ema: Ema | None
+) -> list[Callback]:
+    callbacks: list[Callback] = [StopOnSignal(), Meter(config.log.every)]
+    if config.log.tensorboard:
+        callbacks.append(TensorBoard())
+    callbacks += [Ledger(), Quarantine(source.bad_samples, source.bad_count)]
+    if ema is not None:
+        callbacks.append(ema)
+    if config.checkpoint.export:
+        average = ema.in_place if ema is not None and ema.settings.export else None
+        callbacks.append(Export(setup.spec, setup.config, processor, setup.adapters, average))
+    callbacks.append(Report())
+    if config.guard.coverage != "off":
+        names = [shard.name for shard in setup.plan.param_shards if shard.trained]
+        callbacks.append(Coverage(names, config.guard.coverage))
+    return callbacks

@@ -1,0 +1,158 @@
+"""Check that every trained tensor receives a gradient, stop on signals, and keep the loss scale."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from tessera.core.adapters import A
+from tessera.core.callback import Callback, TrainerHandle
+from tessera.core.errors import TesseraError, few_names
+from tessera.core.gradients import LossScale
+from tessera.core.modules import local_shard
+
+log = logging.getLogger("tessera")
+
+
+@dataclass(frozen=True)
+class ReceivedGradient:
+    """Describe the gradient that a trained tensor received, on any rank that holds a shard of it."""
+
+    name: str
+    gradient: bool
+    nonzero: bool
+    lr: float
+    weight_decay: float
+
+    @property
+    def group(self) -> tuple[str, float, float]:
+        return self.name.split(".")[0], self.lr, self.weight_decay
+
+
+class Coverage(Callback):
+    """Check after the first step that every trained tensor received a gradient: one that did not would never learn."""
+
+    def __init__(self, names: Sequence[str], policy: Literal["stop", "warn"]) -> None:
+        self.names = list(names)  # of all trained parameters of the model; a rank may hold some of them
+        self.policy = policy
+        self._done = False
+
+    def on_before_optim(self, trainer: TrainerHandle) -> None:
+        if self._done:
+            return
+        self._done = True
+        found = self._gather(trainer)
+        if trainer.world.is_main:
+            log.info("%s", describe_coverage(found))
+        self._check(found, trainer.world.is_main)
+
+    def _gather(self, trainer: TrainerHandle) -> list[ReceivedGradient]:
+        """Return the gradients of all tensors, the same list on every rank."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        received = torch.zeros(len(self.names), 4, dtype=torch.float64)
+        received[:, 2:] = -1.0
+        sizes: dict[int, torch.Tensor] = {}
+        for group in trainer.optimizer.param_groups:
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                at = numbers[name]
+                received[at, 2:] = torch.tensor([group["base_lr"], group["weight_decay"]])
+                if parameter.grad is None:
+                    continue
+                received[at, 0] = 1.0
+                part = local_shard(parameter.grad).detach()
+                if part.numel():
+                    sizes[at] = part.abs().amax().float()
+        if sizes:
+            device = next(iter(sizes.values())).device
+            read = torch.stack([size.to(device) for size in sizes.values()]).cpu()
+            received[list(sizes), 1] = (read != 0).double()  # nan counts as a gradient
+        if trainer.world.size > 1:
+            dist.all_reduce(received, op=dist.ReduceOp.MAX)
+        return [
+            ReceivedGradient(name, bool(row[0]), bool(row[1]), row[2], row[3])
+            for name, row in zip(self.names, received.tolist(), strict=True)
+        ]
+
+    def _check(self, found: Iterable[ReceivedGradient], is_main: bool) -> None:
+        none = [one.name for one in found if not one.gradient]
+        # The first factor of a fresh adapter gets a gradient once the second, which begins at zero, has moved.
+        idle = [one.name for one in found if one.gradient and not one.nonzero and f".{A}." not in one.name]
+        if idle and is_main:
+            log.warning(
+                "%d trained tensors received a gradient of zeros in this step: %s. That is so for an encoder that the "
+                "batch has no input for",
+                len(idle),
+                few_names(idle),
+            )
+        if not none:
+            return
+        what = (
+            f"{len(none)} trained tensors received no gradient in this step, and would never learn: {few_names(none)}"
+        )
+        if self.policy == "stop":
+            raise TesseraError(
+                what,
+                where="model.freeze",
+                fix="freeze them (model.freeze), let the model use them, or set guard.coverage=warn",
+            )
+        if is_main:
+            log.warning("%s", what)
+
+
+def describe_coverage(found: Iterable[ReceivedGradient]) -> str:
+    """Return a table by parts of the model and groups of the optimizer."""
+    groups: dict[tuple[str, float, float], list[ReceivedGradient]] = {}
+    for one in found:
+        groups.setdefault(one.group, []).append(one)
+    width = max([4, *(len(part) for part, _, _ in groups)])
+    lines = [f"gradients of the first step\n  {'part':<{width}}  {'lr':>8}  {'decay':>6}  trained  received  all zero"]
+    for (part, lr, decay), members in groups.items():
+        got = sum(one.gradient for one in members)
+        zero = sum(one.gradient and not one.nonzero for one in members)
+        lines.append(f"  {part:<{width}}  {lr:>8.2g}  {decay:>6.2g}  {len(members):>7}  {got:>8}  {zero:>8}")
+    return "\n".join(lines)
+
+
+class StopOnSignal(Callback):
+    """Stop after the current step and save, on SIGTERM and SIGINT. A second SIGINT ends the process at once."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+
+    def on_start(self, trainer: TrainerHandle) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread may set handlers; a caller that trains elsewhere handles signals itself
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGINT and trainer.stop_reason is not None:
+                raise KeyboardInterrupt
+            trainer.request_stop(signal.Signals(number).name)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, handle)
+
+    def on_end(self, trainer: TrainerHandle) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
+        self.on_end(trainer)
+
+
+class KeepLossScale(Callback):
+    """Keep the loss scale of float16 in the checkpoint."""
+
+    def __init__(self, loss_scale: LossScale) -> None:
+        self._loss_scale = loss_scale
+
+    def state_tensors(self, trainer: TrainerHandle) -> dict[str, torch.Tensor]:
+        return {"loss_scale": self._loss_scale.state}

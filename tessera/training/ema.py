@@ -1,0 +1,102 @@
+"""Keep a running average of the trained weights, sharded over ranks and saved as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tessera.checkpoint.state import reshard
+from tessera.core.callback import Callback, StepResult, TrainerHandle
+from tessera.core.modules import clean_name, local_shard
+from tessera.core.run_config import EmaSection
+from tessera.core.torch_internals import foreach_lerp_
+
+
+class Ema(Callback):
+    """Average the trained weights in fp32: an average that moves by a thousandth a step would stand still in bf16.
+
+    Steps whose update was dropped do not count.
+    """
+
+    def __init__(self, settings: EmaSection, module: nn.Module) -> None:
+        self.settings = settings
+        self.module = module
+        self.updates = 0
+        # Two stages of a pipeline on one rank may have copies of one parameter, with one name: both are averaged.
+        self._trained = [(clean_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
+        self._average: list[Tensor] = []
+
+    @torch.no_grad()
+    def on_start(self, trainer: TrainerHandle) -> None:
+        self._follow_names()
+        if self.updates == 0:  # it begins here, or the checkpoint knew of none
+            for (_, weight), average in zip(self._trained, self._averages(), strict=True):
+                local_shard(average).copy_(local_shard(weight))
+
+    def on_rewind(self, trainer: TrainerHandle) -> None:
+        self.on_start(trainer)
+
+    @torch.no_grad()
+    def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
+        if not result.applied or result.step % self.settings.every:
+            return
+        share = 1 - self.decay**self.settings.every
+        self.updates += 1
+        averages = [local_shard(average) for average in self._averages()]
+        weights = [local_shard(weight).to(torch.float32) for _, weight in self._trained]
+        if averages:
+            foreach_lerp_(averages, weights, share)
+
+    @property
+    def decay(self) -> float:
+        warm = (1 + self.updates) / (10 + self.updates) if self.settings.warmup else 1.0
+        return min(self.settings.decay, warm)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Give the module the average for its weights while the context is entered."""
+        reshard(self.module)  # gathered weights would hide a change of their shards
+        with torch.no_grad():
+            kept = [local_shard(weight).detach().clone() for _, weight in self._trained]
+            for (_, weight), average in zip(self._trained, self._averages(), strict=True):
+                local_shard(weight).copy_(local_shard(average))
+        try:
+            yield
+        finally:
+            reshard(self.module)  # what an evaluation gathered was gathered from the average
+            with torch.no_grad():
+                for (_, weight), before in zip(self._trained, kept, strict=True):
+                    local_shard(weight).copy_(before)
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def state_tensors(self, trainer: TrainerHandle) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for (name, _), average in zip(self._trained, self._averages(), strict=True):
+            found.setdefault(f"ema.{name}", average)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates = int(state.get("updates", 0))
+
+    def _averages(self) -> list[Tensor]:
+        """Return the averages. They are made at the first call, when the weights are allocated."""
+        if len(self._average) != len(self._trained):
+            self._average = [weight.detach().to(torch.float32, copy=True) for _, weight in self._trained]
+        return self._average
+
+    @torch.no_grad()
+    def _follow_names(self) -> None:
+        """Copy the first of several parameters with one name to the others: a checkpoint fills the first."""
+        first: dict[str, Tensor] = {}
+        for (name, _), average in zip(self._trained, self._averages(), strict=True):
+            known = first.setdefault(name, average)
+            if known is not average:
+                local_shard(average).copy_(local_shard(known))

@@ -1,0 +1,111 @@
+"""Export a trained model as a Hugging Face folder that plain `transformers` loads, and adapters as PEFT loads them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tessera.checkpoint.hf import save_folder
+from tessera.checkpoint.peft import merge_adapter, save_adapters
+from tessera.checkpoint.state import model_tensors
+from tessera.core.adapters import Adapters, factor_names, is_factor
+from tessera.core.callback import Callback, TrainerHandle
+from tessera.core.errors import TesseraError
+from tessera.core.types import ModelSpec, Processor
+from tessera.models.common.side_files import write_side_files
+
+
+def export_folder(
+    module: nn.Module,
+    spec: ModelSpec,
+    model_config: Any,
+    processor: Processor | None,
+    folder: Path,
+    *,
+    files: Path | None = None,
+    adapters: Adapters | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a Hugging Face folder. All ranks call it: weights are gathered tensor by tensor, the main rank writes.
+
+    `adapters`, those of the whole model, are merged into its weights. `files`: the folder whose tokenizer, template,
+    preprocessors, generation settings and licence are copied.
+    """
+    weight_map = spec.main.weight_map(model_config)
+    if weight_map is None:
+        raise TesseraError(f"family {spec.name} has no Hugging Face form to export to")
+    tensors = model_tensors(module)
+    known = adapters or {}
+    if any(f"{path}.weight" not in tensors for path in known if factor_names(path)[0] in tensors):
+        raise TesseraError(
+            "the weights of adapted layers are kept in four bits, which is not what a model is merged into",
+            fix="write the adapters alone (tessera convert --adapters), and merge them into the model they belong to",
+        )
+    read = None if spec.processor is None else functools.partial(spec.processor, model_config)
+    save_folder(
+        folder,
+        {name: tensor for name, tensor in tensors.items() if not is_factor(name)},
+        weight_map,
+        model_config.to_hf(),
+        overwrite=overwrite,
+        extras=functools.partial(write_side_files, processor=processor, read=read, own=files, weights=files),
+        prepare=(lambda name, weight: merge_adapter(name, weight, tensors, known)) if known else None,
+    )
+
+
+class Export(Callback):
+    """Write `RUN/hf` when training is complete.
+
+    A run that trained adapters writes `RUN/adapter`, and `RUN/hf` only with `model.lora.merge`. A run that was asked to
+    stop is not complete and writes nothing.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        model_config: Any,
+        processor: Processor | None,
+        adapters: Adapters | None = None,
+        average: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        """Make the callback. `average`: a context with averaged weights, which are exported with the suffix `-ema`."""
+        self._parts = (spec, model_config, processor)
+        self._adapters = adapters or {}
+        self._average = average
+
+    def on_end(self, trainer: TrainerHandle) -> None:
+        if trainer.stop_reason is not None:
+            return
+        self._write(trainer, "")
+        if self._average is not None:
+            with self._average():
+                self._write(trainer, "-ema")
+
+    def _write(self, trainer: TrainerHandle, suffix: str) -> None:
+        spec, model_config, _ = self._parts
+        section, folder = trainer.config.model, trainer.config.folder
+        if section.lora is not None:
+            save_adapters(
+                folder / f"adapter{suffix}",
+                model_tensors(trainer.module),
+                self._adapters,
+                spec.main.weight_map(model_config),
+                base="" if section.path is None else str(section.path),
+                dropout=section.lora.dropout,
+                overwrite=True,
+            )
+            if not section.lora.merge:
+                return
+        export_folder(
+            trainer.module,
+            *self._parts,
+            folder / f"hf{suffix}",
+            files=folder / "processor",
+            adapters=self._adapters,
+            overwrite=True,
+        )

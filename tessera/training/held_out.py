@@ -1,0 +1,152 @@
+"""Evaluate a run on held-out data: batches for the held-out loss, and generated answers during training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera.core.callback import Callback, StepResult, TrainerHandle
+from tessera.core.errors import TesseraError
+from tessera.core.files import write_jsonl
+from tessera.core.run_config import RunConfig
+from tessera.core.types import Batch, Processor, RowSource
+from tessera.data.loader.loader import RowReader, workers_per_rank
+from tessera.data.media.files import Limits
+from tessera.data.media.read import ChatProcessor, read_media
+from tessera.data.sources.source import Question, open_source, questions
+from tessera.inference.generate import GenerativeModel, Sampling, generate_tokens
+from tessera.parallel.mesh import CONTEXT, DATA, Mesh
+from tessera.parallel.pipeline_stages import LocalStages, PipelinedModel
+from tessera.parallel.plan import Plan
+
+log = logging.getLogger("tessera")
+_WORKERS = 4  # at most, where a recipe leaves the number of processes to us
+BATCH = 16  # questions that are answered together
+
+
+class HeldOut(Callback):
+    """Read the held-out rows, sharded over the data ranks.
+
+    All ranks have equally many batches of one row; a rank with no row left repeats one, which does not count. Media are
+    decoded in worker processes: a decoder that crashes costs its sample, never the run. Text is read in the training
+    process, which is faster, and so is everything with `data.workers: 0`.
+    """
+
+    def __init__(self, config: RunConfig, mesh: Mesh, source: RowSource, ranks_here: int) -> None:
+        self._total = min(config.train.eval_rows, len(source))
+        self._rows = [first + mesh.position(DATA) for first in range(0, self._total, mesh.size(DATA))]
+        wanted = config.data.workers
+        workers = min(workers_per_rank(ranks_here), _WORKERS) if wanted == "auto" else wanted
+        workers = min(workers, len(self._rows)) if source.decodes_media else 0
+        self._reader = RowReader(source, workers, config.data.sample_timeout_s)
+
+    def batches(self) -> Iterator[tuple[Batch, bool]]:
+        """Yield the batches of this rank, each with whether it counts."""
+        made = self._reader.batches([min(row, self._total - 1)] for row in self._rows)
+        for row, batch in zip(self._rows, made, strict=True):
+            yield batch, row < self._total
+
+    def on_end(self, trainer: TrainerHandle) -> None:
+        self._reader.close()
+
+    def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
+        self._reader.close()
+
+
+class GenerationEval(Callback):
+    """Generate every `train.generate_every` steps, on every rank for the same questions.
+
+    Ranks that share weights compute together, and with other images they would not reach the same collectives.
+    """
+
+    def __init__(self, config: RunConfig, processor: Processor | None, model: object) -> None:
+        """Read the questions. `model`: what `inference.generate` calls."""
+        if not isinstance(processor, ChatProcessor) or not isinstance(model, GenerativeModel):
+            raise TesseraError(
+                "this model does not generate answers to conversations",
+                where="train.generate_every",
+                fix="set train.generate_every=0; train.eval_every measures held-out loss",
+            )
+        if not config.data.eval:
+            raise TesseraError(
+                "there is no held-out data to generate answers for",
+                where="train.generate_every",
+                fix="name some in data.eval",
+            )
+        self.every = config.train.generate_every
+        self.max_new_tokens = config.train.generate_tokens
+        self.processor: ChatProcessor = processor
+        self.model = model
+        self.limits = Limits(max_image_pixels=config.data.max_image_pixels, jpeg_draft=config.data.jpeg_draft)
+        found = questions([open_source(section) for section in config.data.eval])
+        usable = (one for one in found if isinstance(one, Question))
+        self.questions = list(islice(usable, config.train.generate_samples))
+        if not self.questions:
+            raise TesseraError("no held-out sample is a question with an answer", where="data.eval")
+
+    def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
+        if result.step % self.every == 0 or result.step == trainer.config.train.steps:
+            self.evaluate(trainer)
+
+    def evaluate(self, trainer: TrainerHandle) -> float:
+        """Return the share of exact answers, the same on every rank."""
+        rows: list[dict[str, Any]] = []
+        with trainer.paused("generating answers"), trainer.eval_weights():
+            trainer.module.eval()
+            try:
+                for start in range(0, len(self.questions), BATCH):
+                    asked = self.questions[start : start + BATCH]
+                    texts = self._generate(asked, trainer.world.device)
+                    rows += [question.marked(text) for question, text in zip(asked, texts, strict=True)]
+            finally:
+                trainer.module.train()
+        exact = sum(bool(row["correct"]) for row in rows) / len(rows)
+        if trainer.world.is_main:
+            write_jsonl(trainer.config.folder / f"answers-step-{trainer.step}.jsonl", rows)
+        trainer.report_eval({"exact_match": exact})
+        return exact
+
+    def _generate(self, asked: Sequence[Question], device: torch.device) -> list[str]:
+        read = [read_media(one.sample, one.root, self.limits, self.processor) for one in asked]
+        samples = [one.sample for one in asked]
+        prompt: Batch = self.processor.prompt(samples, [media for media, _ in read], [sizes for _, sizes in read])
+        found = generate_tokens(
+            self.model,
+            prompt.to(device),
+            max_new_tokens=self.max_new_tokens,
+            stop_tokens=self.processor.stop_tokens,
+            sampling=Sampling(),
+        )
+        return [self.processor.decode(tokens) for tokens in found]
+
+
+def generating_model(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> object:
+    """Return what generates with the weights of a run, if its model can."""
+    if plan.axes.size(CONTEXT) > 1:
+        raise TesseraError(
+            "context parallel cannot split a prompt, which grows by a token at a time",
+            where="train.generate_every",
+            fix="set train.generate_every=0, or parallel.cp=1",
+        )
+    if isinstance(module, LocalStages):
+        return PipelinedModel(module, plan, mesh, device)
+    return _OnDevice(module, device) if isinstance(module, GenerativeModel) else module
+
+
+class _OnDevice:
+    """Put the cache on the device of the computation: offloaded weights lie in host memory."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module: Any = module
+        self._device = device
+
+    def __call__(self, batch: Batch, **options: Any) -> Any:
+        return self._module(batch, **options)
+
+    def new_cache(self, rows: int, capacity: int) -> Any:
+        return self._module.new_cache(rows, capacity, self._device)

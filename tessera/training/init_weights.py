@@ -1,0 +1,178 @@
+"""Fill a model with its initial weights: from the folder that the recipe names, otherwise from the seed.
+
+Adapters are filled beside the weights of the model, and layers that are kept in four bits one after another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tessera.checkpoint.forms import MegatronFolder, NativeTensors, fill_from_form, native_shapes, open_form
+from tessera.checkpoint.frozen import FrozenSource
+from tessera.checkpoint.peft import fill_adapters
+from tessera.checkpoint.state import model_tensors, tied_names
+from tessera.checkpoint.weight_source import fill_from, origin_of
+from tessera.checkpoint.weights import check_folder_fit
+from tessera.core.adapters import Adapters, is_factor
+from tessera.core.megatron_form import MegatronForm
+from tessera.core.run_config import RunConfig
+from tessera.nn.lora import PACKED, SCALES, QuantizedLoraLinear, adapted_layers, start_factor
+from tessera.parallel.apply import initialize, start_parameters, start_tensors
+from tessera.training.setup import ModelSetup
+
+
+def check_first_weights(config: RunConfig, setup: ModelSetup) -> None:
+    """Raise if the folder that the model is to be filled from does not fit it, before memory is taken for a model."""
+    path, weight_map = config.model.path, setup.spec.main.weight_map(setup.config)
+    if config.model.weights is not None and weight_map is not None:
+        with open_form(config.model.weights, shards := _shards(setup)) as stored:
+            used = shards.weights if shards is not None and isinstance(stored, MegatronFolder) else weight_map
+            NativeTensors(stored, used, _file_shapes(setup), tied_names(setup.module))
+        return
+    # Layers that are kept in four bits are read one by one, later.
+    if path is None or weight_map is None or _quantizes(setup) or origin_of(path) != "folder":
+        return
+    tensors = {name: tensor for name, tensor in model_tensors(setup.module).items() if not is_factor(name)}
+    check_folder_fit(path, tensors, weight_map, tied=tied_names(setup.module))
+
+
+def initial_weights(
+    module: nn.Module, config: RunConfig, setup: ModelSetup, device: torch.device
+) -> Callable[[], None]:
+    """Return a function that fills this rank's part of the trained model, as step 7 of a run that begins."""
+    # Names of the whole model: a stage of a pipeline is filled from the same files, and leaves the rest to others.
+    adapters, lora, seed = setup.adapters, setup.lora, config.train.seed
+    names = _names_in_files(setup)
+    from_path = _folder_reader(config, setup, names)
+
+    def from_seed(tensors: Mapping[str, Tensor]) -> None:
+        start_tensors(module, tensors, seed, device)
+
+    def fill() -> None:
+        if config.model.path is None:
+            _fill_from_seed(module, config, setup, device)
+        else:
+            here = model_tensors(module).items()
+            from_path({n: t for n, t in here if not is_factor(n) and not _is_quantized(n, adapters)})
+        if _quantizes(setup):
+            _quantize_layers(module, adapters, device, from_seed if config.model.path is None else from_path)
+        if lora is not None:  # fresh adapters leave the model unchanged
+            start_parameters(module, start_factor, seed, device, is_factor)
+        if lora is not None and lora.path is not None:
+            weight_map = setup.spec.main.weight_map(setup.config)
+            fill_adapters(lora.path, model_tensors(module), adapters, names, weight_map)
+
+    return fill
+
+
+def frozen_source(config: RunConfig, setup: ModelSetup) -> FrozenSource:
+    """Return where the run finds its frozen weights, which its checkpoints need not store.
+
+    These are parameters that are frozen and filled from the folder of a published model. What began from the seed, from
+    a run or from an object of the caller is stored.
+    """
+    path, in_files = config.model.path, _names_in_files(setup)
+    adapted = {f"{layer}.weight" for layer in setup.adapters} if _quantizes(setup) else set()
+    names: frozenset[str] = frozenset()
+    published = path is not None and path.is_dir() and config.model.weights is None and origin_of(path) == "folder"
+    if published and not config.checkpoint.store_frozen:
+        frozen = {shard.name for shard in setup.plan.param_shards if not shard.trained}
+        names = frozenset(frozen & set(in_files)) - adapted
+    weight_map, tied = setup.spec.main.weight_map(setup.config), tied_names(setup.module)
+
+    def read(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        fill_from(folder, tensors, weight_map, tied, in_files)
+
+    return FrozenSource(path, read, names)
+
+
+def fill_copy(module: nn.Module, config: RunConfig, setup: ModelSetup, device: torch.device) -> None:
+    """Fill a second copy of the model with the weights that the trained one began with.
+
+    It is not in checkpoints: a resumed run fills it again, from the same folder or seed.
+    """
+    if config.model.path is None:
+        _fill_from_seed(module, config, setup, device)
+    else:
+        _folder_reader(config, setup, list(model_tensors(module)))(model_tensors(module))
+
+
+def _fill_from_seed(module: nn.Module, config: RunConfig, setup: ModelSetup, device: torch.device) -> None:
+    fresh = setup.spec.main.fresh
+    make = None if fresh is None else functools.partial(fresh, setup.config)
+    initialize(module, config.train.seed, device, make, given=setup.spec.main.given)
+
+
+def _folder_reader(config: RunConfig, setup: ModelSetup, names: list[str]) -> Callable[[Mapping[str, Tensor]], None]:
+    weight_map, tied = setup.spec.main.weight_map(setup.config), tied_names(setup.module)
+
+    def read(tensors: Mapping[str, Tensor]) -> None:
+        assert config.model.path is not None
+        if config.model.weights is None:
+            fill_from(config.model.path, tensors, weight_map, tied, names)
+            return
+        assert weight_map is not None, "a model with a folder has a weight map"
+        fill_from_form(config.model.weights, tensors, weight_map, _shards(setup), _file_shapes(setup), tied)
+
+    return read
+
+
+def _names_in_files(setup: ModelSetup) -> list[str]:
+    """Return the tensor names of the model in files: without adapters, and with weights that are kept in four bits."""
+    tensors = model_tensors(setup.module)
+    names = [name for name in tensors if not is_factor(name) and not _is_quantized(name, setup.adapters)]
+    return list(dict.fromkeys([*names, *(f"{path}.weight" for path in setup.adapters)]))
+
+
+def _file_shapes(setup: ModelSetup) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the model's tensors in files. Weights in four bits have the shapes of their layers."""
+    shapes = native_shapes(model_tensors(setup.module))
+    layers = adapted_layers(setup.module)
+    return {
+        name: shapes[name] if name in shapes else _layer_shape(layers[name.removesuffix(".weight")])
+        for name in _names_in_files(setup)
+    }
+
+
+def _layer_shape(layer: nn.Module) -> tuple[int, int]:
+    assert isinstance(layer, QuantizedLoraLinear)
+    return layer.out_features, layer.in_features
+
+
+def _shards(setup: ModelSetup) -> MegatronForm | None:
+    make = setup.spec.main.megatron
+    return None if make is None else make(setup.config)
+
+
+def _quantizes(setup: ModelSetup) -> bool:
+    return setup.lora is not None and setup.lora.quantize is not None
+
+
+def _is_quantized(name: str, adapters: Adapters) -> bool:
+    """Return whether a tensor is a part of a weight in four bits, which only checkpoints of Tessera hold."""
+    path, _, kind = name.rpartition(".")
+    return kind in (PACKED, SCALES) and path in adapters
+
+
+def _quantize_layers(
+    module: nn.Module, adapters: Adapters, device: torch.device, fill: Callable[[Mapping[str, Tensor]], None]
+) -> None:
+    """Fill the layers that are kept in four bits, one after another: `fill` reads whole weights by name.
+
+    Reading is collective, so all ranks take part for all layers, with nothing to fill for those of other stages.
+    """
+    here = adapted_layers(module)
+    for path in adapters:
+        layer = here.get(path)
+        if layer is None:
+            fill({})
+            continue
+        assert isinstance(layer, QuantizedLoraLinear)
+        weight = torch.empty(layer.out_features, layer.in_features, device=device)
+        fill({f"{path}.weight": weight})
+        layer.keep(weight)

@@ -1,0 +1,306 @@
+"""Report a run: the step line, `metrics.jsonl` and TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tessera.core import device as devices
+from tessera.core.callback import Callback, StepResult, TrainerHandle
+from tessera.core.dist import gather_over_ranks
+from tessera.core.errors import TesseraError
+from tessera.core.files import JsonLines, last_step, truncate_after
+from tessera.core.types import Batch
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+log = logging.getLogger("tessera")
+
+
+class Meter(Callback):
+    """Collect the numbers of each step and report them once per `every` steps.
+
+    Every rank takes part (counts are summed over ranks); the main rank writes.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._pending: list[StepResult] = []  # not yet in the file
+        self._measured = 0  # steps since the speed was last reported
+        self._counts: dict[str, int] = {}
+        self._flops = 0.0
+        self._work: list[float] = []  # of each step
+        self._file: JsonLines | None = None
+        self._bar: Progress | None = None
+        self._unwritten: list[dict[str, Any]] = []  # lines in the checkpoint that the file may lack
+        self._since = 0.0
+        self._waited = 0.0
+        self._waiting = 0.0  # as of the last step: at the end of a run the loader is closed
+
+    def on_start(self, trainer: TrainerHandle) -> None:
+        self._restart_clock(trainer)
+        devices.reset_peak_memory(trainer.world.device)
+        if trainer.world.is_main:
+            self._file = self._open(trainer)
+            self._bar = _terminal_bar(trainer)
+
+    def on_rewind(self, trainer: TrainerHandle) -> None:
+        self._pending, self._measured = [], 0
+        self._counts, self._flops, self._work = {}, 0.0, []
+        self._restart_clock(trainer)
+        if self._file is not None:
+            self._file.close()
+            self._file = self._open(trainer)
+
+    def _open(self, trainer: TrainerHandle) -> JsonLines:
+        path = trainer.config.folder / "metrics.jsonl"
+        # Steps after the state that training goes on from will happen again: their old lines must not stay.
+        truncate_after(path, trainer.step)
+        path.touch()  # also a run without a step has the file
+        file = JsonLines(path)
+        known = last_step(path, lambda row: row.get("kind") == "train")
+        for row in self._unwritten:
+            if known < row["step"] <= trainer.step:
+                file.write(row)
+        return file
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"unwritten": _to_host(self._pending) if self._pending else []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._unwritten = state.get("unwritten", [])
+
+    def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
+        self._pending.append(result)
+        self._measured += 1
+        self._waiting = _waiting_time(trainer)
+        for batch in result.microbatches:
+            for name, value in batch.counts.items():
+                self._counts[name] = self._counts.get(name, 0) + value
+            self._flops += batch.flops
+        self._work.append(_work_of(result.microbatches))
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=result.step)
+        if result.step % self.every == 0 or result.step == trainer.config.train.steps or result.step == 1:
+            self._report(trainer)
+
+    def on_eval(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
+        self._write_pending()  # rows stay in the order of steps, which lets a resume read the end of the file alone
+        if self._file is not None:
+            self._file.write({"kind": "eval", "step": trainer.step, **{f"eval_{k}": v for k, v in metrics.items()}})
+            log.info("step %d  held-out %s", trainer.step, "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+
+    def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
+        """Write the last steps before the error, without numbers that are still on the device: they may never come."""
+        with contextlib.suppress(Exception):  # the error that ends the run matters more
+            self._write_pending(only_ready=True)
+        self._close()
+
+    def on_end(self, trainer: TrainerHandle) -> None:
+        self._report(trainer)  # of a run that was stopped between two lines; every rank comes here
+        self._close()
+
+    def _write_pending(self, only_ready: bool = False) -> None:
+        pending, self._pending = self._pending, []
+        if self._file is None:
+            return
+        for result in pending:
+            if only_ready and not result.numbers.ready():
+                break
+            self._file.write(_to_host([result])[0], flush=False)
+        self._file.flush()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _restart_clock(self, trainer: TrainerHandle) -> None:
+        self._since = _training_time(trainer)
+        self._waited = self._waiting = _waiting_time(trainer)
+
+    def _report(self, trainer: TrainerHandle) -> None:
+        if not self._measured:
+            return
+        pending, self._pending = self._pending, []
+        steps, self._measured = self._measured, 0
+        values = _to_host(pending)  # waits for the last step's backward, not for its update
+        elapsed = max(_training_time(trainer) - self._since, 1e-9)
+        waited = self._waiting - self._waited
+        names = sorted(self._counts)
+        local = torch.tensor([self._flops, *(self._counts[n] for n in names), *self._work], dtype=torch.float64)
+        by_rank = gather_over_ranks(local)
+        sums = by_rank[:, : 1 + len(names)].sum(dim=0).tolist()
+        balance = balance_of(by_rank[:, 1 + len(names) :])
+        self._counts, self._flops, self._work = {}, 0.0, []
+        self._restart_clock(trainer)
+        if self._file is None or not values:
+            return
+        memory = devices.memory(trainer.world.device)
+        speed: dict[str, Any] = {f"{n}_per_s": total / elapsed for n, total in zip(names, sums[1:], strict=True)}
+        speed |= {
+            "data_wait": min(1.0, waited / elapsed),
+            "memory_gib": memory.used / 2**30,
+            "peak_memory_gib": memory.peak / 2**30,
+            "step_seconds": elapsed / steps,
+        }
+        if balance is not None:
+            speed["balance"] = balance
+        peak = devices.peak_flops(trainer.world.device)
+        if sums[0]:
+            speed["tflops"] = sums[0] / elapsed / trainer.world.size / 1e12
+        if sums[0] and peak:
+            speed["mfu"] = sums[0] / elapsed / trainer.world.size / peak
+        for row in values[:-1]:
+            self._file.write(row, flush=False)
+        self._file.write(values[-1] | speed)
+        metrics = [name for name in values[-1] if name not in _OF_EVERY_STEP]
+        log.info(step_line(values[-1] | speed, trainer.config.train.steps, metrics))
+
+
+_OF_EVERY_STEP = ("kind", "step", "loss", "grad_norm", "lr", "skipped")
+
+
+def step_line(row: dict[str, Any], steps: int, metrics: Sequence[str] = ()) -> str:
+    """Return the line of a step for the terminal. `metrics`: names of what the task reports besides its loss."""
+    width = len(str(steps))
+    parts = [
+        f"step {row['step']:>{width}}/{steps}",
+        f"loss {row['loss']:.4f}",
+        f"lr {row['lr']:.2e}",
+        f"grad {row['grad_norm']:.3f}",
+    ]
+    parts += [f"{name} {row[name]:.4g}" for name in metrics]
+    parts += [f"{_short(v)} {k.removesuffix('_per_s')}/s" for k, v in row.items() if k.endswith("_per_s") and v]
+    parts += [f"wait {row['data_wait']:.1%}", f"mem {row['peak_memory_gib']:.2f} GiB"]
+    if "balance" in row:
+        parts.append(f"balance {row['balance']:.2f}")
+    if "mfu" in row:
+        parts.append(f"mfu {row['mfu']:.1%}")
+    parts.append(f"left {_clock((steps - row['step']) * row['step_seconds'])}")
+    return "  ".join(parts)
+
+
+def balance_of(work: Tensor) -> float | None:
+    """Return the largest work of a rank over the mean, averaged over steps; `work` is [ranks, steps].
+
+    A step takes so much longer than with equal work. Return None with fewer than two ranks that report work.
+    """
+    work = work[work.sum(dim=1) > 0]
+    if len(work) < 2:
+        return None
+    mean = work.mean(dim=0)
+    return float((work.amax(dim=0) / mean)[mean > 0].mean())
+
+
+def _work_of(microbatches: Sequence[Batch]) -> float:
+    """Return FLOPs where the family states them, tokens otherwise."""
+    flops = sum(batch.flops for batch in microbatches)
+    return flops or float(sum(batch.counts.get("tokens", 0) for batch in microbatches))
+
+
+def _training_time(trainer: TrainerHandle) -> float:
+    """Return a clock that stops while the run evaluates or saves: those do not count as training speed."""
+    return time.perf_counter() - trainer.paused_seconds
+
+
+def _waiting_time(trainer: TrainerHandle) -> float:
+    return trainer.loader.wait_seconds if trainer.loader else 0.0
+
+
+def _to_host(results: list[StepResult]) -> list[dict[str, Any]]:
+    return [
+        {"kind": "train", "step": r.step, **r.numbers(), "lr": r.lr} | ({} if r.applied else {"skipped": True})
+        for r in results
+    ]
+
+
+def _short(value: float) -> str:
+    for unit in ("", "k", "M", "G"):
+        if value < 1000 or unit == "G":
+            break
+        value /= 1000
+    return f"{value:.0f}" if not unit and value >= 100 else f"{value:.3g}{unit}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
+
+
+def _terminal_bar(trainer: TrainerHandle) -> Progress | None:
+    if not sys.stderr.isatty():
+        return None
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(console=Console(stderr=True), transient=True)
+    bar.add_task(trainer.config.name, total=trainer.config.train.steps, completed=trainer.step)
+    bar.start()
+    return bar
+
+
+class TensorBoard(Callback):
+    """Write the scalars of `metrics.jsonl` as TensorBoard events. It reads the file, so the two never disagree."""
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+        self._read = 0
+
+    def on_start(self, trainer: TrainerHandle) -> None:
+        if trainer.world.is_main:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise TesseraError(
+                    "log.tensorboard needs the package tensorboard", fix="pip install tessera-mm[track]"
+                ) from None
+
+            folder = trainer.config.folder
+            self._writer = SummaryWriter(
+                str(folder / "tensorboard"), purge_step=trainer.step + 1 if trainer.step else None
+            )
+            self._read = (folder / "metrics.jsonl").stat().st_size if (folder / "metrics.jsonl").exists() else 0
+
+    def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
+        self._copy(trainer)
+
+    def on_eval(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
+        self._copy(trainer)
+
+    def on_rewind(self, trainer: TrainerHandle) -> None:
+        """Continue from the shortened file; the steps are written again over their old points."""
+        if self._writer is not None:
+            self._read = (trainer.config.folder / "metrics.jsonl").stat().st_size
+
+    def on_end(self, trainer: TrainerHandle) -> None:
+        self._copy(trainer)
+        if self._writer is not None:
+            self._writer.close()
+
+    def _copy(self, trainer: TrainerHandle) -> None:
+        path = trainer.config.folder / "metrics.jsonl"
+        if self._writer is None or path.stat().st_size == self._read:
+            return
+        with path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                row = json.loads(line)
+                for key, value in row.items():
+                    if key not in ("step", "kind"):
+                        self._writer.add_scalar(key, value, row["step"])
+            self._read = file.tell()

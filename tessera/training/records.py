@@ -1,0 +1,234 @@
+"""Record which samples each step used, and which samples could not be used."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import logging
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tessera.core.callback import Callback, StepResult, TrainerHandle
+from tessera.core.files import (
+    JsonLines,
+    check_regular,
+    last_step,
+    parse_row,
+    read_jsonl,
+    replace_file,
+    step_of,
+    truncate_after,
+)
+
+log = logging.getLogger("tessera")
+
+
+Row = tuple[int, list[str]]  # number of a row, ids of its samples
+SEGMENT_BYTES = 4 << 20  # a rank's file of that size is compressed and closed: about a tenth of it remains
+Segment = tuple[Path, int, int]  # file, first step, last step
+_OPEN = re.compile(r"(rank-\d+)\.jsonl")
+_SEGMENT = re.compile(r"(rank-\d+)\.(\d+)-(\d+)\.jsonl\.gz")
+
+
+class Ledger(Callback):
+    """Write rows and sample ids by step to `ledger/rank-N.jsonl`: a file per rank, so that nothing is gathered.
+
+    Together the files prove that a resume lost nothing and repeated nothing, on any number of ranks: see `read_ledger`.
+    A file that has grown to `segment_bytes` becomes `rank-N.FIRST-LAST.jsonl.gz`, named by its steps. So a resume of a
+    long run reads the end of one file of each rank, and never rewrites more than one segment of each.
+    """
+
+    def __init__(self, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._segment_bytes = segment_bytes
+        self._record = JsonLines(Path())  # `on_start` knows the folder
+
+    def on_start(self, trainer: TrainerHandle) -> None:
+        folder = trainer.config.folder / "ledger"
+        self._record = JsonLines(folder / f"rank-{trainer.world.rank:05d}.jsonl")
+        if trainer.world.is_main and folder.exists():
+            for name, segments in _ranks_in(folder).items():  # also of ranks that do not exist any more
+                truncate_ledger(folder / f"{name}.jsonl", trainer.step, segments)
+
+    def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
+        # The first step opens the file, after the first collective of the run: the main rank has trimmed it by now.
+        ids = [list(batch.sample_ids) for batch in result.microbatches]
+        rows = [batch.rows for batch in result.microbatches]
+        self._record.write({"step": result.step, "samples": ids, "rows": rows})
+        if self._record.bytes >= self._segment_bytes:
+            self._record.close()
+            _compress(self._record.path)
+
+    def on_rewind(self, trainer: TrainerHandle) -> None:
+        self._record.close()
+        path = self._record.path
+        truncate_ledger(path, trainer.step, _ranks_in(path.parent).get(path.stem, []))
+
+    def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
+        self._record.close()
+
+    def on_end(self, trainer: TrainerHandle) -> None:
+        self._record.close()
+
+
+def truncate_ledger(path: Path, step: int, segments: Sequence[Segment]) -> None:
+    """Remove steps later than `step` from the ledger of a rank. `path` is its open file; see `Ledger`."""
+    closed = 0  # the last step that is in a segment
+    for segment, first, last in segments:
+        if last <= step:
+            closed = max(closed, last)
+            continue
+        if first <= step:  # it is opened again, and truncated below
+            replace_file(path, _unpacked(segment))
+        segment.unlink()
+    truncate_after(path, step)
+    if closed:  # a kill may have come between the compression of the open file and its removal
+        first_row = next(read_jsonl(path), None)
+        if first_row is not None and (step_of(first_row) or 0) <= closed:
+            rows = [row for row in read_jsonl(path) if (step_of(row) or 0) > closed]
+            replace_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def _compress(path: Path) -> None:
+    """Close a rank's open file as a segment. A kill at any point leaves every row in one of the two, or in both."""
+    first = next((step for row in read_jsonl(path) if (step := step_of(row)) is not None), None)
+    if first is None:
+        return
+    target = path.with_name(f"{path.stem}.{first:010d}-{last_step(path):010d}.jsonl.gz")
+    fresh = path.with_name(target.name + ".new")
+    with fresh.open("wb") as file:
+        file.write(gzip.compress(path.read_bytes(), compresslevel=1, mtime=0))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, target)
+    path.unlink()
+
+
+def _ranks_in(folder: Path) -> dict[str, list[Segment]]:
+    """Return the names of the ranks in a ledger, each with its closed segments in order."""
+    found: dict[str, list[Segment]] = {}
+    for name in sorted(os.listdir(folder)) if folder.is_dir() else []:
+        if named := _SEGMENT.fullmatch(name):
+            found.setdefault(named[1], []).append((folder / name, int(named[2]), int(named[3])))
+        elif named := _OPEN.fullmatch(name):
+            found.setdefault(named[1], [])
+    return found
+
+
+def _unpacked(segment: Path) -> bytes:
+    """Return the lines of a segment, as far as it can be read."""
+    check_regular(segment)
+    parts: list[bytes] = []
+    unpack = zlib.decompressobj(wbits=31)
+    with segment.open("rb") as file:
+        try:
+            while block := file.read(4096):  # small blocks: damage costs the rest of the file from its block on
+                parts.append(unpack.decompress(block))
+        except zlib.error:
+            pass
+    if not unpack.eof:
+        log.warning("%s is damaged, a part of it cannot be read", segment)
+    return b"".join(parts)
+
+
+def read_ledger(folder: Path) -> dict[int, list[Row]]:
+    """Return the samples of each step over all ranks, in the order of rows: the same for every layout.
+
+    `folder` is that of the run. Samples of a data set that does not number its rows stand by themselves, in row -1.
+    """
+    steps: dict[int, list[Row]] = {}
+    for name, segments in _ranks_in(folder / "ledger").items():
+        closed = 0
+        for segment, _, last in segments:
+            for line in _unpacked(segment).splitlines():
+                _add_line(steps, parse_row(line) or {}, after=closed)
+            closed = max(closed, last)
+        for row in read_jsonl(folder / "ledger" / f"{name}.jsonl"):
+            _add_line(steps, row, after=closed)
+    return {step: sorted(steps[step]) for step in sorted(steps)}
+
+
+def _add_line(steps: dict[int, list[Row]], line: Mapping[str, Any], after: int) -> None:
+    step = step_of(dict(line))
+    if step is not None and step > after and "samples" in line:
+        steps.setdefault(step, []).extend(_rows_of(line))
+
+
+def digest(ledger: Mapping[int, list[Row]]) -> str:
+    """Return a hash that is equal for runs with the same samples in the same rows at the same steps."""
+    return hashlib.sha256(json.dumps(sorted(ledger.items())).encode()).hexdigest()
+
+
+def _rows_of(line: Mapping[str, Any]) -> Iterator[Row]:
+    for ids, rows in zip(line["samples"], line.get("rows") or [()] * len(line["samples"]), strict=True):
+        at = 0
+        for row, count in rows:
+            yield row, ids[at : at + count]
+            at += count
+        for id in ids[at:]:
+            yield -1, [id]
+
+
+class Quarantine(Callback):
+    """Write samples that could not be used to `quarantine.jsonl`, with the reason, and report their number at the end.
+
+    All ranks write to one file, so each reads what the others have written before it adds or counts.
+    """
+
+    def __init__(self, from_index: Iterable[tuple[str, str]] = (), in_all: int = 0) -> None:
+        """Make the callback. `in_all`: how many samples the index left out; it lists only the first of very many."""
+        self._from_index = list(from_index)  # found before training, from headers
+        self._unlisted = max(0, in_all - len(self._from_index))
+        self._known: set[str] = set()
+        self._read = 0  # bytes of the file
+        self._record = JsonLines(Path())  # `on_start` knows the folder
+
+    def on_start(self, trainer: TrainerHandle) -> None:
+        self._record = JsonLines(trainer.config.folder / "quarantine.jsonl")
+        if trainer.world.is_main:
+            for sample, reason in self._from_index:
+                self.note(sample, reason)
+
+    def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
+        for batch in result.microbatches:
+            for sample, reason in batch.problems:
+                self.note(sample, reason)
+
+    def note(self, sample: str, reason: str) -> None:
+        """Write a sample to the file, unless it is there."""
+        if sample not in self._known:
+            self._catch_up()
+        if sample in self._known:
+            return
+        self._known.add(sample)
+        self._record.write({"id": sample, "reason": reason})
+        if len(self._known) <= 5:
+            log.warning("skipped sample %s: %s", sample, reason)
+
+    def on_end(self, trainer: TrainerHandle) -> None:
+        self._catch_up()
+        if self._known and trainer.world.is_main:
+            total, listed = len(self._known) + self._unlisted, len(self._known)
+            lists = f"{listed} of them" if self._unlisted else "them"
+            log.warning("skipped in all: %d; quarantine.jsonl in the run folder lists %s", total, lists)
+        self._record.close()
+
+    def _catch_up(self) -> None:
+        if not self._record.path.exists():
+            return
+        with self._record.path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                row = parse_row(line)
+                if row is not None and "id" in row:  # a broken line is skipped
+                    self._known.add(str(row["id"]))
+                self._read += len(line)
+
+    def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
+        self._record.close()

@@ -1,0 +1,206 @@
+"""Train or resume a whole run with one call."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.weight_source import CONFIG, RUN_FILE, find_file, saved_config
+from tessera.core import dist, log
+from tessera.core.callback import Callback
+from tessera.core.config import dump_yaml
+from tessera.core.errors import TesseraError, first_line
+from tessera.core.files import read_json_mapping, read_metrics
+from tessera.core.run_config import ModelSection, RunConfig, load_config
+from tessera.core.run_paths import located, moved
+from tessera.core.task import Task
+from tessera.core.trust import Trust, check_trusted, find_code, named_code, remember
+from tessera.models.common.side_files import SEAL, damaged_side_files
+from tessera.training.build import build_trainer
+from tessera.training.init_weights import check_first_weights
+from tessera.training.run_folder import PublishRun, RunFolder, check_fresh, given_objects, writable
+from tessera.training.setup import ModelSetup, Objects, build_meta_model, with_model_resolved
+
+
+@dataclass(frozen=True)
+class Run:
+    """Name what a run leaves behind."""
+
+    folder: Path
+    checkpoint: Path | None
+    stopped: str | None = None  # why it ended before its last step, if it did
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder / "metrics.jsonl")
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+    callbacks: Sequence[Callback] = (),
+    model: nn.Module | None = None,
+    task: Task | None = None,
+    dataset: Any = None,
+    eval_dataset: Any = None,
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
+) -> Run:
+    """Train from the start. A folder that already holds a run is left alone unless `overwrite` says otherwise.
+
+    Whatever a recipe names by an import path can be given as an object instead: `model` (with the weights it begins
+    with), `task`, `dataset` and `eval_dataset` (a torch Dataset or DataLoader), and `optimizer` (a function of the
+    parameter groups, such as an optimizer class). `resume` has to be given the same.
+    """
+    objects = Objects(model, task, dataset, eval_dataset, optimizer)
+    config = load_config(recipe, {**(overrides or {}), **objects.settings()})
+    check_fresh(config.folder, overwrite)  # again when the folder is locked; here before anything is built
+    return _run(config, resume=False, overwrite=overwrite, callbacks=callbacks, objects=objects)
+
+
+def resume(
+    run: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    trust: Trust = False,
+    callbacks: Sequence[Callback] = (),
+    model: nn.Module | None = None,
+    task: Task | None = None,
+    dataset: Any = None,
+    eval_dataset: Any = None,
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
+) -> Run:
+    """Continue from the newest good checkpoint of a run; its own saved configuration is all that is needed.
+
+    `trust`: a folder that you did not make may name code to import and call; True says that you trust it, a set of
+    import paths that you trust these. A run that was given objects (see `train`) has to be given them again."""
+    objects = Objects(model, task, dataset, eval_dataset, optimizer)
+    config = resume_config(run, overrides, trust)
+    objects.check_resumed(given_objects(Path(run)))
+    return _run(config, resume=True, overwrite=False, callbacks=callbacks, objects=objects)
+
+
+def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, trust: Trust = False) -> RunConfig:
+    """Return the configuration to resume a run with, wherever its folder and the working folder are now."""
+    folder = Path(run)
+    if folder.name in ("", ".."):
+        folder = folder.resolve()
+    kept = saved_config(folder)
+    if kept is None:
+        raise TesseraError(
+            f"{folder} is not a run: it has no config.yaml", fix="name the folder that `tessera train` made"
+        )
+    kept["name"] = "run"  # a folder may have been given a name since that no recipe may have
+    code = named_code(load_config(kept))
+    check_trusted(find_file(folder, CONFIG).parent, code, trust)  # what `overrides` name comes from the user
+    find_code(find_file(folder, CONFIG).parent, code)
+    config = load_config(kept, overrides)
+    if (was := _folder_before(folder)) is not None and was != folder.absolute():
+        config = moved(config, was, folder.absolute())
+    model = _with_own_copy(config.model, folder)
+    # The folder may have been moved since: where it lies now counts, not where it lay.
+    return config.model_copy(update={"out": folder.parent, "name": folder.name, "model": model})
+
+
+def _with_own_copy(model: ModelSection, folder: Path) -> ModelSection:
+    """Use the run's copy of the processor files where the original is gone.
+
+    A damaged copy would train on with another tokenizer or template: then the original serves, if it is there.
+    """
+    copy = find_file(folder, "processor")
+    if not copy.is_dir():
+        return model
+    damaged = damaged_side_files(copy)
+    if not damaged:
+        return model.model_copy(update={"tokenizer": folder / "processor"})
+    first = model.tokenizer or model.path
+    if first is not None and first.exists():
+        log.logger().warning("%s of %s changed since the run began: %s is read again", ", ".join(damaged), copy, first)
+        return model
+    raise TesseraError(
+        f"{', '.join(damaged)} changed since the run began: it would go on with other tokens",
+        where=str(copy),
+        fix=f"put the files back; if the change is meant, remove {copy / SEAL}",
+    )
+
+
+def _folder_before(folder: Path) -> Path | None:
+    """Return where a run was when its configuration was written."""
+    try:
+        return Path(read_json_mapping(find_file(folder, RUN_FILE))["folder"])
+    except (TesseraError, KeyError, TypeError):
+        return None
+
+
+def fingerprint(config: RunConfig) -> str:
+    """Return a short hash of the configuration, which ranks compare at the rendezvous."""
+    return hashlib.sha256(dump_yaml(config).encode()).hexdigest()[:12]
+
+
+def join(config: RunConfig) -> AbstractContextManager[dist.World]:
+    """Return the world of a recipe's ranks, after they have compared versions, configuration and run folder."""
+    return dist.world(
+        config.train.device,
+        config.parallel.timeout_s,
+        join_timeout_s=config.parallel.join_timeout_s,
+        config=fingerprint(config),
+        folder=config.folder,
+    )
+
+
+@contextmanager
+def open_run(
+    config: RunConfig, setup: ModelSetup, world: dist.World, objects: Objects, *, resume: bool, overwrite: bool
+) -> Iterator[tuple[RunConfig, list[Callback]]]:
+    """Open the folder of a run on all ranks, until the end of the block.
+
+    The block is given the recipe as the folder keeps it, and the callbacks of the folder for the trainer."""
+    folder = RunFolder(config.folder)  # managed by the main rank
+    try:
+        Ranks.current().on_rank0(lambda: folder.open(overwrite=overwrite, resume=resume))
+        config = located(with_model_resolved(config, setup), Path.cwd())
+        with writable(config.folder):
+            log.setup(world.rank, config.folder / "logs")
+            Ranks.current().on_rank0(lambda: folder.begin(config, resume=resume, objects=objects.names))
+            if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once on every machine, each of which may resume the run
+                remember(config.folder, named_code(config))
+            yield config, [PublishRun(folder)] if world.is_main else []
+        dist.barrier()  # whoever left earlier would look lost to ranks that have not ended their watch yet
+    except RuntimeError as error:
+        if not dist.is_peer_error(error):
+            raise
+        # While the parts are built no watch runs yet: this rank knows that a partner is gone, not which one.
+        raise dist.RankFailure(
+            f"another rank is gone: {first_line(error)}", fix="look at the messages of the other ranks"
+        ) from error
+    finally:
+        folder.close()
+        log.close()
+
+
+def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequence[Callback], objects: Objects) -> Run:
+    # What cannot work should fail before any rank waits for another.
+    setup = build_meta_model(config, dist.expected_world_size(), objects)
+    if not resume:
+        check_first_weights(config, setup)
+    with (
+        join(config) as world,
+        open_run(config, setup, world, objects, resume=resume, overwrite=overwrite) as (config, own),
+    ):
+        trainer = build_trainer(config, setup, world, [*callbacks, *own], objects)
+        if not (resume and trainer.resume()):
+            if resume:
+                log.logger().warning("%s has no checkpoint yet: starting from the beginning", config.folder)
+            trainer.begin()
+        trainer.run()
+    return Run(config.folder, trainer.checkpoints.newest, trainer.stop_reason)

@@ -1,0 +1,249 @@
+"""Own the folder of a run: it is locked, and the run it replaces is kept until the new one works.
+
+A run works when its first step is applied, or a checkpoint is written. Until then nothing that existed is lost:
+
+- `config.yaml` of a run that is resumed stays as it is, and so does the run that `--overwrite` replaces. Its files are
+  kept in `RUN/.replaced`, and are moved back if the new run fails before it works, also after a kill -9.
+- Only a folder that holds `run.json` or a checkpoint of Tessera is ever emptied, and never the working folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tessera.checkpoint.files import read_manifest, remove_folder
+from tessera.checkpoint.weight_source import ASIDE, CONFIG, REPLACED, REPLACING, RESTORING, RUN_FILE, find_file
+from tessera.checkpoint.weight_source import run_exists as run_exists  # the command line asks here
+from tessera.core.callback import Callback, StepResult, TrainerHandle
+from tessera.core.errors import TesseraError
+from tessera.core.files import read_json_mapping, replace_file
+from tessera.core.run_config import CheckpointSection, RunConfig
+from tessera.core.run_paths import kept_text
+from tessera.core.trust import named_code, write_run_id
+from tessera.training.lock import LOCK, OWNER, FolderLock
+
+FORMAT = "tessera-run"
+_TRASH = ".trash-"
+# Errors of the system that mean: the folder cannot be written to, and the user has to change that.
+_UNWRITABLE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
+    | {errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.EIO}
+)
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+log = logging.getLogger("tessera")
+
+
+@contextmanager
+def writable(folder: Path, *, starting: bool = False) -> Iterator[None]:
+    """Turn errors about a full disk or missing rights into a `TesseraError`.
+
+    Errors about other folders pass, except while the folder of the run is made.
+    """
+    try:
+        yield
+    except OSError as error:
+        inside = (
+            error.filename is not None and folder.absolute() in Path(os.fsdecode(error.filename)).absolute().parents
+        )
+        if error.errno not in _UNWRITABLE or not (starting or inside or error.errno in _FULL):
+            raise
+        raise TesseraError(
+            f"{folder} cannot be written to: {error.strerror}"
+            + (f" ({error.filename})" if error.filename is not None else ""),
+            where="out, name",
+            fix="make room, see to the rights of the folder, or choose another with out=FOLDER",
+        ) from error
+
+
+class RunFolder:
+    """Manage the folder of a run on the main rank; other ranks only write files into it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self._lock = FolderLock(folder)
+        self._open = False
+        self._objects: list[str] = []
+
+    def open(self, *, overwrite: bool = False, resume: bool = False) -> None:
+        """Lock the folder for this run, or raise the reason. A run that is to be replaced is set aside."""
+        with writable(self.path, starting=True):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            self._open = True
+            self._recover()
+            if resume:
+                return
+            check_fresh(self.path, overwrite)
+            if run_exists(self.path):
+                self._set_aside()
+
+    def begin(self, config: RunConfig, *, resume: bool = False, objects: Sequence[str] = ()) -> None:
+        """Write the configuration of a new run; that of a resumed run is written later, by `publish`.
+
+        `objects`: parts that the caller gave as objects, and has to give again to a resume."""
+        self._objects = list(objects)
+        with writable(self.path, starting=True):
+            if named_code(config):
+                write_run_id(self.path)
+            if not resume:
+                write_config(self.path, config, self._objects)
+
+    def publish(self, config: RunConfig) -> None:
+        """Write the configuration of a run that works, and remove the run that it replaced."""
+        write_config(self.path, config, self._objects)
+        old = self.path / REPLACED
+        if old.exists():
+            trash = self.path / f"{_TRASH}{secrets.token_hex(4)}"
+            os.rename(old, trash)
+            # Removing many large files takes long, and other ranks wait; what is left is removed at the next start.
+            threading.Thread(target=remove_folder, args=(trash,), name="tessera-remove-old-run", daemon=True).start()
+
+    def close(self) -> None:
+        """Unlock the folder. If the run never worked, the run that it was to replace is put back."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            if (self.path / REPLACED).exists():
+                self._recover()
+                log.warning("the run that was to be replaced is back in %s", self.path)
+        except OSError as error:
+            log.warning("%s holds the run that was to be replaced: %s", self.path / REPLACED, error)
+        finally:
+            self._lock.release()
+
+    # ------------------------------------------------------------------------------------------ setting aside
+
+    def _entries(self) -> list[Path]:
+        own = {LOCK, OWNER, *ASIDE}
+        return [path for path in self.path.iterdir() if path.name not in own and not path.name.startswith(_TRASH)]
+
+    def _set_aside(self) -> None:
+        aside = self.path / REPLACING
+        aside.mkdir()
+        for path in self._entries():
+            os.rename(path, aside / path.name)
+        os.rename(aside, self.path / REPLACED)
+
+    def _recover(self) -> None:
+        """Clean up after a run that died: put back what it was to replace, and remove its remains."""
+        trash = self.path / f"{_TRASH}{secrets.token_hex(4)}"
+        if (self.path / REPLACED).exists():
+            trash.mkdir()
+            for path in self._entries():
+                os.rename(path, trash / path.name)
+            os.rename(self.path / REPLACED, self.path / RESTORING)
+        for aside in (self.path / RESTORING, self.path / REPLACING):
+            if aside.exists():
+                for path in list(aside.iterdir()):
+                    os.rename(path, self.path / path.name)
+                aside.rmdir()
+        for left in self.path.glob(f"{_TRASH}*"):
+            remove_folder(left)
+
+
+def check_fresh(folder: Path, overwrite: bool) -> None:
+    """Refuse to begin a run where there is one, or to replace what is not a run."""
+    if not run_exists(folder):
+        return
+    if not overwrite:
+        raise TesseraError(
+            f"{folder} already holds a run with checkpoints",
+            where="out, name",
+            fix=f"`tessera resume {folder}` goes on with it; name=NEW starts another; --overwrite replaces it",
+        )
+    here, target = Path.cwd().resolve(), folder.resolve()
+    if target == here or target in here.parents:
+        raise TesseraError(
+            f"{folder} is the working folder, or holds it: it is not replaced",
+            where="--overwrite",
+            fix="start from another folder, or choose another name",
+        )
+    if not _is_run(folder):
+        raise TesseraError(
+            f"{folder} holds other things than a run of Tessera: it is not replaced",
+            where="--overwrite",
+            fix=f"choose another name, or remove the folder yourself (a run has a file {RUN_FILE})",
+        )
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        if read_json_mapping(find_file(folder, RUN_FILE)).get("format") == FORMAT:
+            return True
+    except TesseraError:
+        pass
+    for path in find_file(folder, "checkpoints").glob("step-*"):  # of a version that wrote no run file
+        try:
+            read_manifest(path)
+            return True
+        except TesseraError:
+            continue
+    return False
+
+
+def given_objects(folder: Path) -> list[str]:
+    """Return which parts of a run its caller gave as objects."""
+    try:
+        names = read_json_mapping(find_file(folder, RUN_FILE)).get("objects", [])
+    except TesseraError:
+        return []
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def write_config(folder: Path, config: RunConfig, objects: Sequence[str] = ()) -> None:
+    """Replace `config.yaml` in one step, and write the file that says that the folder is a run, and where it was."""
+    known = {"format": FORMAT, "version": 1, "folder": str(folder.absolute()), "objects": list(objects)}
+    for path, text in ((folder / RUN_FILE, json.dumps(known) + "\n"), (folder / CONFIG, kept_text(config))):
+        if not (path.is_file() and path.read_bytes() == text.encode()):
+            replace_file(path, text.encode())
+
+
+class PublishRun(Callback):
+    """Call `RunFolder.publish` after the first update or save, or at the end; log at the start how often a run saves.
+
+    Publishing writes the configuration and removes the run that this one replaces. Only the main rank has it.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._published = False
+
+    def on_start(self, trainer: TrainerHandle) -> None:
+        log.info("%s", describe_saving(trainer.config.checkpoint))
+
+    def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
+        if result.applied:
+            self._publish(trainer)
+
+    def on_save(self, trainer: TrainerHandle, path: Path) -> None:
+        self._publish(trainer)
+
+    def on_end(self, trainer: TrainerHandle) -> None:
+        if trainer.stop_reason is None:  # also a run without a step to do
+            self._publish(trainer)
+
+    def _publish(self, trainer: TrainerHandle) -> None:
+        if not self._published:
+            self._published = True
+            self._folder.publish(trainer.config)
+
+
+def describe_saving(section: CheckpointSection) -> str:
+    """Return a line about when checkpoints are written, and so how much a kill can cost."""
+    moments = [f"every {section.every} steps"] if section.every else []
+    if section.minutes_between:
+        moments.append(f"every {section.minutes_between:g} minutes")
+    moments += ["at the end"] if section.at_end else []
+    if not moments:
+        return "checkpoints   none: checkpoint.every, checkpoint.minutes and checkpoint.at_end are all off"
+    return f"checkpoints   {' and '.join(moments)}; the newest {section.keep} are kept"

@@ -1,0 +1,201 @@
+"""Set up a run without weights: the model on the meta device with its adapters, its plan and its task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tessera.checkpoint.peft import settled
+from tessera.checkpoint.weights import check_config_numbers
+from tessera.core import device as devices
+from tessera.core.adapters import Adapters, spelled_out
+from tessera.core.errors import TesseraError
+from tessera.core.layouts import detect_layout
+from tessera.core.run_config import LoraSection, PrecisionSection, RunConfig
+from tessera.core.task import Task
+from tessera.core.types import ModelSpec, Training
+from tessera.models import build_on_meta, resolve
+from tessera.models.module import spec_of_object
+from tessera.nn.lora import add_adapters, find_adapters, with_adapters
+from tessera.parallel.passes import training_of
+from tessera.parallel.plan import Plan, Workload, make_plan, parameter_bytes
+from tessera.tasks import REFERENCE_MODEL, build_task
+from tessera.tasks.language import LanguageTask
+
+
+@dataclass(frozen=True)
+class Objects:
+    """Hold parts of a run that the caller gave as objects. None: the recipe names the part."""
+
+    model: nn.Module | None = None
+    task: Task | None = None
+    dataset: Any = None  # a torch Dataset or DataLoader, a RowSource, or anything that can be indexed or iterated
+    eval_dataset: Any = None
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None  # from parameter groups, such as a class
+
+    def __post_init__(self) -> None:
+        """Raise if a part is not what it is given as."""
+        wanted = {
+            "model": (self.model, isinstance(self.model, nn.Module), "an nn.Module"),
+            "task": (
+                self.task,
+                isinstance(self.task, Task),
+                "an object of a class derived from tessera.core.task.Task",
+            ),
+            "optimizer": (self.optimizer, callable(self.optimizer), "a function of parameter groups, such as a class"),
+        }
+        for name, (value, fits, what) in wanted.items():
+            if value is not None and not fits:
+                given = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+                raise TesseraError(f"{name} is {given}", where=f"{name}=...", allowed=[what])
+
+    def settings(self) -> dict[str, Any]:
+        """Return the recipe keys that follow from the objects."""
+        settings: dict[str, Any] = {}
+        if self.model is not None:
+            settings["model.family"] = "module"
+        if self.dataset is not None:
+            settings["data.kind"] = "custom"
+        return settings
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the parts that were given, as a run folder keeps them."""
+        return [name for name, value in vars(self).items() if value is not None]
+
+    def check_resumed(self, recorded: list[str]) -> None:
+        """Raise if a run that began with objects goes on without one of them."""
+        missing = [name for name in recorded if name not in self.names]
+        if missing:
+            words = ", ".join(f"{name}=..." for name in missing)
+            raise TesseraError(
+                f"the run began with objects that a folder cannot keep: {', '.join(missing)}",
+                where="tessera.resume",
+                fix=f"give them again: tessera.resume(folder, {words})",
+            )
+
+
+NONE = Objects()
+
+
+@dataclass(frozen=True)
+class FrozenCopy:
+    """Hold a second copy of the model that is not trained, on the meta device."""
+
+    module: nn.Module
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class ModelSetup:
+    """Hold a model as the recipe describes it, on the meta device, with its plan and its task."""
+
+    spec: ModelSpec
+    config: Any
+    module: nn.Module
+    plan: Plan
+    lora: LoraSection | None = None  # with every target named
+    adapters: Adapters = field(default_factory=dict)
+    task: Task = field(default_factory=LanguageTask)
+    frozen: Mapping[str, FrozenCopy] = field(default_factory=dict)  # what the task needs besides the trained model
+
+    @cached_property
+    def training(self) -> Training:
+        """Return which matrix products a step computes, given what is frozen. Read before the model is sharded."""
+        trained = [shard.name for shard in self.plan.param_shards if shard.trained]
+        return training_of(self.module, self.spec.main.plan(self.config), trained)
+
+
+def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE) -> ModelSetup:
+    """Build the model on the meta device and plan its layout. Needs no process group and no accelerator.
+
+    `objects`: what the caller of `tessera.train` gave instead of names in the recipe.
+    """
+    path = config.model.path
+    layout = None if path is None or (path / "config.yaml").is_file() else detect_layout(path)
+    if path is not None and layout is not None:
+        check_config_numbers(layout.config(), path)
+    spec, model_config = resolve(config.model) if objects.model is None else spec_of_object(objects.model)
+    module = build_on_meta(spec, model_config)
+    model_plan, lora = spec.main.plan(model_config), config.model.lora
+    adapters: Adapters = {}
+    if lora is not None:
+        if lora.quantize is not None and config.parallel.tp > 1:
+            raise TesseraError(
+                f"weights in four bits are whole on every rank, and parallel.tp={config.parallel.tp} would split them",
+                where="model.lora.quantize",
+                fix="parallel.tp=1: with four bits a layer is small, and data ranks or a pipeline share the work",
+            )
+        weight_map = spec.main.weight_map(model_config)
+        lora = settled(lora, [name for name, _ in module.named_parameters()], weight_map)
+        adapters = find_adapters(lora, module, model_plan)
+        add_adapters(module, adapters, lora.dropout, lora.quantize is not None)
+        lora, model_plan = spelled_out(lora, adapters), with_adapters(model_plan)
+    plan = make_plan(
+        config.parallel,
+        model_plan,
+        module,
+        world_size,
+        precision=resolve_precision(config),
+        freeze=config.model.freeze,
+        workload=_workload(config, spec, model_config),
+    )
+    task = objects.task or build_task(config.train.task or spec.task, config.train.task_options)
+    task.check(config, module)
+    frozen = {
+        name: _frozen_copy(name, config, spec, model_config, world_size) for name in task.frozen_components(config)
+    }
+    plan = replace(plan, frozen_components={name: parameter_bytes(copy.plan) for name, copy in frozen.items()})
+    return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen)
+
+
+def resolve_precision(config: RunConfig) -> PrecisionSection:
+    """Return the precision section for the device that the run will use."""
+    return config.precision.resolved(accelerator=devices.is_accelerator(config.train.device))
+
+
+def _frozen_copy(name: str, config: RunConfig, spec: ModelSpec, model_config: Any, world_size: int) -> FrozenCopy:
+    """Return a frozen second copy of the model, laid out like the trained one and kept in the type it computes in."""
+    if name != REFERENCE_MODEL:
+        raise TesseraError(
+            f"family {spec.name} has no component {name!r}",
+            where="train.task",
+            allowed=[*spec.components, REFERENCE_MODEL],
+        )
+    module = build_on_meta(spec, model_config)
+    precision = resolve_precision(config)
+    kept = "bfloat16" if precision.compute == "bfloat16" else precision.weights  # it needs no master weights
+    plan = make_plan(
+        config.parallel,
+        spec.main.plan(model_config),
+        module,
+        world_size,
+        precision=precision.model_copy(update={"weights": kept}),
+        workload=_workload(config, spec, model_config),
+    )
+    return FrozenCopy(module, plan)
+
+
+def _workload(config: RunConfig, spec: ModelSpec, model_config: Any) -> Workload:
+    tokens, elements = config.data.length * config.train.micro_batch, {}
+    if spec.example is not None:
+        with torch.device("meta"):
+            typical = spec.example(model_config, tokens)
+        encoders = spec.main.plan(model_config).encoders
+        elements = {name: stream.elements(typical) for name, stream in encoders.items()}
+    return Workload(tokens, elements, config.train.global_batch, config.train.micro_batch)
+
+
+def with_model_resolved(config: RunConfig, setup: ModelSetup) -> RunConfig:
+    """Return the recipe with every field of the model, so that presets and folders may change or go."""
+    full: dict[str, Any] = {"family": config.model.family or setup.spec.name, "preset": None}
+    full["config"] = setup.config.model_dump(mode="json")
+    full["lora"] = setup.lora
+    model = config.model.model_copy(update=full)
+    return config.model_copy(update={"model": model, "precision": resolve_precision(config)})

@@ -1,0 +1,346 @@
+"""Run the steps of a training in order. The trainer knows no modality, no parallel axis and no file format."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.state import MODEL, training_tensors
+from tessera.core import log, rng
+from tessera.core.callback import (
+    AsyncScalars,
+    Callback,
+    OptimizerStep,
+    StepResult,
+    check_callback_names,
+    restore_callbacks,
+)
+from tessera.core.dist import World, agree_on_step
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import RunConfig
+from tessera.core.run_paths import kept_text
+from tessera.core.task import LossTotals, Task
+from tessera.core.types import Batch
+from tessera.data.loader.loader import Loader
+from tessera.optim.optimizer import lr_factor, set_learning_rate
+from tessera.parallel.engine import Engine
+from tessera.training.saves import Saved, Saves
+
+
+class Trainer:
+    """Run finished parts (see `training.build`) until the last step, a stop request or an error."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        world: World,
+        module: nn.Module,
+        engine: Engine,
+        initial_weights: Callable[[], None],  # fills the module for a run that begins
+        task: Task,
+        optimizer: torch.optim.Optimizer,
+        clip_gradients: Callable[[], torch.Tensor],  # has the next update clipped; returns the norm of the gradients
+        loader: Callable[[int], Loader],  # from the row to start with
+        checkpoints: CheckpointManager,
+        callbacks: Sequence[Callback] = (),
+        optimizer_step: OptimizerStep | None = None,  # applies or drops updates; it is a callback too
+        eval_weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        eval_batches: Callable[[], Iterable[tuple[Batch, bool]]] | None = None,  # (batch, whether it counts)
+        data_identity: str = "",  # of the order of rows; empty: unknown
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.module = module
+        self.engine = engine
+        self.task = task
+        self.optimizer = optimizer
+        self.checkpoints = checkpoints
+        self.optimizer_step = optimizer_step or OptimizerStep()
+        self.callbacks = [self.optimizer_step, *callbacks]
+        check_callback_names(self.callbacks)
+        self.eval_weights = eval_weights  # while it is entered, the module has the weights to evaluate
+        self.data_identity = data_identity
+        self.step = 0
+        self.paused_seconds = 0.0  # spent on evaluation and saving
+        self.stop_reason: str | None = None
+        self.phase_listeners: list[Callable[[str], None]] = []  # called with each new phase
+        self.phase = "starting"
+        self.loader: Loader | None = None
+        self._initial_weights = initial_weights
+        self._make_loader = loader
+        self._clip_gradients = clip_gradients
+        self._eval_batches = eval_batches
+        self._saves = Saves(checkpoints, config.checkpoint, self._saved, self.paused, self._on_save)
+
+    # ------------------------------------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        """Train until the last step, evaluate and save."""
+        try:
+            self.start()
+            self._open_loader()
+            before = self.step
+            self._loop()
+            if self.step > before and self.stop_reason is None and self._eval_batches is not None:
+                self.evaluate()
+            if self.config.checkpoint.at_end:
+                self.save()
+            self._saves.finish(last=True)
+        except BaseException as error:
+            for callback in reversed(self.callbacks):  # undone in the opposite order, as with nested contexts
+                callback.on_error(self, error)
+            self._saves.finish_after_error(alone=self.world.size == 1)
+            raise
+        finally:
+            self._close_loader()
+        self.end()
+
+    def start(self) -> None:
+        """Begin the steps. `run` does so itself; a caller that has a loop of its own starts, calls `train_step` for
+        each step, and ends."""
+        self._call("on_start")
+        self.module.train()
+
+    def end(self) -> None:
+        """End the steps: callbacks write their last lines and close what they opened."""
+        self.phase = "ending"
+        self._call("on_end")
+
+    def _loop(self) -> None:
+        settings = self.config.train
+        self._saves.restart_clock()
+        while self.step < settings.steps and self._goes_on():
+            self.phase = "loading data"
+            assert self.loader is not None
+            microbatches = next(self.loader)
+            if self.train_step(microbatches) is None:
+                continue
+            last = self.step == settings.steps
+            if self._eval_batches is not None and _due(self.step, settings.eval_every) and not last:
+                self.evaluate()
+            if _due(self.step, self.config.checkpoint.every) and not last:
+                self._saves.begin(self.step)
+
+    def train_step(self, microbatches: Sequence[Batch]) -> StepResult | None:
+        """Run one optimizer step on this rank's micro-batches; return None where it was undone."""
+        settings = self.config.train
+        rng.seed_process(settings.seed, "step", self.step, self.world.rank)
+        self._call("on_step_begin")
+        self.phase = "running the model"
+        out = self.engine.step(self.task, microbatches)
+        self._call("on_before_optim")
+        self.phase = "clipping gradients"
+        grad_norm = self._clip_gradients()
+        self.phase = "updating weights"
+        share = lr_factor(self.config.optim.schedule, self.step, settings.steps) * self.optimizer_step.lr_share
+        lr = set_learning_rate(self.optimizer, share)
+        loss = out.loss()
+        numbers = AsyncScalars.of({"loss": loss, "grad_norm": grad_norm, **out.metrics()})
+        outcome = self.optimizer_step.update(self, loss, grad_norm, microbatches)
+        self.optimizer.zero_grad(set_to_none=True)
+        if outcome == "rewound":
+            return None
+        self.step += 1
+        self.phase = "reporting"
+        # Results outlive their step, so they hold no tensors.
+        described = [replace(batch, tensors={}, segments={}) for batch in microbatches]
+        result = StepResult(self.step, numbers, lr, described, outcome == "applied")
+        self._call("on_step_end", result)
+        return result
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        for listener in self.phase_listeners:
+            listener(phase)
+
+    def _goes_on(self) -> bool:
+        """Return whether all ranks go on with the next step, after a save if one is due.
+
+        A stop asked of one rank (a signal reaches each at another moment) stops all. The clock of the main rank decides
+        when a save is due.
+        """
+        self.phase = "agreeing to go on"
+        stop, save, writing = agree_on_step(
+            self.step,
+            self.stop_reason is not None,
+            self.world.is_main and self._saves.due(),
+            self.checkpoints.is_writing,
+        )
+        if not writing:
+            self._saves.finish()
+        if stop:
+            self.stop_reason = self.stop_reason or "another rank was asked to stop"
+            return False
+        if save:
+            self._saves.begin(self.step)
+        return True
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the run to finish this step, save and end. Signal handlers and callbacks may call it."""
+        self.stop_reason = reason
+
+    def _open_loader(self) -> None:
+        self._close_loader()
+        self.loader = self._make_loader(self.rows_drawn)
+
+    def _close_loader(self) -> None:
+        loader, self.loader = self.loader, None
+        if loader is not None:
+            loader.close()
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the loss over the held-out rows, the same on every rank."""
+        assert self._eval_batches is not None
+        totals: LossTotals | None = None
+        with self.paused("evaluating"), self.eval_weights():
+            for batch, counts in self._eval_batches():
+                out = self.engine.evaluate(self.task, batch.to(self.world.device), counts)
+                totals = out if totals is None else totals + out
+        assert totals is not None, "held-out rows make at least one batch"
+        metrics = {"loss": float(totals.loss()), **{name: float(value) for name, value in totals.metrics().items()}}
+        self.report_eval(metrics)
+        return metrics
+
+    def report_eval(self, metrics: dict[str, float]) -> None:
+        self._call("on_eval", metrics)
+
+    # ------------------------------------------------------------------------------------------ state
+
+    @property
+    def rows_drawn(self) -> int:
+        """Return the rows of the global order that training has used, which is the data position of any layout."""
+        return self._first_row + (self.step - self._first_step) * self.config.train.global_batch
+
+    # The row count at `_first_step`: it differs from step * batch only if a resume changed the batch.
+    _first_row = 0
+    _first_step = 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return training_tensors(self.module, self.optimizer)
+
+    def side_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of callbacks."""
+        return {name: tensor for callback in self.callbacks for name, tensor in callback.state_tensors(self).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "rows_drawn": self.rows_drawn,
+            "seed": self.config.train.seed,  # with the step, this is the state of every random stream
+            "schedule": {**self.config.optim.schedule.model_dump(mode="json"), "steps": self.config.train.steps},
+            "world": self.world.size,
+            "data": self.data_identity,
+            "weights_only": self.config.checkpoint.weights_only,
+            "callbacks": {c.name: c.state_dict() for c in self.callbacks},
+        }
+
+    def save(self) -> Path | None:
+        """Save this step, unless it is saved already, and wait until it is written."""
+        return self._saves.save(self.step)
+
+    def _on_save(self, path: Path) -> None:
+        self._call("on_save", path)
+
+    def _saved(self) -> Saved:
+        tensors = {**self.tensors(), **self.side_tensors()}
+        if self.config.checkpoint.weights_only:
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+        return self.step, tensors, self.state_dict(), kept_text(self.config)
+
+    def begin(self) -> None:
+        """Start at the first step with the initial weights."""
+        self._initial_weights()
+        self.engine.settle(self.optimizer)
+
+    def resume(self, before: int | None = None) -> bool:
+        """Continue from the newest good checkpoint of this run; return False when there is none.
+
+        `before`: take one of fewer steps than that.
+        """
+        self._saves.finish()
+        found = self.checkpoints.resume(self.tensors(), may_lack=self.side_tensors(), before=before)
+        if found is None:
+            return False
+        step, state = found
+        if state["seed"] != self.config.train.seed:
+            raise TesseraError(
+                f"the run was trained with train.seed={state['seed']}, now it is {self.config.train.seed}: "
+                "the data order would change in the middle",
+                where="train.seed",
+                fix=f"set train.seed={state['seed']}",
+            )
+        if state.get("data") and state["data"] != self.data_identity:
+            log.logger().warning(
+                "the data, or the way it is packed, has changed since step %d was saved: rows hold other samples now, "
+                "of which some may come again and some not in this pass",
+                step,
+            )
+        self._report_changes(step, state)
+        self.restore_state(step, state)
+        self._saves.step = step
+        return True
+
+    def _report_changes(self, step: int, state: Mapping[str, Any]) -> None:
+        """Log what is allowed to differ from the run that saved `state`, and what follows from it."""
+        before, now = dict(state["schedule"]), self.state_dict()["schedule"]
+        if before.get("kind") == now["kind"] == "constant":
+            now.pop("steps")  # a constant rate does not ask how long the run is
+        changed = [f"{key} {before[key]} -> {now[key]}" for key in now if key in before and before[key] != now[key]]
+        if changed:
+            log.logger().warning(
+                "the schedule has changed since step %d was saved (%s): the learning rate goes on from its new value",
+                step,
+                ", ".join(changed),
+            )
+        if state["world"] != self.world.size:
+            log.logger().info(
+                "world size was %d and is %d now: samples and their order are the same, sums are so to rounding",
+                state["world"],
+                self.world.size,
+            )
+
+    def restore_state(self, step: int, state: Mapping[str, Any]) -> None:
+        """Restore everything but tensors from `state` (see `state_dict`); the tensors are filled already."""
+        self.engine.settle(self.optimizer)
+        self.step = self._first_step = step
+        self._first_row, self._saves.step = state["rows_drawn"], -1
+        for lost in restore_callbacks(self.callbacks, state["callbacks"]):
+            log.logger().warning("%s", lost)
+
+    def continue_from_here(self) -> None:
+        """Drop records of later steps and read data from this step on, after going back."""
+        self._call("on_rewind")
+        self._open_loader()
+
+    @contextlib.contextmanager
+    def paused(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        self.phase = phase
+        try:
+            yield
+        finally:
+            self.paused_seconds += time.perf_counter() - started
+
+    def _call(self, moment: str, *details: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, moment)(self, *details)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,111 @@
+"""Write docs/reference/compat-flags.md from the tables of flags and keys: python -m tests.acceptance.flags_page"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tessera.compat.mindspeed_mm import data_json, fsdp_yaml, inference_json, model_json, recipe_parts
+from tessera.compat.mindspeed_mm.flags import FLAGS, counts
+from tessera.compat.mindspeed_mm.report import KeyRule
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compat-flags.md"
+HEAD = """# Flags and keys of MindSpeed-MM jobs
+
+What becomes of every flag of the launch scripts and of every key of their files. The page is written from the tables
+that the reader uses (`python -m tests.acceptance.flags_page`). *Honoured*: it sets a recipe key or is compared with
+one. *Meaningless*: accepted, with one line that says why. *Refused*: an error before anything starts, with the reason.
+A flag or key that is in no table is an error that names the nearest one.
+
+`tessera migrate JOB.sh` writes the recipe of a job and prints this for the job at hand;
+`tessera migrate workspace DIR` lays out the entry points and examples.
+
+Three things differ although no key says so: each trained token of the global batch counts the same (there: a mean per
+micro-batch, unless `--calculate-per-token-loss`); samples that are too long are cut after the last turn that fits
+(there: at a token); in warm-up the first step has the learning rate of one step (there: zero).
+"""
+
+
+def key_states(rules: Mapping[str, KeyRule]) -> dict[str, str]:
+    """Return the state of each key of a table: honoured, one value alone, meaningless or refused."""
+    return {
+        name: "honoured" if rule.target or rule.allowed else "refused" if rule.refuse else "meaningless"
+        for name, rule in rules.items()
+    }
+
+
+def own(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "honoured")
+
+
+def sections() -> dict[str, dict[str, str]]:
+    """Return the state of each key by the part of the file that it stands in."""
+    vision = {name: rule for rules in model_json.FAMILY_VISION_KEYS.values() for name, rule in rules.items()}
+    tower = own("model_id", "freeze", "pipeline_num_layers", "activation_offload", *sorted(model_json.RECOMPUTE_KEYS))
+    basic = own("dataset", "template", "max_samples", "val_dataset", "val_max_samples", "train_on_prompt", "packing")
+    columns = own(*data_json.COLUMN_KEYS, "ranking", "formatting", "pretrain", "packing")
+    tools = {
+        f"{tool}: {key}": "honoured" if target else "meaningless"
+        for tool, keys in recipe_parts.TOOL_KEYS.items()
+        for key, target in keys.items()
+    }
+    generation = {
+        **key_states(inference_json.GENERATION_KEYS),
+        **own(*inference_json.NEUTRAL_VALUES),
+        **dict.fromkeys(inference_json.OFF_KEYS.split(), "refused"),
+    }
+    return {
+        "model.json": {**key_states(model_json.TOP_KEYS), **own("model_id", "init_from_hf_path")},
+        "model.json, vision_encoder": {**key_states({**model_json.VISION_KEYS, **vision}), **tower},
+        "model.json, text_decoder": {**key_states(model_json.TEXT_KEYS), **tower},
+        "model.json, patch": key_states(model_json.PATCH_KEYS),
+        "model.json, loss_cfg": key_states(model_json.LOSS_KEYS),
+        "data.json, preprocess_parameters": {**key_states(data_json.PREPROCESS_KEYS), **own("model_name_or_path")},
+        "data.json, basic_parameters": {**key_states(data_json.BASIC_KEYS), **basic, **own("neat_packing")},
+        "data.json, attr": columns,
+        "data.json, multimodal": {**key_states(data_json.TILE_KEYS), **own("data_path", "data_folder")},
+        "data.json, dataloader_param": {**key_states(data_json.LOADER_KEYS), **own("sampler_type", "shuffle")},
+        "data.json, collate_param": {**key_states(data_json.COLLATE_KEYS), "model_name": "meaningless"},
+        "tools.json": tools,
+        "inference JSON, generation_config": generation,
+        "YAML of the FSDP2 trainer, parallel": key_states({**fsdp_yaml.PARALLEL_KEYS, **fsdp_yaml.FSDP_KEYS}),
+        "YAML of the FSDP2 trainer, model": {**key_states(fsdp_yaml.MODEL_KEYS), **own("model_name_or_path", "freeze")},
+        "YAML of the FSDP2 trainer, features": key_states(fsdp_yaml.FEATURE_KEYS),
+        "YAML of the FSDP2 trainer, training": {
+            **key_states({**fsdp_yaml.TRAINING_KEYS, **fsdp_yaml.LORA_KEYS}),
+            **own(*sorted(fsdp_yaml.OWN_TRAINING_KEYS)),
+        },
+    }
+
+
+def page() -> str:
+    """Return the text of the page."""
+    lines = [HEAD, "## Count", "", "| | honoured | meaningless | refused |", "|---|---|---|---|"]
+    lines.append("| flags | {honoured} | {meaningless} | {refused} |".format(**counts()))
+    by_section = sections()
+    keys = [state for states in by_section.values() for state in states.values()]
+    cells = " | ".join(str(keys.count(state)) for state in ("honoured", "meaningless", "refused"))
+    lines += [f"| keys of files | {cells} |", ""]
+    for state in ("honoured", "meaningless", "refused"):
+        lines += [f"## Flags: {state}", "", "| flag | |", "|---|---|"]
+        by_note: dict[str, list[str]] = {}
+        for flag in FLAGS.values():
+            if flag.state == state:
+                by_note.setdefault(flag.note, []).append(flag.name)
+        lines += [f"| {_code(names)} | {note} |" for note, names in by_note.items()]
+        lines.append("")
+    lines += ["## Keys", "", "| file | state | keys |", "|---|---|---|"]
+    for name, states in by_section.items():
+        for state in ("honoured", "meaningless", "refused"):
+            chosen = [key for key, found in states.items() if found == state]
+            if chosen:
+                lines.append(f"| {name} | {state} | {_code(chosen)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,552 @@
+"""Jobs of MindSpeed-MM: translated and planned at their real sizes, refused where they must be, run at tiny sizes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_cases import (
+    EXAMPLES,
+    is_job,
+    tiny_data_json,
+    tiny_model_json,
+    tiny_yaml,
+    training_scripts,
+    write_mllm_data,
+    write_published_configs,
+)
+from small_folders import small_folder
+from typer.testing import CliRunner
+
+import tessera
+from tessera.cli.main import app
+from tessera.compat.mindspeed_mm.arguments import parse_args
+from tessera.compat.mindspeed_mm.entry_points import evaluate, inference
+from tessera.compat.mindspeed_mm.evaluation_json import anls, chosen_letter, relaxed
+from tessera.compat.mindspeed_mm.inference_json import read_inference
+from tessera.compat.mindspeed_mm.job import recipe_of
+from tessera.compat.mindspeed_mm.migrate import lay_out, migrate
+from tessera.compat.mindspeed_mm.report import JobReport
+from tessera.core.dist import free_port
+from tessera.core.errors import TesseraError
+from tests.acceptance import flags_page
+
+ROOT = Path(__file__).parents[2]
+JOBS = Path(__file__).parent / "jobs"
+# Job files at tiny size -> how many ranks they are for.
+TINY_JOBS = {path.name: 1 if path.stem == "packed" else 2 for path in sorted(JOBS.glob("*")) if is_job(path)}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace with the configuration of every published model."""
+    root = tmp_path_factory.mktemp("published")
+    lay_out(root)
+    write_published_configs(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace with data in the seed's folders."""
+    root = tmp_path_factory.mktemp("tiny")
+    lay_out(root)
+    write_mllm_data(root)
+    shutil.copytree(JOBS, root / "jobs")
+    small_folder("qwen2_vl", root / "ckpt" / "tiny")
+    return root
+
+
+@pytest.fixture
+def here(published: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(published)
+    return published
+
+
+@pytest.mark.parametrize("script", training_scripts(), ids=str)
+def test_every_example_is_translated_and_planned(script: Path, here: Path) -> None:
+    job = migrate(Path("examples") / script)
+    assert job.report.refused == []
+    assert job.world_size == 8
+    plan = tessera.plan(job.recipe, world=8)
+    assert f"pp={job.recipe['parallel'].get('pp', 1)}" in plan.describe() or job.recipe["parallel"].get("pp", 1) == 1
+
+
+@pytest.mark.parametrize("name", TINY_JOBS)
+def test_every_tiny_job_is_translated_and_planned(name: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny)
+    job = migrate(Path("jobs") / name, world_size=TINY_JOBS[name] if name.endswith("yaml") else None)
+    assert job.report.refused == []
+    assert job.world_size == TINY_JOBS[name]
+    assert tessera.plan(job.recipe, world=job.world_size).describe()
+
+
+def test_there_are_twenty_jobs_of_all_four_generations() -> None:
+    texts = [
+        path.read_text() for path in (*(EXAMPLES / one for one in training_scripts()), *map(JOBS.joinpath, TINY_JOBS))
+    ]
+    assert len(texts) >= 20
+    by_yaml = [text for text in texts if "gpt_args:" in text or "pretrain_transformers.py \\\n    $CONFIG" in text]
+    trainer = [text for text in texts if "fsdp/train/trainer.py" in text or "training:" in text]
+    fsdp2 = [text for text in texts if "--use-torch-fsdp2" in text]
+    assert min(len(by_yaml), len(trainer), len(fsdp2)) >= 2
+    assert len(texts) - len(by_yaml) - len(trainer) - len(fsdp2) >= 8
+
+
+def test_the_recipe_says_what_the_script_says(here: Path) -> None:
+    recipe = migrate(Path("examples/qwen2vl/finetune_qwen2vl_7b.sh")).recipe
+    assert recipe["parallel"] == {
+        "backend": "megatron",
+        "pp": 4,
+        "layers": {"vision": [32, 0, 0, 0], "text": [1, 10, 10, 7]},
+        "timeout_s": 1200,
+    }
+    assert recipe["model"] == {
+        "path": "ckpt/hf_path/Qwen2-VL-7B-Instruct",
+        "freeze": ["vision", "projector"],
+    }
+    assert recipe["train"] == {"steps": 10000, "global_batch": 192, "micro_batch": 1, "seed": 42}
+    assert recipe["optim"]["schedule"] == {"kind": "cosine", "warmup": 1000}
+    assert recipe["optim"]["betas"] == [0.9, 0.999]
+    assert recipe["precision"] == {"weights": "float32", "compute": "bfloat16"}
+    assert recipe["data"]["length"] == 1024
+    assert recipe["data"]["train"][0]["path"] == "./data/mllm_format_llava_instruct_data.json"
+    lora = migrate(Path("examples/qwen2vl/finetune_qwen2vl_7b_lora.sh")).recipe["model"]["lora"]
+    assert (lora["rank"], lora["alpha"]) == (8, 16)
+    assert "text.layers.{*}.attn.{q,k,v}" in lora["targets"]
+    dpo = migrate(Path("examples/qwen2vl/posttrain_qwen2vl_7b_dpo.sh")).recipe
+    assert (dpo["data"]["kind"], dpo["train"]["task"]) == ("preference", "dpo")
+    r4 = migrate(Path("examples/qwen3vl/finetune_qwen3vl_8b_v1.sh")).recipe
+    assert r4["model"]["freeze"] == ["vision", "projector"]
+    assert (r4["train"]["global_batch"], r4["optim"]["eps"], r4["data"]["length"]) == (8, 1e-8, 1024)
+    assert r4["parallel"]["recompute"] == ["model.language_model.layers.{*}"]
+
+
+def test_sizes_are_found_without_a_folder(here: Path) -> None:
+    """Without --load the model begins from random weights, and model.json describes it."""
+    words = (
+        "--lr 1e-4 --train-iters 2 --mm-model examples/qwen2vl/model_7b.json --mm-data examples/qwen2vl/data_7b.json"
+    )
+    sizes = "--pipeline-model-parallel-size 4 --vocab-size 152064 --num-layers 28"
+    args = parse_args([*words.split(), *sizes.split()], world_size=4)
+    model = recipe_of(args)[0]["model"]
+    assert model["family"] == "qwen2_vl"
+    assert model["config"]["text"]["num_key_value_heads"] == 4
+    assert model["config"]["vision"] == {
+        **{"depth": 32, "embed_dim": 1280, "num_heads": 16, "mlp_ratio": 4, "in_channels": 3, "patch_size": 14},
+        **{"spatial_merge_size": 2, "temporal_patch_size": 2},
+    }
+    assert model["tokenizer"] == "./ckpt/hf_path/Qwen2-VL-7B-Instruct"
+
+
+def edited(path: str, change: Callable[[dict[str, Any]], object]) -> str:
+    """Return the name of a JSON file that differs from an example."""
+    data = json.loads(Path(path).read_text())
+    change(data)
+    target = Path(path).with_name("edited.json")
+    target.write_text(json.dumps(data))
+    return str(target)
+
+
+MODEL, DATA = "examples/qwen2vl/model_7b.json", "examples/qwen2vl/data_7b.json"
+PIPELINE = ["--pipeline-model-parallel-size", "4"]
+
+
+def job_of(model: str = MODEL, data: str = DATA, *more: str) -> tuple[dict[str, Any], JobReport]:
+    words = ["--lr", "1e-5", "--train-iters", "9", "--mm-model", model, "--mm-data", data, *PIPELINE, *more]
+    return recipe_of(parse_args(words, world_size=4, allow_refused=True))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--vocab-size", "151936"], "--vocab-size is 151936, .* says 152064"),
+        (["--num-layers", "27"], "--num-layers is 27"),
+        (["--lora-r", "4"], "no effect without --lora-target-modules"),
+        (["--lora-target-modules", "linear_qk"], "did you mean: linear_qkv"),
+        (["--dpo-beta", "0.2"], "need pairs of answers"),
+        (["--lr-decay-iters", "5"], "--lr-decay-iters is 5, and there are 9 steps"),
+        (["--optimizer", "sgd"], "not among the optimizers"),
+        (["--lr-scale-modules", "nowhere", "--lr-mult", "2"], "no module is called 'nowhere'"),
+    ],
+)
+def test_contradictions_between_files_and_flags_are_refused(more: list[str], said: str, here: Path) -> None:
+    with pytest.raises(TesseraError, match=said):
+        job_of(MODEL, DATA, *more)
+
+
+def test_shards_are_read_beside_the_folder_that_says_which_model_they_are_of(here: Path) -> None:
+    Path("ckpt/mm/release/mp_rank_00").mkdir(parents=True, exist_ok=True)
+    model = job_of(MODEL, DATA, "--load", "ckpt/mm")[0]["model"]
+    assert (model["path"], model["weights"]) == ("./ckpt/hf_path/Qwen2-VL-7B-Instruct", "ckpt/mm")
+    other = edited(DATA, lambda data: _processor(data, "nowhere"))
+    with pytest.raises(TesseraError, match="do not say which model"):
+        job_of(MODEL, other, "--load", "ckpt/mm")
+
+
+def _processor(data: dict[str, Any], folder: str) -> None:
+    data["dataset_param"]["preprocess_parameters"]["model_name_or_path"] = folder
+
+
+def test_keys_of_json_files_are_checked(here: Path) -> None:
+    def refused(model: str = MODEL, data: str = DATA) -> list[str]:
+        return [f"{entry.key}: {entry.note}" for entry in job_of(model, data)[1].refused]
+
+    assert refused() == []
+    unknown = edited(MODEL, lambda data: data["text_decoder"].update(num_layer=3))
+    assert refused(unknown) == ["text_decoder.num_layer: unknown key; did you mean num_layers?"]
+    other = edited(MODEL, lambda data: data["text_decoder"].update(activation_func="gelu", n_shared_experts=2))
+    assert [line.partition(":")[0] for line in refused(other)] == [
+        "text_decoder.activation_func",
+        "text_decoder.n_shared_experts",
+    ]
+    template = edited(DATA, lambda data: data["dataset_param"]["basic_parameters"].update(template="qwen3_vl"))
+    assert "template" in refused(data=template)[0]
+    key = edited(DATA, lambda data: data["dataset_param"]["attr"].update(image="images"))
+    assert refused(data=key) == ["dataset_param.attr.image: unknown key; did you mean images?"]
+    for change, said in (
+        (lambda data: data["text_decoder"].update(pipeline_num_layers=[1, 10, 10]), "adds up to 21"),
+        (lambda data: data["text_decoder"].update(pipeline_num_layers=[14, 14]), "has 2 entries for 4 stages"),
+        (lambda data: data["image_encoder"]["vision_encoder"].update(model_id="qwen2vi"), "did you mean: qwen2vit"),
+        (lambda data: data.update(predictor={}), "generation is not here yet"),
+    ):
+        with pytest.raises(TesseraError, match=said):
+            job_of(edited(MODEL, change))
+    with pytest.raises(TesseraError, match="contradict each other"):
+        job_of(MODEL, edited(DATA, lambda data: data["dataset_param"]["attr"].update(ranking=True)))
+    with pytest.raises(TesseraError, match="did you mean: huggingface"):
+        job_of(MODEL, edited(DATA, lambda data: data["dataset_param"].update(dataset_type="huggingfac")))
+
+
+def test_model_json_is_compared_with_the_folder(here: Path) -> None:
+    other = edited(MODEL, lambda data: data["text_decoder"].update(ffn_hidden_size=1024))
+    with pytest.raises(TesseraError, match=r"text\.intermediate_size is 1024 in model\.json, and 18944"):
+        job_of(other, DATA, "--load", "ckpt/hf_path/Qwen2-VL-7B-Instruct")
+
+
+def test_recompute_and_context_parallel_flags(here: Path) -> None:
+    block = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
+    parallel = job_of(MODEL, DATA, *block.split(), "--swap-attention", "--recompute-norm")[0]["parallel"]
+    assert parallel["recompute"] == [
+        *("text.layers.0", "text.layers.{1-2}", "text.layers.{11-12}", "text.layers.{21-22}"),
+    ]
+    assert parallel["activation_offload"] == ["text.layers.{*}.attn"]
+    assert parallel["recompute_norm"] == ["text.layers.{*}"]
+    words = ["--lr", "1", "--train-iters", "1", "--mm-model", "examples/qwen2vl/model_7b_dpo.json", "--mm-data", DATA]
+    ring = "--context-parallel-size 4 --context-parallel-algo megatron_cp_algo"
+    assert recipe_of(parse_args([*words, *ring.split()], world_size=4))[0]["parallel"]["ulysses"] == 1
+
+
+def test_tools_json_becomes_a_profile(here: Path) -> None:
+    def change(data: dict[str, Any]) -> None:
+        data["profile"].update(enable=True, ranks=[0, 1])
+
+    tools = edited("mindspeed_mm/tools/tools.json", change)
+    recipe, report = job_of(MODEL, DATA, "--mm-tool", tools)
+    assert recipe["profile"] == {"steps": [10, 11], "ranks": [0, 1], "memory": False}
+    assert report.refused == []
+
+
+def test_migrate_writes_the_recipe_and_reports(here: Path, tmp_path: Path) -> None:
+    runner, target = CliRunner(), tmp_path / "recipe.yaml"
+    words = ["migrate", "examples/qwen2vl/finetune_qwen2vl_7b.sh", "-o", str(target)]
+    done = runner.invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "mapped        --lr = 1e-05: optim.lr" in done.output
+    assert "not needed    TASK_QUEUE_ENABLE = '2': depth" in done.output
+    assert "0 not supported" in done.output
+    assert tessera.plan(target, world=8).describe()
+    again = runner.invoke(app, words)
+    assert isinstance(again.exception, TesseraError)
+    script = Path("examples/qwen2vl/finetune_qwen2vl_7b.sh").read_text()
+    bad = tmp_path / "bad.sh"
+    timed = script.replace("TASK_QUEUE_ENABLE=2", "HCCL_CONNECT_TIMEOUT=1200")
+    bad.write_text(timed.replace("--use-flash-attn", "--calculate-per-sample-loss"))
+    refused = runner.invoke(app, ["migrate", str(bad), "-o", str(tmp_path / "bad.yaml")])
+    assert refused.exit_code == 1
+    assert "not supported --calculate-per-sample-loss" in refused.output
+    assert "mapped        HCCL_CONNECT_TIMEOUT = '1200': parallel.join_timeout_s" in refused.output
+    for words, said in (
+        (["migrate", "nowhere.sh"], "no such file"),
+        (["migrate", "workspace"], "needs a folder"),
+        (["migrate", "examples/qwen2vl/inference_qwen2vl_7b.sh"], "trains nothing"),
+    ):
+        assert said in str(runner.invoke(app, words).exception)
+
+
+def test_a_workspace_has_the_names_that_users_type(tmp_path: Path) -> None:
+    (tmp_path / "pretrain_vlm.py").write_text("# mine\n")
+    lay_out(tmp_path)
+    for name in (
+        *("pretrain_vlm.py", "pretrain_sora.py", "pretrain_transformers.py", "pretrain_omni.py", "inference_vlm.py"),
+        *("inference_sora.py", "evaluate_vlm.py", "posttrain_qwen2vl_dpo.py", "posttrain_sora_dpo.py"),
+        *("mindspeed_mm/fsdp/train/trainer.py", "mindspeed_mm/tools/tools.json"),
+        *("examples/qwen2vl/finetune_qwen2vl_7b.sh", "examples/qwen2vl/inference_qwen2vl_7b.sh"),
+        "examples/qwen2vl/llava_instruct_2_mllm_demo_format.py",
+    ):
+        assert (tmp_path / name).is_file(), name
+    assert (tmp_path / "pretrain_vlm.py").read_text() == "# mine\n"
+    assert os.access(tmp_path / "examples/qwen2vl/finetune_qwen2vl_7b.sh", os.X_OK)
+    assert all((tmp_path / name).is_dir() for name in ("logs", "data", "ckpt"))
+
+
+FAMILIES = {
+    "qwen2vl/finetune_qwen2vl_7b.sh": ("qwen2_vl", "model_7b.json", "data_7b.json"),
+    "qwen2vl/finetune_qwen2vl_7b_lora.sh": ("qwen2_vl", "model_7b.json", "data_7b.json"),
+    "qwen2vl/posttrain_qwen2vl_7b_dpo.sh": ("qwen2_vl", "model_7b_dpo.json", "data_7b_dpo.json"),
+    "qwen2.5vl/finetune_qwen2_5_vl_7b.sh": ("qwen2_5_vl", "model_7b.json", "data_7b.json"),
+    "qwen3vl/finetune_qwen3vl_8b.sh": ("qwen3_vl", "model_8b.json", "data_8b.json"),
+    "internvl3/finetune_internvl3_8b.sh": ("internvl", "model_8b.json", "data_8b.json"),
+    "glm4.1v/finetune_glm4_1v_9b.sh": ("glm4v", "model_9b.json", "data_9b.json"),
+    "llava1.5/finetune_llava1_5_7b.sh": ("llava 1.5", "model_7b.json", "data_7b.json"),
+}
+
+
+def environment(**variables: str) -> dict[str, str]:
+    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    own = {"OMP_NUM_THREADS": "1", "CPU_AFFINITY_CONF": "0", "MASTER_PORT": str(free_port()), **variables}
+    return {**os.environ, **paths, **own}
+
+
+def run_command(root: Path, words: list[str], save: Path, **variables: str) -> str:
+    """Run a job in a workspace and return what it printed; it has to save the weights of its second step."""
+    shutil.rmtree(save, ignore_errors=True)
+    done = subprocess.run(
+        words, cwd=root, env=environment(**variables), capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
+    return done.stdout
+
+
+def run_script(root: Path, script: str, ranks: int, stages: int, **more: str) -> str:
+    """Run an example at tiny size as a user would."""
+    case, model, data = FAMILIES[script]
+    folder = root / "ckpt" / case.replace(" ", "-")
+    if not folder.exists():
+        small_folder(case, folder)
+    source, at, hf = EXAMPLES / Path(script).parent, root / "examples" / Path(script).parent, folder / "hf"
+    model_json = tiny_model_json(json.loads((source / model).read_text()), hf, stages)
+    (at / "tiny_model.json").write_text(json.dumps(model_json))
+    (at / "tiny_data.json").write_text(json.dumps(tiny_data_json(json.loads((source / data).read_text()), hf)))
+    save = root / f"save-{Path(script).stem}"
+    variables = {
+        **{"NPUS_PER_NODE": str(ranks), "PP": str(stages), "LOAD_PATH": str(hf), "SAVE_PATH": str(save)},
+        **{"MM_MODEL": str(at / "tiny_model.json"), "MM_DATA": str(at / "tiny_data.json"), "TRAIN_ITERS": "2"},
+        **{"GRAD_ACC_STEP": "2", "SEQ_LENGTH": "384", "NUM_WORKERS": "0", "SAVE_INTERVAL": "2", "PRECISION": " "},
+    }
+    return run_command(root, ["bash", f"examples/{script}"], save, **{**variables, **more})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY_JOBS)
+def test_tiny_jobs_run(tiny: Path, name: str) -> None:
+    stem, entry = Path(name).stem, "pretrain_transformers.py"
+    words = ["bash", f"jobs/{name}"]
+    if name.endswith("yaml"):
+        entry = "mindspeed_mm/fsdp/train/trainer.py" if stem.startswith("trainer") else entry
+        ranks = ["--nproc_per_node", "2", "--master_port", str(free_port())]
+        words = ["torchrun", *ranks, entry, f"jobs/{name}"]
+    printed = run_command(tiny, words, tiny / f"save_{stem}")
+    assert len(re.findall(r"elapsed time per iteration \(ms\): ", printed)) == 2
+
+
+def check_throughput(printed: str, batch: int) -> None:
+    """The figure that the script computes with awk is what the log lines say."""
+    times = [float(one) for one in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", printed)]
+    assert len(times) == 2
+    said = float(re.findall(r"Average Samples per Second: ([\d.]+)", printed)[0])
+    mean = round(sum(times) / 2, 1)
+    assert abs(said - batch * 1000 / mean) <= 0.0005 + batch * 1000 / mean**2 * 0.05
+    assert "tokens per sample:" in printed
+
+
+def test_the_seeds_script_runs(tiny: Path) -> None:
+    """From weights that were converted to shards, as the guide says."""
+    folder = tiny / "ckpt" / "qwen2_vl"
+    if not folder.exists():
+        small_folder("qwen2_vl", folder)
+    shards = tessera.convert(folder / "hf", tiny / "ckpt/mm_path/Qwen2-VL-7B-Instruct", to="mm", layout={})
+    printed = run_script(tiny, "qwen2vl/finetune_qwen2vl_7b.sh", ranks=1, stages=1, LOAD_PATH=str(shards))
+    assert "without effect here: --use-flash-attn" in printed
+    check_throughput(printed, batch=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "ranks", "stages"),
+    [
+        ("qwen2vl/finetune_qwen2vl_7b.sh", 2, 2),
+        ("qwen2vl/finetune_qwen2vl_7b_lora.sh", 2, 2),
+        ("qwen2vl/posttrain_qwen2vl_7b_dpo.sh", 2, 1),
+        ("qwen2.5vl/finetune_qwen2_5_vl_7b.sh", 2, 2),
+        ("internvl3/finetune_internvl3_8b.sh", 1, 1),
+        ("glm4.1v/finetune_glm4_1v_9b.sh", 2, 2),
+        ("llava1.5/finetune_llava1_5_7b.sh", 1, 1),
+    ],
+)
+def test_examples_run_at_tiny_size(tiny: Path, script: str, ranks: int, stages: int) -> None:
+    check_throughput(run_script(tiny, script, ranks, stages), batch=2 * ranks // stages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "case"),
+    [
+        ("qwen3vl/finetune_qwen3vl_8b.sh", "qwen3_vl"),
+        ("qwen3vl/finetune_qwen3vl_8b_v1.sh", "qwen3_vl"),
+        ("qwen3/finetune_qwen3_8b.sh", "qwen3"),
+        ("qwen2/finetune_qwen2_7b.sh", "qwen2"),
+        ("llama/finetune_llama3_8b.sh", "llama"),
+    ],
+)
+def test_examples_with_yaml_run_at_tiny_size(tiny: Path, script: str, case: str) -> None:
+    if script in FAMILIES:
+        config = tiny / "examples" / "qwen3vl" / "tiny_fsdp2_config.yaml"
+        config.write_text((EXAMPLES / "qwen3vl" / "fsdp2_config.yaml").read_text().replace("bf16", "fp32"))
+        check_throughput(run_script(tiny, script, ranks=1, stages=1, FSDP2_CONFIG=str(config)), batch=2)
+        return
+    folder, save = tiny / "ckpt" / case, tiny / f"save-{Path(script).stem}"
+    if not folder.exists():
+        small_folder(case, folder)
+    example = next(iter((EXAMPLES / Path(script).parent).glob(f"{Path(script).stem.removeprefix('finetune_')}.yaml")))
+    job = tiny / "examples" / Path(script).parent / "tiny.yaml"
+    job.write_text(tiny_yaml(example.read_text(), folder / "hf", save))
+    variables = {"CONFIG": str(job), "NPUS_PER_NODE": "1", "GBS": "1"}
+    check_throughput(run_command(tiny, ["bash", f"examples/{script}"], save, **variables), batch=1)
+
+
+def test_inference_json_is_answered(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tiny)
+    folder = tiny / "ckpt" / "qwen2_vl"
+    if not folder.exists():
+        small_folder("qwen2_vl", folder)
+    data = json.loads((EXAMPLES / "qwen2vl" / "inference_qwen2vl_7b.json").read_text())
+    data |= {"image_path": "data/COCO2017/train2017/000000000003.jpg", "min_pixels": 1024, "max_pixels": 4096}
+    data["tokenizer"]["from_pretrained"] = str(folder / "hf")
+    data["generation_config"] |= {"do_sample": False, "max_new_tokens": 3}
+    Path("ask.json").write_text(json.dumps(data))
+    inference(["--mm-model", "ask.json", "--load", str(folder / "hf")])
+    printed = capsys.readouterr().out
+    image = "data/COCO2017/train2017/000000000003.jpg"
+    expected = tessera.generate(folder / "hf", data["prompts"], images=[image], max_new_tokens=3)
+    assert printed == f"{data['prompts']}\n{expected}\n"
+
+
+def test_inference_settings_that_change_the_answer_are_refused(here: Path) -> None:
+    data = json.loads(Path("examples/qwen2vl/inference_qwen2vl_7b.json").read_text())
+    data["image_path"] = "examples/qwen2vl/data_7b.json"  # any file that is there
+    data["generation_config"] |= {"repetition_penalty": 1.05, "num_beams": 1, "stop_strings": None, "max_lenght": 3}
+    report = JobReport()
+    read_inference(data, "ask.json", report)
+    assert sorted(entry.key for entry in report.refused) == [
+        "generation_config.max_lenght",
+        "generation_config.repetition_penalty",
+    ]
+    with pytest.raises(TesseraError, match="did you mean: Qwen2VlPipeline"):
+        read_inference({**data, "pipeline_class": "Qwen2VLPipeline"}, "ask.json", JobReport())
+
+
+def test_the_page_of_flags_is_in_step() -> None:
+    assert flags_page.PAGE.read_text() == flags_page.page(), "run: python -m tests.acceptance.flags_page"
+
+
+def test_launch_flags_of_the_migration_guide(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The four flags that the guide adds for FSDP2, with a back end for each kind of device."""
+    monkeypatch.chdir(tiny)
+    flags = "--use-torch-fsdp2 --fsdp2-config-path ./jobs/fsdp2_config.yaml --ckpt-format torch_dcp"
+    backend = "--untie-embeddings-and-output-weights --distributed-backend npu:hccl,cpu:gloo"
+    files = "--mm-model jobs/model_frozen.json --mm-data jobs/data.json --lr 1e-5 --train-iters 1"
+    args = parse_args([*flags.split(), *backend.split(), *files.split()], world_size=2)
+    assert (args.use_torch_fsdp2, args.ckpt_format, args.distributed_backend) == (
+        *(True, "torch_dcp", "npu:hccl,cpu:gloo"),
+    )
+    recipe, report = recipe_of(args)
+    assert report.refused == []
+    assert recipe["parallel"] == {"backend": "fsdp2", "fsdp2_config": "./jobs/fsdp2_config.yaml"}
+    tied = json.loads(Path("jobs/model.json").read_text())
+    tied["text_decoder"]["untie_embeddings_and_output_weights"] = False
+    Path("jobs/tied.json").write_text(json.dumps(tied))
+    with pytest.raises(TesseraError, match="says that they are tied"):
+        recipe_of(parse_args(["--mm-model", "jobs/tied.json", *backend.split(), *files.split()[2:]]))
+
+
+def test_entry_points_of_models_that_are_not_here_say_so(tiny: Path) -> None:
+    for name in ("pretrain_sora", "inference_sora", "pretrain_omni", "posttrain_sora_dpo", "posttrain_flux_dancegrpo"):
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(tiny / f"{name}.py"), run_name="__main__")
+        assert ended.value.code == 2
+
+
+def test_the_conversion_script_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_out(tmp_path)
+    write_mllm_data(tmp_path, rows=3)
+    target = tmp_path / "data" / "mllm_format_llava_instruct_data.json"
+    target.unlink()
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("examples/qwen2vl/llava_instruct_2_mllm_demo_format.py", run_name="__main__")
+    rows = json.loads(target.read_text())
+    assert rows[0]["images"] == ["./data/COCO2017/train2017/000000000000.jpg"]
+
+
+def test_a_benchmark_is_evaluated(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tiny)
+    image = base64.b64encode(Path("data/COCO2017/train2017/000000000001.jpg").read_bytes()).decode()
+    rows = [["0", "What is it?", image, "red", "blue", "A"], ["1", "And this?", "0", "tall", "old", "B"]]
+    lines = ["\t".join(row) for row in (["index", "question", "image", "A", "B", "answer"], *rows)]
+    Path("bench.tsv").write_text("\n".join(lines) + "\n")
+    settings = json.loads((EXAMPLES / "qwen2vl" / "inference_qwen2vl_7b.json").read_text())
+    for key in ("image_path", "prompts", "pipeline_class"):
+        del settings[key]
+    settings |= {"model_id": "Qwen2VlPipeline", "evaluation_dataset": "ai2d_test", "dataset_path": "bench.tsv"}
+    settings |= {"result_output_path": "scores", "min_pixels": 1024, "max_pixels": 4096, "evaluation_model": "any"}
+    settings["generation_config"] = {"max_new_tokens": 2, "do_sample": False}
+    Path("evaluate.json").write_text(json.dumps(settings))
+    evaluate(["--mm-model", "evaluate.json", "--load", "ckpt/tiny/hf"])
+    records = [json.loads(line) for line in Path("scores/ai2d_test.jsonl").read_text().splitlines()]
+    assert [record["index"] for record in records] == ["0", "1"]
+    mean = sum(record["score"] for record in records) / 2
+    assert capsys.readouterr().out == f"ai2d_test: {mean:.4f}\n"
+    settings["evaluation_dataset"] = "ai2d"
+    Path("evaluate.json").write_text(json.dumps(settings))
+    with pytest.raises(TesseraError, match="did you mean: ai2d_test"):
+        evaluate(["--mm-model", "evaluate.json", "--load", "ckpt/tiny/hf"])
+
+
+def test_scores_of_benchmarks() -> None:
+    assert [relaxed(answer, ["50"]) for answer in ("50", "52", "53", "48%", "fifty")] == [1, 1, 0, 0, 0]
+    assert relaxed("Blue", ["blue"]) == 1
+    assert anls("hello", ["hello"]) == 1
+    assert anls("helo", ["hello", "x"]) == 0.8
+    assert anls("zzz", ["hello"]) == 0
+    options = {"A": "red", "B": "deep blue"}
+    assert [chosen_letter(one, options) for one in ("B", "(A) red", "deep blue", "C", "Because")] == [*"BAB", "", ""]
+
+
+def test_modules_that_published_files_wrap_are_known(here: Path, tmp_path: Path) -> None:
+    """Published files of the trainer name containers as well, and a load balancing loss of weight 0."""
+    text = Path("examples/qwen3vl/qwen3vl_8b_v1.yaml").read_text()
+    wrapped = ["merger", "deepstack_merger_list.{*}"]
+    names = [*(f"model.visual.{name}" for name in wrapped), "model.visual", "model.language_model", "lm_head"]
+    more = "".join(f"      - {name}\n" for name in ("model.language_model.embed_tokens", *names))
+    text = text.replace(
+        "      - model.language_model.layers.{*}\n", f"      - model.language_model.layers.{{*}}\n{more}", 1
+    )
+    text = text.replace("features:\n", "features:\n  loss_cfg: {loss_type: default, router_aux_loss_coef: 0.0}\n")
+    job = tmp_path / "published.yaml"
+    job.write_text(text)
+    recipe = migrate(job, world_size=8).recipe
+    assert "config" not in recipe["model"]
+    assert tessera.plan(recipe, world=8).describe()

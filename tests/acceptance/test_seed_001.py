@@ -1,0 +1,188 @@
+"""Items of seed 001, the guide to migration and tuning: environment, binding to cores, data, layouts."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import tessera
+from tessera.cli.main import app
+from tessera.compat.cpu_affinity import cores_of_rank, parse_affinity
+from tessera.compat.environment import check_environment
+from tessera.compat.mindspeed_mm.migrate import lay_out
+from tessera.core.affinity import Topology, format_cores
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import SourceSection, load_config
+from tessera.data.media.files import resolve
+from tessera.data.sources.source import open_source
+from tests.toys.chat_set import chat_recipe, write_chat_set
+
+SERVER = Topology(
+    frozenset(range(32)), frozenset(range(32)), {0: frozenset(range(16)), 1: frozenset(range(16, 32))}
+)  # two NUMA nodes of 16 cores
+
+
+def cores(text: str, device: int, devices: int = 2, nodes: tuple[int | None, ...] | None = None) -> str:
+    chosen = cores_of_rank(parse_affinity(text), device, nodes or [None] * devices, SERVER)
+    return format_cores(chosen.cores)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_set(tmp_path_factory.mktemp("chats"), samples=8)
+
+
+@pytest.fixture
+def own_cores() -> Iterator[set[int]]:
+    """Give every thread of this process back the cores that it had."""
+    before = os.sched_getaffinity(0)
+    yield before
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), before)
+
+
+def test_18_variables_of_a_launch_script_are_explained(chats: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(chat_recipe(chats, tmp_path, steps=1)))
+    exported = {"TASK_QUEUE_ENABLE": "2", "HCCL_CONNECT_TIMEOUT": "1200", "COMBINED_ENABLE": "1"}
+    told = CliRunner(env=exported).invoke(app, ["train", str(recipe)])
+    assert told.exit_code == 0
+    assert all(f"{name}={value}: " in told.output for name, value in exported.items())
+
+
+def test_22_go_on_with_another_learning_rate(chats: Path, tmp_path: Path) -> None:
+    run = tessera.train(chat_recipe(chats, tmp_path, steps=2))
+    again = tessera.resume(run.folder, {"train.steps": 4, "optim.lr": 5e-4, "train.global_batch": 8})
+    rates = [row["lr"] for row in again.metrics if row["kind"] == "train"]
+    assert rates[0] == pytest.approx(1e-3)
+    assert rates[-1] == pytest.approx(5e-4)
+
+
+@pytest.mark.parametrize("value", ["0", "1", "2"])
+def test_29_task_queue_enable(value: str) -> None:
+    (line,) = check_environment({"TASK_QUEUE_ENABLE": value})
+    assert line.startswith(f"TASK_QUEUE_ENABLE={value}: passed on")
+    with pytest.raises(TesseraError, match="TASK_QUEUE_ENABLE=4"):
+        check_environment({"TASK_QUEUE_ENABLE": "4"})
+
+
+def test_30_a_run_is_bound_to_its_cores(chats: Path, tmp_path: Path, own_cores: set[int]) -> None:
+    """Mode 1 from the shell, in a real run; modes 0 and 2 by what they choose."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(chat_recipe(chats, tmp_path, steps=2)))
+    core = min(own_cores)
+    done = CliRunner(env={"CPU_AFFINITY_CONF": f"1,npu0:{core}-{core}"}).invoke(app, ["train", str(recipe)])
+    assert done.exit_code == 0, done.output
+    assert os.sched_getaffinity(0) == {core}
+    assert f"bound to the cores {core}" in (tmp_path / "chat" / "logs" / "rank-00000.log").read_text()
+    assert parse_affinity("0").mode == parse_affinity("").mode == 0
+    assert cores("1", 1) == cores("2", 1) == "16-31"
+
+
+def test_31_ranges_and_partial_lists() -> None:
+    assert cores("1,npu0:0-2", 0) == "0-2"
+    assert [cores("1,npu0:0-0", device) for device in (0, 1)] == ["0", "16-31"]  # the guide's own example
+    with pytest.raises(TesseraError, match="'npu0:0~2': not understood"):
+        parse_affinity("1,npu0:0~2")
+
+
+def test_32_cores_of_the_numa_node() -> None:
+    assert [cores("1,npu_affine:1", device, nodes=(1, 0)) for device in (0, 1)] == ["16-31", "0-15"]
+    assert [cores("1,npu_affine:1", device, nodes=(1, 1)) for device in (0, 1)] == ["16-23", "24-31"]
+
+
+def test_46_layers_by_tower_and_stage() -> None:
+    """The lists of the guide for Qwen2-VL 7B on four stages."""
+    layers = {"vision": [32, 0, 0, 0], "text": [1, 10, 10, 7]}
+    recipe: dict[str, Any] = {
+        "model": {"family": "qwen2_vl", "preset": "7b"},
+        "data": {"train": [{"path": "a.json"}]},
+        "parallel": {"pp": 4, "layers": layers},
+        "train": {"steps": 1, "global_batch": 8},
+    }
+    text = tessera.plan(recipe, world=4).describe()
+    stages = (
+        "… text.layers.0",
+        "text.layers.1 … text.layers.10",
+        "text.layers.11 … text.layers.20",
+        "text.layers.21 …",
+    )
+    assert [stage for stage in stages if stage not in text] == []
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> Path:
+    """Return a folder as the guide lays it out: data/COCO2017/train2017 and data/llava_instruct_150k.json."""
+    folder = tmp_path_factory.mktemp("project")
+    images = folder / "data" / "COCO2017" / "train2017"
+    images.mkdir(parents=True)
+    rows = []
+    for number in range(4):
+        name = f"{33471 + number:012d}.jpg"
+        Image.fromarray(np.full((16, 20, 3), 40 * number, dtype=np.uint8)).save(images / name)
+        turns = [{"from": "human", "value": "<image>\nSay red."}, {"from": "gpt", "value": "red"}]
+        rows.append({"id": name[:-4], "image": name, "conversations": turns})
+    (folder / "data" / "llava_instruct_150k.json").write_text(json.dumps(rows))
+    return folder
+
+
+CONVERT = "data convert data/llava_instruct_150k.json data/mllm_format_llava_instruct_data.json --to mllm"
+
+
+def test_48_coco_and_llava_instruct_become_the_guides_file_and_train_without_a_root(
+    project: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    converted = CliRunner().invoke(app, [*CONVERT.split(), "--images", "./data/COCO2017", "--overwrite"])
+    assert converted.exit_code == 0, converted.output
+    assert "root" not in converted.output
+    rows = json.loads(Path("data/mllm_format_llava_instruct_data.json").read_text())
+    assert rows[0] == {
+        "images": ["./data/COCO2017/train2017/000000033471.jpg"],
+        "messages": [{"role": "user", "content": "<image>\nSay red."}, {"role": "assistant", "content": "red"}],
+    }
+    recipe = chat_recipe(chats, project / "runs", steps=1)
+    recipe["data"] |= {"train": "./data/mllm_format_llava_instruct_data.json", "eval": []}
+    run = tessera.train(recipe)
+    assert [row["images_per_s"] > 0 for row in run.metrics if row["kind"] == "train"] == [True]
+    monkeypatch.chdir("/")  # from anywhere
+    source = open_source(SourceSection(path=project / "data" / "mllm_format_llava_instruct_data.json"))
+    image = source.read(0).media()[0].value
+    assert resolve(image, source.root) == project / "data/COCO2017/train2017/000000033471.jpg"
+    (project / "outside.jpg").write_bytes(b"")
+    for path in ("./outside.jpg", "data/data/outside.jpg", "./data/../../outside.jpg"):
+        with pytest.raises(TesseraError, match=r"no such file|'\.\.'"):
+            resolve(path, source.root)
+
+
+def test_48_the_guides_script_writes_the_same_file(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    lay_out(project)
+    runpy.run_path("examples/qwen2vl/llava_instruct_2_mllm_demo_format.py", run_name="__main__")
+    rows = json.loads(Path("data/mllm_format_llava_instruct_data.json").read_text())
+    assert [row["images"] for row in rows[:1]] == [["./data/COCO2017/train2017/000000033471.jpg"]]
+
+
+def test_49_several_sets_joined_by_commas(project: Path) -> None:
+    recipe = {"model": {"family": "qwen2_vl"}, "train": {"steps": 1}, "data": {"train": "a.json,./data/b.json"}}
+    assert [str(one.path) for one in load_config(recipe).data.train] == ["a.json", "data/b.json"]
+
+
+def test_50_max_samples(project: Path) -> None:
+    section = SourceSection(path=project / "data" / "llava_instruct_150k.json", max_samples=2)
+    assert len(open_source(section)) == 2
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("2b", 2.2), ("7b", 8.3), ("72b", 73.4)])
+def test_57_qwen2_vl_sizes(preset: str, billions: float) -> None:
+    recipe = {"model": {"family": "qwen2_vl", "preset": preset}, "train": {"steps": 1}, "data": {"train": "a.json"}}
+    assert tessera.plan(recipe).parameters / 1e9 == pytest.approx(billions, abs=0.06)

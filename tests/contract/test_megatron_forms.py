@@ -1,0 +1,167 @@
+"""Weights go from Hugging Face folders to Megatron-style shards of any layout and back, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_folders import small_folder
+
+import tessera
+from tessera.checkpoint.legacy.megatron import LATEST
+from tessera.checkpoint.legacy.torch_files import TorchFileWriter
+from tessera.core.errors import TesseraError
+
+# Layers of the small models: 2 or 3 vision, 2 text. Stages without layers of a part are allowed.
+CASES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl experts", "internvl"]
+
+
+def hub_weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def layers_of(folder: Path) -> tuple[int, int]:
+    config = json.loads((folder / "config.json").read_text())
+    vision = config["vision_config"]
+    text = config.get("text_config", config)
+    return vision.get("depth") or vision["num_hidden_layers"], text["num_hidden_layers"]
+
+
+def uneven(count: int, stages: int) -> list[int]:
+    """The last stages get what the first leave: two layers first, then one each, none at the end."""
+    found = []
+    for _ in range(stages):
+        found.append(min(count, 2 if not found else 1))
+        count -= found[-1]
+    assert count == 0
+    return found
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_folder(request.param, tmp_path_factory.mktemp("hf"))
+
+
+def test_through_shards_of_two_layouts_and_back(folder: Path, tmp_path: Path) -> None:
+    vision, text = layers_of(folder)
+    two_by_four: dict[str, Any] = {"tp": 2, "vit": [uneven(vision, 4)], "llm": [uneven(text, 4)]}
+    virtual: dict[str, Any] = {
+        "vit": [uneven(vision, 4)[:2], uneven(vision, 4)[2:]],
+        "llm": [uneven(text, 4)[:2], uneven(text, 4)[2:]],
+    }
+    tessera.convert(folder, tmp_path / "a", to="mm", layout=two_by_four)
+    ranks = sorted(path.name for path in (tmp_path / "a/release").iterdir())
+    assert ranks == [f"mp_rank_{tp:02d}_{pp:03d}" for tp in range(2) for pp in range(4)]
+    assert (tmp_path / "a" / LATEST).read_text() == "release"
+    tessera.convert(tmp_path / "a", tmp_path / "b", to="mm", layout=virtual, like=folder)
+    loaded = torch.load(tmp_path / "b/release/mp_rank_00_000/model_optim_rng.pt", weights_only=True)
+    assert loaded.keys() == {"model0", "model1", "checkpoint_version"}
+    tessera.convert(tmp_path / "b", tmp_path / "c", to="hf", like=folder)
+    found, expected = hub_weights(tmp_path / "c"), hub_weights(folder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    kept = {path.name for path in folder.iterdir() if path.suffix != ".safetensors"}
+    assert kept <= {path.name for path in (tmp_path / "c").iterdir()}
+
+
+def test_experts_over_expert_ranks(tmp_path: Path) -> None:
+    folder = small_folder("qwen3_vl experts", tmp_path / "hf")
+    tessera.convert(folder, tmp_path / "a", to="mm", layout={"tp": 2, "ep": 2})
+    names = sorted(path.name for path in (tmp_path / "a/release").iterdir())
+    assert names == [f"mp_rank_{tp:02d}_{ep:03d}" for tp in range(2) for ep in range(2)]
+    tessera.convert(tmp_path / "a", tmp_path / "b", to="hf", like=folder)
+    found, expected = hub_weights(tmp_path / "b"), hub_weights(folder)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_names_and_orders_are_those_of_the_other_system(tmp_path: Path) -> None:
+    folder = small_folder("qwen2_vl", tmp_path / "hf")
+    tessera.convert(folder, tmp_path / "a", to="mm", layout={})
+    model = torch.load(tmp_path / "a/release/mp_rank_00/model_optim_rng.pt", weights_only=True)["model"]
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    heads, groups = text["num_attention_heads"], text["num_key_value_heads"]
+    hub = hub_weights(folder)
+    prefix = "model.layers.1.self_attn."
+    q, k, v = (hub[f"{prefix}{kind}_proj.weight"] for kind in "qkv")
+    size = q.shape[0] // heads
+    share = heads // groups
+    expected = [
+        part
+        for group in range(groups)
+        for part in (
+            q[group * share * size : (group + 1) * share * size],
+            k[group * size : (group + 1) * size],
+            v[group * size : (group + 1) * size],
+        )
+    ]
+    assert torch.equal(model["text_decoder.decoder.layers.1.self_attention.linear_qkv.weight"], torch.cat(expected))
+    gate, up = hub["model.layers.0.mlp.gate_proj.weight"], hub["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(model["text_decoder.decoder.layers.0.mlp.linear_fc1.weight"], torch.cat([gate, up]))
+    assert "image_encoder.projector.encoder.linear_fc1.bias" in model
+    assert "text_decoder.embedding.word_embeddings.weight" in model
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"tp": 3}, "does not divide"),
+        ({"vit": [[1, 1]], "llm": [[2, 0]]}, "layers of 'vit' sum to 2"),
+        ({"vit": [[3]], "llm": [[1, 1]]}, "must have 1 lists of 2 numbers"),
+        ({"ep": 2}, "does not divide 0 experts"),
+        ({"lm": [[2]]}, "lm"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused_and_leave_nothing(layout: Any, said: str, tmp_path: Path) -> None:
+    folder = small_folder("qwen2_vl", tmp_path / "hf")
+    with pytest.raises(TesseraError, match=said):
+        tessera.convert(folder, tmp_path / "out", to="mm", layout=layout)
+    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_missing_and_foreign_shards_are_named(tmp_path: Path) -> None:
+    folder = small_folder("qwen2_vl", tmp_path / "hf")
+    tessera.convert(folder, tmp_path / "a", to="mm", layout={"tp": 2})
+    with pytest.raises(TesseraError, match="like"):
+        tessera.convert(tmp_path / "a", tmp_path / "b")
+    other = small_folder("qwen3_vl", tmp_path / "other")
+    with pytest.raises(TesseraError):
+        tessera.convert(tmp_path / "a", tmp_path / "b", like=other)
+    shard = tmp_path / "a/release/mp_rank_01/model_optim_rng.pt"
+    shard.rename(tmp_path / "away")
+    with pytest.raises(TesseraError, match="mp_rank_01"):
+        tessera.convert(tmp_path / "a", tmp_path / "b", like=folder)
+    shard.symlink_to(tmp_path / "away")
+    with pytest.raises(TesseraError, match="link"):
+        tessera.convert(tmp_path / "a", tmp_path / "b", like=folder)
+    assert not (tmp_path / "b").exists()
+
+
+def test_dcp_and_back(tmp_path: Path) -> None:
+    folder = small_folder("qwen2_vl", tmp_path / "hf")
+    tessera.convert(folder, tmp_path / "a", to="dcp")
+    tessera.convert(tmp_path / "a", tmp_path / "b", to="hf", like=folder)
+    found, expected = hub_weights(tmp_path / "b"), hub_weights(folder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_is_written_is_read_again_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = small_folder("qwen2_vl", tmp_path / "hf")
+    plain = TorchFileWriter.write_tensor
+
+    def spoiled(self: TorchFileWriter, tensor: torch.Tensor) -> None:
+        plain(self, tensor if self.written != 3 else tensor.clone().fill_(0.5))
+
+    monkeypatch.setattr(TorchFileWriter, "write_tensor", spoiled)
+    with pytest.raises(TesseraError, match="other bytes"):
+        tessera.convert(folder, tmp_path / "a", to="mm", layout={})
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -1,0 +1,191 @@
+"""Folders whose weights are kept in fewer bits are read as the weights that they stand for."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_folders import small_folder
+from torch import Tensor
+
+import tessera
+from tessera.core.errors import TesseraError
+
+Packed = tuple[dict[str, Tensor], Tensor]  # what a folder stores instead of a weight, and what it stands for
+NF4 = [-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626,
+       0.723, 1.0]  # fmt: skip
+
+
+def blocks(name: str, weight: Tensor) -> Packed:
+    rows, columns = weight.shape
+    scale = torch.zeros(-(-rows // 16), -(-columns // 16))
+    stored, means = torch.zeros_like(weight).to(torch.float8_e4m3fn), torch.zeros_like(weight)
+    for r in range(scale.shape[0]):
+        for c in range(scale.shape[1]):
+            at = (slice(16 * r, 16 * r + 16), slice(16 * c, 16 * c + 16))
+            scale[r, c] = weight[at].abs().max() / 448
+            stored[at] = (weight[at] / scale[r, c]).to(torch.float8_e4m3fn)
+            means[at] = stored[at].float() * scale[r, c]
+    return {name: stored, f"{name}_scale_inv": scale}, means
+
+
+def whole(name: str, weight: Tensor) -> Packed:
+    scale = weight.abs().max().reshape(1) / 448
+    stored = (weight / scale).to(torch.float8_e4m3fn)
+    inputs = {name.replace("weight", "input_scale"): torch.ones(1)}
+    return {name: stored, f"{name}_scale": scale, **inputs}, stored.float() * scale
+
+
+def by_row(name: str, weight: Tensor) -> Packed:
+    scale = weight.abs().amax(dim=1, keepdim=True) / 448
+    stored = (weight / scale).to(torch.float8_e4m3fn)
+    return {name: stored, f"{name}_scale": scale}, stored.float() * scale
+
+
+def four_bits(name: str, weight: Tensor, nested: bool = False) -> Packed:
+    flat, table = weight.reshape(-1), torch.tensor(NF4)
+    scales = torch.stack([block.abs().max() for block in flat.split(64)])
+    kept: dict[str, Tensor] = {f"{name}.absmax": scales}
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+    if nested:
+        outer_table, offset = torch.linspace(-1, 1, 256), float(scales.mean())
+        outer = torch.stack([block.abs().max() for block in (scales - offset).split(256)])
+        codes = [(outer_table - (scales[n] - offset) / outer[n // 256]).abs().argmin() for n in range(len(scales))]
+        kept = {f"{name}.absmax": torch.stack(codes).to(torch.uint8)}
+        kept |= {f"{name}.nested_absmax": outer, f"{name}.nested_quant_map": outer_table}
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        scales = torch.stack([outer_table[int(code)] * outer[n // 256] + offset for n, code in enumerate(codes)])
+    codes = [int((table - value / scales[n // 64]).abs().argmin()) for n, value in enumerate(flat)]
+    means = torch.stack([table[code] * scales[n // 64] for n, code in enumerate(codes)]).reshape(weight.shape)
+    pairs = [high << 4 | low for high, low in zip(codes[::2], codes[1::2], strict=True)]
+    told = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    kept |= {f"{name}.quant_map": table, f"{name}.quant_state.bitsandbytes__nf4": told}
+    return {name: torch.tensor(pairs, dtype=torch.uint8).reshape(-1, 1), **kept}, means
+
+
+def words(values: list[list[int]]) -> Tensor:
+    """Rows of eight values of four bits each, as 32-bit words, the first value lowest."""
+    packed = [
+        [struct.unpack("<i", struct.pack("<I", sum(v << 4 * n for n, v in enumerate(row[at : at + 8]))))[0]
+         for at in range(0, len(row), 8)]
+        for row in values
+    ]  # fmt: skip
+    return torch.tensor(packed, dtype=torch.int32)
+
+
+def gptq(name: str, weight: Tensor) -> Packed:
+    outputs, inputs = weight.shape
+    prefix, chance = name.removesuffix("weight"), torch.Generator().manual_seed(0)
+    values = torch.randint(0, 16, (inputs, outputs), generator=chance)
+    zeros = torch.randint(1, 16, (4, outputs), generator=chance)
+    scales = torch.rand(4, outputs, generator=chance).half() * 0.05
+    groups = torch.randint(0, 4, (inputs,), generator=chance)
+    means = torch.stack([(values[i] - zeros[groups[i]]) * scales[groups[i]].float() for i in range(inputs)], dim=1)
+    stored = {
+        "qweight": words(values.t().tolist()).t().contiguous(),
+        "qzeros": words((zeros - 1).tolist()),
+        "scales": scales,
+        "g_idx": groups.to(torch.int32),
+    }
+    return {prefix + key: tensor for key, tensor in stored.items()}, means
+
+
+def awq(name: str, weight: Tensor) -> Packed:
+    outputs, inputs = weight.shape
+    prefix, chance = name.removesuffix("weight"), torch.Generator().manual_seed(0)
+    values = torch.randint(0, 16, (inputs, outputs), generator=chance)
+    zeros = torch.randint(0, 16, (2, outputs), generator=chance)
+    scales = torch.rand(2, outputs, generator=chance).half() * 0.05
+    group = [i * 2 // inputs for i in range(inputs)]
+    means = torch.stack([(values[i] - zeros[group[i]]) * scales[group[i]].float() for i in range(inputs)], dim=1)
+
+    def ordered(rows: Tensor) -> list[list[int]]:
+        order = [0, 2, 4, 6, 1, 3, 5, 7]  # the column that each place of a word holds
+        return [[int(row[at + n]) for at in range(0, len(row), 8) for n in order] for row in rows]
+
+    stored = {"qweight": words(ordered(values)), "qzeros": words(ordered(zeros)), "scales": scales}
+    return {prefix + key: tensor for key, tensor in stored.items()}, means
+
+
+FORMS: dict[str, tuple[Callable[[str, Tensor], Packed], dict[str, Any]]] = {
+    "fp8 in blocks": (blocks, {"quant_method": "fp8", "weight_block_size": [16, 16]}),
+    "fp8, one scale": (whole, {"quant_method": "fp8"}),
+    "fp8, one scale for each row": (by_row, {"quant_method": "compressed-tensors"}),
+    "nf4": (four_bits, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "nf4, nested": (lambda n, w: four_bits(n, w, nested=True), {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}),
+}
+
+
+def quantized(folder: Path, form: str) -> dict[str, Tensor]:
+    """Quantizes one projection of a folder, and returns what all of its weights mean now."""
+    pack, settings = FORMS[form]
+    (path,) = folder.glob("*.safetensors")
+    stored: dict[str, Tensor] = {}
+    meant: dict[str, Tensor] = {}
+    for name, tensor in load_file(path).items():
+        if name.startswith("model.layers.0.") and name.endswith("k_proj.weight"):
+            packed, means = pack(name, tensor.float())
+            stored |= packed
+            meant[name] = means.bfloat16()
+        else:
+            stored[name] = meant[name] = tensor
+    save_file(stored, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"quantization_config": settings, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_folder("qwen2", tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_quantized_folder_is_read_as_what_it_means(form: str, plain: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for path in plain.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    meant = quantized(folder, form)
+    tessera.convert(folder, tmp_path / "out", dtype="float32")
+    (written,) = (tmp_path / "out").glob("*.safetensors")
+    found = load_file(written)
+    assert found.keys() == meant.keys()
+    for name, tensor in meant.items():
+        # The product of two numbers is rounded to float32 once here and once there, and then to bfloat16 in both.
+        assert torch.allclose(found[name], tensor.float(), rtol=2**-7, atol=1e-7), name
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("form", "spoil", "said"),
+    [
+        ("fp8 in blocks", lambda t: t.pop(next(n for n in t if n.endswith("_scale_inv"))), "without its scales"),
+        ("gptq", lambda t: t.pop(next(n for n in t if n.endswith("qzeros"))), "qzeros is missing"),
+        ("nf4", lambda t: t.pop(next(n for n in t if n.endswith("absmax"))), "absmax"),
+        ("fp8, one scale", lambda t: t.update({n: torch.ones(3) for n in t if n.endswith("weight_scale")}), "not fit"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    form: str, spoil: Callable[[Any], Any], said: str, plain: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for path in plain.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    quantized(folder, form)
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    spoil(tensors)
+    save_file(tensors, path)
+    with pytest.raises(TesseraError, match=said):
+        tessera.convert(folder, tmp_path / "out")

@@ -1,0 +1,351 @@
+"""A user's own data sets and loaders: real torch objects, unchanged, as rows; and training on them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_cases import LetterProcessor, row
+
+import tessera
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import DataSection, ParallelSection
+from tessera.core.types import Batch, Encoded, Message, ModelPlan, Part, RowSource, Sample
+from tessera.data.custom import rows as own_rows
+from tessera.data.kinds import KINDS, RowRequest
+from tessera.data.loader.loader import Loader
+from tessera.parallel.mesh import make_axes
+from tessera.parallel.sequence_sharding import RankDataset
+from tests.toys import own_data
+
+TOYS = "tests.toys.own_data"
+
+
+def rows(seed: int = 0, cache: Path | None = None, split: Any = "train", processor: Any = None, **options: Any) -> Any:
+    section = DataSection(kind="custom", options=options, length=64)
+    return KINDS.get("custom")(RowRequest(section, split, processor, seed, cache))
+
+
+def chats(*items: Any, **section: Any) -> RowSource:
+    options = {"dataset": f"{TOYS}:Chats", "arguments": {"items": list(items)}}
+    made = DataSection(kind="custom", options=options, length=64, shuffle=False, **section)
+    return KINDS.get("custom")(RowRequest(made, "train", LetterProcessor(), 0))
+
+
+def ids(source: RowSource, numbers: range, micro: int = 1) -> list[str]:
+    found = [source.batch(list(range(n, n + micro))).sample_ids for n in numbers[::micro]]
+    return [one for batch in found for one in batch]
+
+
+# ---------------------------------------------------------------------------------------------- by number
+
+
+def test_items_come_in_an_order_that_is_a_function_of_seed_and_row() -> None:
+    source = rows(dataset=f"{TOYS}:Digits", arguments={"count": 30})
+    assert len(source) == 30
+    everything = [f"digit-{n}" for n in range(30)]
+    passes = [ids(source, range(first, first + 30)) for first in (0, 30)]
+    assert sorted(passes[0]) == sorted(passes[1]) == sorted(everything)
+    assert passes[0] != passes[1] != everything
+    assert ids(rows(dataset=f"{TOYS}:Digits", arguments={"count": 30}), range(60), 6) == passes[0] + passes[1]
+    assert ids(rows(1, dataset=f"{TOYS}:Digits", arguments={"count": 30}), range(30)) != passes[0]
+    far = 30 * 10**12
+    assert sorted(ids(source, range(far, far + 30))) == sorted(everything)
+
+    batch = source.batch([7, 3])
+    assert batch["pixels"].shape == (2, 64)
+    assert batch.rows == ((7, 1), (3, 1))
+    assert batch.counts == {"samples": 2}
+    assert len(set(batch.seeds)) == 2
+
+
+def test_noise_in_items_belongs_to_the_row_and_not_to_the_process() -> None:
+    source = rows(dataset=f"{TOYS}:Digits", arguments={"noise": 1.0})
+    travelled = pickle.loads(pickle.dumps(source))  # noqa: S301 - our own object, as a spawned worker gets it
+    before = torch.get_rng_state()
+    first = source.batch([5])["pixels"]
+    assert torch.equal(torch.get_rng_state(), before)  # the process's own streams go on as if nothing had been drawn
+    random.seed(99)
+    torch.manual_seed(99)
+    assert torch.equal(travelled.batch([5])["pixels"], first)
+    assert not torch.equal(source.batch([5 + 48])["pixels"].sort().values, first.sort().values)
+
+
+def test_a_ready_object_tuples_with_names_and_a_collate_function() -> None:
+    assert len(rows(dataset=f"{TOYS}:DIGITS")) == 10
+    batch = rows(dataset=f"{TOYS}:Pairs", fields=["pixels", "labels"]).batch([0, 1, 2])
+    assert set(batch.tensors) == {"pixels", "labels"}
+    assert batch["labels"].dtype == torch.int64
+    batch = rows(dataset=f"{TOYS}:Digits", collate_fn=f"{TOYS}:keyed").batch([0, 1, 2])
+    assert batch["count"].tolist() == [3]
+    assert len(batch.sample_ids) == 3
+
+
+def test_conversations_of_every_kind() -> None:
+    sample = Sample("mine", (Message("user", (Part("text", "ab"),)), Message("assistant", (Part("text", "cd"),))))
+    encoded = LetterProcessor().encode(sample, [])
+    source = chats(sample, row("ab", "cd"), {"instruction": "ab", "output": "cd"}, encoded)
+    batches = [source.batch([n]) for n in range(4)]
+    assert all(torch.equal(batch["tokens"], batches[0]["tokens"]) for batch in batches)
+    assert [batch.sample_ids for batch in batches] == [("mine",), ("1",), ("2",), ("mine",)]
+    assert source.batch([0, 1]).counts["trained"] == 4
+    shown = rows(processor=LetterProcessor(), dataset=f"{TOYS}:Chats", arguments={"pictures": 2}).batch([0])
+    assert shown.counts["images"] == 1
+    whole = Batch({"x": torch.zeros(1)}, sample_ids=("whole",))
+    assert chats(whole).batch([0]).sample_ids == ("whole",)
+    with pytest.raises(TesseraError, match=r"train\.micro_batch"):
+        chats(whole, whole).batch([0, 1])
+
+
+def test_bad_conversations_leave_a_hole_or_end_the_run() -> None:
+    good, bad = row("ab", "cd", id="good"), row("<image>", "cd", id="bad", images=[])
+    long = Encoded("long", torch.zeros(99, dtype=torch.int64), torch.zeros(99, dtype=torch.int64), torch.arange(99))
+    batch = chats(good, bad, long).batch([0, 1, 2])
+    assert batch.sample_ids == ("good", "bad", "long")
+    assert [reason for _, reason in batch.problems] == [
+        "image token count that cannot match: 1 <image> placeholders, 0 images",
+        "99 tokens do not fit into data.length 64",
+    ]
+    with pytest.raises(TesseraError, match="cannot be used"):
+        chats(good, bad, on_bad_sample="fail").batch([1])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "either `dataset` or `loader`"),
+        ({"dataset": f"{TOYS}:Digits", "loader": f"{TOYS}:digit_loader"}, "either `dataset` or `loader`"),
+        ({"datasett": "x"}, "unknown key: datasett (did you mean dataset?)"),
+        ({"dataset": "tests.toys"}, "not an import path"),
+        ({"dataset": "no.such:thing"}, "cannot import no.such"),
+        ({"dataset": f"{TOYS}:Digitz"}, "did you mean: Digits"),
+        ({"dataset": f"{TOYS}:Digits", "arguments": {"cuont": 3}}, "unexpected keyword argument 'cuont'"),
+        ({"dataset": f"{TOYS}:DIGITS", "arguments": {"count": 3}}, "takes no arguments"),
+        ({"dataset": f"{TOYS}:Digits", "arguments": {"count": 0}}, "is empty"),
+        ({"dataset": f"{TOYS}:TOYS"}, "is not there"),
+        ({"dataset": "math:pi"}, "part of Python itself"),
+        ({"dataset": f"{TOYS}:WIDTH"}, "a int, which is no dataset"),
+        ({"dataset": f"{TOYS}:Digits", "fields": "pixels"}, "fields: "),
+        ({"dataset": f"{TOYS}:Digits", "columns": {"mesages": "x"}}, "did you mean: messages"),
+    ],
+)
+def test_options_that_are_wrong(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(TesseraError) as raised:
+        rows(**options)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        (["hello"], "item 0 of tests.toys.own_data:Chats is a str"),
+        ([(torch.zeros(1), 2)], "is a tuple"),
+        ([{"a": "words"}], r"is a dict without tensors under \['a'\]"),
+        ([{}], "empty dict"),
+        ([{"a": torch.zeros(2)}, {"a": torch.zeros(3)}], "do not fit into one batch"),
+        ([row("a", "b"), {"a": torch.zeros(2)}], "others are conversations"),
+    ],
+)
+def test_items_that_are_something_else_say_what_is_known(items: list[Any], said: str) -> None:
+    with pytest.raises(TesseraError, match=said) as raised:
+        chats(*items, on_bad_sample="fail").batch(list(range(len(items))))
+    if len(items) == 1:
+        assert "a dict of tensors" in (raised.value.allowed or [])
+
+
+def test_errors_of_the_data_set_name_the_item() -> None:
+    source = rows(dataset=f"{TOYS}:Chats", arguments={"items": [1]})
+    source._data.items = {}
+    source._data.__class__ = type("Broken", (own_data.Chats,), {"__len__": lambda self: 1})
+    with pytest.raises(TesseraError, match=r"item 0 of tests\.toys\.own_data:Chats failed: KeyError: 0"):
+        source.batch([0])
+
+
+# ---------------------------------------------------------------------------------------------- in its own order
+
+
+def test_a_stream_is_numbered_and_wraps_around() -> None:
+    source = rows(dataset=f"{TOYS}:DigitStream")
+    assert ids(source, range(25)) == [f"digit-{n % 20}" for n in range(25)]
+    assert source.batch([31, 34]).sample_ids == ("digit-11", "digit-14")
+    assert source.batch([2]).sample_ids == ("digit-2",)  # back: it begins again
+
+
+def test_a_loader_is_taken_as_it_is() -> None:
+    source = rows(loader=f"{TOYS}:digit_loader")
+    assert len(source) == 12
+    straight = [source.batch([n]).sample_ids for n in range(30)]
+    assert all(len(batch) == 4 for batch in straight)
+    for first in (0, 12):
+        assert len({one for batch in straight[first : first + 12] for one in batch}) == 48
+    assert straight[:12] != straight[12:24]
+    torch.manual_seed(5)
+    again = rows(loader=f"{TOYS}:digit_loader")  # as after a resume, and as another rank
+    assert [again.batch([n]).sample_ids for n in (17, 18, 25)] == [straight[n] for n in (17, 18, 25)]
+    assert source.batch([0]).rows == ((0, 4),)
+    with pytest.raises(TesseraError, match="each counts as one row"):
+        source.batch([0, 1])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_take_the_batches_of_a_loader_in_turn(workers: int) -> None:
+    one = rows(loader=f"{TOYS}:digit_loader", arguments={"count": 24, "workers": workers})
+    with Loader(one, global_batch=4) as whole:
+        expected = [batch.sample_ids for _ in range(3) for batch in next(whole)]
+    found: list[Any] = [None] * 12
+    for rank in range(2):
+        source = rows(loader=f"{TOYS}:digit_loader", arguments={"count": 24, "workers": workers})
+        with Loader(source, global_batch=4, rank=rank, ranks=2) as mine:
+            found[rank::2] = [batch.sample_ids for _ in range(3) for batch in next(mine)]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "data_ranks"),
+    [
+        ({"tp": 2}, 2, [0, 0]),
+        pytest.param({"cp": 2}, 4, [0, 0, 1, 1], marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, 4, [0, 1, 0, 1], marks=pytest.mark.slow),
+        ({}, 2, [0, 1]),
+    ],
+    ids=["tp", "cp", "pp", "data"],
+)
+def test_a_distributed_sampler_must_mean_the_ranks_that_read_different_rows(
+    parallel: dict[str, Any], world: int, data_ranks: list[int]
+) -> None:
+    axes = make_axes(ParallelSection(**parallel), ModelPlan(blocks=(), tensor={}), world)
+    count = max(data_ranks) + 1
+    for rank in range(world):
+        RankDataset(
+            rows(loader=f"{TOYS}:ranked_loader", arguments={"rank": data_ranks[rank], "ranks": count}), axes, rank
+        )
+        RankDataset(rows(loader=f"{TOYS}:digit_loader"), axes, rank)  # without a sampler there is nothing to mistake
+        if parallel:  # what torch's own default would be
+            all_ranks = rows(loader=f"{TOYS}:ranked_loader", arguments={"rank": rank, "ranks": world})
+            with pytest.raises(TesseraError, match=f"num_replicas={count} .* rank={data_ranks[rank]} ") as refusal:
+                RankDataset(all_ranks, axes, rank)
+            assert refusal.value.exit_code == 2
+
+
+def test_a_distributed_sampler_keeps_its_ranks() -> None:
+    seen: list[str] = []
+    for rank in range(2):
+        source = rows(loader=f"{TOYS}:ranked_loader", arguments={"rank": rank, "ranks": 2})
+        assert len(source) == 12
+        with Loader(source, global_batch=4, rank=rank, ranks=2) as mine:
+            batches = [batch.sample_ids for _ in range(6) for batch in next(mine)]
+        late = rows(loader=f"{TOYS}:ranked_loader", arguments={"rank": rank, "ranks": 2})
+        with Loader(late, global_batch=4, rank=rank, ranks=2, start_row=16) as resumed:
+            assert [batch.sample_ids for batch in next(resumed)] == batches[8:10]
+        assert batches[:6] != batches[6:12]
+        seen += [one for batch in batches[:6] for one in batch]
+    assert sorted(seen) == sorted(f"digit-{n}" for n in range(48))
+
+
+def test_a_loader_that_knows_its_state_is_put_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_rows, "SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr(own_rows, "SNAPSHOTS_KEPT", 5)
+    options = {"loader": f"{TOYS}:Remembering", "arguments": {"batches": 120}}
+    source = rows(cache=tmp_path, **options)
+    assert [int(source.batch([n])["number"]) for n in range(260)] == [n % 120 for n in range(260)]
+    assert len(list(tmp_path.glob("loader-train-*/batch-*.json"))) == 5
+    resumed = rows(cache=tmp_path, **options)
+    assert int(resumed.batch([257])["number"]) == 17
+    assert resumed.data.made == 8  # 250 to 257, and none of those before
+    assert int(rows(cache=tmp_path, **options).batch([3])["number"]) == 3
+    other = rows(cache=tmp_path, loader=f"{TOYS}:Remembering", arguments={"batches": 100})
+    assert int(other.batch([257])["number"]) == 57  # another loader's record is not used
+
+
+def test_a_damaged_record_of_a_loader_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(own_rows, "SNAPSHOT_EVERY", 10)
+    options = {"loader": f"{TOYS}:Remembering", "arguments": {"batches": 120}}
+    source = rows(cache=tmp_path, **options)
+    for number in range(35):
+        source.batch([number])
+    for number, text in ((30, '{"pass": 0, "state": '), (20, None)):
+        (file,) = tmp_path.glob(f"loader-train-*/batch-{number}.json")
+        file.write_text(file.read_text().replace("20", "21") if text is None else text)
+    resumed = rows(cache=tmp_path, **options)
+    assert int(resumed.batch([33])["number"]) == 33
+    assert resumed.data.made == 24  # from the record of batch 10 on
+    assert sum("cannot be trusted" in message for message in caplog.messages) == 2
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+def recipe(out: Path, name: str, options: dict[str, Any], **train: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "out": str(out),
+        "model": {"family": "module", "config": {"class": "tests.toys.own_models:PlainNet"}},
+        "data": {"kind": "custom", "options": options, "workers": train.pop("workers", 0)},
+        "train": {"steps": 6, "global_batch": 8, "micro_batch": 4, "device": "cpu", **train},
+        "optim": {"lr": 1e-2, "schedule": {"kind": "constant"}},
+        "checkpoint": {"every": 2},
+        "log": {"every": 1},
+    }
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+def seen(folder: Path) -> list[list[str]]:
+    (file,) = (folder / "ledger").glob("*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [[str(one) for one in line["samples"]] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("options", "train"),
+    [
+        ({"dataset": f"{TOYS}:Digits", "arguments": {"noise": 0.1}}, {}),
+        ({"loader": f"{TOYS}:digit_loader"}, {"global_batch": 2, "micro_batch": 1}),
+        ({"dataset": f"{TOYS}:DigitStream"}, {}),
+    ],
+    ids=["dataset", "loader", "stream"],
+)
+def test_training_goes_on_where_it_stood(tmp_path: Path, options: dict[str, Any], train: dict[str, Any]) -> None:
+    whole = tessera.train(recipe(tmp_path, "whole", options, **train))
+    tessera.train(recipe(tmp_path, "parts", options, **train, steps=4))
+    parts = tessera.resume(tmp_path / "parts", {"train.steps": 6})
+    assert losses(whole.folder) == losses(parts.folder)
+    assert seen(whole.folder) == seen(parts.folder)
+    assert len(losses(whole.folder)) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "train"),
+    [
+        ({"dataset": f"{TOYS}:Digits", "arguments": {"noise": 0.1}}, {}),
+        ({"loader": f"{TOYS}:digit_loader", "arguments": {"workers": 1}}, {"global_batch": 2, "micro_batch": 1}),
+    ],
+    ids=["dataset", "loader"],
+)
+def test_worker_processes_make_the_same_batches(tmp_path: Path, options: dict[str, Any], train: dict[str, Any]) -> None:
+    here = tessera.train(recipe(tmp_path, "here", options, **train, steps=3))
+    there = tessera.train(recipe(tmp_path, "there", options, **train, steps=3, workers=2))
+    assert losses(here.folder) == losses(there.folder)
+
+
+def test_held_out_data_of_its_own(tmp_path: Path) -> None:
+    options = {
+        "dataset": f"{TOYS}:Digits",
+        "arguments": {"count": 40},
+        "eval": {"dataset": f"{TOYS}:Pairs", "fields": ["pixels", "labels"]},
+    }
+    run = tessera.train(recipe(tmp_path, "held", options, steps=2))
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines].count("eval") == 1
+    with pytest.raises(TesseraError, match="no held-out data"):
+        rows(split="eval", dataset=f"{TOYS}:Digits")

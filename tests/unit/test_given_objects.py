@@ -1,0 +1,146 @@
+"""`tessera.train` takes objects wherever a recipe could name an import path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import tessera
+from tessera.core.errors import TesseraError
+from tessera.core.task import Losses, LossTerm, Task
+from tessera.core.types import Batch
+from tests.toys.callbacks import StopAt
+
+
+class Points(Dataset[dict[str, Tensor]]):
+    def __init__(self, count: int = 32) -> None:
+        chance = torch.Generator().manual_seed(0)
+        self.x = torch.randn(count, 4, generator=chance)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {"x": self.x[number]}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+        self.outer = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x))).squeeze(-1)
+
+
+class Regression(Task):
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"points": len(batch["x"])}
+
+    def losses(self, outputs: Tensor, batch: Batch) -> Losses:
+        return Losses([LossTerm("error", (outputs - batch["x"].sum(1)).square().sum(), "points")])
+
+
+def recipe(out: Path, steps: int = 12) -> dict[str, Any]:
+    return {
+        "name": "given",
+        "out": str(out),
+        "model": {"family": "module"},
+        "data": {"workers": 0},
+        "train": {"steps": steps, "global_batch": 8, "micro_batch": 4, "device": "cpu", "eval_rows": 8},
+        "optim": {"lr": 0.1, "schedule": {"kind": "constant"}},
+        "checkpoint": {"every": 4},
+    }
+
+
+def net() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def losses(run: tessera.Run) -> list[float]:
+    return [row["loss"] for row in run.metrics if row["kind"] == "train"]
+
+
+def test_model_data_task_and_optimizer_as_objects(tmp_path: Path) -> None:
+    model = net()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    given: dict[str, Any] = {
+        "model": model,
+        "dataset": Points(),
+        "eval_dataset": Points(8),
+        "task": Regression(),
+        "optimizer": lambda groups: torch.optim.SGD(groups, momentum=0.9),
+    }
+    whole = tessera.train(recipe(tmp_path / "whole"), **given)
+    found = losses(whole)
+    assert found[-1] < 0.5 * found[0]
+    assert [row for row in whole.metrics if row["kind"] == "eval"]
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())  # what was given stays as it is
+    stopped = tessera.train(recipe(tmp_path / "stopped"), callbacks=[StopAt(4)], **given)
+    resumed = tessera.resume(stopped.folder, **given)
+    assert losses(resumed) == found
+
+
+def test_a_run_begins_with_the_weights_of_the_object(tmp_path: Path) -> None:
+    model, points = net(), Points(8)
+    with torch.no_grad():
+        expected = float((model(points.x) - points.x.sum(1)).square().mean())
+    run = tessera.train(recipe(tmp_path, steps=1), model=model, dataset=points, task=Regression())
+    assert losses(run)[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_resume_without_them_names_what_is_missing(tmp_path: Path) -> None:
+    run = tessera.train(recipe(tmp_path, steps=2), model=net(), dataset=Points(), task=Regression())
+    with pytest.raises(TesseraError, match="model, task, dataset") as caught:
+        tessera.resume(run.folder)
+    assert "tessera.resume(folder, model=..., task=..., dataset=...)" in str(caught.value)
+
+
+def test_a_loader_as_an_object(tmp_path: Path) -> None:
+    loader = DataLoader(Points(), batch_size=4)
+    rows = {"train.global_batch": 2, "train.micro_batch": 1}  # each batch of a loader is one row
+    run = tessera.train(recipe(tmp_path, steps=2), rows, model=net(), dataset=loader, task=Regression())
+    assert len(losses(run)) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda groups: groups, "returned a list"),
+        (lambda groups: torch.optim.SGD(groups[0]["params"][:1], lr=0.1), "other parameter groups"),
+    ],
+)
+def test_what_is_no_optimizer_for_these_groups_is_refused(make: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match=message):
+        tessera.train(recipe(tmp_path, 1), model=net(), dataset=Points(), task=Regression(), optimizer=make)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": 3}, "model is a int"),
+        ({"task": Regression}, "task is the class Regression"),
+        ({"optimizer": "adam"}, "optimizer is a str"),
+        ({"callbacks": [StopAt]}, "is no callback"),
+    ],
+)
+def test_an_object_of_another_kind_is_refused_by_name(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    parts: dict[str, Any] = {"model": Net(), "task": Regression(), "dataset": Points(), **given}
+    with pytest.raises(TesseraError, match=said):
+        tessera.train(recipe(tmp_path), **parts)
+
+
+def test_a_task_that_returns_a_tensor_is_told_what_to_return(tmp_path: Path) -> None:
+    class Mean(Regression):
+        def losses(self, outputs: Tensor, batch: Batch) -> Any:
+            return outputs.mean()
+
+    with pytest.raises(TesseraError, match="`losses` of the task returned a Tensor"):
+        tessera.train(recipe(tmp_path), model=Net(), task=Mean(), dataset=Points())

@@ -1,0 +1,69 @@
+"""Parts of pages: what comes from data is escaped, and charts draw what they are given."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+
+from tessera.core import html
+
+
+class Tags(HTMLParser):
+    """Count tags, and check that each one is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: dict[str, int] = {}
+        self.open: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found[tag] = self.found.get(tag, 0) + 1
+        if tag not in ("meta", "link", "img", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found[tag] = self.found.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+EVIL = '<script>alert("x")</script>\u202e'
+
+
+def test_text_from_data_stays_text() -> None:
+    parts = [
+        html.section(EVIL, ""),
+        html.facts([(EVIL, EVIL)]),
+        html.table([EVIL], [[html.escape(EVIL)]], chosen=[0]),
+        html.line_chart(EVIL, [html.Series(EVIL, [(1, 1), (2, 2)])], bands=[html.Band(1, 2, EVIL, "#123456")]),
+        html.bar_chart(EVIL, EVIL, [(1, EVIL)], labels=[(0, EVIL)], lines=[(0.5, "mark", EVIL)]),
+    ]
+    page = html.page(EVIL, parts)
+    assert "script" not in Tags(page).found
+    assert "\u202e" not in page
+    assert "default-src 'none'" in page
+
+
+def test_a_line_chart_leaves_out_what_it_cannot_draw_and_keeps_peaks() -> None:
+    points = [(float(x), 1.0) for x in range(10_000)]
+    points[7_777] = (7_777.0, 5.0)
+    points[3] = (3.0, math.nan)
+    chart = html.line_chart("loss", [html.Series("loss", points)], html.Frame(log_scale=True), mark=50.0)
+    assert "(1 non-finite values left out)" in chart
+    drawn = re.search(r'points="([^"]+)"', chart)
+    assert drawn is not None
+    heights = [float(one.split(",")[1]) for one in drawn[1].split()]
+    assert len(heights) <= 2 * (html.COLUMNS + 1)
+    assert min(heights) == html.Frame().top  # the peak reaches the top
+    assert Tags(chart).found["line"] == 6  # five of the grid and the mark
+    assert "nothing recorded" in html.line_chart("empty", [html.Series("loss", [(0.0, math.inf)])])
+
+
+def test_bars_have_heights_in_proportion_and_the_smallest_is_seen() -> None:
+    chart = html.bar_chart("lengths", "tokens", [(100_000, "a"), (50_000, "b"), (1, "c"), (0, "d")])
+    heights = [float(one) for one in re.findall(r'height="([\d.]+)"', chart)]
+    assert heights == [120.0, 60.0, 1.5, 0.0]

@@ -1,0 +1,246 @@
+"""Files of torch.save are read and written without a pickle being executed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import pickle
+import random
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tessera.checkpoint.legacy.dcp import _check_cover, read_dcp, write_dcp
+from tessera.checkpoint.legacy.pickles import Described
+from tessera.checkpoint.legacy.torch_files import PlannedTensor, StoredTensor, TorchFileWriter, read_torch_file
+from tessera.core.errors import TesseraError
+
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def content() -> dict[str, Any]:
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    made: dict[str, Any] = {str(dtype): (torch.rand(3, 5) * 9).to(dtype) for dtype in DTYPES}
+    made |= {"transposed": base.t(), "slice": base[1:3, ::2], "scalar": torch.tensor(7.5), "empty": torch.empty(0, 4)}
+    made["parameter"] = torch.nn.Parameter(torch.randn(2, 2))
+    return made
+
+
+def equal(found: Any, expected: torch.Tensor) -> bool:
+    assert isinstance(found, StoredTensor)
+    read = found.read()
+    return read.dtype == expected.dtype and read.shape == expected.shape and torch.equal(read, expected.detach())
+
+
+def test_every_kind_of_tensor_is_read(tmp_path: Path) -> None:
+    state = content()
+    torch.save({"model": state, "iteration": 12, "names": ["a", ("b", None)]}, tmp_path / "a.pt")
+    found = read_torch_file(tmp_path / "a.pt")
+    assert (found["iteration"], found["names"]) == (12, ["a", ("b", None)])
+    assert found["model"].keys() == state.keys()
+    assert all(equal(found["model"][name], tensor) for name, tensor in state.items())
+
+
+def test_a_module_s_own_state_and_an_eight_bit_type_are_read(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    small = torch.randn(4, 4).to(torch.float8_e4m3fn)
+    torch.save(module.state_dict() | {"small": small}, tmp_path / "a.pt")
+    found = read_torch_file(tmp_path / "a.pt")
+    assert all(equal(found[name], tensor) for name, tensor in module.state_dict().items())
+    assert torch.equal(found["small"].read().view(torch.uint8), small.view(torch.uint8))
+
+
+def test_what_a_training_job_stores_beside_weights_is_described_and_not_built(tmp_path: Path) -> None:
+    beside = {"args": argparse.Namespace(lr=1e-5), "rng": [np.random.get_state()[1]], "model": {"w": torch.ones(2)}}
+    torch.save(beside, tmp_path / "a.pt")
+    found = read_torch_file(tmp_path / "a.pt")
+    assert equal(found["model"]["w"], torch.ones(2))
+    assert isinstance(found["args"], Described)
+    assert str(found["args"].name) == "argparse.Namespace"
+
+
+class Poison:
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.canary}",)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+def test_a_poisoned_file_is_refused_and_runs_nothing(tmp_path: Path, protocol: int) -> None:
+    canary = tmp_path / "canary"
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("a/data.pkl", pickle.dumps({"model": Poison(canary)}, protocol=protocol))
+    with pytest.raises(TesseraError, match="system"):
+        read_torch_file(tmp_path / "a.pt")
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.hub\nload", "torch.jit._script\nscript", "numpy.f2py\ncompile", "builtins\neval"]
+)
+def test_names_that_load_or_compile_are_refused(tmp_path: Path, name: str) -> None:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02c" + name.encode() + b"\n)R.")
+    with pytest.raises(TesseraError, match="no business"):
+        read_torch_file(tmp_path / "a.pt")
+
+
+def test_what_we_write_torch_loads(tmp_path: Path) -> None:
+    tensors = {name: tensor.detach().contiguous() for name, tensor in content().items()}
+    plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    path = tmp_path / "model_optim_rng.pt"
+    writer = TorchFileWriter(path, {"model": plans, "checkpoint_version": 3.0, "iteration": 300, "none": None})
+    for tensor in tensors.values():
+        writer.write_tensor(tensor)
+    writer.close()
+    loaded = torch.load(path, weights_only=True)
+    assert (loaded["checkpoint_version"], loaded["iteration"], loaded["none"]) == (3.0, 300, None)
+    assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in tensors.items())
+    mapped = torch.load(path, weights_only=True, mmap=True)
+    assert torch.equal(mapped["model"]["transposed"], tensors["transposed"])
+    found = read_torch_file(path)
+    assert all(equal(found["model"][name], tensor) for name, tensor in tensors.items())
+
+
+def test_damaged_files_are_refused_or_read_and_never_crash(tmp_path: Path) -> None:
+    torch.save({"model": {f"w{n}": torch.randn(3, 3) for n in range(4)}}, tmp_path / "a.pt")
+    good = (tmp_path / "a.pt").read_bytes()
+    chance = random.Random(0)
+    for _ in range(400):
+        data = bytearray(good)
+        for _ in range(chance.choice([1, 2, 8])):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        data = data[: chance.choice([len(data), chance.randrange(len(data))])]
+        (tmp_path / "b.pt").write_bytes(data)
+        try:
+            found = read_torch_file(tmp_path / "b.pt")
+            if isinstance(found, dict) and isinstance(found.get("model"), dict):
+                [tensor.read() for tensor in found["model"].values() if isinstance(tensor, StoredTensor)]
+        except TesseraError:
+            pass
+
+
+def test_pipes_and_missing_files_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.pt")
+    for name in ("pipe.pt", "missing.pt"):
+        with pytest.raises(TesseraError):
+            read_torch_file(tmp_path / name)
+
+
+# ---------------------------------------------------------------------------------------------- torch DCP
+
+
+def test_folders_of_dcp_are_read_whole_and_in_parts(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.randn(3, 4), "b": torch.randn(4).bfloat16(), "n": torch.tensor(3)}, "step": 5}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    found = read_dcp(tmp_path / "a")
+    assert found.keys() == {"model.w", "model.b", "model.n"}
+    assert all(torch.equal(found[f"model.{name}"].read(), tensor) for name, tensor in state["model"].items())
+
+
+def test_stock_dcp_loads_what_we_write(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(3, 4), "b": torch.randn(4).bfloat16(), "n": torch.tensor(3.0), "e": torch.empty(0, 2)}
+    plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_dcp(tmp_path / "a", plans, tensors.values())
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert all(torch.equal(tensor.read(), tensors[name]) for name, tensor in read_dcp(tmp_path / "a").items())
+
+
+def test_poisoned_and_damaged_metadata_is_refused(tmp_path: Path) -> None:
+    write_dcp(tmp_path, {"w": PlannedTensor(torch.float32, (2,))}, [torch.ones(2)])
+    good = (tmp_path / ".metadata").read_bytes()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": Poison(tmp_path / "canary")}))
+    with pytest.raises(TesseraError, match="system"):
+        read_dcp(tmp_path)
+    assert not (tmp_path / "canary").exists()
+    chance = random.Random(1)
+    for _ in range(300):
+        data = bytearray(good)
+        data[chance.randrange(len(data))] = chance.randrange(256)
+        (tmp_path / ".metadata").write_bytes(data)
+        with contextlib.suppress(TesseraError):
+            [tensor.read() for tensor in read_dcp(tmp_path).values()]
+    outside = good.replace(b"X\x0c\x00\x00\x00__0_0.distcp", b"X\x0c\x00\x00\x00../__0_0.dis")
+    (tmp_path / ".metadata").write_bytes(outside)
+    with pytest.raises(TesseraError, match="outside"):
+        read_dcp(tmp_path)
+
+
+def test_ordered_dictionaries_in_one_file_keep_their_own_tensors(tmp_path: Path) -> None:
+    chunks = {f"model{n}": OrderedDict(w=torch.full((2,), float(n)), b=torch.full((3,), n + 0.5)) for n in range(4)}
+    torch.save(chunks, tmp_path / "a.pt")
+    found = read_torch_file(tmp_path / "a.pt")
+    assert all(equal(found[key][name], tensor) for key, chunk in chunks.items() for name, tensor in chunk.items())
+
+
+HEAD, ORDERED, SIZE = b"\x80\x02", b"ccollections\nOrderedDict\n", b"ctorch\nSize\n"
+DOUBLED = b")" + b"2\x86" * 40  # a tuple of two that are the same tuple of two, and so on: 2 ** 40 leaves
+
+
+def tensor_pickle(shape: list[int], stride: list[int], key: bytes = b"X\x01\0\0\x000") -> bytes:
+    numbers = [b"(" + b"".join(b"\x8a\x08" + n.to_bytes(8, "little") for n in ns) + b"t" for ns in (shape, stride)]
+    storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\n" + key + b"X\x03\0\0\0cpuK\x10tQ"
+    return HEAD + b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0" + b"".join(numbers) + b"tR."
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        pytest.param(HEAD + b"}" + DOUBLED + b"Ns.", id="a key that takes 2 ** 40 steps to hash"),
+        pytest.param(HEAD + b"})" + b"\x85" * 10**6 + b"Ns.", id="a key that overflows the stack when hashed"),
+        pytest.param(b"\x80\x04(" + DOUBLED + b"\x91.", id="such an element of a set"),
+        pytest.param(HEAD + ORDERED + b"]" + DOUBLED + b"N\x86a\x85R.", id="such a key of an ordered dictionary"),
+        pytest.param(HEAD + b"}" + SIZE + DOUBLED + b"\x85RNs.", id="such a key by way of a size"),
+        pytest.param(HEAD + ORDERED + b"K\x05\x85R.", id="an ordered dictionary of a number"),
+        pytest.param(HEAD + SIZE + b"K\x05\x85R.", id="a size that is no list"),
+        pytest.param(HEAD + b"}" + ORDERED + b")RNs.", id="a dictionary as a key"),
+        pytest.param(tensor_pickle([2], [1], DOUBLED), id="a storage named by a tuple"),
+        pytest.param(tensor_pickle([0, 1 << 61, 1 << 61], [0, 0, 0]), id="sizes whose product overflows"),
+        pytest.param(tensor_pickle([1] * 1000, [0] * 1000), id="a thousand axes"),
+    ],
+)
+def test_pickles_made_to_hang_or_crash_are_refused(tmp_path: Path, pickled: bytes) -> None:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/data/0", bytes(64))
+    with pytest.raises(TesseraError):
+        read_torch_file(tmp_path / "a.pt")
+
+
+def test_shared_parts_are_built_once_and_expanded_tensors_are_not_read(tmp_path: Path) -> None:
+    doubled = HEAD + ORDERED + b")Rq\0" + (b"0" + ORDERED + b")R(K\1h\0K\2h\0uq\0") * 40 + b"."
+    for pickled in (doubled, tensor_pickle([1 << 40], [0])):
+        with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+            archive.writestr("archive/data.pkl", pickled)
+            archive.writestr("archive/data/0", bytes(64))
+        found = read_torch_file(tmp_path / "a.pt")
+    with pytest.raises(TesseraError, match="more elements than its storage"):
+        found.read()
+
+
+def test_parts_of_dcp_that_overlap_are_refused() -> None:
+    folder = Path("folder")
+    _check_cover("w", (4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((2, 2), (2, 2))], folder)
+    _check_cover("w", (), [((), ())], folder)
+    with pytest.raises(TesseraError, match="do not make the whole"):
+        _check_cover("w", (4,), [((0,), (2,)), ((1,), (2,))], folder)  # as many elements as there are, and a hole

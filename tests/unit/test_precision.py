@@ -1,0 +1,127 @@
+"""The precision section: what computes in which type, and loss scaling for float16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tessera
+from tessera.core.callback import Callback
+from tessera.core.gradients import LossScale
+from tessera.core.run_config import LossScaleSection, PrecisionSection, load_config
+from tests.toys.callbacks import StopAt
+
+
+def recipe(out: Path, steps: int = 12, **precision: Any) -> dict[str, Any]:
+    return {
+        "name": "typed",
+        "out": str(out),
+        "model": {"family": "tests.toys.denoiser", "preset": "tiny"},
+        "data": {"kind": "tests.toys.digit_pictures", "workers": 0},
+        "train": {"steps": steps, "global_batch": 4, "micro_batch": 2, "device": "cpu"},
+        "precision": precision,
+        "optim": {"lr": 3e-3},
+        "checkpoint": {"every": 4},
+        "log": {"every": 4},
+    }
+
+
+def losses(run: tessera.Run) -> list[float]:
+    return [row["loss"] for row in run.metrics if row["kind"] == "train"]
+
+
+class Types(Callback):
+    """The types that modules see in the first step."""
+
+    def __init__(self, *paths: str) -> None:
+        self.paths = paths
+        self.seen: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {}
+        self.kept: set[torch.dtype] = set()
+
+    def on_start(self, trainer: Any) -> None:
+        self.kept = {p.dtype for p in trainer.module.parameters()}
+        for path in self.paths:
+            trainer.module.get_submodule(path).register_forward_hook(self._hook(path))
+
+    def _hook(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            weight = module.weight if isinstance(module, nn.Linear) else next(module.parameters())
+            self.seen[path] = (args[0].dtype, weight.dtype, output.dtype)
+
+        return hook
+
+
+def test_auto_is_bf16_over_fp32_weights_on_an_accelerator_and_fp32_on_a_cpu() -> None:
+    section = PrecisionSection()
+    assert section.resolved(accelerator=True).compute == "bfloat16"
+    assert section.resolved(accelerator=True).weights == "float32"
+    assert section.resolved(accelerator=False).compute == "float32"
+    assert PrecisionSection(weights="bfloat16").resolved(accelerator=False).compute == "bfloat16"
+    assert PrecisionSection(compute="float32").resolved(accelerator=True).compute == "float32"
+
+
+def test_a_run_keeps_the_type_that_auto_meant(tmp_path: Path) -> None:
+    run = tessera.train(recipe(tmp_path, steps=1))
+    assert load_config(run.folder / "config.yaml").precision.compute == "float32"
+
+
+def test_modules_of_a_pattern_compute_in_their_own_type(tmp_path: Path) -> None:
+    types = Types("inlet", "outlet")
+    run = tessera.train(
+        recipe(tmp_path, steps=2, compute="bfloat16", cast_inputs=True, modules={"outlet": "float32"}),
+        callbacks=[types],
+    )
+    assert types.kept == {torch.float32}
+    assert types.seen["inlet"][1:] == (torch.bfloat16, torch.bfloat16)
+    assert types.seen["outlet"][:2] == (torch.float32, torch.float32)
+    assert len(losses(run)) == 2
+
+
+def test_float16_learns_like_float32_and_resumes_with_its_scale(tmp_path: Path) -> None:
+    """The first scale is so large that steps overflow: these are dropped, and no alarm is raised."""
+    plain = losses(tessera.train(recipe(tmp_path / "fp32", steps=24)))
+    half: dict[str, Any] = {"compute": "float16", "cast_inputs": True, "output": "float32"}
+    half["loss_scale"] = {"start": 2.0**24, "growth_steps": 6}
+    whole = tessera.train(recipe(tmp_path / "fp16", steps=24, **half))
+    rows = [row for row in whole.metrics if row["kind"] == "train"]
+    skipped = [row["step"] for row in rows if row.get("skipped")]
+    assert skipped
+    assert skipped[0] == 1
+    assert losses(whole)[-1] < 0.8 * losses(whole)[0]
+    assert losses(whole)[0] == pytest.approx(plain[0], rel=1e-2)
+    alarms = whole.folder / "guard.jsonl"
+    assert not alarms.exists() or alarms.read_text() == ""
+    stopped = tessera.train(recipe(tmp_path / "stopped", steps=24, **half), callbacks=[StopAt(12)])
+    assert losses(tessera.resume(stopped.folder)) == losses(whole)
+
+
+def test_float16_drops_overflows_also_without_the_guard(tmp_path: Path) -> None:
+    """Gradients are summed over ranks in float16 as well: what overflows there is dropped, too."""
+    settings = recipe(tmp_path, steps=8, compute="float16", reduce="float16", cast_inputs=True, output="float32")
+    settings["precision"]["loss_scale"] = {"start": 2.0**24}
+    run = tessera.train({**settings, "guard": {"policy": "off"}})
+    assert all(torch.isfinite(torch.tensor(losses(run))))
+    assert any(row.get("skipped") for row in run.metrics if row["kind"] == "train")
+
+
+def test_the_scale_halves_on_overflow_and_doubles_after_good_steps() -> None:
+    scale = LossScale(LossScaleSection(start=8.0, growth_steps=2), torch.device("cpu"))
+    parameter = nn.Parameter(torch.ones(2))
+    scale.scaled((parameter * 3).sum()).backward()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [24.0, 24.0]
+    scale.unscale([parameter])
+    assert parameter.grad.tolist() == [3.0, 3.0]
+    for norm, expected in ((1.0, 8.0), (1.0, 16.0), (float("inf"), 8.0), (float("nan"), 4.0), (1.0, 4.0), (1.0, 8.0)):
+        scale.update(torch.tensor(norm))
+        assert float(scale.state[0]) == expected
+    assert scale.explains(1.0)
+    assert not scale.explains(float("nan"))  # a loss that is not finite is not the scale's doing
+    for _ in range(8):
+        scale.update(torch.tensor(float("inf")))
+    assert float(scale.state[0]) == 1.0
+    assert not scale.explains(1.0)
