@@ -105,6 +105,19 @@ def test_device_memory_that_cannot_be_had_is_no_error(tmp_path: Path, monkeypatc
     assert same_bits(into, tensors(5))
 
 
+def save_in_background_and_die(folder: Path, number: int) -> None:
+    """Killed at this point of the write."""
+    left = iter(range(number, -1, -1))
+
+    def die(point: str) -> None:
+        if next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    manager = CheckpointManager(folder, 2, fault=die)
+    manager.save_in_background(2, tensors(2), {}, "")
+    manager.finish_background()
+
+
 def test_a_kill_at_any_point_of_the_write_loses_that_save_alone(tmp_path: Path) -> None:
     points: list[str] = []
     CheckpointManager(tmp_path / "points", 2, fault=points.append).save(2, tensors(2), {}, "")
@@ -112,18 +125,7 @@ def test_a_kill_at_any_point_of_the_write_loses_that_save_alone(tmp_path: Path) 
     for number in range(0, len(points), 3):
         folder = tmp_path / str(number)
         save(folder, 1)
-        count = iter(range(len(points) + 1))
-
-        def kill(point: str, number: int = number, count: Any = count) -> None:
-            if next(count) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        def work(folder: Path = folder, kill: Callable[[str], None] = kill) -> None:
-            manager = CheckpointManager(folder, 2, fault=kill)
-            manager.save_in_background(2, tensors(2), {}, "")
-            manager.finish_background()
-
-        assert in_child(work) == -signal.SIGKILL
+        assert in_child(save_in_background_and_die, folder, number) == -signal.SIGKILL
         into = blank()
         found = CheckpointManager(folder, 2).resume(into)
         assert found is not None

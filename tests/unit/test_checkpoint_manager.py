@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.core.errors import TesseraError
+from tests.dist.spawn import fork_context
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
@@ -103,16 +104,28 @@ def test_the_same_step_again_replaces_without_a_gap(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- killed while saving
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """Runs in a fork; the exit status tells how it ended."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            os._exit(3)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def in_child(work: Callable[..., None], *args: object) -> int:
+    """How a process that runs `work` (a module's function) ended.
+
+    It comes from a server without threads: a fork of the test process, with the threads that torch started in it, may
+    crash before it comes to the point.
+    """
+    child = fork_context().Process(target=work, args=args)
+    child.start()
+    child.join()
+    assert child.exitcode is not None
+    return int(child.exitcode)
+
+
+def save_and_die(folder: Path, number: int) -> None:
+    """Killed at this point of the save."""
+    left = iter(range(number, -1, -1))
+
+    def die(point: str) -> None:
+        if next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    save(folder, 5, fault=die)
 
 
 def points_of_a_save(folder: Path) -> list[str]:
@@ -134,12 +147,7 @@ def test_killed_at_any_point_a_whole_checkpoint_remains(tmp_path: Path) -> None:
         shutil.rmtree(folder / "step-00000002")
         save(folder, 4)
 
-        def die(point: str, left: list[int] = [number]) -> None:  # noqa: B006 - a counter of this child alone
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-
-        assert in_child(lambda folder=folder, die=die: save(folder, 5, fault=die)) == -signal.SIGKILL
+        assert in_child(save_and_die, folder, number) == -signal.SIGKILL
         into = blank()
         found = CheckpointManager(folder, 2).resume(into)
         assert found is not None, points[number]
@@ -279,19 +287,18 @@ def test_only_damaged_ones_is_an_error(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- cannot be written
 
 
+def save_with_little_room(folder: Path) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    with pytest.raises(TesseraError, match=r"File too large(.|\n)*1200000 bytes"):
+        CheckpointManager(folder, 1).save(2, {"model.large": torch.ones(300_000)}, {}, "")
+    os._exit(42)
+
+
 def test_a_real_write_error_leaves_everything_as_it_was(tmp_path: Path) -> None:
     save(tmp_path, 1)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    large = {"model.large": torch.ones(300_000)}
-
-    def limited() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        with pytest.raises(TesseraError, match=r"File too large(.|\n)*1200000 bytes"):
-            CheckpointManager(tmp_path, 1).save(2, large, {}, "")
-        os._exit(42)
-
-    assert in_child(limited) == 42
+    assert in_child(save_with_little_room, tmp_path) == 42
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
     assert not list(tmp_path.glob(".staging*"))
 

@@ -13,6 +13,7 @@ from tessera.compat.cpu_affinity import AffinityConf, KeepThreadsBound, bind_ran
 from tessera.core import affinity
 from tessera.core.affinity import ThreadBinder, Topology, format_cores, parse_cores, read_topology
 from tessera.core.errors import TesseraError
+from tests.dist.spawn import fork_context
 
 
 def machine(cores: int, nodes: int = 1, allowed: range | None = None) -> Topology:
@@ -207,14 +208,18 @@ def test_binding_waits_for_the_first_step_unless_told_otherwise(masks: None) -> 
     assert bind_rank(AffinityConf(), 0, [None]) == []
 
 
-def test_children_of_a_bound_process_get_cores_of_their_own(masks: None) -> None:
-    before = os.sched_getaffinity(0)
-    child = os.fork()
-    if child == 0:  # hooks of forks stay for the life of a process
-        affinity.bind_children(before)
-        os.sched_setaffinity(0, {min(before)})
-        worker = os.fork()
-        if worker == 0:
-            os._exit(0 if os.sched_getaffinity(0) == before else 1)
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+def bind_and_look_at_a_child(before: set[int]) -> None:
+    """In a process of its own: hooks of forks stay for the life of a process."""
+    affinity.bind_children(before)
+    os.sched_setaffinity(0, {min(before)})
+    worker = os.fork()
+    if worker == 0:
+        os._exit(0 if os.sched_getaffinity(0) == before else 1)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+
+
+def test_children_of_a_bound_process_get_cores_of_their_own() -> None:
+    child = fork_context().Process(target=bind_and_look_at_a_child, args=(os.sched_getaffinity(0),))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
