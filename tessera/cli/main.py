@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import platform
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
+import tessera
 from tessera.cli import run
 from tessera.cli.data import data_app
 from tessera.cli.migrate import migrate
@@ -24,12 +28,32 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        packages = [f"Python {platform.python_version()}"]
+        for name in ("torch", "transformers"):
+            with contextlib.suppress(PackageNotFoundError):
+                packages.append(f"{name} {version(name)}")
+        typer.echo(f"tessera {tessera.__version__} ({', '.join(packages)})")
+        raise typer.Exit
+
+
 config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 for _verb in (run.train, run.resume, run.preflight, run.launch, migrate):
     app.command()(_verb)
 app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run.run_script)
+
+
+@app.callback(invoke_without_command=False)
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print versions and exit.")
+    ] = False,
+) -> None: ...
 
 
 @app.command()

@@ -156,7 +156,7 @@ StepOutcome = Literal["applied", "dropped", "rewound"]
 class OptimizerStep(Callback):
     """Apply the update of every step. The subclass in `observe.anomaly` may drop it after a look at the step."""
 
-    lr_share = 1.0  # of the learning rate that the schedule gives
+    lr_factor = 1.0  # times the learning rate that the schedule gives
 
     def update(
         self, trainer: TrainerHandle, loss: Tensor, grad_norm: Tensor, microbatches: Sequence[Batch]

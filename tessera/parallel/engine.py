@@ -20,6 +20,8 @@ from tessera.parallel.collectives import PostBackward
 
 
 class Engine(Protocol):
+    loss_scale: LossScale | None
+
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
         """Leave the gradient of the loss in the parameters; return sums over all micro-batches and ranks."""
         ...

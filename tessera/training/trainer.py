@@ -141,10 +141,13 @@ class Trainer:
         self.phase = "clipping gradients"
         grad_norm = self._clip_gradients()
         self.phase = "updating weights"
-        share = lr_factor(self.config.optim.schedule, self.step, settings.steps) * self.optimizer_step.lr_share
-        lr = set_learning_rate(self.optimizer, share)
+        factor = lr_factor(self.config.optim.schedule, self.step, settings.steps) * self.optimizer_step.lr_factor
+        lr = set_learning_rate(self.optimizer, factor)
         loss = out.loss()
-        numbers = AsyncScalars.of({"loss": loss, "grad_norm": grad_norm, **out.metrics()})
+        scalars = {"loss": loss, "grad_norm": grad_norm, **out.metrics()}
+        if self.engine.loss_scale is not None:
+            scalars["loss_scale"] = self.engine.loss_scale.state[0]  # after this step's update
+        numbers = AsyncScalars.of(scalars)
         outcome = self.optimizer_step.update(self, loss, grad_norm, microbatches)
         self.optimizer.zero_grad(set_to_none=True)
         if outcome == "rewound":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 
@@ -50,6 +51,13 @@ def tessera(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda *words: tessera(capsys, monkeypatch, *words)
+
+
+def test_versions(run: Any) -> None:
+    code, said = run("--version")
+    assert code == 0
+    assert said.startswith("tessera ")
+    assert f"torch {torch.__version__}" in said
 
 
 def test_a_misspelt_option_of_a_task(run: Any, recipe: Path) -> None:

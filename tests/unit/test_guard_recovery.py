@@ -81,12 +81,12 @@ def test_rollback_goes_back_from_a_lasting_rise_once_and_slower(data: Path, tmp_
 
 def test_a_lower_learning_rate_outlives_a_resume_and_going_back_but_not_another_rate() -> None:
     guard = Guard(GuardSection(), ProbeReader(None))  # type: ignore[arg-type]
-    guard.lr_share, guard._slowed_at = 0.5, 1e-3
+    guard.lr_factor, guard._slowed_at = 0.5, 1e-3
     guard.load_state_dict({})  # back to a state from before
-    assert guard.lr_share == 0.5
+    assert guard.lr_factor == 0.5
     again = Guard(GuardSection(), ProbeReader(None))  # type: ignore[arg-type]
     again.load_state_dict(guard.state_dict())
-    assert (again.lr_share, again._slowed_at) == (0.5, 1e-3)
+    assert (again.lr_factor, again._slowed_at) == (0.5, 1e-3)
 
 
 def test_too_high_a_learning_rate_is_told_as_that(data: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,8 @@ def test_float16_learns_like_float32_and_resumes_with_its_scale(tmp_path: Path) 
     skipped = [row["step"] for row in rows if row.get("skipped")]
     assert skipped
     assert skipped[0] == 1
+    scales = [2.0**24] + [row["loss_scale"] for row in rows]
+    assert all((after == before / 2) == (step in skipped) for step, (before, after) in enumerate(pairwise(scales), 1))
     assert losses(whole)[-1] < 0.8 * losses(whole)[0]
     assert losses(whole)[0] == pytest.approx(plain[0], rel=1e-2)
     alarms = whole.folder / "guard.jsonl"

@@ -57,7 +57,7 @@ class Guard(OptimizerStep):
         self._loss_scale = loss_scale
         self.settings = settings
         self.reader = reader
-        self.lr_share = 1.0
+        self.lr_factor = 1.0
         self.left_out: dict[str, str] = {}  # samples that are left out, with the reason
         self._clip_norm = math.inf if clip_norm is None else clip_norm
         self._warmup = warmup
@@ -70,7 +70,7 @@ class Guard(OptimizerStep):
         self._investigated: list[int] = []  # recent steps that were run again
         self._left: set[int] = set()  # steps from which the run went back
         self._returns: dict[int, int] = {}  # rollbacks for damage, by the step they led to
-        self._slowed_at = 0.0  # the learning rate that `lr_share` is a share of
+        self._slowed_at = 0.0  # the learning rate that `lr_factor` multiplies
         self._passed: set[int] = set()  # steps at which this run stopped before it was resumed
         self._normal: dict[str, float] = {}  # largest number of each parameter at the last sound check
         self._moved = 0.0  # sum of the learning rates since then
@@ -91,9 +91,9 @@ class Guard(OptimizerStep):
         rows = Ranks.current().on_rank0(lambda: list(read_jsonl(path)))
         self._passed = {row["step"] for row in rows if row.get("action") == "stopped"}
         if self._slowed_at not in (0.0, trainer.config.optim.lr):
-            self.lr_share = 1.0  # the learning rate was changed when the run was resumed
-        if self.lr_share < 1 and trainer.world.is_main:
-            log.info("guard: the learning rate is %g times optim.lr since the run went back", self.lr_share)
+            self.lr_factor = 1.0  # the learning rate was changed when the run was resumed
+        if self.lr_factor < 1 and trainer.world.is_main:
+            log.info("guard: the learning rate is %g times optim.lr since the run went back", self.lr_factor)
 
     def on_step_begin(self, trainer: TrainerHandle) -> None:
         every = self.settings.copy_every
@@ -119,7 +119,7 @@ class Guard(OptimizerStep):
             "trend": self._divergence.state(),
             "spikes": self._spikes,
             "dropped": list(self._dropped),
-            "lr_share": self.lr_share,
+            "lr_share": self.lr_factor,
             "slowed_at": self._slowed_at,
         }
 
@@ -132,8 +132,8 @@ class Guard(OptimizerStep):
         self._spikes = int(state.get("spikes", 0))
         self._not_finite = 0  # a run that is resumed may have as many again
         self._dropped = list(state.get("dropped", []))
-        if self.lr_share == 1.0:
-            self.lr_share = float(state.get("lr_share", 1.0))
+        if self.lr_factor == 1.0:
+            self.lr_factor = float(state.get("lr_share", 1.0))
             self._slowed_at = float(state.get("slowed_at", 0.0))
 
     def rows(self, source: RowSource) -> RowSource:
@@ -389,9 +389,9 @@ class Guard(OptimizerStep):
 
     def _go_back_slower(self, trainer: TrainerHandle, bad_step: BadStep, first: int) -> bool:
         """Go back to a state before step `first`, where it began, and on with a lower learning rate; once in a run."""
-        if self.settings.policy != "rollback" or self.lr_share < 1 or not self._go_back(trainer, first):
+        if self.settings.policy != "rollback" or self.lr_factor < 1 or not self._go_back(trainer, first):
             return False
-        self.lr_share, self._slowed_at = SLOWER, trainer.config.optim.lr
+        self.lr_factor, self._slowed_at = SLOWER, trainer.config.optim.lr
         note = f"the learning rate is {SLOWER:g} times optim.lr from now on"
         note = f"{bad_step.note}; {note}" if bad_step.note else note
         self._continue_after_rollback(trainer, replace(bad_step, note=note))
