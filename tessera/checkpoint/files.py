@@ -323,6 +323,9 @@ def code_of(dtype: torch.dtype, name: str) -> str:
     return CODES[dtype]
 
 
+_MOST_ELEMENTS = 1 << 58  # times 16 bytes, and their number still fits into 63 bits
+
+
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file, and raise errors of the library, which checks header and size, as `TesseraError`."""
@@ -330,6 +333,10 @@ def open_safetensors(path: Path) -> Iterator[Any]:
     check_regular(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                # The library counts bytes. One size of 0 makes them none, whatever the others are.
+                if prod(max(size, 1) for size in file.get_slice(name).get_shape()) >= _MOST_ELEMENTS:
+                    raise TesseraError(f"{name[:200]} claims a shape beyond all sense", where=str(path))
             yield file
     except (SafetensorError, OSError) as error:
         raise TesseraError(

@@ -7,7 +7,6 @@ started the process sees where it died.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from tessera.data.media.read import decode, probe
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.workers.worker import time_limit
 from tests.toys import media_zoo
+from tests.toys.memory import peak_mib
 
 TARGET = (28, 28)
 SAMPLING = VideoSampling(frames=4)
@@ -71,8 +71,7 @@ def main(folder: str, seed: int, start: int, stop: int, seconds: float) -> None:
             except TesseraError:  # between two statements of ours
                 said = "refused: took too long"
             took = time.perf_counter() - began
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-            print(json.dumps({"outcome": said, "seconds": round(took, 3), "peak_mib": peak}), flush=True)
+            print(json.dumps({"outcome": said, "seconds": round(took, 3), "peak_mib": peak_mib()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.toys import media_zoo
+from tests.toys.fuzz import each_outcome
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 10.0  # for one file
 GRACE = 20.0  # more for what does not look at the clock
 
@@ -30,32 +26,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, seed: int, start: int, stop: int) -> Iterator[dict[str, Any]]:
-    """What became of each file. A process that dies or stands still is one more outcome; another goes on behind it."""
-    while start < stop:
-        words = [str(word) for word in (folder, seed, start, stop, SECONDS)]
-        child = subprocess.Popen(
-            [sys.executable, "-m", "tests.toys.fuzz_media", *words],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        try:
-            told, _ = child.communicate(timeout=(stop - start) * 0.5 + SECONDS + GRACE)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            told, _ = child.communicate()
-        lines = [json.loads(line) for line in told.splitlines() if line.endswith("}")]
-        files = [line for line in lines if "number" in line]
-        results = [line for line in lines if "outcome" in line]
-        yield from ({**file, **result} for file, result in zip(files, results, strict=False))
-        if len(files) == len(results) and child.returncode == 0:
-            return
-        assert files, f"the reader did not start (exit {child.returncode})"
-        if len(files) > len(results):
-            yield {**files[-1], "outcome": f"died: {child.returncode}", "seconds": 0.0, "peak_mib": 0}
-        start = files[-1]["number"] + 1
+    yield from each_outcome("tests.toys.fuzz_media", start, stop, SECONDS + GRACE, (folder, seed), (SECONDS,))
 
 
 def check(folder: Path, seed: int, count: int, batch: int) -> list[dict[str, Any]]:

@@ -10,8 +10,9 @@ import io
 import math
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +73,32 @@ class DcpTensor:
     shape: tuple[int, ...]
     parts: tuple[_Part, ...]
 
-    def read(self) -> Tensor:
-        """Return the whole tensor in memory."""
-        whole = torch.empty(self.shape, dtype=self.dtype)
+    def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        """Return the tensor, or a box of it, in memory. Parts outside of the box are not read."""
+        first = tuple(offsets or (0,) * len(self.shape))
+        wanted = self.shape if sizes is None else tuple(sizes)
+        if 0 in wanted:
+            return torch.empty(wanted, dtype=self.dtype)
+        found: list[tuple[StoredTensor, list[int], list[int], list[int]]] = []
         for part in self.parts:
-            with open_regular(part.file) as opened:
-                stored = read_torch_archive(opened, part.file, part.start, part.length)
-            if not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != (self.dtype, part.sizes):
-                raise TesseraError(f"the part of {self.name!r} in it is not what {METADATA} says", where=str(part.file))
-            view = whole
-            for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-                view = view.narrow(dim, offset, size)
-            view.copy_(stored.read())
-        return whole
+            low = list(map(max, first, part.offsets))
+            high = list(map(min, map(operator.add, first, wanted), map(operator.add, part.offsets, part.sizes)))
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                there, here = (list(map(operator.sub, low, origin)) for origin in (part.offsets, first))
+                found.append((self._open(part), there, here, list(map(operator.sub, high, low))))
+        # Only now: a folder may claim any shape, and all that it claims has been found in its files.
+        made = torch.empty(wanted, dtype=self.dtype)
+        for stored, there, here, size in found:
+            made[tuple(slice(at, at + count) for at, count in zip(here, size, strict=True))] = stored.read(there, size)
+        return made
+
+    def _open(self, part: _Part) -> StoredTensor:
+        with open_regular(part.file) as opened:
+            stored = read_torch_archive(opened, part.file, part.start, part.length)
+        if not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != (self.dtype, part.sizes):
+            raise TesseraError(f"the part of {self.name!r} in it is not what {METADATA} says", where=str(part.file))
+        stored.check_size()
+        return stored
 
 
 def read_dcp(folder: Path) -> dict[str, DcpTensor]:
@@ -131,6 +145,9 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
         if missing:
             raise TesseraError(f"the part of {name!r} at {missing[0]} lies in no file", where=str(folder / METADATA))
         parts = tuple(_Part(offsets, sizes, *stored[name, offsets]) for offsets, sizes in chunks)
+        spans = sorted((part.file, part.start, part.start + part.length) for part in parts)
+        if any(one[0] == two[0] and one[2] > two[1] for one, two in pairwise(spans)):
+            raise TesseraError(f"two parts of {name!r} are the same bytes", where=str(folder / METADATA))
         tensors[name] = DcpTensor(name, dtype, shape, parts)
     return tensors
 

@@ -12,7 +12,7 @@ import os
 import stat
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -76,23 +76,30 @@ class StoredTensor:
     offset: int
     """First element in the storage."""
 
-    def read(self) -> Tensor:
-        """Return a copy of the tensor in memory."""
+    def check_size(self) -> None:
+        """Refuse a tensor that would take more memory than its bytes in the file, as one with a stride of 0 does."""
         if math.prod(self.shape) * self.dtype.itemsize > self.storage_bytes:
             raise TesseraError("a tensor in it has more elements than its storage", where=str(self.file))
-        if 0 in self.shape:
-            return torch.empty(self.shape, dtype=self.dtype)
-        size = self.dtype.itemsize
-        first = self.storage_offset + self.offset * size
-        span = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) + 1
+
+    def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        """Return a copy of the tensor, or of a box of it, in memory. No other bytes are copied."""
+        self.check_size()
+        offsets, sizes = offsets or (0,) * len(self.shape), self.shape if sizes is None else sizes
+        if 0 in sizes:
+            return torch.empty(tuple(sizes), dtype=self.dtype)
+        element = self.dtype.itemsize
+        begin = self.offset + sum(n * s for n, s in zip(offsets, self.stride, strict=True))
+        first = self.storage_offset + begin * element
+        end = first + (sum((n - 1) * s for n, s in zip(sizes, self.stride, strict=True)) + 1) * element
         aligned = first - first % mmap.ALLOCATIONGRANULARITY
         with open(self.file, "rb") as opened:
-            if first + span * size > os.fstat(opened.fileno()).st_size:
+            if end > os.fstat(opened.fileno()).st_size:
                 raise TesseraError("the file has become shorter since it was opened", where=str(self.file))
-            length = first - aligned + span * size
-            with mmap.mmap(opened.fileno(), length, offset=aligned, access=mmap.ACCESS_READ) as mapped:
-                data = torch.frombuffer(bytearray(mapped[first - aligned : length]), dtype=self.dtype)
-        return data.as_strided(self.shape, self.stride).contiguous()
+            # It is closed with the last tensor that sees it. A private copy is never written to.
+            mapped = mmap.mmap(opened.fileno(), end - aligned, offset=aligned, access=mmap.ACCESS_COPY)
+        data = torch.frombuffer(mapped, dtype=torch.uint8, offset=first - aligned)
+        seen = (data.clone() if first % element else data).view(self.dtype)
+        return seen.as_strided(tuple(sizes), self.stride).clone(memory_format=torch.contiguous_format)
 
 
 def read_torch_file(path: Path) -> Any:
@@ -160,6 +167,8 @@ def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
     for entry in listed:
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
             raise TesseraError(f"{entry.filename!r} in it is compressed; torch.save never does that", where=str(path))
+        if entry.flag_bits & 1 or entry.external_attr & 0x10:  # torch would read the latter as zeros
+            raise TesseraError(f"{entry.filename!r} in it is encrypted, or marked as a folder", where=str(path))
     return entries
 
 
@@ -202,6 +211,7 @@ class _TorchReader:
         self.path, self.start, self.folder, self.entries, self.opened = path, start, folder, entries, opened
         self.made: dict[int, Any] = {}  # by the id of what the pickle described, which outlives this reader
         self.storages: dict[str, tuple[int, int]] = {}
+        self.kinds: dict[str, Name] = {}  # of storages, by their keys
 
     def build(self, found: Any, depth: int = 0) -> Any:
         if depth > 200:
@@ -249,6 +259,7 @@ class _TorchReader:
             else:
                 dtype = _DTYPES[class_name.name]
             shape, stride = self.build(shape), self.build(stride)
+            width = 1 if class_name.name == "UntypedStorage" else _DTYPES[class_name.name].itemsize
             numbers = [offset, elements, *shape, *stride]
             sound = kind == "storage" and isinstance(key, str) and isinstance(storage, PersistentId)
             sound = sound and len(shape) == len(stride) <= MOST_AXES
@@ -259,6 +270,8 @@ class _TorchReader:
         if not sound:
             raise TesseraError("a tensor in it is described in a way that torch does not", where=str(self.path))
         begin, length = self.storage(key)
+        if elements * width != length or self.kinds.setdefault(key, class_name) != class_name:
+            raise TesseraError(f"its storage {key!r} is not as large, or of the type, as is said", where=str(self.path))
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
         if 0 not in shape and last * dtype.itemsize > length:
             raise TesseraError(f"a tensor in it reaches beyond its storage {key!r}", where=str(self.path))
