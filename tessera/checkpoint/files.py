@@ -263,8 +263,16 @@ class Entry:
 
 
 def storage_order(entries: Sequence[Entry]) -> list[Entry]:
-    """Return entries with the widest elements first: readers require tensors to be aligned to their element size."""
-    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    """Return entries with the widest elements first, unless all are aligned to their element size as they are.
+
+    Readers require that.
+    """
+    at = 0
+    for entry in entries:
+        if at % entry.dtype.itemsize:
+            return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+        at += entry.nbytes
+    return list(entries)
 
 
 class SafetensorsFile(DurableFile):

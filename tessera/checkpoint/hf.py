@@ -238,6 +238,7 @@ def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shar
             space = shard_bytes
         shards[-1][names] = entries
         space -= size
+    # Widest first, so that all are aligned; a weight in eight bits stands behind its wide scales.
     return [dict(sorted(shard.items(), key=lambda item: -item[1][0].dtype.itemsize)) for shard in shards]
 
 

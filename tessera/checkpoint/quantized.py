@@ -20,7 +20,9 @@ from tessera.core.errors import TesseraError
 
 Shapes = Mapping[str, tuple[int, ...]]
 _FP8 = ("F8_E4M3", "F8_E5M2")
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _STATE = ".quant_state.bitsandbytes__"
+_LARGEST_BLOCK = 1 << 16  # values that share a scale in a tensor of bitsandbytes, which knows 64 to 4096
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight values of a word lie in it
 
 
@@ -48,6 +50,7 @@ class ScaledFloat8(QuantizedWeight):
             rows = scale.numel() == weight.shape[0] and scale.numel() > 1
             return weight * (scale.reshape(-1, *[1] * (weight.dim() - 1)) if rows else scale.reshape(()))
         for dim, size in zip((-2, -1), self.block, strict=True):
+            size = min(size, weight.shape[dim])
             scale = scale.repeat_interleave(size, dim=dim).narrow(dim, 0, weight.shape[dim])
         return weight * scale
 
@@ -87,6 +90,8 @@ class GptqWeight(QuantizedWeight):
         zeros = (_unpack(qzeros, self.bits)[:, : self.shape[0]] + self.zero_offset) & ((1 << self.bits) - 1)
         if len(parts) > 3:
             groups = parts[3].long()
+            if int(groups.min()) < 0 or int(groups.max()) >= scales.shape[0]:
+                raise TesseraError(f"{self.parts[3]} names a group beyond the {scales.shape[0]} that have scales")
         else:
             groups = torch.arange(inputs) // -(-inputs // scales.shape[0])
         return (values.float() - zeros.t()[:, groups].float()) * scales.t()[:, groups].float()
@@ -131,16 +136,24 @@ def find_quantized(
         if name.endswith("_scale_inv") and kinds.get(name.removesuffix("_scale_inv")) in _FP8:
             weight = name.removesuffix("_scale_inv")
             found[weight] = _blocks(weight, name, shapes, config, where)
+            _check_kinds(kinds, {name: _FLOATS}, where)
         elif name.endswith("_scale") and kinds.get(name.removesuffix("_scale")) in _FP8:
             weight = name.removesuffix("_scale")
             found[weight] = _one_scale(weight, name, shapes, where)
+            _check_kinds(kinds, {name: _FLOATS}, where)
         elif _STATE in name:
             weight, _, kind = name.partition(_STATE)
-            found[weight] = _four_bit(weight, name, kind, shapes, states, where)
+            four = _four_bit(weight, name, kind, shapes, states, where)
+            scales: tuple[str, ...] = ("U8",) if four.nested_blocksize else _FLOATS
+            wanted: list[tuple[str, ...]] = [("U8",), scales, *[_FLOATS] * 3]
+            _check_kinds(kinds, dict(zip(four.parts, wanted, strict=False)), where)
+            found[weight] = four
         elif name.endswith(".qweight"):
-            found[name.removesuffix("qweight") + "weight"] = _integers(
-                name.removesuffix("qweight"), shapes, config, where
-            )
+            prefix = name.removesuffix("qweight")
+            layer = _integers(prefix, shapes, config, where)
+            wanted = [("I32",), ("I32",), _FLOATS, ("I32", "I64")]
+            _check_kinds(kinds, dict(zip(layer.parts, wanted, strict=False)), where)
+            found[prefix + "weight"] = layer
     used = {part for weight in found.values() for part in weight.parts}
     used |= {name for name in shapes if _STATE in name and name.partition(_STATE)[0] in found}
     # Scales of activations, which are computed anew in every forward pass.
@@ -149,6 +162,14 @@ def find_quantized(
     if alone:
         raise TesseraError(f"{alone[0]} is stored in fp8 without its scales", where=where)
     return found, used
+
+
+def _check_kinds(kinds: Mapping[str, str], wanted: Mapping[str, tuple[str, ...]], where: str) -> None:
+    for name, allowed in wanted.items():
+        if kinds[name] not in allowed:
+            raise TesseraError(
+                f"{name} is stored as {kinds[name]}, which means something else", where=where, allowed=allowed
+            )
 
 
 def _blocks(weight: str, scale: str, shapes: Shapes, config: Mapping[str, Any], where: str) -> ScaledFloat8:
@@ -166,55 +187,67 @@ def _blocks(weight: str, scale: str, shapes: Shapes, config: Mapping[str, Any], 
 
 
 def _one_scale(weight: str, scale: str, shapes: Shapes, where: str) -> ScaledFloat8:
-    if math.prod(shapes[scale]) not in (1, shapes[weight][0]):
+    if not shapes[weight] or math.prod(shapes[scale]) not in (1, shapes[weight][0]):
         raise TesseraError(f"{scale} {list(shapes[scale])} does not fit {weight} {list(shapes[weight])}", where=where)
     return ScaledFloat8(shapes[weight], (weight, scale))
 
 
-def _four_bit(
-    weight: str, name: str, kind: str, shapes: Shapes, states: Mapping[str, Tensor], where: str
-) -> QuantizedWeight:
+def _four_bit(weight: str, name: str, kind: str, shapes: Shapes, states: Mapping[str, Tensor], where: str) -> FourBit:
     try:
         state = json.loads(bytes(states[name].tolist()).decode("utf-8"))
         shape, blocksize = tuple(int(n) for n in state["shape"]), int(state["blocksize"])
         nested = int(state.get("nested_blocksize") or 0)
         offset = float(state.get("nested_offset") or 0.0)
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise TesseraError(f"{name} does not describe a weight: {error}", where=where) from None
     parts = [weight, f"{weight}.absmax", f"{weight}.quant_map"]
     if nested:
         parts += [f"{weight}.nested_absmax", f"{weight}.nested_quant_map"]
     missing = [part for part in parts if part not in shapes]
     count = math.prod(shape)
-    sound = kind in ("nf4", "fp4") and blocksize > 0 and min(shape, default=0) > 0
+    sound = kind in ("nf4", "fp4") and 0 < blocksize <= _LARGEST_BLOCK and min(shape, default=0) > 0
+    sound = sound and 0 <= nested <= _LARGEST_BLOCK and math.isfinite(offset)
     if missing or not sound or math.prod(shapes[weight]) != -(-count // 2):
         raise TesseraError(f"{weight} is not the {kind} of {list(shape)}: {missing or 'sizes do not fit'}", where=where)
-    if math.prod(shapes[parts[1]]) != -(-count // blocksize):
-        raise TesseraError(f"{parts[1]} does not have one scale for each {blocksize} values", where=where)
+    blocks = -(-count // blocksize)
+    sizes = [blocks, 16] + ([-(-blocks // nested), 256] if nested else [])
+    for part, size in zip(parts[1:], sizes, strict=True):
+        if math.prod(shapes[part]) != size:
+            raise TesseraError(f"{part} {list(shapes[part])} must have {size} values", where=where)
     return FourBit(shape, tuple(parts), blocksize, nested, offset)
 
 
-def _integers(prefix: str, shapes: Shapes, config: Mapping[str, Any], where: str) -> QuantizedWeight:
+def _integers(prefix: str, shapes: Shapes, config: Mapping[str, Any], where: str) -> AwqWeight | GptqWeight:
     method = config.get("quant_method")
+    if method not in ("gptq", "awq"):
+        raise TesseraError(
+            f"weights are kept as integers by the method {method!r}, which is not read",
+            where=where,
+            allowed=["gptq", "awq", "fp8", "bitsandbytes"],
+        )
     names = [prefix + part for part in ("qweight", "qzeros", "scales")]
     missing = [name for name in names if name not in shapes]
     if missing:
         raise TesseraError(f"{missing[0]} is missing beside {names[0]}", where=where)
-    packed, outputs = shapes[names[0]], shapes[names[2]][1]
+    bits = config.get("bits", config.get("w_bit", 4))
+    if method == "awq" and (str(config.get("version", "gemm")).lower() != "gemm" or bits != 4):
+        raise TesseraError("AWQ is read in its gemm layout with 4 bits", where=where)
+    if bits not in (2, 4, 8):
+        raise TesseraError(f"GPTQ with {bits} bits is not read", where=where, allowed=["2", "4", "8"])
+    packed, zeros, scales = (shapes[name] for name in names)
+    fits = len(packed) == len(zeros) == len(scales) == 2 and 0 not in (*packed, *zeros, *scales)
+    index, per_word = prefix + "g_idx", 32 // int(bits)
+    if fits and method == "awq":
+        fits = scales[1] == 8 * packed[1] and zeros == (scales[0], packed[1]) and packed[0] % scales[0] == 0
+    elif fits:
+        inputs = packed[0] * per_word
+        fits = scales[1] == packed[1] and zeros == (scales[0], -(-scales[1] // per_word)) and scales[0] <= inputs
+        fits = fits and shapes.get(index, (inputs,)) == (inputs,)
+    if not fits:
+        shown = ", ".join(f"{name} {list(shapes[name])}" for name in [*names, index] if name in shapes)
+        raise TesseraError(f"these do not make one weight of {bits} bits: {shown}", where=where)
     if method == "awq":
-        if config.get("version", "gemm").lower() != "gemm" or config.get("bits", config.get("w_bit", 4)) != 4:
-            raise TesseraError("AWQ is read in its gemm layout with 4 bits", where=where)
-        return AwqWeight((outputs, packed[0]), tuple(names))
-    if method == "gptq":
-        bits = config.get("bits", 4)
-        if bits not in (2, 4, 8):
-            raise TesseraError(f"GPTQ with {bits} bits is not read", where=where, allowed=["2", "4", "8"])
-        if prefix + "g_idx" in shapes:
-            names.append(prefix + "g_idx")
-        offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
-        return GptqWeight((outputs, packed[0] * 32 // bits), tuple(names), bits, offset)
-    raise TesseraError(
-        f"weights are kept as integers by the method {method!r}, which is not read",
-        where=where,
-        allowed=["gptq", "awq", "fp8", "bitsandbytes"],
-    )
+        return AwqWeight((scales[1], packed[0]), tuple(names))
+    names += [index] * (index in shapes)
+    offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+    return GptqWeight((scales[1], packed[0] * per_word), tuple(names), int(bits), offset)

@@ -132,6 +132,9 @@ def convert(
         Path | None, typer.Option("--like", help="Hugging Face folder with config.json, for mm and dcp sources")
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; default: as it is")] = None,
+    quantize: Annotated[
+        str | None, typer.Option("--quantize", help="fp8 or fp8-block: projections in eight bits, as vLLM serves them")
+    ] = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="only the adapters, as PEFT keeps them")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier export")] = False,
     trust: TrustFlag = False,
@@ -147,6 +150,7 @@ def convert(
         layout=None if layout is None else parse_yaml(layout, "--layout"),
         like=like,
         dtype=dtype,
+        quantize=quantize,
         adapters=adapters,
         overwrite=overwrite,
         trust=trust,

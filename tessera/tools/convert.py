@@ -22,6 +22,7 @@ from tessera.checkpoint.forms import (
     StoredForm,
     native_shapes,
 )
+from tessera.checkpoint.fp8 import Fp8Map
 from tessera.checkpoint.hf import publish, save_folder
 from tessera.checkpoint.legacy.dcp import METADATA, write_dcp
 from tessera.checkpoint.legacy.megatron import MegatronLayout, check_layout, is_megatron_folder, write_megatron
@@ -39,6 +40,7 @@ from tessera.core.types import ModelSpec
 from tessera.inference.load import load
 from tessera.models import FAMILIES, build_on_meta, resolve
 from tessera.models.common.side_files import copy_side_files
+from tessera.models.common.text import PROJECTIONS
 from tessera.training.export import export_folder
 
 Form = Literal["hf", "mm", "dcp"]
@@ -55,6 +57,7 @@ def convert(
     source_layout: Mapping[str, Any] | None = None,
     prefix: str = "",
     dtype: str | None = None,
+    quantize: str | None = None,
     adapters: bool = False,
     overwrite: bool = False,
     trust: Trust = False,
@@ -64,7 +67,8 @@ def convert(
     `to`: "hf", "mm" (Megatron-style shards, divided as `layout` says: tp, ep, and lists of layers for vit and llm), or
     "dcp". `like`: the Hugging Face folder with the configuration and the side files, for forms that have none.
     `source_layout`: what the layout of shards to read must be, if it is to be checked. `prefix`: stands before the
-    names in a DCP folder.
+    names in a DCP folder. `quantize`: "fp8" (a scale for each output) or "fp8-block" (for each block of 128 x 128): the
+    projections of the text decoder are written in eight bits, as vLLM serves them.
     Adapters are merged into the model that they belong to; with `adapters` they alone are written, as PEFT keeps them.
     """
     source, target = Path(source), Path(target)
@@ -74,20 +78,22 @@ def convert(
         )
     if layout is not None and to != "mm":
         raise TesseraError("only Megatron-style shards have a layout", where="--layout", fix="--to mm")
+    if quantize is not None and (to != "hf" or adapters):
+        raise TesseraError("whole Hugging Face folders alone are written in eight bits", where="--quantize")
     found = _form_of(source)
     if found is None and to == "hf":
-        return _from_model(source, target, dtype, adapters, overwrite, trust)
+        return _from_model(source, target, dtype, quantize, adapters, overwrite, trust)
     if found is None:
         raise TesseraError(
             f"a run is written as a Hugging Face folder first, and then as {to}",
             where=str(source),
             fix=f"tessera convert {source} FOLDER; tessera convert FOLDER {target} --to {to}",
         )
-    if found == "hf" and to == "hf":
-        return _from_model(source, target, dtype, adapters, overwrite, trust)
+    if found == "hf" and to == "hf" and (dtype is not None or quantize is None):
+        return _from_model(source, target, dtype, quantize, adapters, overwrite, trust)
     if dtype is not None or adapters:
         raise TesseraError("--dtype and --adapters work on models, not on files of other forms", where=str(source))
-    job = _Job(source, found, target, to, prefix, overwrite)
+    job = _Job(source, found, target, to, prefix, overwrite, quantize)
     job.layout = _layout({} if layout is None else layout)
     job.source_layout = None if source_layout is None else _layout(source_layout)
     _stream(job, source if found == "hf" else None if like is None else Path(like))
@@ -103,7 +109,15 @@ def _form_of(source: Path) -> Form | None:
     return "hf" if origin_of(source) == "folder" else None
 
 
-def _from_model(source: Path, target: Path, dtype: str | None, adapters: bool, overwrite: bool, trust: Trust) -> Path:
+def _from_model(
+    source: Path,
+    target: Path,
+    dtype: str | None,
+    quantize: str | None,
+    adapters: bool,
+    overwrite: bool,
+    trust: Trust,
+) -> Path:
     model, processor = load(source, device="cpu", dtype=dtype, trust=trust)
     if not adapters:
         export_folder(
@@ -114,6 +128,7 @@ def _from_model(source: Path, target: Path, dtype: str | None, adapters: bool, o
             target,
             files=model.files,
             adapters=model.adapters,
+            quantize=quantize,
             overwrite=overwrite,
         )
         return target
@@ -138,6 +153,7 @@ class _Job:
     to: Form
     prefix: str
     overwrite: bool
+    quantize: str | None = None
     layout: MegatronLayout = field(default_factory=MegatronLayout)
     source_layout: MegatronLayout | None = None
 
@@ -170,16 +186,20 @@ def _stream(job: _Job, described: Path | None) -> None:
                 native.check_against(NativeTensors(written, maps[job.to], shapes, tied))
 
         if job.to == "hf":
+            blanks, plain = native.blanks(), {key: raw[key] for key in raw if key != "quantization_config"}
+            fp8 = None
+            if job.quantize is not None:
+                fp8 = Fp8Map.of(hub, job.quantize, blanks, PROJECTIONS, str(job.source))
 
             def finish(staging: Path) -> None:
                 copy_side_files(described, staging)
-                check(staging)
+                (check if fp8 is None else fp8.check)(staging)
 
             save_folder(
                 job.target,
-                native.blanks(),
-                hub,
-                {key: value for key, value in raw.items() if key != "quantization_config"},
+                blanks,
+                fp8 or hub,
+                plain if fp8 is None else fp8.config(plain),
                 prepare=lambda name, _: native.read(name),
                 overwrite=job.overwrite,
                 extras=finish,

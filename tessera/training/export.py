@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from tessera.checkpoint.fp8 import Fp8Map
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.peft import merge_adapter, save_adapters
 from tessera.checkpoint.state import model_tensors
@@ -18,6 +19,7 @@ from tessera.core.callback import Callback, TrainerHandle
 from tessera.core.errors import TesseraError
 from tessera.core.types import ModelSpec, Processor
 from tessera.models.common.side_files import write_side_files
+from tessera.models.common.text import PROJECTIONS
 
 
 def export_folder(
@@ -29,12 +31,13 @@ def export_folder(
     *,
     files: Path | None = None,
     adapters: Adapters | None = None,
+    quantize: str | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write a Hugging Face folder. All ranks call it: weights are gathered tensor by tensor, the main rank writes.
 
     `adapters`, those of the whole model, are merged into its weights. `files`: the folder whose tokenizer, template,
-    preprocessors, generation settings and licence are copied.
+    preprocessors, generation settings and licence are copied. `quantize`: "fp8" or "fp8-block".
     """
     weight_map = spec.main.weight_map(model_config)
     if weight_map is None:
@@ -47,13 +50,21 @@ def export_folder(
             fix="write the adapters alone (tessera convert --adapters), and merge them into the model they belong to",
         )
     read = None if spec.processor is None else functools.partial(spec.processor, model_config)
+    written = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
+    fp8 = None if quantize is None else Fp8Map.of(weight_map, quantize, written, PROJECTIONS, str(folder))
+
+    def finish(staging: Path) -> None:
+        write_side_files(staging, processor, read=read, own=files, weights=files)
+        if fp8 is not None:
+            fp8.check(staging)
+
     save_folder(
         folder,
-        {name: tensor for name, tensor in tensors.items() if not is_factor(name)},
-        weight_map,
-        model_config.to_hf(),
+        written,
+        fp8 or weight_map,
+        model_config.to_hf() if fp8 is None else fp8.config(model_config.to_hf()),
         overwrite=overwrite,
-        extras=functools.partial(write_side_files, processor=processor, read=read, own=files, weights=files),
+        extras=finish,
         prepare=(lambda name, weight: merge_adapter(name, weight, tensors, known)) if known else None,
     )
 

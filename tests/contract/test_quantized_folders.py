@@ -15,6 +15,8 @@ from small_folders import small_folder
 from torch import Tensor
 
 import tessera
+from tessera.checkpoint.files import CODES
+from tessera.checkpoint.quantized import find_quantized
 from tessera.core.errors import TesseraError
 
 Packed = tuple[dict[str, Tensor], Tensor]  # what a folder stores instead of a weight, and what it stands for
@@ -189,3 +191,69 @@ def test_what_does_not_fit_is_named(
     save_file(tensors, path)
     with pytest.raises(TesseraError, match=said):
         tessera.convert(folder, tmp_path / "out")
+
+
+def headers(stored: dict[str, Tensor]) -> tuple[dict[str, tuple[int, ...]], dict[str, str], dict[str, Tensor]]:
+    states = {name: tensor for name, tensor in stored.items() if ".quant_state." in name}
+    return (
+        {name: tuple(t.shape) for name, t in stored.items()},
+        {name: CODES[t.dtype] for name, t in stored.items()},
+        states,
+    )
+
+
+def told(**changes: Any) -> Tensor:
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [16, 128], **changes}
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+STATE = "w.weight.quant_state.bitsandbytes__nf4"
+DEEP = torch.tensor(list(b"[" * 60000), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "settings", "said"),
+    [
+        ("gptq", {"w.qzeros": torch.zeros(4, 3, dtype=torch.int32)}, {}, "do not make one weight"),
+        ("gptq", {"w.scales": torch.ones(16)}, {}, "do not make one weight"),
+        ("gptq", {"w.scales": torch.ones(4, 15)}, {}, "do not make one weight"),
+        ("gptq", {"w.g_idx": torch.zeros(64, dtype=torch.int32)}, {}, "do not make one weight"),
+        ("gptq", {"w.qweight": torch.zeros(16, 16)}, {}, "stored as F32"),
+        ("gptq", {}, {"bits": 8}, "do not make one weight of 8 bits"),
+        ("gptq", {}, {"bits": 3}, "3 bits"),
+        ("gptq", {}, {"bits": [4]}, "bits"),
+        ("awq", {"w.qzeros": torch.zeros(0, 2, dtype=torch.int32)}, {}, "do not make one weight"),
+        ("awq", {"w.scales": torch.ones(3, 16), "w.qzeros": torch.zeros(3, 2, dtype=torch.int32)}, {}, "do not make"),
+        ("awq", {}, {"version": 3}, "gemm"),
+        ("awq", {}, {"quant_method": "hqq"}, "'hqq', which is not read"),
+        ("nf4", {"w.weight.quant_map": torch.ones(15)}, {}, "must have 16 values"),
+        ("nf4", {"w.weight": torch.zeros(1024, 1, dtype=torch.int8)}, {}, "stored as I8"),
+        ("nf4", {STATE: told(blocksize=2**40)}, {}, "sizes do not fit"),
+        ("nf4", {STATE: told(shape=[1e999, 1])}, {}, "does not describe"),
+        ("nf4", {STATE: told(nested_blocksize=256)}, {}, "nested_absmax"),
+        ("nf4", {STATE: DEEP}, {}, "does not describe"),
+        ("nf4, nested", {"w.weight.nested_quant_map": torch.ones(16)}, {}, "must have 256 values"),
+        ("fp8 in blocks", {"w.weight_scale_inv": torch.ones(1, 8, dtype=torch.uint8)}, {}, "stored as U8"),
+        ("fp8, one scale", {"w.weight": torch.ones((), dtype=torch.float8_e4m3fn)}, {}, "does not fit"),
+    ],
+)
+def test_parts_that_do_not_make_a_weight_are_refused_by_their_headers(
+    form: str, changes: dict[str, Tensor], settings: dict[str, Any], said: str
+) -> None:
+    pack, kind = FORMS[form]
+    stored, _ = pack("w.weight", torch.randn(16, 128, generator=torch.Generator().manual_seed(0)))
+    find_quantized(*headers(stored), kind, "here")
+    with pytest.raises(TesseraError, match=said):
+        find_quantized(*headers({**stored, **changes}), {**kind, **settings}, "here")
+
+
+def test_groups_and_blocks_beyond_the_weight_are_refused_or_cost_nothing() -> None:
+    stored, _ = gptq("w.weight", torch.randn(16, 128))
+    found, _ = find_quantized(*headers(stored), FORMS["gptq"][1], "here")
+    for wrong in (-1, 4):
+        stored["w.g_idx"][5] = wrong
+        with pytest.raises(TesseraError, match="names a group beyond"):
+            found["w.weight"].dequantize([stored[part] for part in found["w.weight"].parts])
+    stored = {"w.weight": torch.ones(16, 32).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(1, 2)}
+    found, _ = find_quantized(*headers(stored), {"weight_block_size": [1 << 50, 16]}, "here")
+    assert torch.equal(found["w.weight"].dequantize(list(stored.values())), torch.ones(16, 32))

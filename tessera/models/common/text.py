@@ -204,6 +204,12 @@ def _experts(text: TextConfig, layer: int) -> MoE | None:
 
 ATTENTION = "text.layers.{*}.attn.core"
 BLOCKS = "text.layers.{*}"
+# The weights that tokens are multiplied by in the layers: nearly all of a model's bytes.
+PROJECTIONS = (
+    "text.layers.{*}.attn.{q,k,v,o}.weight",
+    "text.layers.{*}.mlp.{gate,up,down}.weight",
+    "text.layers.{*}.mlp.experts.{gate,up,down}",
+)
 # The tokens of a batch. Their tensors count elements in the last dimension: positions may have three rows.
 TEXT_STREAM = Stream(
     tensors=("tokens", "labels", "positions"), segments="text", dim=-1, positions=("trained",), index="token_index"

@@ -1,0 +1,211 @@
+"""Write folders whose projections are kept in eight bits, in the two forms that vLLM serves.
+
+`fp8`: one scale for each output, as compressed-tensors keeps them (`weight_scale`). `fp8-block`: one scale for each
+block of 128 x 128, as DeepSeek and Qwen publish them (`weight_scale_inv`). Activations are scaled when a model is
+served. `checkpoint.quantized` reads both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tessera.checkpoint.files import open_safetensors
+from tessera.core.errors import TesseraError, nearest
+from tessera.core.layouts import folder_layout
+from tessera.core.pattern import matches
+from tessera.core.weightmap import WeightMap
+
+Quantization = Literal["fp8", "fp8-block"]
+BLOCK = 128
+_UNITS = {"fp8": 16, "fp8-block": BLOCK}  # of both sides of a projection: products of fp8 are made of 16 x 16
+_LARGEST = 448.0  # of float8_e4m3fn
+_HEAD = "lm_head"  # named even where it is tied and not stored: readers would convert the module all the same
+_log = logging.getLogger("tessera")
+
+
+@dataclass(frozen=True)
+class Fp8Map(WeightMap):
+    """Write the projections of a text decoder as fp8 and their scales, and everything else as it is.
+
+    Embeddings, head, norms, biases and routers decide a lot with few bytes, and encoders of images are small: published
+    folders leave them as they are, and so do we.
+    """
+
+    kind: Quantization = "fp8"
+    quantized: frozenset[str] = frozenset()  # native names
+    kept: tuple[str, ...] = ()  # foreign modules with a matrix that stays as it is
+    dtype: torch.dtype = torch.bfloat16  # that the projections had, and are computed in
+    digests: dict[str, bytes] = field(default_factory=dict, compare=False)  # of what was made, by foreign names
+
+    @classmethod
+    def of(
+        cls, weights: WeightMap, kind: str, tensors: Mapping[str, Tensor], projections: Sequence[str], where: str
+    ) -> Fp8Map:
+        """Return the map for a model. `tensors`: all native ones, maybe without data. `projections`: patterns."""
+        if kind not in get_args(Quantization):
+            known = get_args(Quantization)
+            raise TesseraError(
+                f"no such quantization: {kind!r}", where="--quantize", allowed=known, nearest=nearest(kind, known)
+            )
+        found = [name for name in tensors if any(matches(pattern, name) for pattern in projections)]
+        if not found:
+            raise TesseraError(
+                "this family has no text decoder whose projections are known by name", where=where, fix="no --quantize"
+            )
+        if kind == "fp8":
+            _check_single(weights, tensors, found)
+        quantized = _whole(kind, tensors, found)
+        matrices = [name for name, tensor in tensors.items() if name not in quantized and tensor.dim() > 1]
+        kept = [_module(foreign) for name in matrices for foreign in _foreign(weights, tensors, name)]
+        sizes: dict[torch.dtype, int] = {}
+        for name in quantized:
+            sizes[tensors[name].dtype] = sizes.get(tensors[name].dtype, 0) + tensors[name].numel()
+        return cls(
+            **vars(weights),
+            kind="fp8" if kind == "fp8" else "fp8-block",
+            quantized=quantized,
+            kept=tuple(name for name in dict.fromkeys([_HEAD, *kept]) if name),
+            dtype=max(sizes, key=lambda dtype: sizes[dtype]),
+        )
+
+    def to_foreign(self, native: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        made = super().to_foreign(native)
+        # Scales stand before what they scale: in a file, wide numbers must not lie behind an odd number of bytes.
+        if not self.quantized.isdisjoint(native):
+            quantize = _quantize_rows if self.kind == "fp8" else _quantize_blocks
+            made = {key: part for name, tensor in made.items() for key, part in quantize(name, tensor).items()}
+        self.digests.update({name: _digest(tensor) for name, tensor in made.items() if not tensor.is_meta})
+        return made
+
+    def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json with what readers need to know."""
+        named = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        told = _rows_settings(self.kept) if self.kind == "fp8" else _blocks_settings(self.kept)
+        return {**config, named: str(self.dtype).removeprefix("torch."), "quantization_config": told}
+
+    def check(self, folder: Path) -> None:
+        """Read all files of a folder that was written by this map, and raise unless they hold what was made."""
+        left = dict(self.digests)
+        for path in folder_layout(folder).weight_files():
+            with open_safetensors(path) as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    if left.pop(name, None) != _digest(file.get_tensor(name)):
+                        raise TesseraError(f"{name} was read back with other bytes than were written", where=str(path))
+        if left:
+            raise TesseraError(f"{next(iter(left))} was not written", where=str(folder))
+
+
+def _check_single(weights: WeightMap, tensors: Mapping[str, Tensor], found: Iterable[str]) -> None:
+    for name in found:
+        for foreign, blank in _foreign(weights, tensors, name).items():
+            if blank.dim() != 2:
+                raise TesseraError(
+                    f"{foreign} holds all experts of a layer, for which there is no form with a scale for each output",
+                    where="--quantize fp8",
+                    fix="--quantize fp8-block",
+                )
+
+
+def _whole(kind: str, tensors: Mapping[str, Tensor], found: Sequence[str]) -> frozenset[str]:
+    """Return the projections that are made of whole units. vLLM joins those of one module, so all of it is or none."""
+    unit = _UNITS[kind]
+    odd = {_parent(name): name for name in found if any(size % unit for size in tensors[name].shape[-2:])}
+    chosen = frozenset(name for name in found if _parent(name) not in odd)
+    example = next((f"{name} {list(tensors[name].shape)}" for name in odd.values()), "")
+    if not chosen:
+        raise TesseraError(
+            f"no projection has sides that are multiples of {unit}: {example}",
+            where=f"--quantize {kind}",
+            fix="--quantize fp8" if kind != "fp8" else "keep the model as it is: this one is too small to gain by it",
+        )
+    if odd:
+        _log.warning(
+            "%d modules are left as they are: their sides are not multiples of %d, as in %s", len(odd), unit, example
+        )
+    return chosen
+
+
+def _parent(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[0]
+
+
+def _quantize_rows(name: str, weight: Tensor) -> dict[str, Tensor]:
+    stored, scale = _quantize(name, weight.float(), (1,))
+    return {f"{name}_scale": scale, name: stored}
+
+
+def _quantize_blocks(name: str, weight: Tensor) -> dict[str, Tensor]:
+    *stack, rows, columns = weight.shape
+    blocks = weight.float().reshape(*stack, rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    stored, scale = _quantize(name, blocks, (-3, -1))
+    return {f"{name}_scale_inv": scale.squeeze(-1).squeeze(-2), name: stored.reshape(weight.shape)}
+
+
+def _quantize(name: str, weight: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return the nearest fp8 numbers and the scale of each group, along `dims`, whose largest number becomes 448.
+
+    A number is off by half of the last of three bits (1/16 of itself), or by 2^-10 scales if it is smaller than 2^-6.
+    """
+    largest = weight.abs().amax(dim=dims, keepdim=True)
+    if not weight.is_meta and not bool(torch.isfinite(largest).all()):
+        raise TesseraError(
+            f"{name} has numbers that are NaN or infinite, which have no scale",
+            fix="these weights are damaged: fetch them again, or take an earlier checkpoint",
+        )
+    # A group of zeros has any scale but zero, and the scales of tiny ones stay numbers that hardware multiplies by.
+    scale = (largest / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = torch.where(largest > 0, scale, torch.ones_like(scale))
+    return (weight / scale).to(torch.float8_e4m3fn), scale
+
+
+def _rows_settings(kept: Sequence[str]) -> dict[str, Any]:
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**number, "strategy": "channel", "dynamic": False},
+        "input_activations": {**number, "strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(kept),
+        "kv_cache_scheme": None,
+    }
+
+
+def _blocks_settings(kept: Sequence[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": list(kept),
+    }
+
+
+def _foreign(weights: WeightMap, tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the foreign tensors that a native one becomes a part of, without data."""
+    group = {n: torch.empty(tensors[n].shape, dtype=tensors[n].dtype, device="meta") for n in weights.group_of(name)}
+    return weights.to_foreign(group)
+
+
+def _module(foreign: str) -> str:
+    """Return the module that a matrix belongs to; none for tables that are no layers of their own."""
+    module, _, kind = foreign.rpartition(".")
+    return module if kind == "weight" or module.endswith(".experts") else ""
+
+
+def _digest(tensor: Tensor) -> bytes:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.data, digest_size=16).digest()
