@@ -278,16 +278,24 @@ def storage_order(entries: Sequence[Entry]) -> list[Entry]:
 class SafetensorsFile(DurableFile):
     """Write a safetensors file whose entries are known ahead; `put` takes their tensors one after another, in order."""
 
-    def __init__(self, path: Path, entries: Sequence[Entry], fault: Fault = no_fault) -> None:
+    def __init__(
+        self,
+        path: Path,
+        entries: Sequence[Entry],
+        fault: Fault = no_fault,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make the file. `metadata`: notes of the header, beside that tensors are those of torch."""
         assert sys.byteorder == "little", "safetensors is a little-endian format"
         super().__init__(path, fault)
         self._waiting = list(reversed(storage_order(entries)))
+        self._metadata = {"format": "pt", **(metadata or {})}
 
     def __enter__(self) -> Self:
         super().__enter__()
         try:
             self._fault(f"write {self._path.name} header")
-            self.write(_header(list(reversed(self._waiting))))
+            self.write(_header(list(reversed(self._waiting)), self._metadata))
         except BaseException as error:
             self.__exit__(type(error))
             raise
@@ -306,8 +314,8 @@ class SafetensorsFile(DurableFile):
         super().__exit__(kind)
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    table: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for entry in entries:
         if entry.key in table:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, read_dcp_safetensors
 from tessera.checkpoint.files import DTYPES, box_slices, human_bytes
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.legacy.dcp import METADATA, read_dcp
@@ -94,11 +95,14 @@ class MegatronFolder(StoredForm):
 
 
 class DcpFolder(StoredForm):
-    """Read a folder of torch.distributed.checkpoint. `prefix` is removed from names; others are left out."""
+    """Read a folder of torch.distributed.checkpoint, over its own files or over safetensors.
+
+    `prefix` is removed from names; others are left out.
+    """
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
         self.where = str(folder)
-        found = read_dcp(folder)
+        found = read_dcp(folder) if (folder / METADATA).is_file() else read_dcp_safetensors(folder)
         self._found = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
         if not self._found:
             raise TesseraError(f"no tensor's name begins with {prefix!r}", where=self.where, allowed=sorted(found)[:10])
@@ -182,7 +186,7 @@ def open_form(folder: Path, shards: MegatronForm | None, prefix: str = "") -> St
         if shards is None:
             raise TesseraError("this family has no Megatron-style form", where=str(folder))
         return MegatronFolder(folder, shards)
-    if (folder / METADATA).is_file():
+    if (folder / METADATA).is_file() or is_dcp_safetensors(folder):
         return DcpFolder(folder, prefix)
     raise TesseraError(
         "here are neither Megatron-style shards nor a torch DCP folder",

@@ -85,7 +85,12 @@ class FrozenWeights:
 
     def fill(self, ranks: Ranks, source: FrozenSource, tensors: Mapping[str, Tensor], checkpoint: Path) -> None:
         """Fill tensors that the checkpoint does not store, after checking the files. Every rank calls this."""
-        folder = source.folder or self.folder
+        folder = self.checked_folder(ranks, source.folder, checkpoint)
+        source.read(folder, {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()})
+
+    def checked_folder(self, ranks: Ranks, folder: Path | None, checkpoint: Path) -> Path:
+        """Return the folder of the weights after checking its files; `folder`: where it is now, if it was moved."""
+        folder = folder or self.folder
         found = ranks.on_all(lambda: problems_in(folder, self.files[ranks.rank :: ranks.world]))
         problems = [problem for of_rank in found for problem in of_rank]
         if problems:
@@ -98,4 +103,4 @@ class FrozenWeights:
                 "model.path=FOLDER`, or model.path in RUN/config.yaml for everything else "
                 "(checkpoint.store_frozen=true stores them in every checkpoint)",
             )
-        source.read(folder, {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()})
+        return folder

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,13 @@ from tessera.checkpoint.files import (
     Fault,
     FileRecord,
     SafetensorsFile,
+    box_slices,
     open_safetensors,
     read_box,
     storage_order,
     write_file,
 )
+from tessera.checkpoint.legacy.dcp import check_cover
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError, nearest
 
@@ -200,6 +203,57 @@ def read_table(folder: Path) -> Metadata:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TesseraError(f"not a table of tensors: {error!r}", where=str(path)) from error
     return Metadata(tensors, storage_data=locations)
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """Hold the place of a part of a tensor: in the tensor, and in a safetensors file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    key: str
+
+
+@dataclass(frozen=True)
+class SplitTensor:
+    """Describe a tensor that lies in one file or several."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[TensorPart, ...]
+
+    def read(self) -> Tensor:
+        """Return the whole tensor in memory."""
+        if len(self.parts) == 1:
+            return _read_part(self.parts[0])
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        for part in self.parts:
+            whole[box_slices(part.offsets, part.sizes)] = _read_part(part)
+        return whole
+
+
+def _read_part(part: TensorPart) -> Tensor:
+    with open_safetensors(part.file) as file:
+        return read_box(file, part.key, [0] * len(part.sizes), part.sizes)
+
+
+def split_tensors(folder: Path) -> dict[str, SplitTensor]:
+    """Return the tensors of a checkpoint by the names that it gives them. Nothing is read but the table."""
+    table = read_table(folder)
+    found: dict[str, SplitTensor] = {}
+    for name, stored in table.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata), "only tensors are stored"
+        parts = []
+        for chunk in stored.chunks:
+            file, key = table.storage_data[MetadataIndex(name, chunk.offsets)]
+            if Path(file).name != file:
+                raise TesseraError(f"a file outside of the checkpoint: {file!r}", where=str(folder / TABLE))
+            parts.append(TensorPart(tuple(chunk.offsets), tuple(chunk.sizes), folder / file, key))
+        chunks = [(part.offsets, part.sizes) for part in parts]
+        check_cover(name, tuple(stored.size), chunks, str(folder / TABLE))
+        found[name] = SplitTensor(stored.properties.dtype, tuple(stored.size), tuple(parts))
+    return found
 
 
 def _check_fit(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -124,9 +124,14 @@ def convert(
         Path, typer.Argument(help="run, checkpoint, adapters, or a folder: Hugging Face, Megatron-style, torch DCP")
     ],
     target: Annotated[Path, typer.Argument(help="folder to write")],
-    to: Annotated[str, typer.Option("--to", help="hf, mm (Megatron-style shards) or dcp")] = "hf",
+    to: Annotated[
+        str, typer.Option("--to", help="hf, mm (Megatron-style shards), dcp or dcp-safetensors (torch DCP)")
+    ] = "hf",
     layout: Annotated[
         str | None, typer.Option("--layout", help='of mm, such as "{tp: 2, vit: [32, 0], llm: [10, 18]}"')
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option("--recipe", help="of mm instead of --layout: as a run by this recipe is divided")
     ] = None,
     like: Annotated[
         Path | None, typer.Option("--like", help="Hugging Face folder with config.json, for mm and dcp sources")
@@ -148,6 +153,7 @@ def convert(
         target,
         to=to,  # type: ignore[arg-type]  # it is checked there
         layout=None if layout is None else parse_yaml(layout, "--layout"),
+        recipe=recipe,
         like=like,
         dtype=dtype,
         quantize=quantize,

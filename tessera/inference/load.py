@@ -14,7 +14,7 @@ from torch import nn
 from tessera.checkpoint.hf import stored_dtype
 from tessera.checkpoint.peft import base_of, fill_adapters, settled
 from tessera.checkpoint.state import model_tensors, tied_names
-from tessera.checkpoint.weight_source import fill_from, origin_of, saved_config
+from tessera.checkpoint.weight_source import Origin, fill_from, origin_of, saved_config
 from tessera.checkpoint.weights import check_config_numbers, check_folder_fit
 from tessera.core import device as devices
 from tessera.core.adapters import Adapter, Adapters, is_factor
@@ -140,6 +140,38 @@ class LoadedProcessor:
         )
 
 
+@dataclass(frozen=True)
+class FoundModel:
+    """Say which model lies at a path, before anything of it is read."""
+
+    origin: Origin
+    section: ModelSection  # as in a recipe; for adapters, with the folder of their model
+    dtype: torch.dtype
+    files: Path | None  # the folder of tokenizer and template
+    options: Mapping[str, Any]  # of the processor
+    limits: Limits
+
+
+def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust) -> FoundModel:
+    """Return what a Hugging Face folder, a run, a checkpoint or adapters hold. `dtype` None: as stored."""
+    kind = _dtype(dtype)
+    origin = origin_of(folder)
+    if origin in ("folder", "adapters"):
+        base = folder if origin == "folder" else base_of(folder)
+        lora = None if origin == "folder" else {"path": folder}
+        section = build(ModelSection, {"path": base, "lora": lora}, str(folder))
+        check_config_numbers(folder_layout(base).config(), base)
+        return FoundModel(origin, section, kind or stored_dtype(base), base, {}, Limits())
+    kept = saved_config(folder) if origin == "run" else None  # the shape is that of the newest checkpoint
+    settings = load_config(kept or read_mapping(folder / RUN_CONFIG))
+    check_trusted(folder, model_code(settings.model), trust)
+    find_code(folder, model_code(settings.model))
+    files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
+    limits = Limits(max_image_pixels=settings.data.max_image_pixels, jpeg_draft=settings.data.jpeg_draft)
+    kind = kind or DTYPES[settings.precision.weights]
+    return FoundModel(origin, settings.model, kind, files, settings.data.processor, limits)
+
+
 def load(
     path: str | Path,
     device: str | torch.device | None = None,
@@ -162,33 +194,16 @@ def load(
     """
     folder = Path(path)
     where = device if isinstance(device, torch.device) else _own_device(device or "auto", parallel is not None)
-    kind = _dtype(dtype)
-    origin = origin_of(folder)
-    if origin in ("folder", "adapters"):
-        base = folder if origin == "folder" else base_of(folder)
-        lora = None if origin == "folder" else {"path": folder}
-        section = build(ModelSection, {"path": base, "lora": lora}, str(folder))
-        check_config_numbers(folder_layout(base).config(), base)
-        kind = kind or stored_dtype(base)
-        files: Path | None = base
-        options: dict[str, Any] = {}
-        limits = Limits()
-    else:
-        kept = saved_config(folder) if origin == "run" else None  # the shape is that of the newest checkpoint
-        settings = load_config(kept or read_mapping(folder / RUN_CONFIG))
-        check_trusted(folder, model_code(settings.model), trust)
-        find_code(folder, model_code(settings.model))
-        section, options = settings.model, settings.data.processor
-        kind = kind or DTYPES[settings.precision.weights]
-        files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
-        limits = Limits(max_image_pixels=settings.data.max_image_pixels, jpeg_draft=settings.data.jpeg_draft)
+    found = find_model(folder, dtype, trust)
+    origin, section, kind, files = found.origin, found.section, found.dtype, found.files
     spec, config = resolve(section)
     whole = build_on_meta(spec, config)
     weights = spec.main.weight_map(config)
     adapters: dict[str, Adapter] = {}
     names, tied = list(model_tensors(whole)), tied_names(whole)
     if origin in ("folder", "adapters") and weights is not None:
-        check_folder_fit(base, model_tensors(whole), weights, tied=tied)
+        assert section.path is not None
+        check_folder_fit(section.path, model_tensors(whole), weights, tied=tied)
     if section.lora is not None:
         adapters = find_adapters(settled(section.lora, names, weights), whole, spec.main.plan(config))
         add_adapters(whole, adapters, quantized=section.lora.quantize is not None)
@@ -205,10 +220,10 @@ def load(
         fill_adapters(folder, tensors, adapters, names, weights)
     else:
         fill_from(folder, tensors, weights, tied, names, base=section.path)
-    options = {**options, **(processor or {})}
+    options = {**found.options, **(processor or {})}
     prepare = None if spec.processor is None or files is None else spec.processor(config, files, **options)
     loaded = LoadedModel(module, spec, config, prepare, run, adapters, section.path, files)
-    return loaded, LoadedProcessor(prepare, spec, limits)
+    return loaded, LoadedProcessor(prepare, spec, found.limits)
 
 
 def generate(

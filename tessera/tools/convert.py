@@ -1,7 +1,7 @@
 """Convert a model from any form to the one that is asked for: `tessera convert SRC DST --to FORM`.
 
-Runs, checkpoints and adapters are loaded and written as Hugging Face folders. Between folders of other forms
-(Megatron-style shards, torch DCP, Hugging Face) tensors are streamed one at a time, without a model in memory.
+To a Hugging Face folder, runs, checkpoints and adapters are loaded as a model. All else (Megatron-style shards, torch
+DCP over its own files or over safetensors) is streamed one tensor at a time, without a model in memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from torch import nn
+
+from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, write_dcp_safetensors
 from tessera.checkpoint.forms import (
     DcpFolder,
     FormWriter,
@@ -28,22 +31,25 @@ from tessera.checkpoint.legacy.dcp import METADATA, write_dcp
 from tessera.checkpoint.legacy.megatron import MegatronLayout, check_layout, is_megatron_folder, write_megatron
 from tessera.checkpoint.peft import save_adapters
 from tessera.checkpoint.state import model_tensors, tied_names
+from tessera.checkpoint.trained_form import NATIVE
 from tessera.checkpoint.weight_source import origin_of
 from tessera.checkpoint.weights import check_config_numbers
 from tessera.core.config import Section
 from tessera.core.errors import TesseraError, nearest
-from tessera.core.layouts import folder_layout
+from tessera.core.layouts import detect_layout, folder_layout
 from tessera.core.megatron_form import MegatronForm
 from tessera.core.run_config import ModelSection
 from tessera.core.trust import Trust
 from tessera.core.types import ModelSpec
-from tessera.inference.load import load
+from tessera.inference.load import FoundModel, find_model, load
+from tessera.inference.trained import open_trained
 from tessera.models import FAMILIES, build_on_meta, resolve
 from tessera.models.common.side_files import copy_side_files
 from tessera.models.common.text import PROJECTIONS
+from tessera.tools.recipe_layout import Recipe, layout_of_recipe
 from tessera.training.export import export_folder
 
-Form = Literal["hf", "mm", "dcp"]
+Form = Literal["hf", "mm", "dcp", "dcp-safetensors"]
 _PARTS = ("vit", "llm", "audio")
 
 
@@ -53,6 +59,7 @@ def convert(
     *,
     to: Form = "hf",
     layout: Mapping[str, Any] | None = None,
+    recipe: Recipe | None = None,
     like: str | Path | None = None,
     source_layout: Mapping[str, Any] | None = None,
     prefix: str = "",
@@ -64,11 +71,12 @@ def convert(
 ) -> Path:
     """Write a model in another form and return the folder.
 
-    `to`: "hf", "mm" (Megatron-style shards, divided as `layout` says: tp, ep, and lists of layers for vit and llm), or
-    "dcp". `like`: the Hugging Face folder with the configuration and the side files, for forms that have none.
-    `source_layout`: what the layout of shards to read must be, if it is to be checked. `prefix`: stands before the
-    names in a DCP folder. `quantize`: "fp8" (a scale for each output) or "fp8-block" (for each block of 128 x 128): the
-    projections of the text decoder are written in eight bits, as vLLM serves them.
+    `to`: "hf", "mm" (Megatron-style shards, divided as `layout` says: tp, ep, and lists of layers for vit and llm; or
+    as a run by `recipe` would divide the model), "dcp", or "dcp-safetensors" (torch's DCP over safetensors). `like`:
+    the Hugging Face folder with the configuration and the side files, for forms that have none. `source_layout`: what
+    the layout of shards to read must be, if it is to be checked. `prefix`: stands before the names in a DCP folder.
+    `quantize`: "fp8" (a scale for each output) or "fp8-block" (for each block of 128 x 128): projections of the text
+    decoder are written in eight bits, as vLLM serves them.
     Adapters are merged into the model that they belong to; with `adapters` they alone are written, as PEFT keeps them.
     """
     source, target = Path(source), Path(target)
@@ -76,27 +84,28 @@ def convert(
         raise TesseraError(
             f"no such form: {to!r}", where="--to", allowed=get_args(Form), nearest=nearest(to, get_args(Form))
         )
-    if layout is not None and to != "mm":
-        raise TesseraError("only Megatron-style shards have a layout", where="--layout", fix="--to mm")
+    for option, given in (("--layout", layout), ("--recipe", recipe)):
+        if given is not None and to != "mm":
+            raise TesseraError("only Megatron-style shards have a layout", where=option, fix="--to mm")
+    if layout is not None and recipe is not None:
+        raise TesseraError("a layout and a recipe both say how to divide the model", where="--recipe", fix="give one")
     if quantize is not None and (to != "hf" or adapters):
         raise TesseraError("whole Hugging Face folders alone are written in eight bits", where="--quantize")
     found = _form_of(source)
-    if found is None and to == "hf":
+    if to == "hf" and (found is None or (found == "hf" and (dtype is not None or quantize is None))):
         return _from_model(source, target, dtype, quantize, adapters, overwrite, trust)
-    if found is None:
-        raise TesseraError(
-            f"a run is written as a Hugging Face folder first, and then as {to}",
-            where=str(source),
-            fix=f"tessera convert {source} FOLDER; tessera convert FOLDER {target} --to {to}",
-        )
-    if found == "hf" and to == "hf" and (dtype is not None or quantize is None):
-        return _from_model(source, target, dtype, quantize, adapters, overwrite, trust)
-    if dtype is not None or adapters:
-        raise TesseraError("--dtype and --adapters work on models, not on files of other forms", where=str(source))
-    job = _Job(source, found, target, to, prefix, overwrite, quantize)
+    if adapters:
+        raise TesseraError("adapters alone are written as PEFT keeps them", where="--adapters", fix="leave --to out")
+    if dtype is not None and found is not None:
+        raise TesseraError(f"from {found} to {to} every tensor keeps its type", where="--dtype", fix="leave it out")
+    job = _Job(source, found, target, to, prefix, overwrite, quantize, recipe)
     job.layout = _layout({} if layout is None else layout)
     job.source_layout = None if source_layout is None else _layout(source_layout)
-    _stream(job, source if found == "hf" else None if like is None else Path(like))
+    if found is None:
+        job.trained = find_model(source, dtype, trust)
+        _stream(job, _Model.of(job.trained.section))
+    else:
+        _stream(job, _Model.of_folder(_described(source, found, None if like is None else Path(like))))
     return target
 
 
@@ -106,7 +115,22 @@ def _form_of(source: Path) -> Form | None:
         return "mm"
     if (source / METADATA).is_file():
         return "dcp"
+    if is_dcp_safetensors(source):
+        return "dcp-safetensors"
     return "hf" if origin_of(source) == "folder" else None
+
+
+def _described(source: Path, form: Form, like: Path | None) -> Path:
+    """Return the Hugging Face folder with the configuration of what a folder holds."""
+    if form == "hf" or (like is None and detect_layout(source) is not None):
+        return source
+    if like is None:
+        raise TesseraError(
+            "these files do not say which model they are of",
+            where=str(source),
+            fix="name the Hugging Face folder that it began from: --like FOLDER (like= in Python)",
+        )
+    return like
 
 
 def _from_model(
@@ -148,36 +172,55 @@ class _Job:
     """Describe one conversion between folders."""
 
     source: Path
-    found: Form
+    found: Form | None  # None: of a run, a checkpoint or adapters
     target: Path
     to: Form
     prefix: str
     overwrite: bool
     quantize: str | None = None
+    recipe: Recipe | None = None
+    trained: FoundModel | None = None
     layout: MegatronLayout = field(default_factory=MegatronLayout)
     source_layout: MegatronLayout | None = None
 
 
-def _stream(job: _Job, described: Path | None) -> None:
-    """Convert tensor by tensor. `described`: the folder with config.json and the side files."""
-    if described is None:
-        raise TesseraError(
-            "these files do not say which model they are of",
-            where=str(job.source),
-            fix="name the Hugging Face folder that it began from: --like FOLDER (like= in Python)",
-        )
-    raw = folder_layout(described).config()
-    check_config_numbers(raw, described)
-    spec, config = resolve(ModelSection(path=described))
+@dataclass(frozen=True)
+class _Model:
+    """Describe the model that is converted. `folder`: with its config.json, `raw`, and the side files."""
+
+    section: ModelSection
+    spec: ModelSpec
+    config: Section
+    folder: Path | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(section: ModelSection) -> _Model:
+        return _Model(section, *resolve(section))
+
+    @staticmethod
+    def of_folder(folder: Path) -> _Model:
+        raw = folder_layout(folder).config()
+        check_config_numbers(raw, folder)
+        return replace(_Model.of(ModelSection(path=folder)), folder=folder, raw=raw)
+
+
+def _stream(job: _Job, model: _Model) -> None:
+    """Convert tensor by tensor."""
+    spec, config = model.spec, model.config
     module = build_on_meta(spec, config)
     hub = spec.main.weight_map(config)
-    assert hub is not None, "a family that reads folders has a weight map"
+    if hub is None:
+        raise TesseraError(f"the family {spec.name} has no Hugging Face form, and no other", where=str(job.source))
     shards = _megatron_form(spec, config) if "mm" in (job.found, job.to) else None
     if shards is not None and job.to == "mm":
+        if job.recipe is not None:
+            job.layout = layout_of_recipe(job.recipe, model.section, shards)
         check_layout(shards, job.layout, str(job.target))
-    maps = {"hf": hub, "dcp": hub} | ({} if shards is None else {"mm": shards.weights})
+    maps = {"hf": hub, "dcp": hub, "dcp-safetensors": hub, None: NATIVE}
+    maps |= {} if shards is None else {"mm": shards.weights}
     shapes, tied = native_shapes(model_tensors(module)), tied_names(module)
-    with _open(job.source, job.found, job.prefix, shards, job.source_layout) as stored:
+    with _source(job, model, module, shards) as stored:
         native = NativeTensors(stored, maps[job.found], shapes, tied)
 
         def check(staging: Path) -> None:
@@ -186,13 +229,17 @@ def _stream(job: _Job, described: Path | None) -> None:
                 native.check_against(NativeTensors(written, maps[job.to], shapes, tied))
 
         if job.to == "hf":
-            blanks, plain = native.blanks(), {key: raw[key] for key in raw if key != "quantization_config"}
+            blanks, plain = (
+                native.blanks(),
+                {key: value for key, value in model.raw.items() if key != "quantization_config"},
+            )
             fp8 = None
             if job.quantize is not None:
                 fp8 = Fp8Map.of(hub, job.quantize, blanks, PROJECTIONS, str(job.source))
 
             def finish(staging: Path) -> None:
-                copy_side_files(described, staging)
+                assert model.folder is not None, "other sources than folders are loaded as a model"
+                copy_side_files(model.folder, staging)
                 (check if fp8 is None else fp8.check)(staging)
 
             save_folder(
@@ -212,7 +259,10 @@ def _stream(job: _Job, described: Path | None) -> None:
                 write_megatron(staging, shards, job.layout, writer.plans, writer.read)
             else:
                 plans = {job.prefix + name: plan for name, plan in writer.plans.items()}
-                write_dcp(staging, plans, map(writer.read, writer.plans))
+                if job.to == "dcp":
+                    write_dcp(staging, plans, map(writer.read, writer.plans))
+                else:
+                    write_dcp_safetensors(staging, plans, lambda name: writer.read(name.removeprefix(job.prefix)))
             check(staging)
 
         publish(job.target, write, overwrite=job.overwrite)
@@ -265,7 +315,15 @@ def _open(
 ) -> StoredForm:
     if shards is not None and form == "mm":
         return MegatronFolder(folder, shards, layout)
-    return DcpFolder(folder, prefix) if form == "dcp" else SafetensorsForm(folder)
+    return SafetensorsForm(folder) if form == "hf" else DcpFolder(folder, prefix)
+
+
+def _source(job: _Job, model: _Model, module: nn.Module, shards: MegatronForm | None) -> StoredForm:
+    """Open what is converted."""
+    if job.found is not None:
+        return _open(job.source, job.found, job.prefix, shards, job.source_layout)
+    assert job.trained is not None
+    return open_trained(job.source, job.trained, model.spec, model.config, module)
 
 
 def _megatron_form(spec: ModelSpec, config: Section) -> MegatronForm:

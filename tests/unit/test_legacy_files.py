@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from tessera.checkpoint.files import open_safetensors
-from tessera.checkpoint.legacy.dcp import DcpTensor, _check_cover, read_dcp, write_dcp
+from tessera.checkpoint.legacy.dcp import DcpTensor, check_cover, read_dcp, write_dcp
 from tessera.checkpoint.legacy.pickles import Described
 from tessera.checkpoint.legacy.torch_files import PlannedTensor, StoredTensor, TorchFileWriter, read_torch_file
 from tessera.core.errors import TesseraError
@@ -279,7 +279,7 @@ def test_shared_parts_are_built_once_and_expanded_tensors_are_not_read(tmp_path:
 
 def test_parts_of_dcp_that_overlap_are_refused() -> None:
     folder = Path("folder")
-    _check_cover("w", (4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((2, 2), (2, 2))], folder)
-    _check_cover("w", (), [((), ())], folder)
+    check_cover("w", (4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((2, 2), (2, 2))], str(folder))
+    check_cover("w", (), [((), ())], str(folder))
     with pytest.raises(TesseraError, match="do not make the whole"):
-        _check_cover("w", (4,), [((0,), (2,)), ((1,), (2,))], folder)  # as many elements as there are, and a hole
+        check_cover("w", (4,), [((0,), (2,)), ((1,), (2,))], str(folder))  # as many elements as there are, and a hole

@@ -140,7 +140,7 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
         dtype = _DTYPES[str(dtype_name)]
         chunks = [(_size(chunk.state["offsets"]), _size(chunk.state["sizes"])) for chunk in described.state["chunks"]]
         shape = _size(described.state["size"])
-        _check_cover(_text(name), shape, chunks, folder)
+        check_cover(_text(name), shape, chunks, str(folder / METADATA))
         missing = [offsets for offsets, _ in chunks if (name, offsets) not in stored]
         if missing:
             raise TesseraError(f"the part of {name!r} at {missing[0]} lies in no file", where=str(folder / METADATA))
@@ -152,7 +152,7 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
     return tensors
 
 
-def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Any], folder: Path) -> None:
+def check_cover(name: str, shape: tuple[int, ...], chunks: list[Any], where: str) -> None:
     """Refuse parts that leave a hole, overlap or reach beyond the tensor."""
     inside = all(
         len(offsets) == len(sizes) == len(shape)
@@ -160,7 +160,7 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Any], folder: P
         for offsets, sizes in chunks
     )
     if not inside or sum(math.prod(sizes) for _, sizes in chunks) != math.prod(shape) or _overlap(chunks):
-        raise TesseraError(f"the parts of {name!r} do not make the whole tensor {shape}", where=str(folder / METADATA))
+        raise TesseraError(f"the parts of {name!r} do not make the whole tensor {shape}", where=where)
 
 
 def _overlap(chunks: list[Any]) -> bool:

@@ -1,0 +1,108 @@
+"""Read and write folders of torch.distributed.checkpoint over safetensors (torch's `HuggingFaceStorageWriter`).
+
+    shard-00001-model-00001-of-00002.safetensors
+
+A file holds parts of tensors under the names of the whole tensors. Its header says where each part begins; the shape of
+a tensor is what its parts cover. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tessera.checkpoint.files import DTYPES, Entry, SafetensorsFile, open_safetensors, storage_order
+from tessera.checkpoint.legacy.dcp import METADATA, check_cover
+from tessera.checkpoint.legacy.torch_files import MOST_AXES, PlannedTensor
+from tessera.checkpoint.storage import SplitTensor, TensorPart
+from tessera.core.errors import TesseraError
+from tessera.core.layouts import CONFIG_FILE
+
+_PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+_VERSION = {"DCP_VERSION": "1.0"}
+_OF_A_RANK = "shard-*.safetensors"
+FILE_BYTES = 5_000_000_000
+
+
+def is_dcp_safetensors(folder: Path) -> bool:
+    """Return whether a folder holds parts of tensors with their places.
+
+    Torch notes places also in a Hugging Face folder that one rank wrote, whose tensors are whole.
+    """
+    if (folder / METADATA).is_file() or not folder.is_dir():
+        return False
+    pattern = _OF_A_RANK if (folder / CONFIG_FILE).is_file() else "*.safetensors"
+    for path in sorted(folder.glob(pattern))[:1]:
+        with suppress(TesseraError), open_safetensors(path) as file:  # whoever reads it says what is wrong with it
+            return _PLACES in (file.metadata() or {})
+    return False
+
+
+def read_dcp_safetensors(folder: Path) -> dict[str, SplitTensor]:
+    """Return the tensors of a folder by name."""
+    parts: dict[str, list[TensorPart]] = defaultdict(list)
+    kinds: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with open_safetensors(path) as file:
+            places = _places(file, path)
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                view = file.get_slice(name)
+                sizes, kind = tuple(view.get_shape()), str(view.get_dtype())
+                parts[name].append(TensorPart(_offsets(places, name, len(sizes), path), sizes, path, name))
+                if kind not in DTYPES or kinds.setdefault(name, kind) != kind:
+                    raise TesseraError(
+                        f"{name} is stored as {kind} here: not read, or not so elsewhere", where=str(path)
+                    )
+    found: dict[str, SplitTensor] = {}
+    for name, given in parts.items():
+        if len({len(part.sizes) for part in given}) > 1:
+            raise TesseraError(f"the parts of {name} have different numbers of axes", where=str(folder))
+        ends = zip(*([o + s for o, s in zip(part.offsets, part.sizes, strict=True)] for part in given), strict=True)
+        shape = tuple(max(axis) for axis in ends)
+        check_cover(name, shape, [(part.offsets, part.sizes) for part in given], str(folder))
+        found[name] = SplitTensor(DTYPES[kinds[name]], shape, tuple(given))
+    return found
+
+
+def _places(file: Any, path: Path) -> Mapping[str, Any]:
+    text = (file.metadata() or {}).get(_PLACES)
+    try:
+        places = json.loads(text) if text is not None else None
+    except (ValueError, RecursionError):
+        places = None
+    if not isinstance(places, dict):
+        raise TesseraError(f"its header does not say where parts of tensors begin ({_PLACES})", where=str(path))
+    return places
+
+
+def _offsets(places: Mapping[str, Any], name: str, axes: int, path: Path) -> tuple[int, ...]:
+    entry = places.get(name)
+    offsets = entry.get(_OFFSETS) if isinstance(entry, dict) else None
+    sound = isinstance(offsets, list) and len(offsets) == axes <= MOST_AXES
+    if not sound or any(type(n) is not int or not 0 <= n < 1 << 60 for n in offsets or ()):
+        raise TesseraError(f"its header does not say where its part of {name!r} begins", where=str(path))
+    return tuple(offsets or ())
+
+
+def write_dcp_safetensors(
+    folder: Path, plans: Mapping[str, PlannedTensor], read: Callable[[str], Tensor], file_bytes: int = FILE_BYTES
+) -> None:
+    """Write a folder that torch's `HuggingFaceStorageReader` loads, as a single rank would. `read` returns a tensor."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files: list[list[Entry]] = [[]]
+    for entry in storage_order([Entry(name, plan.dtype, plan.shape) for name, plan in plans.items()]):
+        if files[-1] and sum(other.nbytes for other in files[-1]) + entry.nbytes > file_bytes:
+            files.append([])
+        files[-1].append(entry)
+    for number, entries in enumerate(files, start=1):
+        places = {entry.key: {_OFFSETS: [0] * len(entry.shape)} for entry in entries}
+        path = folder / f"shard-00001-model-{number:05d}-of-{len(files):05d}.safetensors"
+        with SafetensorsFile(path, entries, metadata={_PLACES: json.dumps(places)} | _VERSION) as file:
+            for entry in entries:
+                file.put(entry.key, read(entry.key))

@@ -1,0 +1,102 @@
+"""The model of a run, a checkpoint or adapters, tensor by tensor and under native names, without a model in memory.
+
+Frozen weights that a checkpoint does not store are read from the folder that they stayed in. Adapters are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm
+from tessera.checkpoint.frozen import FrozenWeights
+from tessera.checkpoint.legacy.torch_files import PlannedTensor
+from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.peft import merge_adapter, read_adapters
+from tessera.checkpoint.state import MODEL
+from tessera.checkpoint.storage import SplitTensor, split_tensors
+from tessera.core.adapters import Adapters, factor_names
+from tessera.core.errors import TesseraError
+from tessera.core.weightmap import WeightMap
+
+NATIVE = WeightMap((), same_names=True)  # how the names of a `TrainedForm` become native ones
+
+
+class TrainedForm(StoredForm):
+    """Read a trained model in one type, with its adapters merged."""
+
+    def __init__(
+        self,
+        where: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        tied: Mapping[str, str],
+        weight_map: WeightMap | None,
+        adapters: Adapters,
+        dtype: torch.dtype,
+        base: Path | None,
+    ) -> None:
+        """Open a checkpoint, or a folder of adapters.
+
+        `shapes`: of the model's tensors, without adapters. `base`: the folder that frozen weights, or the model of the
+        adapters, are in; None: the one that the checkpoint names.
+        """
+        self.where = str(where)
+        self._shapes, self._adapters, self._dtype = shapes, adapters, dtype
+        self._stored: Mapping[str, SplitTensor] = {}
+        self._factors: dict[str, Tensor] = {}
+        if (where / "adapter_config.json").is_file():
+            for path, found in read_adapters(where, [n.removesuffix(".weight") for n in shapes], weight_map).items():
+                self._factors |= dict(zip(factor_names(path), (found.a.to(dtype), found.b.to(dtype)), strict=True))
+        else:
+            base = self._open_checkpoint(where, base)
+        self._base: NativeTensors | None = None
+        self._folder: SafetensorsForm | None = None
+        if any(name not in self._stored for name in shapes):
+            assert base is not None, "frozen weights, and the model of adapters, are those of a published folder"
+            assert weight_map is not None, "a family that reads folders has a weight map"
+            self._folder = SafetensorsForm(base)
+            self._base = NativeTensors(self._folder, weight_map, shapes, tied)
+
+    def _open_checkpoint(self, where: Path, base: Path | None) -> Path | None:
+        """Find the tensors of a checkpoint whose files are as they were written; return the folder of frozen ones."""
+        state = CheckpointManager(where.parent, keep=1).load(where, {})
+        names = {n.removeprefix(MODEL): tensor for n, tensor in split_tensors(where).items() if n.startswith(MODEL)}
+        for path in self._adapters:
+            a, b = factor_names(path)
+            if a not in names or b not in names or f"{path}.weight" not in {*names, *self._shapes}:
+                raise TesseraError(f"the checkpoint has no adapter of {path}", where=self.where)
+            self._factors |= {factor: names[factor].read().to(self._dtype) for factor in (a, b)}
+        self._stored = {name: names[name] for name in self._shapes if name in names}
+        frozen = FrozenWeights.of_state(state, where)
+        elsewhere = set() if frozen is None else {name.removeprefix(MODEL) for name in frozen.names}
+        missing = [name for name in self._shapes if name not in self._stored and name not in elsewhere]
+        if missing:
+            raise TesseraError(f"the checkpoint does not hold {', '.join(missing[:5])}", where=self.where)
+        return None if frozen is None else frozen.checked_folder(Ranks.current(), base, where)
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None:
+            self._folder.__exit__()
+
+    def tensors(self) -> Mapping[str, PlannedTensor]:
+        return {name: PlannedTensor(self._type_of(name), shape) for name, shape in self._shapes.items()}
+
+    def read(self, name: str) -> Tensor:
+        if name in self._stored:
+            tensor = self._stored[name].read()
+        else:
+            assert self._base is not None, "what is not stored was found in the folder"
+            tensor = self._base.read(name)
+        return merge_adapter(name, tensor.to(self._type_of(name)), self._factors, self._adapters)
+
+    def _type_of(self, name: str) -> torch.dtype:
+        if name in self._stored:
+            stored = self._stored[name].dtype
+        else:
+            assert self._base is not None
+            stored = self._base.plans[name].dtype
+        return self._dtype if stored.is_floating_point else stored

@@ -1,0 +1,42 @@
+"""Open a run, a checkpoint or adapters to read the trained model tensor by tensor, without loading it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import nn
+
+from tessera.checkpoint.forms import native_shapes
+from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.peft import settled
+from tessera.checkpoint.state import model_tensors, tied_names
+from tessera.checkpoint.trained_form import TrainedForm
+from tessera.checkpoint.weight_source import find_file
+from tessera.core.adapters import Adapter
+from tessera.core.config import Section
+from tessera.core.errors import TesseraError
+from tessera.core.types import ModelSpec
+from tessera.inference.load import FoundModel
+from tessera.nn.lora import find_adapters
+
+
+def open_trained(path: Path, found: FoundModel, spec: ModelSpec, config: Section, module: nn.Module) -> TrainedForm:
+    """Open what `found` describes. `module`: the model on the meta device, without adapters."""
+    lora, hub, tensors = found.section.lora, spec.main.weight_map(config), model_tensors(module)
+    if lora is not None and lora.quantize is not None:
+        raise TesseraError(
+            "the weights of adapted layers are kept in four bits, which is not what adapters are merged into",
+            where=str(path),
+            fix=f"tessera convert {path} ADAPTERS --adapters; then convert the folder ADAPTERS",
+        )
+    adapters: Mapping[str, Adapter] = {}
+    if lora is not None:
+        adapters = find_adapters(settled(lora, list(tensors), hub), module, spec.main.plan(config))
+    if found.origin == "run":
+        newest = CheckpointManager(find_file(path, "checkpoints"), keep=1).latest()
+        if newest is None:
+            raise TesseraError("this run has no checkpoint yet", where=str(path))
+        path = newest
+    base = found.section.path
+    return TrainedForm(path, native_shapes(tensors), tied_names(module), hub, adapters, found.dtype, base)

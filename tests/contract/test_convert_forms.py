@@ -1,0 +1,256 @@
+"""Weights of folders, runs, checkpoints and adapters in every form that a model can be written in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+import yaml
+from safetensors.torch import save_file
+from test_megatron_forms import hub_weights
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from typer.testing import CliRunner
+
+import tessera
+from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, read_dcp_safetensors, write_dcp_safetensors
+from tessera.checkpoint.legacy.dcp import read_dcp
+from tessera.checkpoint.legacy.megatron import MegatronLayout, read_megatron
+from tessera.checkpoint.legacy.torch_files import PlannedTensor
+from tessera.cli.main import app
+from tessera.core.errors import TesseraError
+from tessera.core.megatron_form import MegatronForm
+from tessera.core.run_config import ModelSection
+from tessera.models import resolve
+from tessera.tools.recipe_layout import layout_of_recipe
+from tests.toys.chat_set import chat_recipe, write_chat_set
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_set(tmp_path_factory.mktemp("chats"), samples=8)
+
+
+def recipe_for(chats: Path, out: Path) -> dict[str, Any]:
+    recipe = chat_recipe(chats, out, steps=1)
+    recipe["data"]["eval"] = []
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def run(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tessera.train(recipe_for(chats, tmp_path_factory.mktemp("run"))).folder
+
+
+@pytest.fixture(scope="module")
+def folder(run: Path) -> Path:
+    return tessera.convert(run, run.parent / "hf")
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+# ---------------------------------------------------------------------------------------------- dcp over safetensors
+
+
+def test_torch_reads_dcp_over_safetensors_and_it_goes_back(folder: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "dcp"), "--to", "dcp-safetensors"])
+    assert done.exit_code == 0, done.output
+    expected = hub_weights(folder)
+    found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    stock.load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path / "dcp")))
+    same(found, expected)
+    tessera.convert(tmp_path / "dcp", tmp_path / "back", like=folder)
+    same(hub_weights(tmp_path / "back"), expected)
+
+
+def test_what_torch_wrote_is_read(folder: Path, tmp_path: Path) -> None:
+    expected = hub_weights(folder)
+    stock.save(expected, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "dcp"), save_distributed=True))
+    assert is_dcp_safetensors(tmp_path / "dcp")
+    tessera.convert(tmp_path / "dcp", tmp_path / "back", like=folder)
+    same(hub_weights(tmp_path / "back"), expected)
+    shutil.copy(folder / "config.json", tmp_path / "dcp")  # then nothing else has to be named
+    tessera.convert(tmp_path / "dcp", tmp_path / "mm", to="mm")
+
+
+def test_tensors_over_several_files_are_joined_and_large_folders_split(tmp_path: Path) -> None:
+    whole = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.tensor(3, dtype=torch.int64), "c": torch.ones(0, 2)}
+    plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()}
+    write_dcp_safetensors(tmp_path / "split", plans, whole.__getitem__, file_bytes=100)
+    names = sorted(path.name for path in (tmp_path / "split").iterdir())
+    assert names == [f"shard-00001-model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    same({name: tensor.read() for name, tensor in read_dcp_safetensors(tmp_path / "split").items()}, whole)
+    boxes = {(0, 0): (2, 6), (2, 0): (2, 2), (2, 2): (2, 4)}
+    for number, (at, size) in enumerate(boxes.items()):
+        part(tmp_path / f"shard-{number}.safetensors", whole["a"][at[0] : at[0] + size[0], at[1] :][:, : size[1]], at)
+    same({"a": read_dcp_safetensors(tmp_path)["a"].read()}, {"a": whole["a"]})
+    found = {"a": torch.zeros(4, 6)}
+    stock.load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path)))  # what we take for torch's form is
+    same(found, {"a": whole["a"]})
+
+
+def part(path: Path, tensor: torch.Tensor, offsets: Any, note: str | None = None) -> None:
+    places = json.dumps({"a": {"saved_offsets": offsets}}) if note is None else note
+    save_file({"a": tensor.contiguous()}, path, metadata={"DCP_SHARDING_INFO": places})
+
+
+@pytest.mark.parametrize(
+    ("offsets", "note", "said"),
+    [
+        ((2, 0), None, "do not make the whole"),
+        ((0, 0), None, "do not make the whole"),
+        ((-4, 0), None, "where its part of 'a' begins"),
+        ((1 << 62, 0), None, "where its part of 'a' begins"),
+        ((4,), None, "where its part of 'a' begins"),
+        (None, None, "where its part of 'a' begins"),
+        (None, "[]", "does not say where parts"),
+        (None, "{", "does not say where parts"),
+    ],
+)
+def test_parts_that_make_no_tensor_are_refused(tmp_path: Path, offsets: Any, note: str | None, said: str) -> None:
+    part(tmp_path / "shard-1.safetensors", torch.ones(4, 2), (0, 0))
+    part(tmp_path / "shard-2.safetensors", torch.ones(4, 2), offsets, note)
+    with pytest.raises(TesseraError, match=said):
+        read_dcp_safetensors(tmp_path)
+
+
+def test_parts_of_different_types_are_refused(tmp_path: Path) -> None:
+    part(tmp_path / "shard-1.safetensors", torch.ones(4, 2), (0, 0))
+    part(tmp_path / "shard-2.safetensors", torch.ones(4, 2).half(), (4, 0))
+    with pytest.raises(TesseraError, match="F16"):
+        read_dcp_safetensors(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------- runs
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor.read() for name, tensor in read_dcp(folder).items()}
+
+
+def test_runs_with_adapters_become_the_other_forms(folder: Path, chats: Path, tmp_path: Path) -> None:
+    """Each as by two commands: to a Hugging Face folder, and then on. The frozen weights are not in the checkpoint."""
+    recipe = recipe_for(chats, tmp_path)
+    recipe["model"] = {"path": str(folder), "lora": {"targets": ["text.layers.*.attn.q"], "rank": 2}}
+    run = tessera.train(recipe).folder
+    tessera.convert(run, tmp_path / "hf")
+    tessera.convert(run, tmp_path / "adapters", adapters=True)
+    expected = hub_weights(tmp_path / "hf")
+    changed = {name for name, tensor in hub_weights(folder).items() if not torch.equal(tensor, expected[name])}
+    assert changed == {f"model.layers.{number}.self_attn.q_proj.weight" for number in range(2)}
+    for number, source in enumerate((run, max((run / "checkpoints").glob("step-*")), tmp_path / "adapters")):
+        tessera.convert(source, tmp_path / f"dcp-{number}", to="dcp")
+        same(stored(tmp_path / f"dcp-{number}"), expected)
+    weights = next(folder.glob("*.safetensors"))
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    try:
+        with pytest.raises(TesseraError, match="frozen weights"):
+            tessera.convert(run, tmp_path / "no", to="dcp")
+    finally:
+        weights.write_bytes(data)
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_run_becomes_shards_as_its_recipe_divides_them(run: Path, folder: Path, chats: Path, tmp_path: Path) -> None:
+    divided = {"pp": 2, "tp": 2, "layers": {"vision": [2, 0], "text": [1, 1]}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe_for(chats, tmp_path) | {"parallel": divided}))
+    words = ["convert", str(run), str(tmp_path / "mm"), "--to", "mm", "--recipe", str(tmp_path / "recipe.yaml")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    ranks = sorted(path.name for path in (tmp_path / "mm/release").iterdir())
+    assert ranks == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
+    tessera.convert(tmp_path / "mm", tmp_path / "back", like=folder)
+    same(hub_weights(tmp_path / "back"), hub_weights(folder))
+
+
+def test_runs_that_hold_no_plain_weights_are_refused(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(TesseraError, match="no checkpoint"):
+        tessera.convert(copy, tmp_path / "no", to="dcp")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["model"]["lora"] = {"quantize": "nf4", "targets": ["text.layers.*.attn.q"]}
+    (copy / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(TesseraError, match="four bits") as raised:
+        tessera.convert(copy, tmp_path / "no", to="mm")
+    assert "ADAPTERS --adapters; then convert" in str(raised.value)
+
+
+# ---------------------------------------------------------------------------------------------- layouts of recipes
+
+
+def recipe_of(folder: Path, **parallel: Any) -> dict[str, Any]:
+    return {
+        "model": {"path": str(folder)},
+        "data": {"train": [{"path": "a.json"}]},
+        "train": {"steps": 1, "global_batch": 32, "micro_batch": 1},
+        "parallel": parallel,
+    }
+
+
+def form_of(model: ModelSection) -> MegatronForm:
+    spec, config = resolve(model)
+    assert spec.main.megatron is not None
+    return spec.main.megatron(config)
+
+
+def layout_of(folder: Path, target: Path) -> MegatronLayout:
+    return read_megatron(target, form_of(ModelSection(path=folder)))[1]
+
+
+def test_the_layout_of_a_recipe_is_that_of_its_plan(folder: Path, tmp_path: Path) -> None:
+    lists = {"vision": [1, 1, 0, 0], "text": [0, 0, 1, 1]}
+    recipe = recipe_of(folder, pp=2, virtual=2, tp=2, layers=lists, shard=4, reshard_after_forward=2)
+    tessera.convert(folder, tmp_path / "mm", to="mm", recipe=recipe)
+    found = layout_of(folder, tmp_path / "mm")
+    assert (found.tp, found.ep) == (2, 1)
+    assert found.layers == {"vit": ((1, 1), (0, 0)), "llm": ((0, 0), (1, 1))}
+    recipe["model"] = {"path": "elsewhere/moved"}  # the model to convert is the one that is divided
+    tessera.convert(folder, tmp_path / "again", to="mm", recipe=recipe)
+    assert layout_of(folder, tmp_path / "again") == found
+
+
+def test_the_layout_of_a_recipe_has_the_experts() -> None:
+    model = ModelSection(family="qwen3_vl", preset="quickstart-moe")
+    recipe = recipe_of(Path("elsewhere"), ep=2, tp=2, layers=None)
+    found = layout_of_recipe(recipe, model, form_of(model))
+    assert (found.tp, found.ep, found.layers) == (2, 2, {})
+
+
+def test_recipes_that_shards_cannot_follow_are_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match="go forth and back"):
+        tessera.convert(folder, tmp_path / "mm", to="mm", recipe=recipe_of(folder, pp=2, schedule="zbv"))
+    apart = recipe_of(folder, tp=2, encoders={"vision": {"tp": 1}})
+    with pytest.raises(TesseraError, match="computed by 1 ranks"):
+        tessera.convert(folder, tmp_path / "mm", to="mm", recipe=apart)
+    with pytest.raises(TesseraError, match="both say"):
+        tessera.convert(folder, tmp_path / "mm", to="mm", recipe=recipe_of(folder), layout={})
+    assert not (tmp_path / "mm").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--to", "dcp-safetensor"], "dcp-safetensors"),
+        (["--to", "hf", "--recipe", "r.yaml"], "only Megatron-style"),
+        (["--to", "mm", "--recipe", "missing.yaml"], "missing.yaml"),
+        (["--to", "dcp", "--dtype", "float32"], "keeps its type"),
+        (["--to", "mm", "--adapters"], "as PEFT keeps them"),
+    ],
+)
+def test_wrong_words_of_convert(folder: Path, tmp_path: Path, words: list[str], said: str) -> None:
+    with pytest.raises(TesseraError) as raised:
+        CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "no"), *words], catch_exceptions=False)
+    assert said in str(raised.value)
+    assert not (tmp_path / "no").exists()
