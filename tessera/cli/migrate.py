@@ -50,6 +50,6 @@ def migrate(
     for line in done.report.lines():
         typer.echo(line)
     write_output(target, done.text(), "--output")
-    typer.echo(f"start it: tessera train {target} --nproc {done.world_size}")
+    typer.echo(f"start it: {done.start(target)}")
     if done.report.refused:
         raise typer.Exit(1)

@@ -35,7 +35,7 @@ from tessera.compat.mindspeed_mm.entry_points import evaluate, inference
 from tessera.compat.mindspeed_mm.evaluation_json import anls, chosen_letter, relaxed
 from tessera.compat.mindspeed_mm.inference_json import read_inference
 from tessera.compat.mindspeed_mm.job import recipe_of
-from tessera.compat.mindspeed_mm.migrate import lay_out, migrate
+from tessera.compat.mindspeed_mm.migrate import MigratedJob, lay_out, migrate
 from tessera.compat.mindspeed_mm.report import JobReport
 from tessera.core.dist import free_port
 from tessera.core.errors import TesseraError
@@ -75,10 +75,23 @@ def here(published: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return published
 
 
+def check_mapped(job: MigratedJob) -> None:
+    """What the report calls mapped is in the recipe, where it names one key."""
+    for entry in job.report.entries:
+        keys = re.findall(r"\b(?:model|data|train|optim|parallel)(?:\.\w+)+", entry.note)
+        if entry.outcome == "mapped" and len(keys) == 1 and not keys[0].endswith(".json"):
+            at: Any = job.recipe
+            for part in keys[0].split("."):
+                assert isinstance(at, list) or part in at, entry.line()
+                at = at if isinstance(at, list) else at[part]
+    assert {entry.outcome for entry in job.report.entries if entry.source == "behaviour"} == {"differs"}
+
+
 @pytest.mark.parametrize("script", training_scripts(), ids=str)
 def test_every_example_is_translated_and_planned(script: Path, here: Path) -> None:
     job = migrate(Path("examples") / script)
     assert job.report.refused == []
+    check_mapped(job)
     assert job.world_size == 8
     plan = tessera.plan(job.recipe, world=8)
     assert f"pp={job.recipe['parallel'].get('pp', 1)}" in plan.describe() or job.recipe["parallel"].get("pp", 1) == 1
@@ -103,6 +116,31 @@ def test_there_are_twenty_jobs_of_all_four_generations() -> None:
     fsdp2 = [text for text in texts if "--use-torch-fsdp2" in text]
     assert min(len(by_yaml), len(trainer), len(fsdp2)) >= 2
     assert len(texts) - len(by_yaml) - len(trainer) - len(fsdp2) >= 8
+
+
+def test_the_report_says_who_decides_a_size(here: Path) -> None:
+    def line(key: str, *more: str) -> str:
+        return next(entry.line() for entry in job_of(MODEL, DATA, *more)[1].entries if entry.key == key)
+
+    size, load = "text_decoder.hidden_size", ("--load", "ckpt/hf_path/Qwen2-VL-7B-Instruct")
+    assert line(size) == f"mapped        {size} = 3584: model.config.text.hidden_size"
+    assert line(size, *load) == f"not needed    {size} = 3584: the folder of the weights decides text.hidden_size"
+    assert line("--eval-interval", "--eval-interval", "5").startswith("not needed    --eval-interval = 5: no effect")
+    frozen, lora = "image_encoder.vision_encoder.freeze", ("--lora-target-modules", "linear_qkv", *load)
+    assert line(frozen).endswith("model.freeze=['vision']")
+    assert line(frozen, *lora).endswith("with adapters everything else is frozen")
+
+
+def test_the_start_of_a_recipe_keeps_variables_that_have_no_key(here: Path, tmp_path: Path) -> None:
+    script = Path("examples/qwen2vl/finetune_qwen2vl_7b.sh").read_text()
+    changed = tmp_path / "job.sh"
+    changed.write_text(script.replace("TASK_QUEUE_ENABLE=2", "CPU_AFFINITY_CONF='1,npu0:0-1'\npython prepare.py", 1))
+    job = migrate(changed)
+    assert job.start(Path("a.yaml")) == "CPU_AFFINITY_CONF=1,npu0:0-1 tessera train a.yaml --nproc 8"
+    assert "  not needed    line 7 = 'prepare.py': no training: start it by itself" in job.report.lines()
+    changed.write_text(f"{script}\n{script}")
+    with pytest.raises(TesseraError, match="starts 2 jobs, in lines"):
+        migrate(changed)
 
 
 def test_the_recipe_says_what_the_script_says(here: Path) -> None:

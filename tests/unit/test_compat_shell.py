@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tessera.compat.mindspeed_mm.config_files import read_job_file
-from tessera.compat.mindspeed_mm.shell import ShellJob, read_shell
+from tessera.compat.mindspeed_mm.shell.launch import Launch, ShellJob
+from tessera.compat.mindspeed_mm.shell.reader import read_shell
 from tessera.core.errors import TesseraError
 
 SCRIPT = r"""#!/bin/bash
@@ -38,10 +41,15 @@ chmod 440 logs/train_${stamp}.log
 """
 
 
-def read(tmp_path: Path, text: str, **environment: str) -> ShellJob:
+def launches(tmp_path: Path, text: str, **environment: str) -> ShellJob:
     path = tmp_path / "job.sh"
     path.write_text(text)
     return read_shell(path, environment)
+
+
+def read(tmp_path: Path, text: str, **environment: str) -> Launch:
+    (launch,) = launches(tmp_path, text, **environment).launches
+    return launch
 
 
 def test_a_script_is_read_as_bash_would_start_it(tmp_path: Path) -> None:
@@ -56,6 +64,92 @@ def test_variables_of_the_environment_come_first(tmp_path: Path) -> None:
     job = read(tmp_path, SCRIPT, NNODES="1", PRECISION=" ")
     assert job.world_size == 4
     assert "--bf16" not in job.argv
+
+
+# What comes before `torchrun a.py $X "$Y" ...`; bash itself says what the words are.
+FOLLOWED = {
+    "if": 'if [ -z "$X" ]; then X=1; Y=a; else X=2; Y="b c"; fi',
+    "elif": "if [[ $N == '' && -n $A ]]; then X=1; elif [ $N -gt 3 -a $N -le 5 ]; then X=2; else X=3; fi",
+    "not": "if ! [ -d nowhere ]; then X=no; fi; [[ ! -f job.sh ]] || Y=there; [ -e job.sh -o -L x ] && Z=1",
+    "pattern": "if [[ $A == b* ]]; then X=1; fi; if [ $A != bar ]; then Y=1; fi",
+    "case": 'case "$A" in\n  foo|ba[rz]) X=1\n    Y=2 ;;\n  *) X=3 ;;\nesac',
+    "case default": "case $N in 1) X=1;; (*) X=${N}x;; esac",
+    "for": 'for one in 1 "2 3" $A; do X="$X,$one"; done',
+    "while": "while [[ $# -gt 0 ]]; do X=$1; shift; done\nuntil [ $N -eq 5 ]; do X=never; done",
+    "function": 'set_x() { local Q=$1; X="$Q-$2"; if [ $# -eq 2 ]; then return; fi; X=none; }\nset_x a b'
+    "; function y { Y=1; }; y",
+    "array": 'ARGS=(\n  --a 1 # remark\n  --b "x y"\n)\nARGS+=($A)\nX=${#ARGS[@]}; Y=${ARGS[3]}; set -e',
+    "quotes in a value": 'X="--lora \\"q,k\\" --z"; Y=\'a"b\'; Z="a "$A" b"',
+    "defaults": "X=${Q:-1}${A:-2}${E-3}${E:-4}; Y=${Q:=7}$Q; Z=${A:+set}${Q2+not}",
+    "arithmetic": "X=$((-7/2))$((7%3))$(( (1+2) * N )); (( N > 4 )) && Y=1; if ((N == 5 && 1)); then Z=$((N>9)); fi",
+    "subshell": "( X=9; cd / ); { Y=1; }; echo x | { read X; Z=2; }",
+    "or": '[ -n "$A" ] || exit 1; false || X=1; true && Y=2; [ -n "$Q" ] && Z=3',
+    "names": 'X=$(basename $(dirname /a/b/c.sh)); Y=$(cd "$(dirname /usr/lib)" && pwd); Z=`basename /a/x.sh .sh`',
+    "eval": 'CMD="X=1 Y=$A"; eval $CMD; eval "Z=\'q r\'"',
+    "one line": "export X=1 Y=2; Z=3 W=4; readonly V=5; unset V",
+    "tilde and escapes": "X=~/a; Y=a\\ b; Z=a\\\nb; W=\"$A\"'$A'",
+    "here-document": "cat <<-'END' > /dev/null\nX=9\ntorchrun b.py\n\tEND\nX=1",
+    "exit in a function that is not called": "stop() { exit 1; }\nif [ -f nowhere ]; then stop; fi; X=1",
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_script_starts_what_bash_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    environment = {"A": "bar", "N": "5", "E": "", "HOME": "/home/me"}
+    text = f'{FOLLOWED[name]}\ntorchrun a.py $X "$X" $Y "$Y" ${{Z}}/$W "${{ARGS[@]}}" end'
+    starter = tmp_path / "bin" / "torchrun"
+    starter.parent.mkdir()
+    starter.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    starter.chmod(0o755)
+    found = read(tmp_path, text, **environment)
+    paths = {"PATH": f"{starter.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "job.sh"], env={**environment, **paths}, capture_output=True, text=True, check=True)
+    assert [found.entry, *found.argv] == done.stdout.splitlines()
+
+
+def test_what_only_running_would_tell_hurts_where_it_is_used(tmp_path: Path) -> None:
+    tail = 'STEP=`grep "a b" x | awk \'{print$5}\'`\nif [ "$STEP" ]; then S=1; fi\nfind . -exec chmod 640 {} \\;\n'
+    beside = "command -v nvcc && CUDA=1\nwhile read one; do L=$one; done < list\nPORT=$((RANDOM % 100))\n"
+    job = read(tmp_path, f"{beside}mkdir -p logs && torchrun --master_port $PORT a.py 2>&1 | tee x\n{tail}")
+    assert (job.entry, job.argv) == ("a.py", [])
+    for text, line, said in (
+        ("\nif grep -q x y; then LR=1; fi\ntorchrun a.py --lr $LR\n", 2, "a condition that cannot be decided"),
+        ("nvidia-smi && A=1\ntorchrun a.py $A\n", 1, "a condition that cannot be decided"),
+        ("case $(uname) in Linux) A=1;; esac\ntorchrun a.py $A\n", 1, "a condition that cannot be decided"),
+        ("if hostname -f; then\n torchrun a.py\nfi\n", 1, "whether line 2 starts the job depends on a condition"),
+        ("A=1\nfor A in {1..3}; do :; done\ntorchrun a.py $A\n", 2, "a condition that cannot be decided"),
+        ("A=1\nread A\ntorchrun a.py $A\n", 2, "the output of a command"),
+        ("A=1\nA=${A%%x}\ntorchrun a.py $A\n", 2, "form of a variable"),
+        ("torchrun a.py $((RANDOM % 9))\n", 1, "a random number"),
+        ("cd /\ntorchrun a.py\n", 2, "changes to /"),
+        ("A=1\nif [ ! -f nowhere ]; then\n  exit 1\nfi\ntorchrun a.py\n", 3, "the script ends here"),
+        ("A=1\n: ${MUST:?}\ntorchrun a.py\n", 2, "MUST is not set"),
+    ):
+        with pytest.raises(TesseraError, match=said) as caught:
+            read(tmp_path, text)
+        assert f"job.sh:{line}\n" in f"{caught.value}\n", str(caught.value)
+
+
+def test_what_is_not_read_is_listed(tmp_path: Path) -> None:
+    text = "source /x/set_env.sh\nsource mine.sh\neval $(conda hook)\nbash prepare.sh\n"
+    job = launches(tmp_path, f"{text}NON_MEGATRON=true torchrun a.py $EXTRA\n")
+    assert [(line, command) for line, command, _ in job.unread] == [
+        (2, "source mine.sh"),
+        (3, "eval (output of a command)"),
+        (4, "bash prepare.sh"),
+    ]
+    assert job.unset == {"EXTRA": 5}
+    assert job.launches[0].exports == {"NON_MEGATRON": "true"}
+
+
+def test_every_command_that_starts_a_file_is_found(tmp_path: Path) -> None:
+    job = launches(tmp_path, "python prepare.py\nfor lr in 1 2; do\n  nohup torchrun a.py --lr $lr &\ndone\n")
+    assert [(one.line, one.entry, one.argv) for one in job.launches] == [
+        (1, "prepare.py", []),
+        (3, "a.py", ["--lr", "1"]),
+        (3, "a.py", ["--lr", "2"]),
+    ]
 
 
 def test_nothing_of_a_script_is_executed(tmp_path: Path) -> None:
@@ -74,15 +168,26 @@ def test_nothing_of_a_script_is_executed(tmp_path: Path) -> None:
         ("A=$((__import__('os')))\ntorchrun a.py\n", "cannot be computed"),
         ('A="open\ntorchrun a.py\n', "never closed"),
         ("A0=xxxxxxxx\n" + "".join(f"A{n + 1}=$A{n}$A{n}\n" for n in range(40)) + "torchrun a.py\n", "too long"),
-        ("A=" + "x" * 10**6 + "\n" + "".join(f"B{n}=$A\n" for n in range(99)) + "torchrun a.py\n", "too long"),
-        ("A=" + "${A:-" * 150_000 + "\ntorchrun a.py $A\n", "too long"),
+        ("A=" + "x" * 10**5 + "\n" + "".join(f"B{n}=$A\n" for n in range(199)) + "torchrun a.py\n", "too long"),
+        ("A=" + "${A:-" * 50_000 + "\ntorchrun a.py $A\n", "nested too deeply"),
         ("A=$((" + "- " * 50_000 + "1))\ntorchrun a.py\n", "cannot be computed"),
         ("A=$((1" + "+1" * 50_000 + "))\ntorchrun a.py\n", "cannot be computed"),
+        ("A=9\n" + "A=$((A*A))\n" * 99 + "torchrun a.py\n", "cannot be computed"),
         ("torchrun a.py --x $(a $(b)) --y 1\n", "depends on the output of a command"),
-        ("torchrun a.py --x ${A:=3}\n", "form of a variable"),
-        ("torchrun a.py ${FLAGS[@]}\n", "form of a variable"),
-        ("eval TP=2\ntorchrun a.py --tp $TP\n", "without eval"),
+        ("torchrun a.py --x ${A/b/c}\n", "form of a variable"),
+        ("torchrun -m package.module\n", "starts no Python file"),
         ("cat <<EOF\ntorchrun a.py\n", "has no end"),
+        ("while true; do :; done\ntorchrun a.py\n", "a loop that does not end"),
+        ("f() { f; }\nf\ntorchrun a.py\n", "calls itself too often"),
+        ("X='eval $X'\neval $X\ntorchrun a.py\n", "nested too deeply"),
+        ("if true; then " * 9000 + "\ntorchrun a.py\n", "nested too deeply"),
+        ("( " * 9000 + "\ntorchrun a.py\n", "nested too deeply"),
+        ("if [ a ]; then\ntorchrun a.py\n", "ends inside of a command"),
+        ("A=1\nfi\ntorchrun a.py\n", "'fi' was not expected"),
+        ("A=($(\n" * 3000 + "torchrun a.py\n", "nested too deeply"),
+        ("for a in " + "x " * 300 + "; do for b in " + "x " * 300 + "; do :; done; done\ntorchrun a.py\n", "too many"),
+        ("[ " + "a -o " * 9000 + "b ] && torchrun a.py\n", "a condition is too long"),
+        ("x" * (1 << 20), "too large"),
     ],
 )
 def test_scripts_that_cannot_be_read_are_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -94,14 +199,6 @@ def test_scripts_that_cannot_be_read_are_refused(tmp_path: Path, text: str, said
 def test_a_world_size_that_is_no_number_is_refused(tmp_path: Path, size: str) -> None:
     with pytest.raises(TesseraError, match="is no number"):
         _ = read(tmp_path, f"torchrun --nproc_per_node {size} a.py\n").world_size
-
-
-def test_assignments_on_one_line_and_texts_of_here_documents_are_told_apart(tmp_path: Path) -> None:
-    lines = ["A=1; B=$A; C=3", "export D=4 E=5", "A+=7", "cat <<-'END' > note", "A=9", "torchrun b.py", "\tEND"]
-    lines += ["F=$(( (1+2) * (3+4) ))", "torchrun a.py $A $B $C $D $E $F ${G:-${B}x}"]
-    job = read(tmp_path, "\n".join(lines))
-    assert (job.entry, job.argv) == ("a.py", ["17", "1", "3", "4", "5", "21", "1x"])
-    assert job.exports == {"D": "4", "E": "5"}
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,7 @@ def recipe_of_yaml(data: Mapping[str, Any], source: str, world_size: int) -> tup
         recipe["train"].pop("eval_every", None)
     set_tools(recipe, data.get("tools") or {}, f"{source}: tools", report)
     note_behaviour(report, calculates_tokens=False, pairs=file.pairs)
+    report.settle(recipe)
     return recipe, report
 
 

@@ -75,6 +75,7 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     set_tools(recipe, args.mm.tool.to_dict(), args.mm_tool or "tools", report)
     by_tokens = args.calculate_per_token_loss or args.calculate_token_loss
     note_behaviour(report, calculates_tokens=by_tokens, pairs=data.pairs)
+    report.settle(recipe)
     return recipe, report
 
 
@@ -117,8 +118,8 @@ def _set_model(recipe: dict[str, Any], args: Args, model: ModelFile, data: DataF
     if base is not None:
         section["path"] = base
         compare_with_folder(base, model)
-        if model.fields and model.folder is not None:
-            section["config"] = nested(model.fields)
+        if model.chosen:
+            section["config"] = nested(model.chosen)
     else:
         section |= {"family": model.family, "config": nested(model.fields)}
     if data.processor_folder is not None and (base is None or Path(data.processor_folder) != Path(base)):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from tessera.compat.mindspeed_mm.config_files import read_job_yaml
 from tessera.compat.mindspeed_mm.fsdp_yaml import recipe_of_yaml
 from tessera.compat.mindspeed_mm.job import recipe_of
 from tessera.compat.mindspeed_mm.report import JobReport, Outcome
-from tessera.compat.mindspeed_mm.shell import ShellJob, read_shell
+from tessera.compat.mindspeed_mm.shell.launch import Launch, ShellJob
+from tessera.compat.mindspeed_mm.shell.reader import read_shell
 from tessera.core.config import apply_overrides, parse_overrides
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import load_config
@@ -36,6 +38,13 @@ class MigratedJob:
     recipe: dict[str, Any]
     report: JobReport
     world_size: int
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables that its start has to set
+
+    def start(self, recipe: Path) -> str:
+        """Return the command that starts the recipe."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        words = ["tessera", "train", shlex.quote(str(recipe)), "--nproc", str(self.world_size)]
+        return " ".join([*variables, *words])
 
     def text(self) -> str:
         """Return the recipe as YAML."""
@@ -62,27 +71,59 @@ def migrate(path: Path, *, world_size: int | None = None, environment: Mapping[s
     if path.suffix != ".sh":
         raise TesseraError(f"{path.name} is no job file", where=str(path), allowed=["*.sh", "*.yaml"])
     job = read_shell(path, environment)
-    ranks = job.world_size if world_size is None else world_size
-    _check_entry(job)
-    if Path(job.entry).name == FSDP_TRAINER.name:
-        if not job.argv:
-            raise TesseraError(f"{job.entry} is started without a YAML file", where=str(path))
-        data = apply_overrides(read_job_yaml(Path(job.argv[0])), parse_overrides(job.argv[1:]), job.argv[0])
-        migrated = _checked(*recipe_of_yaml(data, job.argv[0], ranks), ranks)
+    launch = _training_launch(job)
+    ranks = launch.world_size if world_size is None else world_size
+    if Path(launch.entry).name == FSDP_TRAINER.name:
+        if not launch.argv:
+            raise TesseraError(f"{launch.entry} is started without a YAML file", where=launch.where)
+        data = apply_overrides(read_job_yaml(Path(launch.argv[0])), parse_overrides(launch.argv[1:]), launch.argv[0])
+        migrated = _checked(*recipe_of_yaml(data, launch.argv[0], ranks), ranks)
     else:
-        migrated = _by_flags(job.argv, ranks)
-    return _with_environment(migrated, job)
+        migrated = _by_flags(launch.argv, ranks)
+    _report_rest(migrated.report, job, launch)
+    return _with_environment(migrated, launch)
 
 
-def _with_environment(migrated: MigratedJob, job: ShellJob) -> MigratedJob:
+def _training_launch(job: ShellJob) -> Launch:
+    """Return the command of a script that trains; a script that starts two such jobs has no single recipe."""
+    training = [one for one in job.launches if Path(one.entry).name in (*_TRAINING, FSDP_TRAINER.name)]
+    if len(training) > 1:
+        lines = " and ".join(str(one.line) for one in training)
+        raise TesseraError(
+            f"the script starts {len(training)} jobs, in lines {lines}, and a recipe is one",
+            where=training[1].where,
+            fix="make a script of each",
+        )
+    launch = (training or job.launches)[0]
+    _check_entry(launch)
+    return launch
+
+
+def _report_rest(report: JobReport, job: ShellJob, launch: Launch) -> None:
+    """Add what a script does beside the launch, and what of it was not read."""
+    for line, command, what in job.unread:
+        report.add("script", f"line {line}", command, "not supported", f"not read: {what}; write it into the script")
+    for one in job.launches:
+        if one is not launch:
+            report.add("script", f"line {one.line}", one.entry, "not needed", "no training: start it by itself")
+    for name, line in job.unset.items():
+        report.add("script", f"line {line}", f"${name}", "not needed", "not set here: nothing, as in a shell")
+
+
+def _with_environment(migrated: MigratedJob, launch: Launch) -> MigratedJob:
     """Add what the exported variables of the script say to the recipe and to the report."""
-    recipe = apply_overrides(migrated.recipe, job_settings(job.exports), str(job.path))
-    for name, value in job.exports.items():
-        if name in VARIABLES:
-            known = VARIABLES[name]
-            outcome: Outcome = "mapped" if known.treatment == "honoured" else "not needed"
-            migrated.report.add("environment", name, value, outcome, known.setting or known.meaning)
-    return _checked(recipe, migrated.report, migrated.world_size)
+    recipe = apply_overrides(migrated.recipe, job_settings(launch.exports), str(launch.path))
+    kept: dict[str, str] = {}
+    for name, value in launch.exports.items():
+        known = VARIABLES.get(name)
+        if known is None:
+            continue
+        outcome: Outcome = "mapped" if known.treatment == "honoured" else "not needed"
+        note = known.setting or known.meaning
+        if outcome == "mapped" and not known.setting:
+            kept[name], note = value, "no key of a recipe: the command that starts it sets the variable"
+        migrated.report.add("environment", name, value, outcome, note)
+    return _checked(recipe, migrated.report, migrated.world_size, kept)
 
 
 def _by_flags(argv: list[str], world_size: int) -> MigratedJob:
@@ -90,21 +131,23 @@ def _by_flags(argv: list[str], world_size: int) -> MigratedJob:
     return _checked(*recipe_of(args), world_size)
 
 
-def _checked(recipe: dict[str, Any], report: JobReport, world_size: int) -> MigratedJob:
+def _checked(
+    recipe: dict[str, Any], report: JobReport, world_size: int, environment: Mapping[str, str] | None = None
+) -> MigratedJob:
     load_config(recipe)  # a recipe that no run would take is not written
-    return MigratedJob(recipe, report, world_size)
+    return MigratedJob(recipe, report, world_size, environment or {})
 
 
-def _check_entry(job: ShellJob) -> None:
-    launcher, name = Path(job.launcher[0]).name, Path(job.entry).name
+def _check_entry(launch: Launch) -> None:
+    launcher, name = Path(launch.launcher[0]).name, Path(launch.entry).name
     if launcher in ("msrun", "accelerate"):
         raise TesseraError(
-            f"{launcher} starts another framework or trainer", where=str(job.path), fix="start the ranks with torchrun"
+            f"{launcher} starts another framework or trainer", where=launch.where, fix="start the ranks with torchrun"
         )
     if name not in (*_TRAINING, FSDP_TRAINER.name):
         raise TesseraError(
             f"{name} trains nothing that has a recipe",
-            where=str(job.path),
+            where=launch.where,
             allowed=[*_TRAINING, str(FSDP_TRAINER)],
             fix="tessera generate and tessera eval ask a model; see tessera --help",
         )

@@ -9,7 +9,7 @@ from typing import Any
 from tessera.compat.mindspeed_mm.report import JobReport, KeyRule, all_of, fixed, refused, sets, translate, unneeded
 from tessera.core.errors import TesseraError, nearest
 
-AUX_LOSS = "text.experts.router_aux_loss_coef"
+AUX_LOSS, _LOGITS = "text.experts.router_aux_loss_coef", "text.experts.output_router_logits"
 TEXT, VISION = "text.layers", "vision.blocks"  # where our models keep the layers of a tower
 _DTYPE = unneeded("precision is said once, by --bf16 or --fp16")
 _KERNEL = unneeded("the fastest implementation that the device has is chosen by itself")
@@ -113,7 +113,7 @@ FAMILY_VISION_KEYS: dict[str, dict[str, KeyRule]] = {
     "qwen2_vl": {
         **_GRID,
         "hidden_size": sets("vision.embed_dim"),
-        "ffn_hidden_size": sets("vision.ffn_hidden_size"),  # becomes mlp_ratio
+        "ffn_hidden_size": sets("vision.mlp_ratio"),  # after a division by the width
     },
     "qwen2_5_vl": {
         **_GRID,
@@ -195,6 +195,11 @@ class ModelFile:
     recompute: dict[str, dict[str, Any]] = field(default_factory=dict)  # tower -> its recompute_* keys
     offload: list[str] = field(default_factory=list)
 
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Return the fields that are a choice of training, not a size that the folder of the weights decides."""
+        return {key: value for key, value in self.fields.items() if key.startswith(("text.experts.router", _LOGITS))}
+
 
 def read_model(data: Mapping[str, Any], source: str, report: JobReport) -> ModelFile:
     """Return what a `model.json` (or the `model` section of a YAML job) says; every key gets a line in the report."""
@@ -211,7 +216,7 @@ def read_model(data: Mapping[str, Any], source: str, report: JobReport) -> Model
     family = file.family or _ENCODERS.get(str(vision.get("model_id")), "qwen3_vl")
     _ids(data, vision, projector, text, source, report, file.family)
     parts = {"image_encoder", "text_decoder", "model_id", "init_from_hf_path", "patch", "loss_cfg"}
-    config = "model.config." if file.folder is None else "the folder decides model.config."
+    config = "model.config."
     file.fields |= translate(data, TOP_KEYS, source, report, handled=parts, section=config)
     translate(data.get("patch") or {}, PATCH_KEYS, source, report, "patch.")
     loss = translate(data.get("loss_cfg") or {}, LOSS_KEYS, source, report, "loss_cfg.", section="model.config.")
@@ -235,9 +240,7 @@ def read_model(data: Mapping[str, Any], source: str, report: JobReport) -> Model
     _set_mlp_ratio(file.fields, source)
     _towers(file, vision, projector, text, source, report)
     if file.folder is not None:  # sizes there only satisfy an argument check; the folder's config.json decides
-        file.fields = {
-            key: value for key, value in file.fields.items() if "experts.router" in key or "experts.output" in key
-        }
+        file.fields = file.chosen
     return file
 
 
@@ -245,7 +248,7 @@ def with_aux_loss(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields with the load balancing loss switched on where its weight is set; 0 leaves it off."""
     rest = {key: value for key, value in fields.items() if key != AUX_LOSS}
     weight = fields.get(AUX_LOSS)
-    return {**rest, AUX_LOSS: weight, "text.experts.output_router_logits": True} if weight else rest
+    return {**rest, AUX_LOSS: weight, _LOGITS: True} if weight else rest
 
 
 def _family(vision: Mapping[str, Any], source: str) -> str:
@@ -284,7 +287,7 @@ def _ids(
 
 def _set_mlp_ratio(fields: dict[str, Any], source: str) -> None:
     """Set `mlp_ratio`: Qwen2-VL states the width of its vision MLPs as a multiple of the encoder's width."""
-    wide = fields.pop("vision.ffn_hidden_size", None)
+    wide = fields.pop("vision.mlp_ratio", None)
     if wide is None or "vision.embed_dim" not in fields:
         return
     if wide % fields["vision.embed_dim"]:

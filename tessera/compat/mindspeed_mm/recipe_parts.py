@@ -67,8 +67,8 @@ def note_behaviour(report: JobReport, *, calculates_tokens: bool, pairs: bool) -
         note = "data.truncate=turns: cut after the last turn that fits"
         if not calculates_tokens:
             loss = "here each trained token of the global batch counts the same, as with --calculate-per-token-loss"
-            report.add("behaviour", "loss", "mean per micro-batch", "mapped", loss)
-    report.add("behaviour", "samples that are too long", "cut at a token", "mapped", note)
+            report.add("behaviour", "loss", "mean per micro-batch", "differs", loss)
+    report.add("behaviour", "samples that are too long", "cut at a token", "differs", note)
 
 
 def data_section(data: DataFile) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tessera.core.errors import TesseraError, nearest
 
-Outcome = Literal["mapped", "not needed", "not supported"]
+Outcome = Literal["mapped", "not needed", "not supported", "differs"]  # differs: what no key of the job asks for
+_RECIPE_KEY = re.compile(r"\b(?:model|data|train|optim|parallel|precision|checkpoint|log|profile|guard)(?:\.[a-z]\w*)+")
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,27 @@ class JobReport:
     def refused(self) -> list[ReportEntry]:
         return [entry for entry in self.entries if entry.outcome == "not supported"]
 
+    def settle(self, recipe: Mapping[str, Any]) -> None:
+        """Correct the entries of keys that have a place in a recipe, where this one does not have it after all."""
+        for number, entry in enumerate(self.entries):
+            keys = [key for key in _RECIPE_KEY.findall(entry.note) if not key.endswith(".json")]
+            if entry.outcome != "mapped" or not keys or any(_has(recipe, key) for key in keys):
+                continue
+            note = f"no effect in this job ({entry.note})"
+            if keys[0].startswith("model.config."):
+                note = f"the folder of the weights decides {keys[0].removeprefix('model.config.')}"
+            elif keys[0] == "model.freeze":
+                note = "with adapters everything else is frozen"
+            self.entries[number] = replace(entry, outcome="not needed", note=note)
+
     def lines(self) -> list[str]:
         """Return the report as text: by source, and a last line with the counts."""
         lines: list[str] = []
         for source in dict.fromkeys(entry.source for entry in self.entries):
             lines.append(f"{source}:")
             lines += [f"  {entry.line()}" for entry in self.entries if entry.source == source]
-        counts = [f"{len([e for e in self.entries if e.outcome == one])} {one}" for one in _OUTCOMES]
-        return [*lines, ", ".join(counts)]
+        found = Counter(entry.outcome for entry in self.entries)
+        return [*lines, ", ".join(f"{found[one]} {one}" for one in _OUTCOMES if found[one] or one != "differs")]
 
     def check(self) -> None:
         """Raise an error that lists everything that is not supported."""
@@ -60,7 +76,18 @@ class JobReport:
         )
 
 
-_OUTCOMES: tuple[Outcome, ...] = ("mapped", "not needed", "not supported")
+_OUTCOMES: tuple[Outcome, ...] = ("mapped", "not needed", "not supported", "differs")
+
+
+def _has(tree: Any, dotted: str) -> bool:
+    """Return whether a recipe has a key; below a list nothing is looked for."""
+    for part in dotted.split("."):
+        if not isinstance(tree, Mapping):
+            return True
+        if part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Read launch scripts without running them."""
