@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tessera.checkpoint.files import DTYPES, Entry, SafetensorsFile, open_safetensors, storage_order
+from tessera.checkpoint.files import DTYPES, Entry, SafetensorsFile, open_safetensors, storage_order, stored_shape
 from tessera.checkpoint.legacy.dcp import METADATA, check_cover
 from tessera.checkpoint.legacy.torch_files import MOST_AXES, PlannedTensor
-from tessera.checkpoint.storage import SplitTensor, TensorPart
+from tessera.checkpoint.storage import KeyedPart, SplitTensor
 from tessera.core.errors import TesseraError
 from tessera.core.layouts import CONFIG_FILE
 
@@ -46,15 +46,14 @@ def is_dcp_safetensors(folder: Path) -> bool:
 
 def read_dcp_safetensors(folder: Path) -> dict[str, SplitTensor]:
     """Return the tensors of a folder by name."""
-    parts: dict[str, list[TensorPart]] = defaultdict(list)
+    parts: dict[str, list[KeyedPart]] = defaultdict(list)
     kinds: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with open_safetensors(path) as file:
             places = _places(file, path)
             for name in file.keys():  # noqa: SIM118 - not a dict
-                view = file.get_slice(name)
-                sizes, kind = tuple(view.get_shape()), str(view.get_dtype())
-                parts[name].append(TensorPart(_offsets(places, name, len(sizes), path), sizes, path, name))
+                sizes, kind = stored_shape(file, name), file.get_slice(name).get_dtype()
+                parts[name].append(KeyedPart(_offsets(places, name, len(sizes), path), sizes, path, name))
                 if kind not in DTYPES or kinds.setdefault(name, kind) != kind:
                     raise TesseraError(
                         f"{name} is stored as {kind} here: not read, or not so elsewhere", where=str(path)

@@ -35,6 +35,7 @@ MANIFEST = "manifest.json"
 FORMAT = "tessera-checkpoint"
 VERSION = 1
 MAX_MANIFEST_BYTES = 256 << 20
+_MOST_ELEMENTS = 1 << 58  # of a tensor: times 16 bytes, and their number still fits into 63 bits
 
 
 def no_fault(point: str) -> None:
@@ -339,9 +340,6 @@ def code_of(dtype: torch.dtype, name: str) -> str:
     return CODES[dtype]
 
 
-_MOST_ELEMENTS = 1 << 58  # times 16 bytes, and their number still fits into 63 bits
-
-
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file, and raise errors of the library, which checks header and size, as `TesseraError`."""
@@ -349,10 +347,6 @@ def open_safetensors(path: Path) -> Iterator[Any]:
     check_regular(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                # The library counts bytes. One size of 0 makes them none, whatever the others are.
-                if prod(max(size, 1) for size in file.get_slice(name).get_shape()) >= _MOST_ELEMENTS:
-                    raise TesseraError(f"{name[:200]} claims a shape beyond all sense", where=str(path))
             yield file
     except (SafetensorError, OSError) as error:
         raise TesseraError(
@@ -362,12 +356,27 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         ) from error
 
 
+def stored_shape(file: Any, key: str) -> tuple[int, ...]:
+    """Return the shape of a tensor in an open file."""
+    shape = tuple(file.get_slice(key).get_shape())
+    # The library counts bytes: one size of 0 makes them none, whatever the others are.
+    if prod(max(size, 1) for size in shape) >= _MOST_ELEMENTS:
+        raise TesseraError(f"{key[:200]} claims a shape beyond all sense: {str(shape)[:100]}")
+    return shape
+
+
 def read_box(file: Any, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Return a box of a tensor, reading no more than that."""
-    view = file.get_slice(key)
-    whole = tuple(view.get_shape()) == tuple(sizes)
-    tensor: Tensor = file.get_tensor(key) if whole else view[box_slices(offsets, sizes)]
+    whole = stored_shape(file, key) == tuple(sizes)
+    tensor: Tensor = file.get_tensor(key) if whole else file.get_slice(key)[box_slices(offsets, sizes)]
     return tensor
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a safetensors file by name."""
+    with open_safetensors(path) as file:
+        shapes = {key: stored_shape(file, key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        return {key: read_box(file, key, (0,) * len(shape), shape) for key, shape in shapes.items()}
 
 
 def box_slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.files import CODES, box_slices, open_safetensors, read_box
+from tessera.checkpoint.files import CODES, box_slices, open_safetensors, read_box, stored_shape
 from tessera.checkpoint.quantized import QuantizedWeight, find_quantized
 from tessera.core.errors import TesseraError
 from tessera.core.layouts import CONFIG_FILE, ROOT, folder_layout
@@ -40,9 +40,8 @@ class FolderTensors:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     if name in self._files:
                         raise TesseraError(f"{name} is stored in two files", where=str(path))
-                    view = file.get_slice(name)
                     self._files[name] = file
-                    self.shapes[name], self.kinds[name] = tuple(view.get_shape()), str(view.get_dtype())
+                    self.shapes[name], self.kinds[name] = stored_shape(file, name), file.get_slice(name).get_dtype()
             config = layout.config(component) if (layout.component_folder(component) / CONFIG_FILE).is_file() else {}
             self._find_quantized(config)
             self._stack = opening.pop_all()

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,15 @@ from torch import Tensor
 
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, read_dcp_safetensors
-from tessera.checkpoint.files import DTYPES, box_slices, human_bytes
+from tessera.checkpoint.files import DTYPES, human_bytes
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.legacy.dcp import METADATA, read_dcp
 from tessera.checkpoint.legacy.megatron import MegatronLayout, is_megatron_folder, read_megatron
 from tessera.checkpoint.legacy.torch_files import PlannedTensor
-from tessera.checkpoint.weights import TensorSource, plan_reading, shapes_fit
+from tessera.checkpoint.weights import TensorSource, fill, plan_reading, shapes_fit
 from tessera.core.errors import TesseraError
 from tessera.core.layouts import ROOT
 from tessera.core.megatron_form import MegatronForm
-from tessera.core.torch_internals import local_chunks, tensor_of_chunk
 from tessera.core.weightmap import WeightMap
 
 _REPORT_EVERY = 5.0  # seconds
@@ -53,8 +52,8 @@ class StoredForm(ABC):
         """Return types and shapes by the names of the form."""
 
     @abstractmethod
-    def read(self, name: str) -> Tensor:
-        """Return one tensor in memory."""
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        """Return one tensor in memory, or a box of it, reading no more than that."""
 
 
 class SafetensorsForm(StoredForm):
@@ -76,8 +75,8 @@ class SafetensorsForm(StoredForm):
         kinds = self._folder.kinds
         return {name: PlannedTensor(DTYPES[kinds[name]], shape) for name, shape in self._folder.shapes.items()}
 
-    def read(self, name: str) -> Tensor:
-        return self._folder.read(name)
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        return self._folder.read(name, offsets, sizes)
 
 
 class MegatronFolder(StoredForm):
@@ -90,8 +89,8 @@ class MegatronFolder(StoredForm):
     def tensors(self) -> Mapping[str, PlannedTensor]:
         return {name: PlannedTensor(found.dtype, found.shape) for name, found in self._found.items()}
 
-    def read(self, name: str) -> Tensor:
-        return self._found[name].read()
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        return self._found[name].read(offsets, sizes)
 
 
 class DcpFolder(StoredForm):
@@ -110,8 +109,8 @@ class DcpFolder(StoredForm):
     def tensors(self) -> Mapping[str, PlannedTensor]:
         return {name: PlannedTensor(found.dtype, found.shape) for name, found in self._found.items()}
 
-    def read(self, name: str) -> Tensor:
-        return self._found[name].read()
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        return self._found[name].read(offsets, sizes)
 
 
 class NativeTensors:
@@ -129,11 +128,11 @@ class NativeTensors:
         available = stored.tensors()
         sources = plan_reading(shapes.keys(), available, weight_map, tied=tied, expected=(), where=stored.where)
         self._sources: dict[str, TensorSource] = {source.native: source for source in sources}
-        stored_shapes = {name: plan.shape for name, plan in available.items()}
+        self._shapes = {name: plan.shape for name, plan in available.items()}
         self.plans: dict[str, PlannedTensor] = {}
         for name, shape in shapes.items():
             source = self._sources[name]
-            shapes_fit(source, shape, stored_shapes, stored.where)
+            shapes_fit(source, shape, self._shapes, stored.where)
             self.plans[name] = PlannedTensor(available[source.foreign[0]].dtype, shape)
         self.digests: dict[str, bytes] = {}  # of what was read
         self._progress = _Progress(sum(math.prod(plan.shape) * plan.dtype.itemsize for plan in self.plans.values()))
@@ -141,6 +140,10 @@ class NativeTensors:
     def blanks(self) -> dict[str, Tensor]:
         """Return tensors without data, by native names."""
         return {name: torch.empty(plan.shape, dtype=plan.dtype, device="meta") for name, plan in self.plans.items()}
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Fill a model's tensor in place. Where it is sharded, a rank reads what it holds."""
+        fill(target, self._sources[name], self._shapes, self._stored.read, self._stored.where)
 
     def read(self, name: str) -> Tensor:
         """Return one native tensor."""
@@ -195,7 +198,6 @@ def open_form(folder: Path, shards: MegatronForm | None, prefix: str = "") -> St
     )
 
 
-@torch.no_grad()
 def fill_from_form(
     folder: Path,
     tensors: Mapping[str, Tensor],
@@ -214,9 +216,7 @@ def fill_from_form(
             used = shards.weights if isinstance(stored, MegatronFolder) and shards is not None else weight_map
             native = NativeTensors(stored, used, shapes, tied)
             for name, target in tensors.items():
-                whole = native.read(name)
-                for box in local_chunks(target):
-                    tensor_of_chunk(target, box.offsets).copy_(whole[box_slices(box.offsets, box.sizes)])
+                native.fill(name, target)
 
     Ranks.current().on_all(work)
 

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tessera.checkpoint.collective import Ranks
-from tessera.checkpoint.files import MANIFEST, Entry, SafetensorsFile, box_slices, open_safetensors, write_file
+from tessera.checkpoint.files import MANIFEST, Entry, SafetensorsFile, box_slices, read_tensors, write_file
 from tessera.checkpoint.hf import gather_on_rank0, publish
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.weights import TensorSource, add_product, fill
@@ -297,8 +296,7 @@ def read_adapters(folder: Path, paths: Sequence[str], weight_map: WeightMap | No
 def _read_factors(folder: Path, config: Mapping[str, Any], weight_map: WeightMap) -> dict[str, Factors]:
     """Return the matrices by the names of their layers, in the spelling that the rules use."""
     path = folder / WEIGHTS
-    with open_safetensors(path):  # raises where this is no such file
-        tensors = load_file(path)
+    tensors = read_tensors(path)
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name = key.removeprefix(_PREFIX)

@@ -7,9 +7,10 @@ so nothing is ever pickled.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -34,13 +35,13 @@ from tessera.checkpoint.files import (
     Fault,
     FileRecord,
     SafetensorsFile,
-    box_slices,
     open_safetensors,
     read_box,
     storage_order,
+    stored_shape,
     write_file,
 )
-from tessera.checkpoint.legacy.dcp import check_cover
+from tessera.checkpoint.legacy.dcp import TensorInParts, TensorPart, check_cover
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError, nearest
 
@@ -200,42 +201,38 @@ def read_table(folder: Path) -> Metadata:
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
     except OSError as error:
         raise TesseraError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise TesseraError(f"not a table of tensors: {error!r}", where=str(path)) from error
     return Metadata(tensors, storage_data=locations)
 
 
 @dataclass(frozen=True)
-class TensorPart:
-    """Hold the place of a part of a tensor: in the tensor, and in a safetensors file."""
+class KeyedPart(TensorPart):
+    """Hold the place of a part of a tensor, and its key in a safetensors file."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: Path
     key: str
 
 
 @dataclass(frozen=True)
-class SplitTensor:
-    """Describe a tensor that lies in one file or several."""
+class SplitTensor(TensorInParts[KeyedPart]):
+    """Describe a tensor that lies in one safetensors file or several."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[TensorPart, ...]
+    parts: tuple[KeyedPart, ...]
 
-    def read(self) -> Tensor:
-        """Return the whole tensor in memory."""
-        if len(self.parts) == 1:
-            return _read_part(self.parts[0])
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        for part in self.parts:
-            whole[box_slices(part.offsets, part.sizes)] = _read_part(part)
-        return whole
+    def open_part(self, part: KeyedPart) -> Callable[[Sequence[int], Sequence[int]], Tensor]:
+        with open_safetensors(part.file) as file:
+            if stored_shape(file, part.key) != part.sizes or file.get_slice(part.key).get_dtype() != CODES[self.dtype]:
+                raise TesseraError(
+                    f"{part.key} in it is not as large, or of the type, as is said", where=str(part.file)
+                )
+        return functools.partial(_read_part, part)
 
 
-def _read_part(part: TensorPart) -> Tensor:
+def _read_part(part: KeyedPart, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     with open_safetensors(part.file) as file:
-        return read_box(file, part.key, [0] * len(part.sizes), part.sizes)
+        return read_box(file, part.key, offsets, sizes)
 
 
 def split_tensors(folder: Path) -> dict[str, SplitTensor]:
@@ -249,7 +246,7 @@ def split_tensors(folder: Path) -> dict[str, SplitTensor]:
             file, key = table.storage_data[MetadataIndex(name, chunk.offsets)]
             if Path(file).name != file:
                 raise TesseraError(f"a file outside of the checkpoint: {file!r}", where=str(folder / TABLE))
-            parts.append(TensorPart(tuple(chunk.offsets), tuple(chunk.sizes), folder / file, key))
+            parts.append(KeyedPart(tuple(chunk.offsets), tuple(chunk.sizes), folder / file, key))
         chunks = [(part.offsets, part.sizes) for part in parts]
         check_cover(name, tuple(stored.size), chunks, str(folder / TABLE))
         found[name] = SplitTensor(stored.properties.dtype, tuple(stored.size), tuple(parts))

@@ -5,13 +5,14 @@ Frozen weights that a checkpoint does not store are read from the folder that th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm
 from tessera.checkpoint.frozen import FrozenWeights
 from tessera.checkpoint.legacy.torch_files import PlannedTensor
@@ -85,13 +86,14 @@ class TrainedForm(StoredForm):
     def tensors(self) -> Mapping[str, PlannedTensor]:
         return {name: PlannedTensor(self._type_of(name), shape) for name, shape in self._shapes.items()}
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         if name in self._stored:
             tensor = self._stored[name].read()
         else:
             assert self._base is not None, "what is not stored was found in the folder"
             tensor = self._base.read(name)
-        return merge_adapter(name, tensor.to(self._type_of(name)), self._factors, self._adapters)
+        whole = merge_adapter(name, tensor.to(self._type_of(name)), self._factors, self._adapters)
+        return whole if sizes is None else whole[box_slices(offsets or [0] * len(sizes), sizes)]
 
     def _type_of(self, name: str) -> torch.dtype:
         if name in self._stored:

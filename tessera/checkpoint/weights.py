@@ -101,7 +101,9 @@ def fill(target: Tensor, source: TensorSource, shapes: Mapping[str, Shape], read
         for box in boxes:
             needed = source.op.boxes(box.offsets, box.sizes, foreign_shapes)
             read_boxes = [read(source.foreign[number], offsets, sizes) for number, offsets, sizes in needed]
-            tensor_of_chunk(target, box.offsets).copy_(source.op.join_boxes(read_boxes, foreign_shapes))
+            tensor_of_chunk(target, box.offsets).copy_(
+                source.op.join_boxes(read_boxes, box.offsets, box.sizes, foreign_shapes)
+            )
         return
     if not boxes:
         return

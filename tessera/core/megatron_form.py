@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from tessera.core.weightmap import WeightMap
+from tessera.core.weightmap import Box, Concat, Shapes, WeightMap
 
 LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
@@ -25,6 +26,12 @@ class TensorSplit(Protocol):
     def divide(self, tensor: Tensor, ranks: int) -> list[Tensor]: ...
 
     def join(self, slices: list[Tensor]) -> Tensor: ...
+
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], slices: Shapes) -> list[Box]:
+        """Return the boxes of slices, by tensor rank, that make a box of the whole tensor."""
+        ...
+
+    def join_boxes(self, boxes: list[Tensor]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,24 @@ class EvenSplit:
         blocks = zip(*(self._blocks(part) for part in slices), strict=True)
         return torch.cat([torch.cat(parts, dim=self.dim) for parts in blocks], dim=self.dim)
 
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], slices: Shapes) -> list[Box]:
+        # In the whole tensor each block of all ranks comes before the next block.
+        order = [(rank, block) for block in range(self.blocks) for rank in range(len(slices))]
+        lengths = [slices[rank][self.dim] // self.blocks for rank, _ in order]
+        pieces = [tuple(length if dim == self.dim else 0 for dim in range(len(offsets))) for length in lengths]
+        found: list[Box] = []
+        for piece, inside, size in Concat(tuple(lengths), self.dim).boxes(offsets, sizes, pieces):
+            rank, block = order[piece]
+            start = inside[self.dim] + block * lengths[piece]
+            found.append((rank, (*inside[: self.dim], start, *inside[self.dim + 1 :]), size))
+        return found
+
+    def join_boxes(self, boxes: list[Tensor]) -> Tensor:
+        return torch.cat(boxes, dim=self.dim)
+
     def _blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        if tensor.shape[self.dim] % self.blocks:
+            raise ValueError(f"{tensor.shape[self.dim]} rows are not {self.blocks} equal blocks")
         return tensor.chunk(self.blocks, dim=self.dim)
 
     def _sizes(self, length: int, ranks: int) -> list[int]:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import functools
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -42,8 +44,10 @@ class ByBox(Protocol):
         """Return what to read for a box that is not empty. `foreign`: the whole shapes."""
         ...
 
-    def join_boxes(self, boxes: Sequence[Tensor], foreign: Shapes) -> Tensor:
-        """Return the native box from what was read."""
+    def join_boxes(
+        self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
+    ) -> Tensor:
+        """Return the native box at `offsets` of `sizes` from what was read."""
         ...
 
 
@@ -57,7 +61,9 @@ class Identity:
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
         return [(0, tuple(offsets), tuple(sizes))]
 
-    def join_boxes(self, boxes: Sequence[Tensor], foreign: Shapes) -> Tensor:
+    def join_boxes(
+        self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
+    ) -> Tensor:
         return boxes[0]
 
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
@@ -93,8 +99,38 @@ class Transpose:
         return [native.t().contiguous()]
 
 
+class RowOrder(ABC):
+    """Read boxes for an operation that only moves rows: moving their numbers shows where rows come from."""
+
+    @abstractmethod
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor: ...
+
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
+        rows = self._rows(offsets, sizes, foreign).sort().values
+        ends = torch.tensor([shape[0] for shape in foreign]).cumsum(0)
+        number = torch.bucketize(rows, ends, right=True)
+        breaks = 1 + ((rows.diff() != 1) | (number.diff() != 0)).nonzero().flatten()
+        found: list[Box] = []
+        for first, last in pairwise([0, *breaks.tolist(), len(rows)]):
+            one = int(number[first])
+            start = int(rows[first]) - int(ends[one]) + foreign[one][0]
+            found.append((one, (start, *offsets[1:]), (last - first, *sizes[1:])))
+        return found
+
+    def join_boxes(
+        self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
+    ) -> Tensor:
+        order = self._rows(offsets, sizes, foreign).argsort()  # boxes come in the order of the foreign rows
+        return torch.cat(list(boxes))[order.argsort()]
+
+    def _rows(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> Tensor:
+        counts = [shape[0] for shape in foreign]
+        numbers = self.to_native(torch.arange(sum(counts)).split(counts))
+        return numbers[offsets[0] : offsets[0] + sizes[0]]
+
+
 @dataclass(frozen=True)
-class GroupByHead:
+class GroupByHead(RowOrder):
     """Order the output rows of a fused projection (queries, keys, values: `kinds`) by head. Foreign rows are
     ordered by kind, each kind in a tensor of its own if `separate`."""
 
@@ -116,7 +152,7 @@ def _regroup(tensor: Tensor, outer: int, inner: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class InterleavedToHalfRope:
+class InterleavedToHalfRope(RowOrder):
     """Order the rows of a projection for rotary embeddings that rotate the first half against the second, as native
     modules do. Foreign modules rotate neighbouring pairs. Only the first `rotary_dim` of each head are rotated."""
 
@@ -170,7 +206,9 @@ class Concat:
             at += shape[self.dim]
         return found
 
-    def join_boxes(self, boxes: Sequence[Tensor], foreign: Shapes) -> Tensor:
+    def join_boxes(
+        self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
+    ) -> Tensor:
         return torch.cat(list(boxes), dim=self.dim)
 
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
@@ -187,7 +225,9 @@ class Stack:
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
         return [(n, tuple(offsets[1:]), tuple(sizes[1:])) for n in range(offsets[0], offsets[0] + sizes[0])]
 
-    def join_boxes(self, boxes: Sequence[Tensor], foreign: Shapes) -> Tensor:
+    def join_boxes(
+        self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
+    ) -> Tensor:
         return torch.stack(list(boxes))
 
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
@@ -210,7 +250,9 @@ class TransposeIfNeeded:
             return [(0, tuple(offsets), tuple(sizes))]
         return [(0, _swapped(offsets), _swapped(sizes))]
 
-    def join_boxes(self, boxes: Sequence[Tensor], foreign: Shapes) -> Tensor:
+    def join_boxes(
+        self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
+    ) -> Tensor:
         return boxes[0] if self._is_native(foreign[0]) else boxes[0].transpose(-1, -2)
 
     def _is_native(self, foreign: Sequence[int]) -> bool:
@@ -237,15 +279,18 @@ class TensorChunk:
     op: Operation = field(default_factory=Identity)
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
-        whole = shape_of(self.op, foreign)
-        shifted = _with(offsets, self.dim, offsets[self.dim] + self.number * -(-whole[self.dim] // self.of))
-        if isinstance(self.op, ByBox):
-            return self.op.boxes(shifted, sizes, foreign)
-        raise AssertionError(f"a chunk of {self.op} is read whole")
+        assert isinstance(self.op, ByBox), f"a chunk of {self.op} is read whole"
+        return self.op.boxes(self._shifted(offsets, foreign), sizes, foreign)
 
-    def join_boxes(self, boxes: Sequence[Tensor], foreign: Shapes) -> Tensor:
+    def join_boxes(
+        self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
+    ) -> Tensor:
         assert isinstance(self.op, ByBox)
-        return self.op.join_boxes(boxes, foreign)
+        return self.op.join_boxes(boxes, self._shifted(offsets, foreign), sizes, foreign)
+
+    def _shifted(self, offsets: Sequence[int], foreign: Shapes) -> tuple[int, ...]:
+        whole = shape_of(self.op, foreign)
+        return _with(offsets, self.dim, offsets[self.dim] + self.number * -(-whole[self.dim] // self.of))
 
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
         return self.op.to_native(foreign).chunk(self.of, dim=self.dim)[self.number].contiguous()
@@ -258,7 +303,7 @@ class TensorChunk:
 
 
 @dataclass(frozen=True)
-class GroupedRows(TensorChunk):
+class GroupedRows(RowOrder, TensorChunk):
     """Take one of several kinds of rows (queries, keys, values) out of a foreign tensor that has them in groups: the
     rows of each kind for the first key-value head, then for the second, and so on. `rows`: of each kind in a group."""
 
@@ -277,8 +322,7 @@ class GroupedRows(TensorChunk):
 
 
 def can_read_boxes(op: Operation) -> bool:
-    if isinstance(op, GroupedRows):
-        return False
+    """Return whether an operation makes a box from boxes. A chunk does if what it is a chunk of does."""
     return can_read_boxes(op.op) if isinstance(op, TensorChunk) else isinstance(op, ByBox)
 
 

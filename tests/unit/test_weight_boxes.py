@@ -19,12 +19,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tessera.checkpoint import folder_tensors, hf
 from tessera.checkpoint.weights import TensorSource, fill
+from tessera.core.megatron_form import EvenSplit
 from tessera.core.weightmap import (
     ByBox,
     Concat,
     GroupByHead,
+    GroupedRows,
     Identity,
+    InterleavedToHalfRope,
     Operation,
+    Reshape,
     Rule,
     Stack,
     TensorChunk,
@@ -42,6 +46,13 @@ OPERATIONS: dict[str, tuple[Operation, list[tuple[int, ...]]]] = {
     "first half of turned experts": (TensorChunk(0, 2, 1, TransposeIfNeeded(8, 6)), [(5, 6, 8)]),
     "second half of turned experts": (TensorChunk(1, 2, 1, TransposeIfNeeded(8, 6)), [(5, 6, 8)]),
     "third of rows": (TensorChunk(2, 3, 0), [(12, 4)]),
+    "heads of q, k and v": (GroupByHead(4), [(24, 3)]),
+    "heads of q, k and v in three": (GroupByHead(4, separate=True), [(8, 3)] * 3),
+    "first third of heads": (TensorChunk(0, 3, 0, GroupByHead(4)), [(24, 3)]),
+    "keys of groups": (GroupedRows(1, 3, rows=(6, 2, 2)), [(30, 4)]),
+    "queries of groups": (GroupedRows(0, 3, rows=(6, 2, 2)), [(30, 4)]),
+    "pairs that are rotated": (InterleavedToHalfRope(8, 6), [(24, 3)]),
+    "a bias": (GroupedRows(2, 3, rows=(6, 2, 2)), [(30,)]),
     "joined rows": (Concat((3, 5, 4)), [(3, 6), (5, 6), (4, 6)]),
     "joined columns": (Concat((3, 5), 1), [(2, 3), (2, 5)]),
 }
@@ -75,14 +86,35 @@ def test_a_box_is_made_of_boxes_and_of_no_byte_more(name: str) -> None:
         sizes = [chance.randint(1, size - at) for size, at in zip(whole.shape, offsets, strict=True)]
         files.read_numbers = 0
         pieces = [files.read(str(number), o, s) for number, o, s in op.boxes(offsets, sizes, shapes)]
-        made = op.join_boxes(pieces, shapes)
+        made = op.join_boxes(pieces, offsets, sizes, shapes)
         assert torch.equal(made, whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))])
         assert files.read_numbers == made.numel()
 
 
 def test_what_mixes_everything_is_read_whole() -> None:
-    assert not can_read_boxes(GroupByHead(2))
-    assert not can_read_boxes(TensorChunk(0, 2, 0, GroupByHead(2)))
+    assert not can_read_boxes(Reshape((2, 6), (2, 2, 3)))
+    assert not can_read_boxes(TensorChunk(0, 2, 0, Reshape((2, 6), (2, 2, 3))))
+
+
+@pytest.mark.parametrize(
+    ("split", "shape"),
+    [(EvenSplit(), (12, 5)), (EvenSplit(dim=1), (3, 8)), (EvenSplit(blocks=2), (16, 3)), (EvenSplit(units=5), (20, 3))],
+    ids=str,
+)
+def test_a_box_of_what_tensor_ranks_divided_is_made_of_their_slices(split: EvenSplit, shape: tuple[int, int]) -> None:
+    whole, chance = torch.randn(shape), random.Random(0)
+    files = Files([])
+    slices = split.divide(whole, 2)
+    assert torch.equal(split.join(slices), whole)
+    files.tensors = {str(rank): part for rank, part in enumerate(slices)}
+    for _ in range(40):
+        offsets = [chance.randrange(size) for size in shape]
+        sizes = [chance.randint(1, size - at) for size, at in zip(shape, offsets, strict=True)]
+        files.read_numbers = 0
+        found = split.boxes(offsets, sizes, [tuple(part.shape) for part in slices])
+        made = split.join_boxes([files.read(str(rank), at, size) for rank, at, size in found])
+        assert torch.equal(made, whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))])
+        assert files.read_numbers == made.numel()
 
 
 @pytest.fixture

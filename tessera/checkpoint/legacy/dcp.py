@@ -10,11 +10,12 @@ import io
 import math
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,18 +55,57 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Hold the place of a part of a tensor: in the tensor, and in a file."""
+class TensorPart:
+    """Hold the place of a part of a tensor: in the tensor, and the file it is in."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: Path
+
+
+P = TypeVar("P", bound=TensorPart)
+
+
+class TensorInParts(ABC, Generic[P]):
+    """Read a tensor that lies in one file or several."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[P, ...]
+
+    @abstractmethod
+    def open_part(self, part: P) -> Callable[[Sequence[int], Sequence[int]], Tensor]:
+        """Raise unless a part is in its file as it is said to be; return a function that reads a box of it."""
+
+    def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        """Return the tensor, or a box of it, in memory. Parts outside of the box are not read."""
+        first = tuple(offsets or (0,) * len(self.shape))
+        wanted = self.shape if sizes is None else tuple(sizes)
+        found = []
+        for part in self.parts:
+            low = list(map(max, first, part.offsets))
+            high = list(map(min, map(operator.add, first, wanted), map(operator.add, part.offsets, part.sizes)))
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                there, here = (list(map(operator.sub, low, origin)) for origin in (part.offsets, first))
+                found.append((self.open_part(part), there, here, list(map(operator.sub, high, low))))
+        if len(found) == 1:
+            read, there, _, size = found[0]
+            return read(there, size)
+        # Only now: a folder may claim any shape, and all that it claims has been found in its files.
+        made = torch.empty(wanted, dtype=self.dtype)
+        for read, there, here, size in found:
+            made[tuple(slice(at, at + count) for at, count in zip(here, size, strict=True))] = read(there, size)
+        return made
+
+
+@dataclass(frozen=True)
+class _Part(TensorPart):
     start: int
     length: int
 
 
 @dataclass(frozen=True)
-class DcpTensor:
+class DcpTensor(TensorInParts[_Part]):
     """Describe a tensor of a folder of torch.distributed.checkpoint, in one part or several."""
 
     name: str
@@ -73,32 +113,13 @@ class DcpTensor:
     shape: tuple[int, ...]
     parts: tuple[_Part, ...]
 
-    def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return the tensor, or a box of it, in memory. Parts outside of the box are not read."""
-        first = tuple(offsets or (0,) * len(self.shape))
-        wanted = self.shape if sizes is None else tuple(sizes)
-        if 0 in wanted:
-            return torch.empty(wanted, dtype=self.dtype)
-        found: list[tuple[StoredTensor, list[int], list[int], list[int]]] = []
-        for part in self.parts:
-            low = list(map(max, first, part.offsets))
-            high = list(map(min, map(operator.add, first, wanted), map(operator.add, part.offsets, part.sizes)))
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                there, here = (list(map(operator.sub, low, origin)) for origin in (part.offsets, first))
-                found.append((self._open(part), there, here, list(map(operator.sub, high, low))))
-        # Only now: a folder may claim any shape, and all that it claims has been found in its files.
-        made = torch.empty(wanted, dtype=self.dtype)
-        for stored, there, here, size in found:
-            made[tuple(slice(at, at + count) for at, count in zip(here, size, strict=True))] = stored.read(there, size)
-        return made
-
-    def _open(self, part: _Part) -> StoredTensor:
+    def open_part(self, part: _Part) -> Callable[[Sequence[int], Sequence[int]], Tensor]:
         with open_regular(part.file) as opened:
             stored = read_torch_archive(opened, part.file, part.start, part.length)
         if not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != (self.dtype, part.sizes):
             raise TesseraError(f"the part of {self.name!r} in it is not what {METADATA} says", where=str(part.file))
         stored.check_size()
-        return stored
+        return stored.read
 
 
 def read_dcp(folder: Path) -> dict[str, DcpTensor]:

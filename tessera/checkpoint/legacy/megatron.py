@@ -218,9 +218,16 @@ class MegatronTensor:
         blanks = [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in self.slices]
         return tuple(self._join(blanks).shape)
 
-    def read(self) -> Tensor:
-        """Return the whole tensor in memory."""
-        return self._join([part.read() for part in self.slices])
+    def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        """Return the whole tensor, or a box of it, in memory. Slices are read only as far as they are in the box."""
+        split = self.form.split_of(self.name)
+        if split is None or len(self.slices) == 1:
+            return self.slices[0].read(offsets, sizes)
+        sizes = self.shape if sizes is None else sizes
+        if 0 in sizes:
+            return torch.empty(tuple(sizes), dtype=self.dtype)
+        boxes = split.boxes(offsets or [0] * len(sizes), sizes, [part.shape for part in self.slices])
+        return split.join_boxes([self.slices[rank].read(start, size) for rank, start, size in boxes])
 
     def _join(self, slices: list[Tensor]) -> Tensor:
         split = self.form.split_of(self.name)
