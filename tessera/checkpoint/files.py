@@ -167,7 +167,7 @@ class Manifest:
             "version": VERSION,
             "step": self.step,
             "serial": self.serial,
-            "tessera": _version("tessera-mm"),
+            "tessera": package_version("tessera-mm"),
             "torch": torch.__version__,
             "files": {f.name: {"size": f.size, "sha256": f.sha256} for f in self.files},
         }
@@ -226,7 +226,7 @@ def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

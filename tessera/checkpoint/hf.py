@@ -63,13 +63,15 @@ def load_folder(
     tied: Mapping[str, str] | None = None,
     expected: Iterable[str] = (),
     component: str = ROOT,
+    ranks: Ranks | None = None,
 ) -> None:
     """Fill `tensors` (plain or sharded, of any float type) in place from the safetensors of a folder's component.
 
     `tied`: further names of shared tensors -> the name in `tensors`. `expected`: all names of the model, when `tensors`
-    is only a part of it. Each rank reads for itself; a failure of one is raised on all.
+    is only a part of it. Each rank reads for itself; a failure of one is raised on all. `ranks`: those that call this,
+    where they are not all.
     """
-    ranks, counts = Ranks.current(), Counts()
+    ranks, counts = ranks or Ranks.current(), Counts()
 
     def work() -> list[str]:
         _load(folder, component, tensors, weight_map, tied or {}, expected, counts)
@@ -369,7 +371,8 @@ def _write_all(folder: Path, files: Mapping[str, bytes], fault: Fault) -> None:
 
 
 def _show(staging: Path, folder: Path, fault: Fault) -> None:
-    write_file(staging / MARK, _pretty({"format": "tessera-export", "version": 1}), fault)
+    if not (staging / MARK).exists():  # a Hugging Face folder has a record of its own there
+        write_file(staging / MARK, _pretty({"format": "tessera-export", "version": 1}), fault)
     sync_folder(staging, fault)
     trash = folder.parent / f".trash-{folder.name}~{uuid.uuid4().hex[:8]}"
     if folder.is_dir():

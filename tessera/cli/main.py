@@ -40,6 +40,9 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
+ProveOption = Annotated[
+    str, typer.Option("--prove", help="auto, always or never: compare logits with those of transformers")
+]
 config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
@@ -142,6 +145,7 @@ def convert(
     ] = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="only the adapters, as PEFT keeps them")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier export")] = False,
+    prove: ProveOption = "auto",
     trust: TrustFlag = False,
 ) -> None:
     """Write a model in another form; as a Hugging Face folder, with its adapters merged into it, by default."""
@@ -159,6 +163,7 @@ def convert(
         quantize=quantize,
         adapters=adapters,
         overwrite=overwrite,
+        prove=prove,  # type: ignore[arg-type]  # it is checked there
         trust=trust,
     )
     typer.echo(f"wrote {written}")
@@ -184,15 +189,28 @@ def evaluate(
 @app.command()
 def compare(
     folder: Annotated[Path, typer.Argument(help="Hugging Face folder")],
-    data: Annotated[Path, typer.Option("--data", help="chat samples to answer")],
+    data: Annotated[Path | None, typer.Option("--data", help="chat samples that both sides answer")] = None,
+    base: Annotated[Path | None, typer.Option("--base", help="folder that the weights came from")] = None,
+    prove: ProveOption = "auto",
     root: Annotated[Path | None, typer.Option("--root", help="folder that media paths are under")] = None,
     max_samples: Annotated[int | None, typer.Option("--max-samples")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 32,
 ) -> None:
-    """Check that plain `transformers` loads a folder and gives the same answers. Exit code 1 if it does not."""
+    """Check a folder: is it what was written, has it what its base has, does plain `transformers` compute the same?
+
+    Exit code 1 if anything is wrong.
+    """
     from tessera.tools.compare import compare as run
 
-    agreement = run(folder, data, root=root, max_samples=max_samples, max_new_tokens=max_new_tokens)
+    agreement = run(
+        folder,
+        data,
+        base=base,
+        prove=prove,  # type: ignore[arg-type]  # it is checked there
+        root=root,
+        max_samples=max_samples,
+        max_new_tokens=max_new_tokens,
+    )
     for line in agreement.lines():
         typer.echo(line)
     if not agreement.complete:

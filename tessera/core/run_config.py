@@ -426,6 +426,11 @@ class CheckpointSection(Section):
         "a checkpoint keeps that folder and the hashes of its files, and needs them to be loaded",
     )
     export: bool = Field(False, description="also write a Hugging Face folder at the end")
+    prove: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="compute logits from an exported folder here and in transformers, and publish it only if they are "
+        "the same. auto: where transformers has the class, and the weights take at most 4 GB in float32",
+    )
 
     @property
     def minutes_between(self) -> float:

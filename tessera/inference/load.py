@@ -209,7 +209,7 @@ def load(
         add_adapters(whole, adapters, quantized=section.lora.quantize is not None)
     run: Callable[..., Any] | None = None
     if parallel is None:
-        module = _allocated(whole, where, kind)
+        module = allocated(whole, where, kind)
     else:
         plan = spec.main.plan(config)
         module, run = _over_ranks(whole, with_adapters(plan) if adapters else plan, parallel, where, kind)
@@ -311,7 +311,8 @@ def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
     return kept if kept.is_dir() else settings.model.tokenizer or side_folder(settings.model.path)
 
 
-def _allocated(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def allocated(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Return a model from the meta device with memory for its weights, which are to be filled."""
     buffers = computed_buffers(module)
     allocate(module.to(dtype), device)
     put_back_buffers(module, buffers)

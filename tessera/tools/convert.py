@@ -42,12 +42,14 @@ from tessera.core.run_config import ModelSection
 from tessera.core.trust import Trust
 from tessera.core.types import ModelSpec
 from tessera.inference.load import FoundModel, find_model, load
+from tessera.inference.proof import Prove, check_choice
 from tessera.inference.trained import open_trained
 from tessera.models import FAMILIES, build_on_meta, resolve
+from tessera.models.common.exported_config import exported_config
 from tessera.models.common.side_files import copy_side_files
 from tessera.models.common.text import PROJECTIONS
 from tessera.tools.recipe_layout import Recipe, layout_of_recipe
-from tessera.training.export import export_folder
+from tessera.training.export import export_folder, main_dtype, seal_export
 
 Form = Literal["hf", "mm", "dcp", "dcp-safetensors"]
 _PARTS = ("vit", "llm", "audio")
@@ -67,6 +69,7 @@ def convert(
     quantize: str | None = None,
     adapters: bool = False,
     overwrite: bool = False,
+    prove: Prove = "auto",
     trust: Trust = False,
 ) -> Path:
     """Write a model in another form and return the folder.
@@ -78,8 +81,11 @@ def convert(
     `quantize`: "fp8" (a scale for each output) or "fp8-block" (for each block of 128 x 128): projections of the text
     decoder are written in eight bits, as vLLM serves them.
     Adapters are merged into the model that they belong to; with `adapters` they alone are written, as PEFT keeps them.
+    `prove`: whether logits of a Hugging Face folder are compared with those of transformers before it is published:
+    "auto" (see `tessera.inference.proof`), "always" or "never".
     """
     source, target = Path(source), Path(target)
+    check_choice(prove)
     if to not in get_args(Form):
         raise TesseraError(
             f"no such form: {to!r}", where="--to", allowed=get_args(Form), nearest=nearest(to, get_args(Form))
@@ -93,12 +99,12 @@ def convert(
         raise TesseraError("whole Hugging Face folders alone are written in eight bits", where="--quantize")
     found = _form_of(source)
     if to == "hf" and (found is None or (found == "hf" and (dtype is not None or quantize is None))):
-        return _from_model(source, target, dtype, quantize, adapters, overwrite, trust)
+        return _from_model(source, target, dtype, quantize, adapters, overwrite, prove, trust)
     if adapters:
         raise TesseraError("adapters alone are written as PEFT keeps them", where="--adapters", fix="leave --to out")
     if dtype is not None and found is not None:
         raise TesseraError(f"from {found} to {to} every tensor keeps its type", where="--dtype", fix="leave it out")
-    job = _Job(source, found, target, to, prefix, overwrite, quantize, recipe)
+    job = _Job(source, found, target, to, prefix, overwrite, prove, quantize, recipe)
     job.layout = _layout({} if layout is None else layout)
     job.source_layout = None if source_layout is None else _layout(source_layout)
     if found is None:
@@ -140,6 +146,7 @@ def _from_model(
     quantize: str | None,
     adapters: bool,
     overwrite: bool,
+    prove: Prove,
     trust: Trust,
 ) -> Path:
     model, processor = load(source, device="cpu", dtype=dtype, trust=trust)
@@ -151,9 +158,11 @@ def _from_model(
             processor.processor,
             target,
             files=model.files,
+            base=model.base,
             adapters=model.adapters,
             quantize=quantize,
             overwrite=overwrite,
+            prove=prove,
         )
         return target
     if not model.adapters:
@@ -177,6 +186,7 @@ class _Job:
     to: Form
     prefix: str
     overwrite: bool
+    prove: Prove
     quantize: str | None = None
     recipe: Recipe | None = None
     trained: FoundModel | None = None
@@ -229,10 +239,8 @@ def _stream(job: _Job, model: _Model) -> None:
                 native.check_against(NativeTensors(written, maps[job.to], shapes, tied))
 
         if job.to == "hf":
-            blanks, plain = (
-                native.blanks(),
-                {key: value for key, value in model.raw.items() if key != "quantization_config"},
-            )
+            blanks = native.blanks()
+            plain = exported_config(config, model.raw, main_dtype(blanks))
             fp8 = None
             if job.quantize is not None:
                 fp8 = Fp8Map.of(hub, job.quantize, blanks, PROJECTIONS, str(job.source))
@@ -241,6 +249,7 @@ def _stream(job: _Job, model: _Model) -> None:
                 assert model.folder is not None, "other sources than folders are loaded as a model"
                 copy_side_files(model.folder, staging)
                 (check if fp8 is None else fp8.check)(staging)
+                seal_export(staging, spec, config, base=model.folder, prove=job.prove)
 
             save_folder(
                 job.target,

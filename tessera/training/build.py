@@ -25,6 +25,7 @@ from tessera.core.types import Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.workers.servers import start_early
+from tessera.models.common.exported_config import keep_base_config
 from tessera.models.common.side_files import seal_side_files, side_folder, write_side_files
 from tessera.observe.anomaly.attribution import ProbeReader
 from tessera.observe.anomaly.guard import Guard
@@ -197,6 +198,7 @@ def keep_side_files(config: RunConfig, setup: ModelSetup, processor: Processor |
         return
     read = None if make is None else functools.partial(make, setup.config)
     write_side_files(folder, processor, read=read, own=_processor_source(config), weights=weights)
+    keep_base_config(weights, folder)
     seal_side_files(folder)
 
 

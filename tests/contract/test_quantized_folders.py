@@ -158,7 +158,7 @@ def test_a_quantized_folder_is_read_as_what_it_means(form: str, plain: Path, tmp
     for path in plain.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     meant = quantized(folder, form)
-    tessera.convert(folder, tmp_path / "out", dtype="float32")
+    tessera.convert(folder, tmp_path / "out", dtype="float32", prove="never")
     (written,) = (tmp_path / "out").glob("*.safetensors")
     found = load_file(written)
     assert found.keys() == meant.keys()

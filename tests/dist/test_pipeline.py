@@ -136,6 +136,7 @@ def test_checkpoints_and_exports_know_nothing_of_stages(tmp_path: Path) -> None:
     data = write_chat_set(tmp_path / "data")
     zbv = {"parallel.pp": 2, "parallel.schedule": "zbv", "parallel.layers": ONE_RANK}
     fixed = {**DEEP, "checkpoint.every": 2, "checkpoint.export": True, "data.eval": [], "optim.eps": 1e-5}
+    fixed["checkpoint.prove"] = "always"  # by one rank, while the other waits
 
     def of(name: str) -> dict[str, Any]:
         return chat_recipe(data, tmp_path / name, steps=4)

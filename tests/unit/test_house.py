@@ -218,9 +218,9 @@ ASKED_BY_NAME = {
     ("optim/adamw.py", "found_inf"): "torch's gradient scaler sets it on optimizers and reads it by name",
     ("tasks/transformers.py", "logits"): "outputs of transformers",
     ("tasks/transformers.py", "encoder_last_hidden_state"): "outputs of transformers",
-    ("tools/compare.py", "tokenizer"): "processors of transformers",
-    ("tools/compare.py", "chat_template"): "processors of transformers",
-    ("tools/compare.py", "architectures"): "configurations of transformers",
+    ("inference/reference.py", "tokenizer"): "processors of transformers",
+    ("inference/reference.py", "chat_template"): "processors of transformers",
+    ("inference/reference.py", "architectures"): "configurations of transformers",
 }
 
 

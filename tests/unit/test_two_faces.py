@@ -74,7 +74,7 @@ def test_a_run_starts_from_a_run_and_from_a_folder(run: tessera.Run, data: Path,
 
 
 def test_a_run_outlives_the_folder_it_began_from(run: tessera.Run, data: Path, tmp_path: Path) -> None:
-    folder = tessera.convert(run.folder, tmp_path / "start")
+    folder = tessera.convert(run.folder, tmp_path / "start", prove="never")
     recipe = chat_recipe(data, tmp_path, steps=2)
     recipe["model"] = {"path": str(folder)}
     begun = tessera.train(recipe)
@@ -116,7 +116,7 @@ def test_folders_are_named_by_text_or_by_path(run: tessera.Run, data: Path, tmp_
     asked = {"images": [str(picture)], "max_new_tokens": 3, "device": "cpu"}
     answer = tessera.generate(folder, "Say red.", on_text=told.append, **asked)  # type: ignore[arg-type]
     assert answer == "".join(told) == tessera.generate(run.folder, "Say red.", **asked)  # type: ignore[arg-type]
-    exported = tessera.convert(folder, str(tmp_path / "out"))
+    exported = tessera.convert(folder, str(tmp_path / "out"), prove="never")
     assert exported == tmp_path / "out"
     rows = str(data / "train.jsonl")
     assert len(tessera.compare(str(exported), rows, max_samples=2, max_new_tokens=2).answers) == 2

@@ -33,7 +33,7 @@ _OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates")
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _LEGAL = re.compile(r"(?:licen[cs]e|notice|usage_policy|use_policy)(?:[-_.].*)?", re.IGNORECASE)
 # Written anew for every export, or about weights that have changed, or about how others were trained.
-_NOT_COPIED = ("config.json", "tessera_export.json", "adapter_config.json", "trainer_state.json")
+_NOT_COPIED = ("config.json", "base_config.json", "tessera_export.json", "adapter_config.json", "trainer_state.json")
 _MAX_BYTES = 256 << 20
 _MAX_FILES = 200
 _log = logging.getLogger("tessera")
@@ -101,6 +101,18 @@ def copy_side_files(source: Path, target: Path, wanted: Callable[[str], bool] = 
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target / name)
     return [name for name, _ in copied]
+
+
+def side_file_differences(folder: Path, base: Path) -> dict[str, str]:
+    """Return, by name, what is wrong with each side file of `base` in a folder that should have it, in words."""
+    wrong = {}
+    for name, path in side_files(base).items():
+        own = folder / name
+        if not own.is_file():
+            wrong[name] = f"{name} is missing"
+        elif _sha256(own) != _sha256(path):
+            wrong[name] = f"{name} is not that of {base.name}"
+    return wrong
 
 
 def seal_side_files(folder: Path) -> None:

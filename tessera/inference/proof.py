@@ -1,0 +1,184 @@
+"""Prove that a folder computes in plain `transformers` what it computes here, on a small input in float32.
+
+Both sides read the folder for themselves: weights, configuration, tokenizer, chat template and preprocessor. Logits may
+differ by as much as rounding explains, which is measured: every weight of ours is moved by one rounding.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.files import human_bytes
+from tessera.checkpoint.folder_tensors import FolderTensors
+from tessera.checkpoint.hf import load_folder
+from tessera.checkpoint.state import model_tensors, tied_names
+from tessera.core import device as devices
+from tessera.core.errors import TesseraError, few_names, nearest
+from tessera.core.layouts import folder_layout
+from tessera.core.types import Batch, Message, ModelSpec, Part, Sample
+from tessera.data.media.files import Limits
+from tessera.data.media.read import ChatProcessor, read_media
+from tessera.inference.load import allocated
+from tessera.inference.reference import StockModel, TransformersReference
+from tessera.models import build_on_meta
+
+Prove = Literal["auto", "always", "never"]
+AUTO_BYTES = 4 << 30  # of weights in float32; more takes minutes
+_SHARE = 4  # and no more than this part of the memory that is free
+_ROUNDINGS = 8.0  # how many times the effect of one rounding of the weights two right results may be apart
+_TEXT = "What is this? Say red, 12 or tall."
+_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Hold what was found."""
+
+    line: str  # what was shown, or why nothing was
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # what is not as it should be, and not the fault of the weights
+
+
+def check_choice(when: str) -> None:
+    """Raise if this is no choice: before a long conversion, and not at its end."""
+    if when not in get_args(Prove):
+        near = nearest(when, get_args(Prove))
+        raise TesseraError(f"no such choice: {when!r}", where="--prove", allowed=get_args(Prove), nearest=near)
+
+
+def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto") -> Proof:
+    """Compare the logits of both sides. One rank does it alone.
+
+    `when`: "auto" leaves out what transformers has no class for, and models that take long or much memory.
+    """
+    reason = "prove=never" if when == "never" else _obstacle(folder, spec, config, when)
+    if reason is not None:
+        if when == "always":
+            raise TesseraError(
+                f"nothing can be proved: {reason}", where=str(folder), fix="leave `prove` as it is: auto"
+            )
+        return Proof(f"not compared with transformers: {reason}")
+    ours = _Ours(folder, spec, config)
+    pictures = ours.pictures()
+    asked = _messages(pictures)
+    warnings: list[str] = []
+    if ours.processor is None:
+        stock, batch = StockModel(folder), ours.example()
+        inputs: Mapping[str, Any] = {"input_ids": batch["tokens"][None]}
+    else:
+        stock, batch = TransformersReference(folder), ours.prompt(asked)
+        inputs = stock.inputs(asked, pictures)
+        if inputs["input_ids"][0].tolist() != batch["tokens"].tolist():
+            warnings.append(_other_prompt(inputs["input_ids"][0].tolist(), batch["tokens"].tolist()))
+            batch = ours.prompt(_messages([]))
+            inputs = {"input_ids": batch["tokens"][None]}
+    problems = [f"transformers finds no tensor for {few_names(stock.missing)}"] if stock.missing else []
+    problems += [f"transformers has no use for {few_names(stock.unexpected)}"] if stock.unexpected else []
+    expected = stock.logits(inputs)
+    found, moved = ours.logits(batch)
+    if found.shape != expected.shape:
+        problems.append(f"logits are {list(found.shape)} here and {list(expected.shape)} in transformers")
+        return Proof("compared with transformers", tuple(problems), tuple(warnings))
+    own = torch.finfo(torch.float32).eps * float(expected.abs().max())
+    apart, limit = float((found - expected).abs().max()), _ROUNDINGS * (float((moved - found).abs().max()) + own)
+    if not apart <= limit:
+        problems.append(f"logits differ by {apart:.3g} from those of transformers; rounding explains {limit:.3g}")
+    shown = f"{len(found)} tokens" + (" with an image" if any("pixel" in name for name in inputs) else "")
+    line = f"transformers computes the same logits ({shown}): {apart:.2g} apart, rounding explains {limit:.2g}"
+    return Proof(line if not problems else "compared with transformers", tuple(problems), tuple(warnings))
+
+
+def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | None:
+    """Return why nothing is compared; None if nothing is in the way."""
+    data = folder_layout(folder).config()
+    if str(data.get("model_type")) not in spec.hf_types or spec.example is None:
+        return f"the family {spec.name} has no model of its own for this folder"
+    if "quantization_config" in data:
+        return "weights in fewer bits are computed with otherwise there"
+    if importlib.util.find_spec("transformers") is None:
+        return "it is not installed (pip install tessera-mm[hf])"
+    if StockModel.class_of(folder) is None:
+        return f"it has no class {data.get('architectures')}"
+    if spec.processor is not None and _sees(spec, config) and not (folder / "tokenizer.json").is_file():
+        return "the folder has no tokenizer"
+    with FolderTensors(folder) as stored:
+        size = 4 * sum(prod(shape) for shape in stored.shapes.values())
+    free = devices.free_memory(torch.device("cpu"))
+    if when == "auto" and size > min(AUTO_BYTES, free // _SHARE):
+        return (
+            f"{human_bytes(size)} in float32, and what is proved by itself has at most {human_bytes(AUTO_BYTES)} and a "
+            f"quarter of the free memory ({human_bytes(free)}); `tessera compare FOLDER --prove always` does it"
+        )
+    return None
+
+
+class _Ours:
+    """Hold our model of a folder in float32 on the CPU, and its processor."""
+
+    def __init__(self, folder: Path, spec: ModelSpec, config: Any) -> None:
+        whole = build_on_meta(spec, config)
+        weights = spec.main.weight_map(config)
+        assert weights is not None, "a family that reads folders has a weight map"
+        names, tied = list(model_tensors(whole)), tied_names(whole)
+        self._module: nn.Module = allocated(whole, torch.device("cpu"), torch.float32)
+        load_folder(folder, model_tensors(self._module), weights, tied=tied, expected=names, ranks=Ranks(0, 1))
+        self._spec, self._config = spec, config
+        made = spec.processor(config, folder) if spec.processor and (folder / "tokenizer.json").is_file() else None
+        self.processor = made if isinstance(made, ChatProcessor) else None
+
+    def pictures(self) -> list[Any]:
+        if self.processor is None or not _sees(self._spec, self._config):
+            return []
+        rows, columns = torch.meshgrid(torch.arange(48), torch.arange(64), indexing="ij")
+        colours = torch.stack([5 * rows, 3 * columns, (rows * columns) % 251], dim=-1)
+        return [Image.fromarray(colours.to(torch.uint8).numpy())]
+
+    def prompt(self, messages: tuple[Message, ...]) -> Batch:
+        assert self.processor is not None
+        sample = Sample("proof", messages)
+        media, sizes = read_media(sample, Path(), Limits(jpeg_draft=False), self.processor)
+        return self.processor.prompt([sample], [media], [sizes])
+
+    def example(self) -> Batch:
+        """Return tokens of the whole vocabulary: without a tokenizer, none is known to be special."""
+        assert self._spec.example is not None
+        batch = self._spec.example(self._config, _TOKENS)
+        vocabulary = self._config.text.vocab_size
+        batch["tokens"].copy_(torch.arange(_TOKENS) * (vocabulary // _TOKENS) % vocabulary)
+        return batch
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return logits, and logits after every weight was moved by one rounding, up or down."""
+        found = self._module(batch, logits=True).logits
+        chance = torch.Generator().manual_seed(0)
+        for weight in self._module.parameters():
+            signs = torch.randint(0, 2, weight.shape, generator=chance).to(weight) * 2 - 1
+            weight.addcmul_(weight, signs, value=torch.finfo(weight.dtype).eps)
+        return found, self._module(batch, logits=True).logits
+
+
+def _sees(spec: ModelSpec, config: Any) -> bool:
+    return "vision" in spec.main.plan(config).streams
+
+
+def _messages(pictures: list[Any]) -> tuple[Message, ...]:
+    return (Message("user", (*(Part("image", picture) for picture in pictures), Part("text", _TEXT))),)
+
+
+def _other_prompt(theirs: list[int], ours: list[int]) -> str:
+    at = next((n for n, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
+    return (
+        f"the folder's chat template gives other tokens in transformers than here, from position {at} on: "
+        f"{theirs[at : at + 8]} there, {ours[at : at + 8]} here"
+    )

@@ -1,0 +1,189 @@
+"""The other side of a comparison: the model and the processor that plain `transformers` loads from a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessera.core.errors import TesseraError, first_line
+from tessera.core.layouts import folder_layout
+from tessera.core.types import Message
+
+
+class StockModel:
+    """Load the model of a folder by the class of transformers that its config.json names, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        with _their_errors(folder):
+            kind = self.class_of(folder) or transformers.AutoModelForCausalLM
+            self._model, report = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        self._model.eval()
+        self.missing = sorted(report["missing_keys"])
+        self.unexpected = sorted(report["unexpected_keys"])
+
+    @staticmethod
+    def class_of(folder: Path) -> Any:
+        """Return the class; None if transformers has none of that name."""
+        import transformers
+
+        named = folder_layout(folder).config().get("architectures")
+        first = named[0] if isinstance(named, list) and named else ""
+        return getattr(transformers, str(first), None)
+
+    @torch.no_grad()
+    def logits(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the logits of one prompt, [tokens, vocabulary]."""
+        found: Tensor = self._model(**inputs).logits[0]
+        return found
+
+
+class TransformersReference(StockModel):
+    """Answer by the model and processor that transformers loads from a folder.
+
+    `apply_chat_template` of its processor writes the prompt, repeats the placeholders and preprocesses the images.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if importlib.util.find_spec("transformers") is None:
+            raise TesseraError("comparing needs `transformers`", fix="pip install tessera-mm[hf]")
+        import transformers
+
+        with _their_errors(folder):
+            self.processor = load_processor(folder)
+        super().__init__(folder)
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        self._decode = tokenizer.batch_decode
+        self._template = getattr(self.processor, "chat_template", None) or tokenizer.chat_template
+        self._sees = tokenizer is not self.processor
+        # Greedy, whatever the folder sets for sampling: only the end of an answer is taken from its settings.
+        advised = self._model.generation_config
+        self._model.generation_config = transformers.GenerationConfig(
+            do_sample=False, eos_token_id=advised.eos_token_id, pad_token_id=advised.pad_token_id
+        )
+
+    @torch.no_grad()
+    def answer(self, asked: Sequence[Mapping[str, Any]], max_new_tokens: int, batch: int) -> list[str]:
+        """Return the answer to each result of `inputs`. Inputs of one shape form a batch, so nothing is padded."""
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for number, one in enumerate(asked):
+            alike.setdefault(_shape(one), []).append(number)
+        answers = [""] * len(asked)
+        for numbers in alike.values():
+            for at in range(0, len(numbers), batch):
+                group = numbers[at : at + batch]
+                joined = {key: torch.cat([asked[n][key] for n in group]) for key in asked[group[0]]}
+                out = self._model.generate(**joined, max_new_tokens=max_new_tokens)
+                tail = out[:, joined["input_ids"].shape[1] :]
+                for number, text in zip(group, self._decode(tail, skip_special_tokens=True), strict=True):
+                    answers[number] = text
+        return answers
+
+    def inputs(self, messages: Sequence[Message], images: Sequence[Any]) -> dict[str, Any]:
+        """Return the inputs of the model. `images`: those of all messages, in order."""
+        chat = self._formatted(messages, iter(images))
+        made = self.processor.apply_chat_template(
+            chat,
+            chat_template=self._template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        return {key: value for key, value in made.items() if isinstance(value, torch.Tensor)}
+
+    def _formatted(self, messages: Sequence[Message], images: Any) -> list[dict[str, Any]]:
+        """Return the messages in the form that the template can write.
+
+        A template takes the content as a list of parts, as a string, or as either: the first form is taken in which all
+        text appears in the prompt.
+        """
+        parts = [[_part(part, images) for part in message.parts] for message in messages]
+        texts = [part["text"] for one in parts for part in one if part["type"] == "text"]
+        for whole in (False, True) if self._sees else (True, False):
+            chat = [
+                {"role": message.role, "content": _joined(one) if whole and _only_text(one) else one}
+                for message, one in zip(messages, parts, strict=True)
+            ]
+            try:
+                prompt = self.processor.apply_chat_template(
+                    chat, chat_template=self._template, add_generation_prompt=True, tokenize=False
+                )
+            except Exception:  # a template may do anything with what it does not expect
+                continue
+            if all(text.strip() in prompt for text in texts) and "{'type'" not in prompt:
+                return chat
+        raise TesseraError("the folder's chat template does not write these messages", where="chat_template")
+
+
+def load_processor(folder: Path) -> Any:
+    """Return the `AutoProcessor` of the folder.
+
+    The video part of a processor needs torchvision. Without it the library refuses the whole processor, and the class
+    is made here from its other parts.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(folder)
+    except ImportError:
+        if importlib.util.find_spec("torchvision") is not None:
+            raise
+    return _without_video(folder)
+
+
+def _without_video(folder: Path) -> Any:
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    kind: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder))]
+
+    class WithoutVideo(kind):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument_name == "video_processor" and argument is None:
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+    parts = {
+        "image_processor": lambda: AutoImageProcessor.from_pretrained(folder),
+        "tokenizer": lambda: AutoTokenizer.from_pretrained(folder),
+        "video_processor": lambda: None,
+    }
+    settings, _ = kind.get_processor_dict(folder)
+    return WithoutVideo.from_args_and_dict([parts[name]() for name in kind.get_attributes()], settings)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _their_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, ImportError, KeyError, TypeError, RuntimeError) as error:
+        raise TesseraError(f"transformers cannot load this folder: {first_line(error)}", where=str(folder)) from error
+
+
+def _shape(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return names and shapes of all tensors, and the values of those that hold shapes themselves (grids, sizes)."""
+    return tuple(
+        (name, tuple(value.shape), tuple(value.flatten().tolist()) if "grid" in name or "size" in name else ())
+        for name, value in sorted(inputs.items())
+    )
+
+
+def _part(part: Any, images: Any) -> dict[str, Any]:
+    return {"type": "text", "text": part.value} if part.kind == "text" else {"type": "image", "image": next(images)}
+
+
+def _only_text(parts: Sequence[Mapping[str, Any]]) -> bool:
+    return all(part["type"] == "text" for part in parts)
+
+
+def _joined(parts: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(part["text"] for part in parts)

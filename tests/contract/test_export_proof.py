@@ -1,0 +1,257 @@
+"""An export is proved before it is published, its record says what it was, and every change to it is found."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import randomize
+from safetensors.torch import load_file, save_file
+from small_folders import CASES, small_folder
+from transformers import AutoConfig, AutoTokenizer
+from typer.testing import CliRunner
+
+import tessera
+from tessera.checkpoint.export_record import read_record
+from tessera.cli.main import app
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import ModelSection
+from tessera.core.types import ModelSpec
+from tessera.inference.reference import load_processor
+from tessera.models import resolve
+from tessera.models.common.exported_config import exported_config
+from tessera.training.export import export_folder
+
+Q, GATE = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.gate_proj.weight"
+WEIGHTS, RECORD = "model.safetensors", "tessera_export.json"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In the manner of a published folder: fields and files that no family reads, and no record."""
+    folder = small_folder("qwen2", tmp_path_factory.mktemp("made"))
+    (folder / RECORD).unlink()
+    config = json.loads((folder / "config.json").read_text()) | {"max_window_layers": 21, "note_of_makers": "kept"}
+    config |= {"torch_dtype": "bfloat16", "layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "LICENSE").write_text("Do what you will.")
+    (folder / "special_tokens_map.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tessera.convert(base, tmp_path_factory.mktemp("out") / "export", prove="never")
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def mutate(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return mutate
+
+
+def rename(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[GATE.replace("gate", "game")] = tensors.pop(GATE)
+
+
+def replaced(old: str, new: str) -> Callable[[Path], None]:
+    def mutate(folder: Path) -> None:
+        text = (folder / "config.json").read_text()
+        assert old in text
+        (folder / "config.json").write_text(text.replace(old, new))
+
+    return mutate
+
+
+def flip(folder: Path) -> None:
+    data = bytearray((folder / WEIGHTS).read_bytes())
+    data[-1000] ^= 1
+    (folder / WEIGHTS).write_bytes(data)
+
+
+def truncate(folder: Path) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[:-1])
+
+
+# By name: what is done, what is said, and whether names, shapes, types and side files of the base show it as well.
+MUTATIONS: dict[str, tuple[Callable[[Path], object], str, bool]] = {
+    "dropped": (weights(lambda t: t.pop(Q)), f"{Q} is missing", True),
+    "renamed": (weights(rename), f"{GATE} is missing; {GATE.replace('gate', 'game')} may be it", True),
+    "transposed": (weights(lambda t: t.update({GATE: t[GATE].T.contiguous()})), f"{GATE} has the shape", True),
+    "transposed square": (weights(lambda t: t.update({Q: t[Q].T.contiguous()})), f"{Q} has other bytes", False),
+    "of another type": (weights(lambda t: t.update({Q: t[Q].bfloat16()})), f"{Q} is stored as BF16", True),
+    "added": (weights(lambda t: t.update(more=torch.ones(2))), "more is not a tensor that", True),
+    "one bit": (flip, "has other bytes than were written", False),
+    "truncated": (truncate, WEIGHTS, True),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "no safetensors file", True),
+    "a side file gone": (
+        lambda folder: (folder / "generation_config.json").unlink(),
+        "generation_config.json is",
+        True,
+    ),
+    "a template changed": (
+        lambda folder: (folder / "chat_template.jinja").write_text("{{ messages[0].content }}"),
+        "chat_template.jinja",
+        True,
+    ),
+    "a file added": (lambda folder: (folder / "processor_config.json").write_text("{}"), "was not there", False),
+    "a number of config.json": (replaced('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'), "config.json has", False),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_every_change_to_an_export_is_found(name: str, exported: Path, base: Path, tmp_path: Path) -> None:
+    mutate, told, seen_from_base = MUTATIONS[name]
+    folder = shutil.copytree(exported, tmp_path / "copy")
+    mutate(folder)
+    found = tessera.compare(folder, prove="never")
+    assert not found.complete
+    assert told in "\n".join(found.problems), found.problems
+    (folder / RECORD).unlink()  # without it, what the base says of names, shapes, types and files
+    found = tessera.compare(folder, base=base, prove="never")
+    assert found.complete == (not seen_from_base), found.problems
+
+
+def test_an_export_is_what_was_written_and_has_what_its_base_has(exported: Path, base: Path) -> None:
+    found = tessera.compare(exported, base=base)
+    assert found.complete, found.lines()
+    assert [line.split(":")[0] for line in found.lines()] == [
+        "as it was written",
+        f"names, shapes, types and side files are those of {base}",
+        "transformers computes the same logits (44 tokens)",
+    ]
+    for path in base.iterdir():
+        if path.name not in ("config.json", WEIGHTS):
+            assert (exported / path.name).read_bytes() == path.read_bytes(), path.name
+    (exported / "README.md").write_text("mine")  # which nobody reads
+    assert tessera.compare(exported, prove="never").complete
+
+
+def test_the_record_says_what_became_of_each_tensor(base: Path, tmp_path: Path) -> None:
+    start = shutil.copytree(base, tmp_path / "snapshots" / "0123abcd")
+    tensors = load_file(start / WEIGHTS)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, start / WEIGHTS)
+    spec, config = resolve(ModelSection(path=start))
+    model, processor = tessera.load(start)
+    with torch.no_grad():
+        model.module.get_parameter("text.layers.0.attn.q.weight").add_(1)
+    export_folder(
+        *(model.module, spec, config, processor.processor, tmp_path / "out"), files=start, base=start, prove="never"
+    )
+    record = read_record(tmp_path / "out")
+    assert record is not None
+    assert {name for name, one in record.tensors.items() if one.base == "changed"} == {Q}
+    assert {one.base for name, one in record.tensors.items() if name != Q} == {"same"}
+    assert record.not_exported == ["lm_head.weight"]  # tied: stored once
+    assert record.files["config.json"].base == "changed"  # its dtype was not that of the weights
+    assert record.files["LICENSE"].base == "same"
+    assert record.base is not None
+    assert record.base.endswith("@0123abcd")
+    assert str(tmp_path) not in (tmp_path / "out" / RECORD).read_text(), "a path of this machine is nobody's business"
+
+
+def swapped(spec: ModelSpec, old: str, new: str, *also: tuple[str, str]) -> ModelSpec:
+    """The family with a weight map that writes some tensors under other names, and reads them so."""
+    (component,) = spec.components.values()
+
+    def weights(config: Any) -> Any:
+        found = component.weight_map(config)
+        table = {old: new, **dict(also)}
+        named = [replace(r, foreign=f"{r.foreign}".replace(*p)) for r in found.rules for p in [pair_of(r, table)]]
+        return replace(found, rules=tuple(named))
+
+    def pair_of(rule: Any, table: dict[str, str]) -> tuple[str, str]:
+        return next(((a, b) for a, b in table.items() if a in str(rule.foreign)), ("", ""))
+
+    return replace(spec, components={"model": replace(component, weights={"hf": weights})})
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ([("gate_proj", "up_proj"), ("up_proj", "gate_proj")], "logits differ by"),
+        ([("post_attention_layernorm", "another_layernorm")], "transformers finds no tensor for"),
+    ],
+)
+def test_a_folder_that_transformers_computes_otherwise_is_not_published(
+    names: list[tuple[str, str]], told: str, base: Path, tmp_path: Path
+) -> None:
+    spec, config = resolve(ModelSection(path=base))
+    module = spec.main.build(config)
+    randomize(module, 1, 0.3)
+    assert spec.processor is not None
+    processor = spec.processor(config, base)
+    wrong = swapped(spec, *names[0], *names[1:])
+    with pytest.raises(TesseraError, match=told) as refused:
+        export_folder(module, wrong, config, processor, tmp_path / "out", files=base)
+    assert "nothing was published" in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+    export_folder(module, wrong, config, processor, tmp_path / "out", files=base, prove="never")
+    assert (tmp_path / "out" / WEIGHTS).is_file()
+
+
+def test_config_json_keeps_what_no_family_reads(exported: Path, base: Path) -> None:
+    theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in (base, exported))
+    assert ours == {**theirs, "torch_dtype": "float32"}  # that of the weights
+    _, config = resolve(ModelSection(path=base, config={"text.num_hidden_layers": 2, "text.rms_norm_eps": 1e-5}))
+    shorter = exported_config(config, theirs, torch.bfloat16)
+    assert (shorter["num_hidden_layers"], shorter["rms_norm_eps"], shorter["torch_dtype"]) == (2, 1e-5, "bfloat16")
+    assert (shorter["note_of_makers"], shorter["max_window_layers"]) == ("kept", 21)
+    assert "layer_types" not in shorter, "a list for each layer of another model"
+    assert AutoConfig.for_model(**shorter).num_hidden_layers == 2
+
+
+def test_what_is_not_proved_is_said(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="tessera"):
+        bare = shutil.copytree(base, tmp_path / "bare")
+        for path in bare.iterdir():
+            if path.name not in ("config.json", WEIGHTS):
+                path.unlink()
+        assert "transformers computes the same logits (16 tokens)" in "\n".join(tessera.compare(bare).lines())
+        (bare / "config.json").write_text((bare / "config.json").read_text().replace("Qwen2ForCausalLM", "Nobody"))
+        assert tessera.compare(bare).lines()[-1] == "not compared with transformers: it has no class ['Nobody']"
+    with pytest.raises(TesseraError, match="nothing can be proved: it has no class"):
+        tessera.compare(bare, prove="always")
+
+
+def test_the_command_line_says_what_is_wrong_by_its_exit_code(exported: Path, base: Path, tmp_path: Path) -> None:
+    run = CliRunner()
+    assert run.invoke(app, ["compare", str(exported), "--prove", "never"]).exit_code == 0
+    folder = shutil.copytree(exported, tmp_path / "copy")
+    flip(folder)
+    found = run.invoke(app, ["compare", str(folder), "--prove", "never"])
+    assert found.exit_code == 1
+    assert "wrong: " in found.output
+    refused = run.invoke(app, ["convert", str(base), str(tmp_path / "out"), "--prove", "alway"])
+    assert isinstance(refused.exception, TesseraError)
+    assert "did you mean: always" in str(refused.exception)
+    assert not (tmp_path / "out").exists()
+    (folder / RECORD).write_text('{"format": "tessera-export", "version": 2}')
+    with pytest.raises(TesseraError, match="not a record of an export"):
+        tessera.compare(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_keeps_its_files_and_its_prompts(name: str, tmp_path: Path) -> None:
+    base = small_folder(name, tmp_path)
+    out = tessera.convert(base, tmp_path / "out", prove="always")
+    assert tessera.compare(out, base=base, prove="never").complete
+    assert {p.name for p in base.iterdir()} == {p.name for p in out.iterdir()}
+    assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
+    said = [{"role": "user", "content": "Say red."}, {"role": "assistant", "content": "Red."}]
+    tokens = [AutoTokenizer.from_pretrained(folder).apply_chat_template(said) for folder in (base, out)]
+    assert tokens[0] == tokens[1]
+    assert type(load_processor(base)).__name__ == type(load_processor(out)).__name__
