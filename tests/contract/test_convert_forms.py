@@ -48,7 +48,7 @@ def run(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(run: Path) -> Path:
-    return tessera.convert(run, run.parent / "hf")
+    return tessera.convert(run, run.parent / "hf", prove="never")
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -68,7 +68,7 @@ def test_torch_reads_dcp_over_safetensors_and_it_goes_back(folder: Path, tmp_pat
     found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
     stock.load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path / "dcp")))
     same(found, expected)
-    tessera.convert(tmp_path / "dcp", tmp_path / "back", like=folder)
+    tessera.convert(tmp_path / "dcp", tmp_path / "back", like=folder, prove="never")
     same(hub_weights(tmp_path / "back"), expected)
 
 
@@ -76,7 +76,7 @@ def test_what_torch_wrote_is_read(folder: Path, tmp_path: Path) -> None:
     expected = hub_weights(folder)
     stock.save(expected, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "dcp"), save_distributed=True))
     assert is_dcp_safetensors(tmp_path / "dcp")
-    tessera.convert(tmp_path / "dcp", tmp_path / "back", like=folder)
+    tessera.convert(tmp_path / "dcp", tmp_path / "back", like=folder, prove="never")
     same(hub_weights(tmp_path / "back"), expected)
     shutil.copy(folder / "config.json", tmp_path / "dcp")  # then nothing else has to be named
     tessera.convert(tmp_path / "dcp", tmp_path / "mm", to="mm")
@@ -142,7 +142,7 @@ def test_runs_with_adapters_become_the_other_forms(folder: Path, chats: Path, tm
     recipe = recipe_for(chats, tmp_path)
     recipe["model"] = {"path": str(folder), "lora": {"targets": ["text.layers.*.attn.q"], "rank": 2}}
     run = tessera.train(recipe).folder
-    tessera.convert(run, tmp_path / "hf")
+    tessera.convert(run, tmp_path / "hf", prove="never")
     tessera.convert(run, tmp_path / "adapters", adapters=True)
     expected = hub_weights(tmp_path / "hf")
     changed = {name for name, tensor in hub_weights(folder).items() if not torch.equal(tensor, expected[name])}
@@ -169,7 +169,7 @@ def test_a_run_becomes_shards_as_its_recipe_divides_them(run: Path, folder: Path
     assert done.exit_code == 0, done.output
     ranks = sorted(path.name for path in (tmp_path / "mm/release").iterdir())
     assert ranks == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
-    tessera.convert(tmp_path / "mm", tmp_path / "back", like=folder)
+    tessera.convert(tmp_path / "mm", tmp_path / "back", like=folder, prove="never")
     same(hub_weights(tmp_path / "back"), hub_weights(folder))
 
 

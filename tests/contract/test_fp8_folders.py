@@ -145,7 +145,7 @@ def test_other_types_zeros_and_tiny_numbers_keep_what_they_mean(dtype: torch.dty
             assert bool((read.read(name)[:, :128][0] == 0).all())
             if kind == "fp8":
                 assert bool((read.read(name)[1, 128:] > 0).all())
-        again = tensors(tessera.convert(written, tmp_path / f"back-{kind}"))
+        again = tensors(tessera.convert(written, tmp_path / f"back-{kind}", prove="never"))
         meant, _ = means(stored, name)
         assert torch.equal(again[name], meant.to(dtype))
 
