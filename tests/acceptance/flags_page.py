@@ -61,7 +61,11 @@ def sections() -> dict[str, dict[str, str]]:
         "model.json, patch": key_states(model_json.PATCH_KEYS),
         "model.json, loss_cfg": key_states(model_json.LOSS_KEYS),
         "data.json, preprocess_parameters": {**key_states(data_json.PREPROCESS_KEYS), **own("model_name_or_path")},
-        "data.json, basic_parameters": {**key_states(data_json.BASIC_KEYS), **basic, **own("neat_packing")},
+        "data.json, basic_parameters": {
+            **key_states(data_json.BASIC_KEYS),
+            **basic,
+            **own("neat_packing", "dataset_dir"),
+        },
         "data.json, attr": columns,
         "data.json, multimodal": {**key_states(data_json.TILE_KEYS), **own("data_path", "data_folder")},
         "data.json, dataloader_param": {**key_states(data_json.LOADER_KEYS), **own("sampler_type", "shuffle")},

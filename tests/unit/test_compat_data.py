@@ -21,8 +21,11 @@ from tessera.compat.mindspeed_mm.data import (
     build_mm_dataloader,
     build_mm_dataset,
 )
+from tessera.compat.mindspeed_mm.data_json import read_data
+from tessera.compat.mindspeed_mm.report import JobReport
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE
+from tessera.data.media.files import resolve
 from tests.contract.small_folders import small_folder
 from tests.toys import pretrain_parts as toy
 
@@ -72,10 +75,7 @@ def dataset_param(model: Path, data: Path, **basic: Any) -> dict[str, Any]:
     }
 
 
-def test_samples_are_what_the_reference_processor_makes(
-    job: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir("/")
+def test_samples_are_what_the_reference_processor_makes(job: tuple[Path, Path]) -> None:
     transformers = pytest.importorskip("transformers")
     dataset = build_mm_dataset(dataset_param(*job))
     assert isinstance(dataset, ConversationDataset)
@@ -93,8 +93,37 @@ def test_samples_are_what_the_reference_processor_makes(
     assert set(dataset[0]) == {"input_ids", "attention_mask", "labels"}
 
 
-def test_loader_pads_and_begins_again(job: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_lie_in_a_folder_that_data_json_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def root(dataset: Path | str, **basic: Any) -> Path:
+        param = dataset_param(tmp_path, Path(dataset), **basic)
+        (section,) = read_data({"dataset_param": param}, "data.json", JobReport(), None).section["train"]
+        return Path(section["root"])
+
+    start, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
+    for folder in (start / "data", elsewhere / "images"):
+        folder.mkdir(parents=True)
+    (elsewhere / "images" / "1.png").touch()
+    monkeypatch.chdir(start)
+    (start / "linked").symlink_to(elsewhere)
+    picture, private = str(elsewhere / "images" / "1.png"), str(tmp_path / "private.png")
+    Path(private).touch()
+    # With the file in the job's folder, paths begin there; with a file elsewhere, or behind a link, in its folder.
+    assert root("./data/a.json") == Path(".")
+    assert root(elsewhere / "a.json") == elsewhere
+    assert resolve(picture, root(elsewhere / "a.json")) == Path(picture)
+    assert resolve(picture, root("linked/a.json")) == Path(picture)
+    assert resolve("./linked/images/1.png", root("linked/a.json")).samefile(picture)
+    # dataset_dir names another one. Records cannot.
+    assert resolve("images/1.png", root("./data/a.json", dataset_dir="../elsewhere")).samefile(picture)
+    assert resolve(picture, root("./data/a.json", dataset_dir=str(tmp_path))) == Path(picture)
+    for folder in (root("./data/a.json"), root(elsewhere / "a.json")):
+        with pytest.raises(TesseraError, match=r"outside the data root[^$]*data.json: dataset_dir"):
+            resolve(private, folder)
     monkeypatch.chdir("/")
+    assert root(elsewhere / "a.json") == elsewhere
+
+
+def test_loader_pads_and_begins_again(job: tuple[Path, Path]) -> None:
     datasets = build_mm_dataset(dataset_param(*job, val_dataset=str(job[1])))
     assert isinstance(datasets, tuple)
     loader = build_mm_dataloader(datasets[0], LOADER, consumed_samples=0)

@@ -48,7 +48,7 @@ BASIC_KEYS: dict[str, KeyRule] = {
     **all_of(
         _INDEX,
         "cache_dir overwrite_cache preprocessing_batch_size preprocessing_num_workers streaming preprocess_on_fly "
-        "async_preprocess async_preprocess_buffer_size dataset_dir",
+        "async_preprocess async_preprocess_buffer_size",
     ),
     "tool_format": unneeded("the template of the model's folder writes calls of functions"),
     "enable_thinking": fixed(False),
@@ -157,8 +157,12 @@ def _conversations(
     )
     handled = {"dataset", "template", "max_samples", "val_dataset", "val_max_samples", "train_on_prompt", "packing"}
     file.section |= translate(
-        basic, BASIC_KEYS, source, report, f"{at}basic_parameters.", {*handled, "neat_packing"}, "data."
+        basic, BASIC_KEYS, source, report, f"{at}basic_parameters.", {*handled, "neat_packing", "dataset_dir"}, "data."
     )
+    if "dataset_dir" in basic:
+        note = "data.train: root, the folder that holds the media" if basic["dataset_dir"] else "not set"
+        outcome = "mapped" if basic["dataset_dir"] else "not needed"
+        report.add(source, f"{at}basic_parameters.dataset_dir", basic["dataset_dir"], outcome, note)  # type: ignore[arg-type]
     columns, record_format = _columns(file, param.get("attr") or {}, source, report, at)
     pack = bool(basic.get("packing") or basic.get("neat_packing") or (param.get("attr") or {}).get("packing"))
     file.section["pack"] = pack
@@ -171,7 +175,7 @@ def _conversations(
         report.add(source, f"{at}basic_parameters.train_on_prompt", basic["train_on_prompt"], "mapped", "data.train_on")
     _template(basic.get("template"), family, f"{at}basic_parameters.template", source, report)
     for split, name, limit in (("train", "dataset", "max_samples"), ("eval", "val_dataset", "val_max_samples")):
-        sets_of = _sources(basic.get(name), basic.get(limit), columns, record_format)
+        sets_of = _sources(basic.get(name), basic.get(limit), columns, record_format, basic.get("dataset_dir"))
         if sets_of:
             file.section[split] = sets_of
             report.add(source, f"{at}basic_parameters.{name}", basic[name], "mapped", f"data.{split}")
@@ -185,16 +189,28 @@ def _conversations(
         )
 
 
-def _sources(names: Any, limit: Any, columns: Mapping[str, str], record_format: str) -> list[dict[str, Any]]:
-    """Return our sets for `a.json,b.json`. Their media paths begin at the folder that the job is started in."""
+def _sources(
+    names: Any, limit: Any, columns: Mapping[str, str], record_format: str, folder: Any
+) -> list[dict[str, Any]]:
+    """Return our sets for `a.json,b.json`. Their media lie in `folder`, as data.json calls it `dataset_dir`."""
     if not names:
         return []
-    common: dict[str, Any] = {"root": ".", "format": record_format}
+    common: dict[str, Any] = {"format": record_format}
     if columns:
         common["columns"] = dict(columns)
     if limit:
         common["max_samples"] = limit
-    return [{"path": name.strip(), **common} for name in str(names).split(",") if name.strip()]
+    paths = [name.strip() for name in str(names).split(",") if name.strip()]
+    return [{"path": path, "root": str(folder) if folder else _media_root(Path(path)), **common} for path in paths]
+
+
+def _media_root(file: Path) -> str:
+    """Return the folder of media where data.json names none: that of the job, or of a file that lies elsewhere.
+
+    Records may come from anywhere, so they cannot choose it: a path outside of it is refused.
+    """
+    start = Path.cwd()
+    return "." if file.resolve().is_relative_to(start) and start != Path(start.anchor) else str(file.parent)
 
 
 def _columns(

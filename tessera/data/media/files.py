@@ -132,7 +132,8 @@ def _follow_links(text: str, base: str) -> tuple[str, os.stat_result]:
     path, top = os.path.realpath(text), os.path.realpath(base)
     if path != top and not path.startswith(top.rstrip(os.sep) + os.sep):
         raise TesseraError(
-            f"path outside the data root: {text}", fix="set `root` of the data source to a folder above it"
+            f"path outside the data root: {text}",
+            fix="set `root` of the data set (in data.json: dataset_dir) to a folder above it",
         )
     return path, os.stat(path)
 
