@@ -149,9 +149,11 @@ def convert(
     trust: TrustFlag = False,
 ) -> None:
     """Write a model in another form; as a Hugging Face folder, with its adapters merged into it, by default."""
+    from tessera.core import log
     from tessera.core.config import parse_yaml
     from tessera.tools.convert import convert as run
 
+    log.setup()
     written = run(
         source,
         target,

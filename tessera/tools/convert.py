@@ -105,8 +105,8 @@ def convert(
     if dtype is not None and found is not None:
         raise TesseraError(f"from {found} to {to} every tensor keeps its type", where="--dtype", fix="leave it out")
     job = _Job(source, found, target, to, prefix, overwrite, prove, quantize, recipe)
-    job.layout = _layout({} if layout is None else layout)
-    job.source_layout = None if source_layout is None else _layout(source_layout)
+    job.layout = parse_layout({} if layout is None else layout)
+    job.source_layout = None if source_layout is None else parse_layout(source_layout)
     if found is None:
         job.trained = find_model(source, dtype, trust)
         _stream(job, _Model.of(job.trained.section))
@@ -292,7 +292,7 @@ def resplit(
     do not.
     """
     spec = FAMILIES.get(family)
-    old, new = _layout(before), _layout(after)
+    old, new = parse_layout(before), parse_layout(after)
     if like is not None:
         form = _megatron_form(spec, resolve(ModelSection(path=like))[1])
     elif family == "internvl":
@@ -341,7 +341,7 @@ def _megatron_form(spec: ModelSpec, config: Section) -> MegatronForm:
     return spec.main.megatron(config)
 
 
-def _layout(given: Mapping[str, Any]) -> MegatronLayout:
+def parse_layout(given: Mapping[str, Any]) -> MegatronLayout:
     """Return the layout that a mapping says: tp, ep, and a list of layers, or a list of lists, for each part."""
     known = ("tp", "ep", *_PARTS)
     if not isinstance(given, Mapping):

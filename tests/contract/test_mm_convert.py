@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from small_folders import small_folder
 from test_megatron_forms import hub_weights, layers_of
 
 from tessera.checkpoint.legacy.dcp import read_dcp
-from tessera.compat.mindspeed_mm.convert import CONVERTERS, main, run
+from tessera.compat.mindspeed_mm.convert import main, run
+from tessera.compat.mindspeed_mm.convert_table import CONVERTERS
 from tessera.core.errors import TesseraError
 
 
@@ -87,34 +91,127 @@ def test_dcp_and_back(converter: str, name: str, tmp_path: Path, monkeypatch: py
 def test_options_come_from_files_and_variables(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    vision, text = layers_of(folder)
-    run([*typed(HF_TO_MM, folder), "--print_config"])
+    words = typed(HF_TO_MM, folder)
+    run([*words, "--print_config=skip_default"])
     Path("job.yaml").write_text(capsys.readouterr().out)
-    monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
+    run([*words, "--print_config=comments,skip_null"])
+    told = capsys.readouterr().out
+    assert "# cfg.parallel_config.tp_size: tensor ranks" in told
+    assert yaml.safe_load(told)["cfg"]["parallel_config"]["ep_size"] == 1
+    cfg = yaml.safe_load(Path("job.yaml").read_text())["cfg"]
+    assert cfg == {
+        "mm_dir": "ckpt/mm_path/Qwen2-VL-2B-Instruct",
+        "hf_config": {"hf_dir": "ckpt/hf_path/Qwen2-VL-2B-Instruct"},
+        "parallel_config": {"llm_pp_layers": [[4]], "vit_pp_layers": [[3]], "tp_size": 1},
+    }
+    assert run([*A_JOB, "--config", "job.yaml", "--cfg.mm_dir", "third"]) == Path("third")
+    Path("all.yaml").write_text(yaml.safe_dump({"Qwen2VLConverter": {"hf_to_mm": {"cfg": cfg}}}))
+    Path("cfg.yaml").write_text(yaml.safe_dump(cfg))
+
+    def settled(*given: str) -> dict[str, Any]:
+        run([*given, "--print_config=skip_default"])
+        found: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)["cfg"]
+        return found
+
+    assert settled("--config", "all.yaml", *A_JOB) == cfg
+    assert settled(*A_JOB, "--cfg", "cfg.yaml") == cfg
+    assert (
+        settled(*A_JOB, "--cfg.parallel_config", json.dumps(cfg["parallel_config"]))["parallel_config"]["tp_size"] == 1
+    )
+    assert settled(*A_JOB, "--cfg.mm_dir", "a", "--config=job.yaml") == cfg, "what stands later wins"
     monkeypatch.setenv("MM_CONVERT_QWEN2VLCONVERTER__HF_TO_MM__CFG__MM_DIR", "elsewhere")
-    assert run(["Qwen2VLConverter", "hf_to_mm", "--config", "job.yaml", "--cfg.mm_dir", "third"]) == Path("third")
-    lists = [f"--cfg.parallel_config.{k}_pp_layers=[[{n}]]" for k, n in (("llm", text), ("vit", vision))]
-    assert run(["Qwen2VLConverter", "hf_to_mm", f"--cfg.hf_config.hf_dir={folder}", *lists]) == Path("elsewhere")
+    monkeypatch.setenv("MM_CONVERT_QWEN2VLCONVERTER__HF_TO_MM__CFG__PARALLEL_CONFIG__LLM_PP_LAYERS", "[[1,3]]")
+    assert settled(*A_JOB, "--config", "job.yaml") == cfg
+    monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
+    assert settled(*A_JOB)["parallel_config"] == {"llm_pp_layers": [[1, 3]]}
+    assert settled(*A_JOB, "--cfg.mm_dir", "fourth")["mm_dir"] == "fourth"
+    monkeypatch.setenv("MM_CONVERT_QWEN2VLCONVERTER__HF_TO_MM__CFG__MM_DIRR", "x")
+    with pytest.raises(TesseraError, match="CFG__MM_DIR"):
+        settled(*A_JOB)
 
 
-def test_every_converter_works_or_says_why_not(folder: Path) -> None:
-    for name, converter in CONVERTERS.items():
-        assert bool(converter.methods) != (converter.refused is not None), name
-        if converter.refused:
-            with pytest.raises(TesseraError, match="here"):
-                run([name, "hf_to_mm"])
+# Every converter and method of MindSpeed-MM (the reference, section 2f), with those that did nothing or were broken.
+KNOWN = """
+Qwen2VLConverter hf_to_mm mm_to_hf resplit
+Qwen2_5_VLConverter hf_to_mm mm_to_hf resplit lora_hf_to_mm lora_mm_to_hf -hf_to_mm_ldt -hf_to_mm_dcp
+Qwen2_5_OmniConverter -hf_to_mm -mm_to_hf -resplit
+InternVLConverter hf_to_mm mm_to_hf resplit
+Qwen3VLMegatronConverter hf_to_mm mm_to_hf resplit
+VideoAlignConverter -hf_to_mm -mm_to_hf -resplit
+GlmConverter -hf_to_mm -mm_to_hf -resplit
+DeepSeekVLConverter -hf_to_mm -mm_to_hf -resplit
+Qwen3VLConverter hf_to_dcp dcp_to_hf lora_hf_to_dcp merge_mm_lora_dcp_weight_to_base_hf -hf_to_mm -mm_to_hf -resplit
+Qwen35Converter hf_to_dcp dcp_to_hf -hf_to_mm -mm_to_hf -resplit
+GenericDCPConverter hf_to_dcp dcp_to_hf -hf_to_mm -mm_to_hf -resplit
+Mistral3Converter hf_to_dcp dcp_to_hf lora_hf_to_dcp merge_mm_lora_dcp_weight_to_base_hf
+ExpertMergeDcpConverter hf_to_dcp dcp_to_hf
+Qwen3TTSConverter -dcp_to_hf -hf_to_dcp
+MOSSTTSConverter -dcp_to_hf -hf_to_dcp
+WanConverter -hf_to_mm -mm_to_hf -resplit -lora_hf_to_mm -merge_lora_to_base -layerzero_to_mm -mm_to_dcp
+VACEConverter -hf_to_mm -mm_to_hf -hf_diffusers_to_mm -mm_to_hf_diffusers
+HunyuanVideoConverter -source_to_mm -resplit -layerzero_to_mm -merge_lora_to_base -t2v_text_encoder
+OpenSoraPlanConverter -hf_to_mm -source_to_mm -resplit -vae_convert
+CogVideoConverter -hf_to_mm -source_to_mm -resplit -layerzero_to_mm -merge_lora_to_base
+LuminaConverter -hf_to_mm -mm_to_hf
+BagelConverter -hf_to_mm
+OpenSoraConverter -hf_to_mm
+StepVideoConverter -hf_to_mm
+"""
+
+
+def test_every_method_works_or_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in KNOWN.split("\n")[1:-1]:
+        converter, *methods = line.split()
+        run([converter])
+        listed = capsys.readouterr().out
+        for method in methods:
+            name = method.lstrip("-")
+            assert f"  {name}  " in listed, converter
+            run([converter, "--help", name] if method == "hf_to_mm" else [converter, name, "-h"])
+            described = capsys.readouterr().out
+            assert ("refused: " in described) == method.startswith("-"), (converter, name)
+            with pytest.raises(TesseraError) as raised:  # also the constructor's options before the method
+                run([converter, "--version", "t2v", name] if method.startswith("-") else [converter, name])
+            said = str(raised.value)
+            assert ("missing: --" in said) != method.startswith("-"), said
+    run([])
+    overview = capsys.readouterr().out
+    assert all(f"  {name}: " in overview for name in CONVERTERS)
+    assert {*CONVERTERS} == {line.split()[0] for line in KNOWN.split("\n")[1:-1]} | {"moe_expert"}
+
+
+A_JOB = ["Qwen2VLConverter", "hf_to_mm"]
+LISTS = ["--cfg.parallel_config.llm_pp_layers", "--cfg.parallel_config.vit_pp_layers"]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["Qwen2VLConvertr", "hf_to_mm"], "Qwen2VLConverter"),
-        (["Qwen2VLConverter", "hf_to_m"], "hf_to_mm"),
-        (["Qwen2VLConverter", "hf_to_mm", "--cfg.mm_dirr", "x"], "mm_dir"),
-        (["Qwen2VLConverter", "hf_to_mm", "--cfg.mm_dir", "x"], "missing"),
-        (["Qwen2VLConverter", "hf_to_mm", "--cfg.save_vit_only", "true"], "encoder alone"),
-        (["Qwen2VLConverter", "hf_to_mm", "--mm_dir", "x"], "--cfg."),
-        (["Qwen2VLConverter", "hf_to_mm", "--cfg.mm_dir"], "no value"),
+        (["Qwen2VLConvertr", "hf_to_mm"], "did you mean: Qwen2VLConverter"),
+        (["Qwen2VLConverter", "hf_to_m"], "did you mean: hf_to_mm"),
+        ([*A_JOB, "--cfg.mm_dirr", "x"], "did you mean: --cfg.mm_dir"),
+        ([*A_JOB, "--cfg.paralel_config.tp_size", "x"], "did you mean: --cfg.parallel_config.tp_size"),
+        ([*A_JOB, "--cfg.mm_dir", "x"], "missing: --cfg.hf_config.hf_dir, "),
+        ([*A_JOB, "--cfg.save_vit_only", "true"], "encoder alone"),
+        ([*A_JOB, "--cfg.common_model_config.enable_canonical_hf_struct", "true"], "fused structure"),
+        ([*A_JOB, "--cfg.llm_hf_config.hf_dir", "x"], "not joined in"),
+        ([*A_JOB, "--mm_dir", "x"], "did you mean: --cfg.mm_dir"),
+        ([*A_JOB, "--cfg.mm_dir"], "no value"),
+        ([*A_JOB, "more"], "what is 'more'"),
+        ([*A_JOB, "--cfg.parallel_config.tp_size", "two"], "must be a number of ranks, not 'two'"),
+        ([*A_JOB, "--cfg.parallel_config.tp_size", "-1"], "must be a number of ranks, not -1"),
+        ([*A_JOB, "--cfg.trust_remote_code", "1"], "must be true or false"),
+        ([*A_JOB, LISTS[0], "[28]"], "must be a list of lists"),
+        ([*A_JOB, LISTS[0], "[[28],28]"], "must be a list of lists"),
+        ([*A_JOB, LISTS[0], "[[]]"], "must be a list of lists"),
+        ([*A_JOB, LISTS[0], "[[2.5]]"], "must be a list of lists"),
+        ([*A_JOB, LISTS[1], "[["], "parallel_config.vit_pp_layers"),
+        (["Qwen2VLConverter", "mm_to_hf", LISTS[0], "[[28]]"], "must be a list of numbers"),
+        ([*A_JOB, "--print_config=coments"], "did you mean: comments"),
+        ([*A_JOB, "--config", "absent.yaml"], "absent.yaml"),
+        ([*A_JOB, "--cfg.parallel_config", "{tp_sise: 1}"], "did you mean: --cfg.parallel_config.tp_size"),
+        (["moe_expert", "--style", "merg", "--hf_dir", "x", "--save_dir", "y"], "did you mean: merge"),
+        (["moe_expert", "merge"], "what is 'merge'"),
     ],
 )
 def test_wrong_words_end_with_two_and_name_the_right_ones(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -251,11 +251,12 @@ def is_megatron_folder(folder: Path) -> bool:
 
 
 def read_megatron(
-    folder: Path, form: MegatronForm, layout: MegatronLayout | None = None
+    folder: Path, form: MegatronForm, layout: MegatronLayout | None = None, *, some_layers: bool = False
 ) -> tuple[dict[str, MegatronTensor], MegatronLayout]:
     """Return the whole tensors of a folder by Megatron names, and the layout that its files have.
 
-    The layout is taken from the files; one that is given must agree with it.
+    The layout is taken from the files; one that is given must agree with it. `some_layers`: the files do not hold every
+    layer (those of adapters), and the lists of the given layout say which layers a stage has.
     """
     files = _rank_files(folder)
     contents = {rank: _models(path) for rank, path in files.items()}
@@ -263,6 +264,8 @@ def read_megatron(
         # A single number behind the tensor rank is the expert rank: every file has the table of embeddings.
         contents = {(tp, 0, ep): models for (tp, ep, _), models in contents.items()}
     found = _found_layout(form, contents)
+    if some_layers and layout is not None and (layout.pp, layout.virtual) == (found.pp, found.virtual):
+        found = replace(found, layers=layout.layers)
     check_layout(form, found, str(folder))
     if layout is not None and not _same(form, layout, found):
         raise TesseraError(f"its files are divided as {_shown(found)}, not as {_shown(layout)}", where=str(folder))
