@@ -102,7 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "layout", ["ep", "tp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "pp"))]
+    "layout", ["ep", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tp", "pp"))]
 )
 def test_a_rank_reads_what_it_holds(layout: str, folder: Path) -> None:
     seen: dict[str, list[dict[str, Any]]] = {}
