@@ -25,12 +25,14 @@ from job_cases import (
     write_mllm_data,
     write_published_configs,
 )
+from safetensors.torch import load_file
 from small_folders import small_folder
 from typer.testing import CliRunner
 
 import tessera
 from tessera.cli.main import app
 from tessera.compat.mindspeed_mm.arguments import parse_args
+from tessera.compat.mindspeed_mm.convert import run as mm_convert
 from tessera.compat.mindspeed_mm.entry_points import evaluate, inference
 from tessera.compat.mindspeed_mm.evaluation_json import anls, chosen_letter, relaxed
 from tessera.compat.mindspeed_mm.inference_json import read_inference
@@ -366,6 +368,7 @@ def run_command(root: Path, words: list[str], save: Path, **variables: str) -> s
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert (save / "iter_0000002" / "config.yaml").is_file()
     return done.stdout
 
 
@@ -411,7 +414,7 @@ def check_throughput(printed: str, batch: int) -> None:
     assert "tokens per sample:" in printed
 
 
-def test_the_seeds_script_runs(tiny: Path) -> None:
+def test_the_seeds_script_runs(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From weights that were converted to shards, as the guide says."""
     folder = tiny / "ckpt" / "qwen2_vl"
     if not folder.exists():
@@ -420,6 +423,15 @@ def test_the_seeds_script_runs(tiny: Path) -> None:
     printed = run_script(tiny, "qwen2vl/finetune_qwen2vl_7b.sh", ranks=1, stages=1, LOAD_PATH=str(shards))
     assert "without effect here: --use-flash-attn" in printed
     check_throughput(printed, batch=2)
+    # The guide's next step is given the folder of --save.
+    stages = ["--cfg.parallel_config.llm_pp_layers", "[2]", "--cfg.parallel_config.vit_pp_layers", "[2]"]
+    folders = ["--cfg.mm_dir", "save-finetune_qwen2vl_7b", "--cfg.save_hf_dir", "back", "--cfg.hf_config.hf_dir"]
+    monkeypatch.chdir(tiny)
+    back = mm_convert(["Qwen2VLConverter", "mm_to_hf", *folders, str(folder / "hf"), *stages])
+    assert back is not None
+    trained, before = (load_file(one / "model.safetensors") for one in (back, folder / "hf"))
+    assert trained.keys() == before.keys()
+    assert any(not trained[name].equal(before[name]) for name in before)
 
 
 @pytest.mark.slow

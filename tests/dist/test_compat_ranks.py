@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import tessera
+from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.compat import state
 from tessera.compat.mindspeed_mm import training
 from tessera.compat.mindspeed_mm.forward_step import MicroBatch
-from tessera.compat.mindspeed_mm.log_line import LATEST
 from tessera.compat.served import serving
 from tessera.core.files import read_metrics
 from tests.close import assert_as_close

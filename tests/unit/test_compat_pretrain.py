@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.compat import state
 from tessera.compat.megatron.timers import get_timers
 from tessera.compat.mindspeed_mm import training
 from tessera.compat.mindspeed_mm.arguments import parse_args
 from tessera.compat.mindspeed_mm.callback_recipe import callback_recipe
 from tessera.compat.mindspeed_mm.forward_step import ForwardStepTask, MicroBatch, mean_reports
-from tessera.compat.mindspeed_mm.log_line import LATEST
 from tessera.compat.mindspeed_mm.training import pretrain
 from tessera.core.errors import TesseraError
 from tessera.core.files import read_metrics
@@ -109,6 +109,8 @@ def losses(folder: Path) -> list[float]:
 
 def test_a_job_trains_logs_evaluates_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save = tmp_path / "ckpt"
+    save.mkdir()
+    (save / "iter_0000001").symlink_to("checkpoints/step-00000001")
     run(save)
     out = capsys.readouterr().out
     lines = [line for line in out.splitlines() if "elapsed time per iteration" in line]
@@ -131,6 +133,8 @@ def test_a_job_trains_logs_evaluates_and_saves(tmp_path: Path, capsys: pytest.Ca
     assert [sorted(row)[0] for row in kept] == ["eval_lm loss", "eval_lm loss", "kind"]
     assert f"saving checkpoint at iteration       4 to {save}" in out
     assert (save / LATEST).read_text() == "4"
+    assert (save / "iter_0000004").samefile(save / "checkpoints" / "step-00000004")
+    assert not (save / "iter_0000001").is_symlink()  # its checkpoint is gone
 
 
 def test_throughput_by_awk_comes_out_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -246,8 +246,8 @@ class MegatronTensor:
 
 
 def is_megatron_folder(folder: Path) -> bool:
-    """Return whether a folder is one of a Megatron-style job."""
-    return (folder / LATEST).is_file()
+    """Return whether a folder is one of a Megatron-style job; a run of Tessera may write its file for scripts, too."""
+    return (folder / LATEST).is_file() and not (folder / "config.yaml").is_file()
 
 
 def read_megatron(

@@ -12,6 +12,7 @@ from tessera.checkpoint.forms import SafetensorsForm
 from tessera.checkpoint.hf import publish
 from tessera.checkpoint.legacy.megatron import MegatronLayout, check_layout, read_megatron, write_megatron
 from tessera.checkpoint.peft import CONFIG, WEIGHTS
+from tessera.checkpoint.weight_source import run_exists
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.megatron_form import COLUMNS, ROWS, MegatronForm
 from tessera.core.run_config import ModelSection
@@ -40,6 +41,8 @@ def resplit_mm(family: str, options: Options) -> Path:
     before = layout_of(options, "source_parallel_config.", two_levels=False)
     after = layout_of(options, "target_parallel_config.", two_levels=False)
     like = options.get("hf_config.hf_dir")
+    if run_exists(Path(options["source_dir"])):  # the folder of --save of a job
+        return convert(options["source_dir"], options["target_dir"], to="mm", layout=after)
     return resplit(
         options["source_dir"], options["target_dir"], family, before, after, like=None if like is None else Path(like)
     )

@@ -1,4 +1,4 @@
-"""Print the lines that launch scripts parse, and write the file that names the newest checkpoint.
+"""Print the lines that launch scripts parse, and lay out the names under which they look for checkpoints.
 
     [2026-01-31 12:00:00] iteration 1/ 10 | consumed samples: 8 | elapsed time per iteration (ms): 123.4 | ...
 
@@ -9,6 +9,7 @@ Scripts split it at ":" (the time is the fifth field) and at "|", or search for 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -18,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.compat.mindspeed_mm.forward_step import ForwardStepTask, MicroBatch, mean_reports
 from tessera.core import device as devices
 from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.core.dist import World, sum_over_ranks
-
-LATEST = "latest_checkpointed_iteration.txt"
 
 
 class IterationLog(Callback):
@@ -114,7 +114,11 @@ class IterationLog(Callback):
 
 
 class SaveLog(Callback):
-    """Print the lines about checkpoints, and write the number of the newest one to the file that scripts read."""
+    """Print the lines about checkpoints; keep the names of Megatron beside them.
+
+    `iter_0000100` is a link to the checkpoint of that step, and `latest_checkpointed_iteration.txt` has the number of
+    the newest one. What they hold is a checkpoint of Tessera: `mm-convert`, `--load` and `tessera` read it.
+    """
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -124,7 +128,13 @@ class SaveLog(Callback):
             return
         step, folder = int(path.name.split("-")[1].partition(".")[0]), trainer.config.folder
         print(f"saving checkpoint at iteration {step:7d} to {folder} in safetensors format", flush=True)
+        for link in folder.glob("iter_*"):
+            if link.is_symlink() and not link.exists():  # its checkpoint was removed
+                link.unlink()
         fresh = folder / f"{LATEST}.part"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(os.path.relpath(path, folder), target_is_directory=True)
+        fresh.replace(folder / f"iter_{step:07d}")
         fresh.write_text(str(step), encoding="utf-8")
         fresh.replace(folder / LATEST)
         print(f"  successfully saved checkpoint from iteration {step:7d} to {path}", flush=True)
