@@ -40,12 +40,10 @@ def mm_to_hf(family: str, options: Options) -> Path:
 def resplit_mm(family: str, options: Options) -> Path:
     before = layout_of(options, "source_parallel_config.", two_levels=False)
     after = layout_of(options, "target_parallel_config.", two_levels=False)
-    like = options.get("hf_config.hf_dir")
-    if run_exists(Path(options["source_dir"])):  # the folder of --save of a job
-        return convert(options["source_dir"], options["target_dir"], to="mm", layout=after)
-    return resplit(
-        options["source_dir"], options["target_dir"], family, before, after, like=None if like is None else Path(like)
-    )
+    source, target, like = Path(options["source_dir"]), options["target_dir"], options.get("hf_config.hf_dir")
+    if run_exists(source):  # the folder of --save of a job
+        return convert(source, target, to="mm", layout=after)
+    return resplit(source, target, family, before, after, like=None if like is None else Path(like))
 
 
 def layout_of(options: Options, prefix: str, *, two_levels: bool) -> dict[str, Any]:
