@@ -106,7 +106,7 @@ def _load(
             return box
 
         if Ranks.current().rank == 0:
-            _check_copies(weight_map, shapes, read, folder)
+            _check_copies(weight_map.for_names(shapes), shapes, read, folder)
         for source in sources:
             for name in source.foreign:
                 check_stored_kind(name, kinds[name], tensors[source.native].dtype, str(folder))

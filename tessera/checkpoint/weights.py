@@ -44,6 +44,7 @@ def plan_reading(
     where: str,
 ) -> list[TensorSource]:
     """Return a source for each of `native`. `expected`: all names of the model, of which other ranks may load some."""
+    weight_map = weight_map.for_names(available)
     stored_names = {weight_map.canonical(name): name for name in available}
     twins: dict[str, list[str]] = {}
     for alias, name in tied.items():

@@ -128,7 +128,8 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(help="folder to write")],
     to: Annotated[
-        str, typer.Option("--to", help="hf, mm (Megatron-style shards), dcp or dcp-safetensors (torch DCP)")
+        str,
+        typer.Option("--to", help="hf, original (its makers'), mm (Megatron-style shards), dcp or dcp-safetensors"),
     ] = "hf",
     layout: Annotated[
         str | None, typer.Option("--layout", help='of mm, such as "{tp: 2, vit: [32, 0], llm: [10, 18]}"')

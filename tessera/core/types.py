@@ -396,9 +396,15 @@ class Component:
     megatron: Callable[[Any], MegatronForm] | None = None  # how Megatron-style jobs keep it
 
     def weight_map(self, config: Any, form: str = "hf") -> WeightMap | None:
-        """Return the weight map of this form; None where the component has no such files."""
+        """Return the weight map of this form; None where the component has no such files.
+
+        That of Hugging Face folders knows the tables of all other forms: reading, the names in a folder decide.
+        """
         make = self.weights.get(form)
-        return None if make is None else make(config)
+        if make is None or form != "hf":
+            return None if make is None else make(config)
+        others = tuple(other(config) for name, other in self.weights.items() if name != form)
+        return replace(make(config), others=others)
 
 
 @dataclass(frozen=True)
@@ -422,6 +428,8 @@ class ModelSpec:
     task: str = "language"  # the objective when the recipe names none
     needs_processor_files: bool = True  # off: a run without tokenizer files goes on without a processor
     hf_types: tuple[str, ...] = ()  # values of "model_type" in config.json that mean this family
+    # The same for folders in the form of a model's makers: (folder, config.json) -> config.json of Hugging Face's form.
+    originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def main(self) -> Component:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
@@ -353,6 +353,12 @@ class WeightMap:
     # (foreign name that is skipped, native name whose tensor it has to equal): tables that some folders store twice
     copies: tuple[tuple[str, str], ...] = ()
     same_names: bool = False  # a name without a rule is the same on both sides
+    mark: str = ""  # a foreign name that no other form of the family has
+    others: tuple[WeightMap, ...] = ()  # the tables of other forms that folders of the family have
+
+    def for_names(self, foreign: Collection[str]) -> WeightMap:
+        """Return the table of the form that a folder with these names has: one of the others, or this one."""
+        return next((other for other in self.others if other.mark in foreign), self)
 
     def rule_for(self, name: str) -> tuple[Rule, tuple[str, ...]] | None:
         """Return the rule for a native name and the foreign names it is made of; None when no rule matches."""

@@ -32,6 +32,8 @@ _SHORT, _MANY = 64, 4096  # texts that are kept with their tokens: characters of
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
+    if not path.is_file() and (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return _from_merges(folder)
     if not path.is_file():
         raise TesseraError(
             f"no tokenizer.json in {folder}",
@@ -43,6 +45,31 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     if _may_take_long(data):
         _try_out(path)
+    return tokenizer
+
+
+def _from_merges(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a folder that has only the files of the slow class, as first InternVL folders have."""
+    config = read_json_mapping(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    kind = config.get("tokenizer_class")
+    if kind not in ("Qwen2Tokenizer", "Qwen2TokenizerFast"):
+        raise TesseraError(
+            f"a {kind} is not read from vocab.json and merges.txt: how it cuts text is not in them",
+            where=str(folder),
+            allowed=["Qwen2Tokenizer"],
+            fix="give a folder with a tokenizer.json",
+        )
+    lines = read_text(folder / "merges.txt", _MAX_BYTES).splitlines()
+    merges = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#version")]
+    vocab = read_json_mapping(folder / "vocab.json", _MAX_BYTES)
+    known = config.get("added_tokens_decoder") or {}
+    with _library_errors(f"vocab.json and merges.txt make no tokenizer ({folder})"):
+        tokenizer = _byte_level(BPE(vocab=vocab, merges=merges))
+        for number, token in sorted(known.items(), key=lambda one: int(one[0])):
+            add = tokenizer.add_special_tokens if token.get("special") else tokenizer.add_tokens
+            add([AddedToken(**token)])
+            if tokenizer.token_to_id(token["content"]) != int(number):
+                raise ValueError(f"{token['content']} is not number {number}")
     return tokenizer
 
 

@@ -26,23 +26,16 @@ def family_of(model_type: str) -> ModelSpec:
     known: list[str] = []
     for name in FAMILIES.names():
         spec = FAMILIES.get(name)
-        if model_type in spec.hf_types:
+        if model_type in spec.hf_types or model_type in spec.originals:
             return spec
-        known.extend(spec.hf_types)
+        known.extend([*spec.hf_types, *spec.originals])
     raise TesseraError(
         f"no model family reads model_type {model_type!r}",
         where="config.json",
         allowed=sorted(known),
-        nearest=None if model_type in _OTHER_LAYOUTS else nearest(model_type, known),
-        fix=_OTHER_LAYOUTS.get(model_type) or _advice(model_type),
+        nearest=nearest(model_type, known),
+        fix=_advice(model_type),
     )
-
-
-# Published twice: in the makers' layout with code of its own, which we never run, and in that of transformers.
-_OTHER_LAYOUTS = {
-    "internvl_chat": "this is the layout of the first InternVL folders, whose code is never run: take the same weights "
-    "in the layout of transformers, which their makers publish as folders that end in -hf (OpenGVLab/InternVL3-1B-hf)"
-}
 
 
 def _advice(model_type: str) -> str:
@@ -81,6 +74,8 @@ def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
         if section.preset is not None:
             raise _preset_and_path()
         spec = FAMILIES.get(section.family) if section.family else family_of(str(data.get("model_type", "")))
+        original = spec.originals.get(str(data.get("model_type")))
+        data = data if original is None else original(section.path, data)
         return spec, _with_changes(spec, spec.config.from_hf(data), section.config)  # type: ignore[attr-defined]
     assert section.family is not None, "ModelSection checks that a family or a path is given"
     spec = FAMILIES.get(section.family)

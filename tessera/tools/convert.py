@@ -45,13 +45,12 @@ from tessera.inference.load import FoundModel, find_model, load
 from tessera.inference.proof import Prove, check_choice
 from tessera.inference.trained import open_trained
 from tessera.models import FAMILIES, build_on_meta, resolve
-from tessera.models.common.exported_config import exported_config
-from tessera.models.common.side_files import copy_side_files
 from tessera.models.common.text import PROJECTIONS
+from tessera.tools.folder_target import hf_target, original_target
 from tessera.tools.recipe_layout import Recipe, layout_of_recipe
-from tessera.training.export import export_folder, main_dtype, seal_export
+from tessera.training.export import export_folder, seal_export
 
-Form = Literal["hf", "mm", "dcp", "dcp-safetensors"]
+Form = Literal["hf", "original", "mm", "dcp", "dcp-safetensors"]
 _PARTS = ("vit", "llm", "audio")
 
 
@@ -74,9 +73,10 @@ def convert(
 ) -> Path:
     """Write a model in another form and return the folder.
 
-    `to`: "hf", "mm" (Megatron-style shards, divided as `layout` says: tp, ep, and lists of layers for vit and llm; or
-    as a run by `recipe` would divide the model), "dcp", or "dcp-safetensors" (torch's DCP over safetensors). `like`:
-    the Hugging Face folder with the configuration and the side files, for forms that have none. `source_layout`: what
+    `to`: "hf", "original" (the form of the model's makers: that of `like`, or of the folder that it began from), "mm"
+    (Megatron-style shards, divided as `layout` says: tp, ep, and lists of layers for vit and llm; or as a run by
+    `recipe` would divide the model), "dcp", or "dcp-safetensors" (torch's DCP over safetensors). `like`: the folder
+    with the configuration and the side files, for forms that have none. `source_layout`: what
     the layout of shards to read must be, if it is to be checked. `prefix`: stands before the names in a DCP folder.
     `quantize`: "fp8" (a scale for each output) or "fp8-block" (for each block of 128 x 128): projections of the text
     decoder are written in eight bits, as vLLM serves them.
@@ -104,14 +104,15 @@ def convert(
         raise TesseraError("adapters alone are written as PEFT keeps them", where="--adapters", fix="leave --to out")
     if dtype is not None and found is not None:
         raise TesseraError(f"from {found} to {to} every tensor keeps its type", where="--dtype", fix="leave it out")
-    job = _Job(source, found, target, to, prefix, overwrite, prove, quantize, recipe)
+    pattern = None if like is None else Path(like)
+    job = _Job(source, found, target, to, prefix, overwrite, prove, quantize, recipe, pattern)
     job.layout = parse_layout({} if layout is None else layout)
     job.source_layout = None if source_layout is None else parse_layout(source_layout)
     if found is None:
         job.trained = find_model(source, dtype, trust)
         _stream(job, _Model.of(job.trained.section))
     else:
-        _stream(job, _Model.of_folder(_described(source, found, None if like is None else Path(like))))
+        _stream(job, _Model.of_folder(_described(source, found, job.like)))
     return target
 
 
@@ -189,6 +190,7 @@ class _Job:
     prove: Prove
     quantize: str | None = None
     recipe: Recipe | None = None
+    like: Path | None = None
     trained: FoundModel | None = None
     layout: MegatronLayout = field(default_factory=MegatronLayout)
     source_layout: MegatronLayout | None = None
@@ -227,7 +229,7 @@ def _stream(job: _Job, model: _Model) -> None:
         if job.recipe is not None:
             job.layout = layout_of_recipe(job.recipe, model.section, shards)
         check_layout(shards, job.layout, str(job.target))
-    maps = {"hf": hub, "dcp": hub, "dcp-safetensors": hub, None: NATIVE}
+    maps = {"hf": hub, "original": hub, "dcp": hub, "dcp-safetensors": hub, None: NATIVE}
     maps |= {} if shards is None else {"mm": shards.weights}
     shapes, tied = native_shapes(model_tensors(module)), tied_names(module)
     with _source(job, model, module, shards) as stored:
@@ -238,24 +240,29 @@ def _stream(job: _Job, model: _Model) -> None:
             with _open(staging, job.to, job.prefix, shards, None) as written:
                 native.check_against(NativeTensors(written, maps[job.to], shapes, tied))
 
-        if job.to == "hf":
+        if job.to in ("hf", "original"):
             blanks = native.blanks()
-            plain = exported_config(config, model.raw, main_dtype(blanks))
+            if job.to == "original":
+                pattern = job.like or model.section.path
+                target = original_target(spec, hub, blanks, pattern, job.source)
+            else:
+                assert model.folder is not None, "other sources than folders are loaded as a model"
+                pattern = model.folder
+                target = hf_target(spec, config, hub, blanks, pattern, model.raw)
             fp8 = None
             if job.quantize is not None:
                 fp8 = Fp8Map.of(hub, job.quantize, blanks, PROJECTIONS, str(job.source))
 
             def finish(staging: Path) -> None:
-                assert model.folder is not None, "other sources than folders are loaded as a model"
-                copy_side_files(model.folder, staging)
+                target.add_files(staging)
                 (check if fp8 is None else fp8.check)(staging)
-                seal_export(staging, spec, config, base=model.folder, prove=job.prove)
+                seal_export(staging, spec, config, base=pattern, prove=job.prove)
 
             save_folder(
                 job.target,
                 blanks,
-                fp8 or hub,
-                plain if fp8 is None else fp8.config(plain),
+                fp8 or target.table,
+                target.config if fp8 is None else fp8.config(target.config),
                 prepare=lambda name, _: native.read(name),
                 overwrite=job.overwrite,
                 extras=finish,
@@ -324,7 +331,7 @@ def _open(
 ) -> StoredForm:
     if shards is not None and form == "mm":
         return MegatronFolder(folder, shards, layout)
-    return SafetensorsForm(folder) if form == "hf" else DcpFolder(folder, prefix)
+    return SafetensorsForm(folder) if form in ("hf", "original") else DcpFolder(folder, prefix)
 
 
 def _source(job: _Job, model: _Model, module: nn.Module, shards: MegatronForm | None) -> StoredForm:

@@ -39,7 +39,7 @@ def plain(case: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     spec, config = resolve(ModelSection(family=family, preset=preset, config=changes))
     module = spec.main.build(config)
     randomize(module, 0, 0.3)
-    export_folder(module.to(dtype), spec, config, None, folder)
+    export_folder(module.to(dtype), spec, config, None, folder, prove="never")
     words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     train_tokenizer(["Say red blue."], 300, words).save(str(folder / "tokenizer.json"))
     return folder
@@ -203,7 +203,7 @@ def test_a_changed_byte_is_found_before_the_folder_appears(tmp_path: Path, monke
         data[-7] ^= 1
         path.write_bytes(data)
 
-    monkeypatch.setattr("tessera.tools.convert.copy_side_files", spoil)
+    monkeypatch.setattr("tessera.tools.folder_target.copy_side_files", spoil)
     with pytest.raises(TesseraError, match="read back with other bytes"):
         tessera.convert(tmp_path / "hf", tmp_path / "out", quantize="fp8")
     assert not (tmp_path / "out").exists()

@@ -149,7 +149,6 @@ def test_what_we_do_not_compute_is_an_error(key: str, value: Any) -> None:
 def test_the_advice_for_a_folder_in_another_layout_is_true(tmp_path: Path) -> None:
     """It advised a setting that was refused next: the library has no class for it."""
     for model_type, advised in (
-        ("internvl_chat", "-hf"),
         ("gemma3", "model.family=transformers runs"),
         ("nobody_knows", "model.family=module"),
     ):
@@ -158,4 +157,3 @@ def test_the_advice_for_a_folder_in_another_layout_is_true(tmp_path: Path) -> No
             resolve(ModelSection(path=tmp_path))
         assert advised in str(caught.value.fix)
         assert ("transformers runs" in str(caught.value.fix)) == (model_type in CONFIG_MAPPING_NAMES)
-        assert model_type != "internvl_chat" or caught.value.nearest is None

@@ -69,7 +69,8 @@ def _found(name: str, known: Mapping[str, T], kind: str) -> T:
 def _check_folder(converter: Converter, folder: Path) -> None:
     """Raise unless a Hugging Face folder is one that a converter is for."""
     kind = type_of(folder)
-    types = FAMILIES.get(converter.family).hf_types if converter.family else converter.types
+    spec = FAMILIES.get(converter.family) if converter.family else None
+    types = converter.types if spec is None else (*spec.hf_types, *spec.originals)
     if types and kind not in types:
         raise TesseraError(
             f"this converter is for {converter.family or types[0]}, the folder's model_type is {kind!r}",

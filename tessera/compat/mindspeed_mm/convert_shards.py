@@ -17,8 +17,9 @@ from tessera.core.errors import TesseraError, nearest
 from tessera.core.megatron_form import COLUMNS, ROWS, MegatronForm
 from tessera.core.run_config import ModelSection
 from tessera.core.weightmap import Rule, WeightMap
-from tessera.models import resolve
-from tessera.tools.convert import convert, parse_layout, resplit
+from tessera.models import FAMILIES, resolve
+from tessera.tools.convert import Form, convert, parse_layout, resplit
+from tessera.tools.folder_target import is_original
 
 Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
 _TEXT = "text_decoder.decoder.layers.{i}."
@@ -33,8 +34,9 @@ def hf_to_mm(family: str, options: Options) -> Path:
 
 def mm_to_hf(family: str, options: Options) -> Path:
     layout = layout_of(options, "parallel_config.", two_levels=False)
-    like = options["hf_config.hf_dir"]
-    return convert(options["mm_dir"], options["save_hf_dir"], to="hf", like=like, source_layout=layout)
+    like = Path(options["hf_config.hf_dir"])
+    form: Form = "original" if is_original(FAMILIES.get(family), like) else "hf"  # that of the folder it began from
+    return convert(options["mm_dir"], options["save_hf_dir"], to=form, like=like, source_layout=layout)
 
 
 def resplit_mm(family: str, options: Options) -> Path:

@@ -100,17 +100,20 @@ def vision_family(
     processor: str,
     hf_types: tuple[str, ...] = (),
     megatron: Callable[[Any], MegatronForm] | None = None,
+    other_weights: Mapping[str, Callable[[Any], WeightMap]] | None = None,
+    originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] | None = None,
 ) -> ModelSpec:
     """Return the specification of a vision-language family from its parts.
 
     `processor`: name of the class in the family's `processor.py`, which is imported when it is first needed: a model
     alone needs no tokenizer and no image library. `hf_types`: `model_type` values of its folders; default: the name.
+    `other_weights`, `originals`: weight maps by form, and configurations by `model_type`, of folders in other forms.
     """
     work = functools.partial(vision_language_work, costs)
     return ModelSpec(
         name=name,
         config=config,
-        components={"model": Component(build, plan, {"hf": weights}, megatron=megatron)},
+        components={"model": Component(build, plan, {"hf": weights, **(other_weights or {})}, megatron=megatron)},
         flops=functools.partial(batch_flops, work),
         work=work,
         example=example,
@@ -118,6 +121,7 @@ def vision_family(
         processor=functools.partial(_load_processor, name, processor),
         task="language",
         hf_types=hf_types or (name,),
+        originals=originals or {},
     )
 
 

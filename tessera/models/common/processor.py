@@ -55,6 +55,8 @@ class ConversationProcessor(ABC):
     version: ClassVar[str]  # family and a number, raised when the same options give other tokens than before
     axes: ClassVar[int] = 3  # axes of positions: 3 (time, height and width) or 1
     tokenizer_kind: ClassVar[str | None] = None  # transformers' class named in exports; None: chosen by the tokenizer
+    # Named tokens that transformers' processor replaces before a model sees them: a tokenizer may lack their ids.
+    replaced_words: ClassVar[tuple[str, ...]] = ()
 
     encoder: ChatEncoder
     template: ChatTemplate
@@ -276,7 +278,11 @@ class ConversationProcessor(ABC):
     def save(self, folder: Path) -> None:
         end = next(iter(self.template.stop_words), self.template.end_of_text)
         pad = self.template.end_of_text if self.encoder.find(self.template.end_of_text) is not None else end
-        known = {name: word for name, word in self.named_tokens().items() if self.encoder.find(word) is not None}
+        known = {
+            name: word
+            for name, word in self.named_tokens().items()
+            if self.encoder.find(word) is not None or word in self.replaced_words
+        }
         write_tokenizer(
             folder,
             self.encoder.json,

@@ -52,8 +52,8 @@ def side_folder(path: Path | None) -> Path | None:
     return run / "processor" if (run / "processor").is_dir() else None
 
 
-def side_files(folder: Path) -> dict[str, Path]:
-    """Return the files to copy by their names below the folder.
+def side_files(folder: Path, code: bool = False) -> dict[str, Path]:
+    """Return the files to copy by their names below the folder; with `code`, also the Python files that it carries.
 
     A link that leads out of the folder is left out, with a warning: what lies there was not meant to be published.
     The cache of downloads, whose folders are links to files beside them, is known.
@@ -61,7 +61,7 @@ def side_files(folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     top = folder.resolve()
     homes = [top] + [top.parent.parent / "blobs"] * (top.parent.name == "snapshots")
-    for name, path in _candidates(folder):
+    for name, path in _candidates(folder, code):
         real = path.resolve()
         if not any(real.is_relative_to(home) for home in homes):
             _log.warning("%s is not copied: it is a link out of its folder, to %s", path, real)
@@ -72,9 +72,9 @@ def side_files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _candidates(folder: Path) -> Iterator[tuple[str, Path]]:
+def _candidates(folder: Path, code: bool) -> Iterator[tuple[str, Path]]:
     for path in sorted(folder.iterdir()):
-        if _is_side_file(path.name):
+        if _is_side_file(path.name) or (code and path.suffix == ".py"):
             yield path.name, path
     more = folder / _OTHER_TEMPLATES[1]
     if more.is_dir():
@@ -91,12 +91,14 @@ def is_legal(name: str) -> bool:
     return _LEGAL.fullmatch(name) is not None
 
 
-def copy_side_files(source: Path, target: Path, wanted: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Copy side files to another folder and return their names."""
+def copy_side_files(
+    source: Path, target: Path, wanted: Callable[[str], bool] = lambda name: True, *, code: bool = False
+) -> list[str]:
+    """Copy side files to another folder and return their names. `code`: see `side_files`; nothing of it is run."""
     target.mkdir(parents=True, exist_ok=True)
     if source.resolve() == target.resolve():
         return []
-    copied = [(name, path) for name, path in side_files(source).items() if wanted(name)]
+    copied = [(name, path) for name, path in side_files(source, code).items() if wanted(name)]
     for name, path in copied:
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target / name)

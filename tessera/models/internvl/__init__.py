@@ -1,4 +1,4 @@
-"""InternVL 2.5, 3 and 3.5 in their Hugging Face form: images as tiles of one size."""
+"""InternVL 2.5, 3 and 3.5, in their Hugging Face form and that of their makers: images as tiles of one size."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tessera.models.common.costs import example_batch
 from tessera.models.common.family import preset, quickstart_preset, vision_family
 from tessera.models.internvl.config import InternVLConfig
 from tessera.models.internvl.model import build, costs, plan
+from tessera.models.internvl.original import MODEL_TYPE, hf_config, internlm_weights, original_weights
 from tessera.models.internvl.weights import megatron, weights
 
 _300M = {
@@ -120,6 +121,9 @@ SPEC = vision_family(
     plan=plan,
     weights=weights,
     megatron=megatron,
+    # InternLM2 first: its folders have the mark of the other form as well.
+    other_weights={"internlm2": internlm_weights, "original": original_weights},
+    originals={MODEL_TYPE: hf_config},
     costs=costs,
     example=example,
     processor="InternVLProcessor",

@@ -19,15 +19,16 @@ from tessera.core.types import MediaSize, Part, PartKind
 from tessera.data.chat import ChatSpan, ChatTemplate, MediaWords
 from tessera.data.media.images import to_rgb
 from tessera.data.media.video_frames import VideoSampling
-from tessera.data.tokenizer import ChatEncoder, load_tokenizer
+from tessera.data.tokenizer import ChatEncoder, load_tokenizer, read_chat_template
 from tessera.models.common.media_layout import MediaLayout
 from tessera.models.common.patches import Patches, block_positions
 from tessera.models.common.preprocessor_files import BICUBIC, VideoOptions, read_json
 from tessera.models.common.processor import ConversationProcessor, check_special_tokens, with_system
 from tessera.models.common.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 from tessera.models.internvl.config import InternVLConfig, InternVLVisionConfig
+from tessera.models.internvl.original import CONTEXT, is_original, system_message, tile_settings
 
-CONTEXT, OPEN, CLOSE, VIDEO = "<IMG_CONTEXT>", "<img>", "</img>", "<video>"
+OPEN, CLOSE, VIDEO = "<img>", "</img>", "<video>"
 # Folders write one token for an image or video; transformers' processor expands it in the same way.
 QWEN = ChatTemplate(
     special=("<|im_start|>", "<|im_end|>", OPEN, CLOSE),
@@ -56,10 +57,12 @@ class TileOptions(VideoOptions):
 class InternVLProcessor(ConversationProcessor):
     version: ClassVar[str] = "internvl 2"
     axes: ClassVar[int] = 1
+    replaced_words: ClassVar[tuple[str, ...]] = (VIDEO,)
 
     image: TileCutter
     video: TileCutter
     max_length: int | None
+    text_only: bool = False  # whether the folder's own template, which transformers uses, has no place for images
 
     @classmethod
     def load(cls, config: InternVLConfig, folder: Path, **options: Any) -> InternVLProcessor:
@@ -67,14 +70,19 @@ class InternVLProcessor(ConversationProcessor):
         chosen = build(TileOptions, options, "data.processor")
         encoder = ChatEncoder(load_tokenizer(folder))
         internlm = encoder.find(QWEN.end_of_text) is None and encoder.find("<s>") is not None
-        template = with_system(INTERNLM if internlm else QWEN, chosen, folder)
+        template, original, jinja = INTERNLM if internlm else QWEN, is_original(folder), read_chat_template(folder)
+        if not original or "system" in chosen.model_fields_set:
+            template = with_system(template, chosen, folder)
+        else:  # the template of its tokenizer is that of the decoder alone
+            template = replace(template, system=system_message(folder))
+        text_only = not original and jinja is not None and CONTEXT not in jinja
         check_special_tokens(encoder, template, {CONTEXT: config.image_token_id}, config.text.vocab_size, folder)
         image, video = read_tiles(folder, config.vision, chosen.min_tiles, chosen.max_tiles)
         sampling = replace(chosen.sampling(folder), multiple=1, rule="middles")
-        return cls(encoder, template, sampling, chosen.train_on, False, image, video, config.max_length)
+        return cls(encoder, template, sampling, chosen.train_on, False, image, video, config.max_length, text_only)
 
     def fingerprint_fields(self) -> list[Any]:
-        return [asdict(self.image), asdict(self.video), self.max_length]
+        return [asdict(self.image), asdict(self.video), self.max_length, *[self.text_only] * self.text_only]
 
     def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
         if kind == "video":
@@ -248,6 +256,12 @@ def read_tiles(
     """
     both = read_json(folder / BOTH_FILE)
     image_file = read_json(folder / IMAGE_FILE) or both.get("image_processor") or {}
+    if is_original(folder):  # its file is that of a single tile
+        single = {"size": vision.image_size, "crop_size": vision.image_size, "do_center_crop": True}
+        wrong = [key for key, value in single.items() if image_file.get(key, value) != value]
+        if wrong:
+            raise TesseraError(f"{wrong[0]} = {image_file[wrong[0]]!r} is not that of a tile", where=str(folder))
+        image_file = {key: value for key, value in image_file.items() if key not in single} | tile_settings(folder)
     video_file = read_json(folder / VIDEO_FILE) or both.get("video_processor") or image_file
     fewest = least or image_file.get("min_patches") or 1
     largest = most or image_file.get("max_patches") or max(12, fewest)
@@ -290,6 +304,7 @@ def _tiles(data: Mapping[str, Any], vision: InternVLVisionConfig, path: Path) ->
         "do_rescale": True,
         "do_normalize": True,
         "resample": BICUBIC,
+        "do_center_crop": False,
     }
     for key, wanted in checks.items():
         if data.get(key) is not None and data[key] != wanted:

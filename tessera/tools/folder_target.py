@@ -1,0 +1,106 @@
+"""How a folder of weights is written: by which names, with which config.json, and with what beside them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tessera.checkpoint.folder_tensors import FolderTensors
+from tessera.core.config import Section
+from tessera.core.errors import TesseraError
+from tessera.core.layouts import detect_layout
+from tessera.core.types import ModelSpec
+from tessera.core.weightmap import WeightMap
+from tessera.models.common.exported_config import exported_config, with_dtype
+from tessera.models.common.side_files import copy_side_files, write_side_files
+from tessera.training.export import main_dtype
+
+
+@dataclass(frozen=True)
+class FolderTarget:
+    """Describe a folder that is to be written. `add_files` puts what belongs beside the weights into it."""
+
+    table: WeightMap
+    config: Mapping[str, Any]
+    add_files: Callable[[Path], object]
+
+
+def is_original(spec: ModelSpec, folder: Path | None) -> bool:
+    """Return whether a folder has the form of the model's makers."""
+    layout = None if folder is None else detect_layout(folder)
+    return layout is not None and layout.config().get("model_type") in spec.originals
+
+
+def hf_target(
+    spec: ModelSpec,
+    config: Section,
+    table: WeightMap,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    raw: Mapping[str, Any],
+) -> FolderTarget:
+    """Return a Hugging Face folder with the side files of `folder` and what its config.json, `raw`, says.
+
+    Those of a folder in the form of its makers mean the same in words that transformers does not read: they are
+    written anew. `tensors`: native ones, maybe without data.
+    """
+    described = exported_config(config, raw, main_dtype(tensors))
+    if not is_original(spec, folder):
+        return FolderTarget(table, described, functools.partial(copy_side_files, folder))
+    assert spec.processor is not None, "a family with two forms has a processor"
+    read = functools.partial(spec.processor, config)
+    files = functools.partial(write_side_files, processor=read(folder), read=read, own=folder, weights=folder)
+    return FolderTarget(table, described, files)
+
+
+def original_target(
+    spec: ModelSpec, table: WeightMap, tensors: Mapping[str, Tensor], folder: Path | None, where: Path
+) -> FolderTarget:
+    """Return a folder as the makers of the model keep it: with everything but the weights of the one named `folder`.
+
+    `tensors`: native ones, maybe without data. Their names and shapes must be those that the folder has.
+    """
+    if not spec.originals:
+        raise TesseraError(
+            f"the family {spec.name} has one form of folders, that of Hugging Face",
+            where="--to original",
+            fix="--to hf",
+        )
+    if folder is None or not is_original(spec, folder):
+        raise TesseraError(
+            "which folder of its makers the model is to be written as is not known",
+            where=str(where) if folder is None else str(folder),
+            allowed=[f"a folder whose model_type is {kind}" for kind in spec.originals],
+            fix="name the one that it began from: --like FOLDER (like= in Python)",
+        )
+    layout = detect_layout(folder)
+    assert layout is not None
+    raw = layout.config()
+    with FolderTensors(folder) as kept:
+        own = table.for_names(kept.shapes)
+        made = {
+            name: tuple(blank.shape)
+            for group in dict.fromkeys(own.group_of(name) for name in tensors)
+            for name, blank in own.to_foreign({name: tensors[name] for name in group}).items()
+        }
+        theirs = {name: shape for name, shape in kept.shapes.items() if not own.skips(name)}
+    for name in [*made, *theirs]:
+        if made.get(name) != theirs.get(name):
+            raise TesseraError(
+                f"{name} is {_shown(made.get(name))} here and {_shown(theirs.get(name))} there",
+                where=str(folder),
+                fix="name the folder that the model began from: --like FOLDER",
+            )
+    described = with_dtype(raw, main_dtype(tensors))
+    if "auto_map" in raw:  # the code that it names is handed on as well
+        described["auto_map"] = raw["auto_map"]
+    return FolderTarget(own, described, functools.partial(copy_side_files, folder, code=True))
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))

@@ -1,0 +1,148 @@
+"""Folders in the form of InternVL's makers are read as their Hugging Face form is, and written back bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chats import asked_about, picture
+from internvl_original import KINDS, VOCAB, config, original_folder, weights
+from safetensors.torch import load_file, save_file
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+import tessera
+from tessera.compat.mindspeed_mm.convert import run
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import ModelSection
+from tessera.data.tokenizer import load_tokenizer
+from tessera.models import resolve
+from tessera.models.internvl.processor import InternVLProcessor
+from tests.toys.chat_set import chat_recipe, write_chat_set
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return original_folder(request.param, tmp_path_factory.mktemp(request.param) / "InternVL3-1B")
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return original_folder("qwen2", tmp_path_factory.mktemp("qwen2") / "InternVL3-1B")
+
+
+def same(one: Path, other: Path) -> None:
+    """All files of two folders are the same, byte by byte; of weights, names and numbers are."""
+    names = {path.name for path in one.iterdir()} | {path.name for path in other.iterdir()}
+    for name in names - {"tessera_export.json", "export.json"}:
+        if name.endswith(".safetensors"):
+            found, expected = load_file(one / name), load_file(other / name)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+        elif name == "config.json":
+            assert json.loads((one / name).read_text()) == json.loads((other / name).read_text())
+        else:
+            assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_it_computes_what_its_hugging_face_form_computes_and_goes_back(folder: Path, tmp_path: Path) -> None:
+    kind = json.loads((folder / "config.json").read_text())["llm_config"]["model_type"]
+    hub = tessera.convert(folder, tmp_path / "hf", prove="always")  # transformers computes the same logits from it
+    expected = weights(kind)[1]
+    found = load_file(hub / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    said = json.loads((hub / "config.json").read_text())
+    assert said["model_type"] == "internvl"
+    assert json.loads((hub / "preprocessor_config.json").read_text())["max_patches"] == 4
+    outputs = []
+    for one in (folder, hub):
+        model, processor = tessera.load(one, device="cpu")
+        batch = processor(asked_about(picture(70, 40)))
+        assert batch["tokens"].eq(model.config.image_token_id).sum() == 3 * 4  # two tiles and the whole, of 2 x 2
+        outputs.append((batch["tokens"], model(batch).logits))
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert torch.equal(outputs[0][1], outputs[1][1])
+    same(tessera.convert(hub, tmp_path / "back", to="original", like=folder), folder)
+    assert not (folder / "canary").exists()
+
+
+def test_mm_convert_takes_it_and_gives_it_back(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    layers = [f"--cfg.parallel_config.{part}_pp_layers" for part in ("llm", "vit")]
+    words = ["--cfg.mm_dir", "shards", "--cfg.hf_config.hf_dir", str(folder), "--cfg.parallel_config.tp_size", "2"]
+    run(["InternVLConverter", "hf_to_mm", *words, layers[0], "[[1,1]]", layers[1], "[[2,0]]"])
+    assert Path("shards/release/mp_rank_01_001/model_optim_rng.pt").is_file()
+    run(["InternVLConverter", "mm_to_hf", *words, "--cfg.save_hf_dir", "back", layers[0], "[1,1]", layers[1], "[2,0]"])
+    same(Path("back"), folder)
+    hub = tessera.convert("shards", "hub", like=folder, prove="never")
+    assert json.loads((hub / "config.json").read_text())["model_type"] == "internvl"
+    assert tessera.load(hub, device="cpu")[1].processor is not None
+
+
+def test_a_run_begins_from_it_and_ends_in_either_form(qwen2: Path, tmp_path: Path) -> None:
+    recipe = chat_recipe(write_chat_set(tmp_path / "chats", samples=4), tmp_path, steps=1)
+    recipe |= {"model": {"path": str(qwen2)}}
+    recipe["data"] |= {"eval": [], "processor": {}}
+    recipe["checkpoint"] |= {"every": 1, "export": True, "prove": "never"}
+    made = tessera.train(recipe).folder
+    exported = AutoModelForImageTextToText.from_pretrained(made / "hf")
+    assert type(exported).__name__ == "InternVLForConditionalGeneration"
+    assert type(AutoImageProcessor.from_pretrained(made / "hf")).__name__.startswith("GotOcr2")
+    assert "You are somebody else." not in str(AutoTokenizer.from_pretrained(made / "hf").chat_template)
+    back = tessera.convert(made, tmp_path / "back", to="original")
+    before, after = load_file(qwen2 / "model.safetensors"), load_file(back / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in before.items()} == {name: t.shape for name, t in after.items()}
+    assert not torch.equal(before["mlp1.3.weight"], after["mlp1.3.weight"])
+    assert (back / "modeling_internvl_chat.py").is_file()
+    assert not list(tmp_path.rglob("canary"))
+
+
+def test_its_tokenizer_is_that_of_the_slow_class(qwen2: Path) -> None:
+    ours, theirs = load_tokenizer(qwen2), AutoTokenizer.from_pretrained(qwen2)
+    for text in ("What is in this picture? 12345 été e\u0301", "<img><IMG_CONTEXT></img>\n  x", "<|im_start|>user\n"):
+        assert ours.encode(text).ids == theirs(text)["input_ids"]
+    processor = InternVLProcessor.load(resolve(ModelSection(path=qwen2))[1], qwen2)
+    assert processor.template.system is None
+    assert processor.image.most == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"select_layer": -4}, "select_layer"),
+        ({"ps_version": "v1"}, "ps_version"),
+        ({"pad2square": True}, "pad2square"),
+        ({"force_image_size": 64}, "force_image_size"),
+        ({"use_llm_lora": 16}, "use_llm_lora"),
+        ({"llm_config": None}, "no llm_config"),
+        ({"downsample_ratio": 0.3}, "downsample_ratio"),
+        ({"llm_config": {**config("qwen2")["llm_config"], "model_type": "phi3"}}, "phi3"),
+        ({"llm_config": {**config("internlm2")["llm_config"], "bias": True}}, "bias"),
+        ({"vision_config": {**config("qwen2")["vision_config"], "dropout": 0.1}}, "dropout"),
+        ({"template": "internlm2-chat"}, "template"),
+        ({"use_thumbnail": False}, "use_thumbnail"),
+        ({"max_dynamic_patch": 0}, "max_dynamic_patch = 0"),
+    ],
+)
+def test_what_is_computed_otherwise_is_refused_by_its_key(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config("qwen2", **changes)))
+    train = original_folder("qwen2", tmp_path / "folder", **changes)
+    with pytest.raises(TesseraError, match=said):
+        InternVLProcessor.load(resolve(ModelSection(path=train))[1], train)
+
+
+def test_a_folder_of_another_model_or_form_is_no_pattern(qwen2: Path, tmp_path: Path) -> None:
+    hub = tessera.convert(qwen2, tmp_path / "hf", prove="never")
+    with pytest.raises(TesseraError, match="which folder of its makers"):
+        tessera.convert(hub, tmp_path / "out", to="original")
+    other = original_folder("qwen2", tmp_path / "other")
+    stored = load_file(other / "model.safetensors")
+    stored["mlp1.3.weight"] = stored["mlp1.3.weight"][:, :8].clone()
+    save_file(stored, other / "model.safetensors")
+    with pytest.raises(TesseraError, match=r"mlp1\.3\.weight is"):
+        tessera.convert(hub, tmp_path / "out", to="original", like=other)
+    assert not (tmp_path / "out").exists()
+    assert resolve(ModelSection(path=qwen2))[1].text.vocab_size == VOCAB
