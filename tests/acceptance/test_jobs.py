@@ -424,9 +424,11 @@ def test_the_seeds_script_runs(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "without effect here: --use-flash-attn" in printed
     check_throughput(printed, batch=2)
     # The guide's next step is given the folder of --save.
-    stages = ["--cfg.parallel_config.llm_pp_layers", "[2]", "--cfg.parallel_config.vit_pp_layers", "[2]"]
+    stages = ["--cfg.parallel_config.llm_pp_layers", "[4]", "--cfg.parallel_config.vit_pp_layers", "[3]"]
     folders = ["--cfg.mm_dir", "save-finetune_qwen2vl_7b", "--cfg.save_hf_dir", "back", "--cfg.hf_config.hf_dir"]
     monkeypatch.chdir(tiny)
+    with pytest.raises(TesseraError, match="sum to 5; the model has 4"):
+        mm_convert(["Qwen2VLConverter", "mm_to_hf", *folders, str(folder / "hf"), *stages[:1], "[5]", *stages[2:]])
     back = mm_convert(["Qwen2VLConverter", "mm_to_hf", *folders, str(folder / "hf"), *stages])
     assert back is not None
     trained, before = (load_file(one / "model.safetensors") for one in (back, folder / "hf"))
@@ -600,3 +602,38 @@ def test_modules_that_published_files_wrap_are_known(here: Path, tmp_path: Path)
     recipe = migrate(job, world_size=8).recipe
     assert "config" not in recipe["model"]
     assert tessera.plan(recipe, world=8).describe()
+
+
+@pytest.mark.slow
+def test_the_walk_through_of_the_guide_from_the_shell(tiny: Path) -> None:
+    """Seed 001 from the weights of the hub to the weights of the trained model, each step as its own command."""
+    folder = tiny / "ckpt" / "qwen2_vl"
+    if not folder.exists():
+        small_folder("qwen2_vl", folder)
+    name = "Qwen2-VL-7B-Instruct"
+    (tiny / "ckpt/hf_path").mkdir(exist_ok=True)
+    shutil.copytree(folder / "hf", tiny / "ckpt/hf_path" / name)
+    command = str(Path(sys.executable).parent / "mm-convert")
+
+    def mm_convert(line: str) -> subprocess.CompletedProcess[str]:
+        words = [command, *line.split()]
+        return subprocess.run(words, cwd=tiny, env=environment(), capture_output=True, text=True, check=False)
+
+    wrong = mm_convert("Qwen2VLConverter hf_to_mm --cfg.mm_dirr x")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "did you mean: --cfg.mm_dir" in wrong.stderr
+    source, lists = f"--cfg.hf_config.hf_dir ckpt/hf_path/{name}", "--cfg.parallel_config.{}_pp_layers {}"
+    nested = " ".join(lists.format(*one) for one in (("llm", "[[1,3]]"), ("vit", "[[3,0]]")))
+    done = mm_convert(f"Qwen2VLConverter hf_to_mm --cfg.mm_dir ckpt/mm_path/walk {source} {nested}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "wrote ckpt/mm_path/walk\n"
+    path = "qwen2vl/finetune_qwen2vl_7b.sh"
+    printed = run_script(tiny, path, ranks=2, stages=2, LOAD_PATH="ckpt/mm_path/walk")
+    check_throughput(printed, batch=2)
+    flat = nested.replace("[[", "[").replace("]]", "]")
+    saved = f"--cfg.mm_dir save-{Path(path).stem} --cfg.save_hf_dir ckpt/mm_to_hf/{name}"
+    back = mm_convert(f"Qwen2VLConverter mm_to_hf {saved} {source} {flat} --cfg.parallel_config.tp_size 1")
+    assert back.returncode == 0, back.stderr
+    found, before = (load_file(one / "model.safetensors") for one in (tiny / "ckpt/mm_to_hf" / name, folder / "hf"))
+    assert found.keys() == before.keys()
+    assert any(not found[key].equal(before[key]) for key in before)

@@ -34,9 +34,11 @@ def hf_to_mm(family: str, options: Options) -> Path:
 
 def mm_to_hf(family: str, options: Options) -> Path:
     layout = layout_of(options, "parallel_config.", two_levels=False)
-    like = Path(options["hf_config.hf_dir"])
+    like, source = Path(options["hf_config.hf_dir"]), Path(options["mm_dir"])
+    if run_exists(source):  # the folder of --save of a job: whole tensors, and lists that only have to fit the model
+        check_layout(_form_of(ModelSection(path=like)), parse_layout(layout), str(source))
     form: Form = "original" if is_original(FAMILIES.get(family), like) else "hf"  # that of the folder it began from
-    return convert(options["mm_dir"], options["save_hf_dir"], to=form, like=like, source_layout=layout)
+    return convert(source, options["save_hf_dir"], to=form, like=like, source_layout=layout)
 
 
 def resplit_mm(family: str, options: Options) -> Path:
@@ -46,6 +48,12 @@ def resplit_mm(family: str, options: Options) -> Path:
     if run_exists(source):  # the folder of --save of a job
         return convert(source, target, to="mm", layout=after)
     return resplit(source, target, family, before, after, like=None if like is None else Path(like))
+
+
+def _form_of(model: ModelSection) -> MegatronForm:
+    spec, config = resolve(model)
+    assert spec.main.megatron is not None, "a converter is of a family with such a form"
+    return spec.main.megatron(config)
 
 
 def layout_of(options: Options, prefix: str, *, two_levels: bool) -> dict[str, Any]:
@@ -147,9 +155,7 @@ def _checked_layout(options: Options, *, two_levels: bool) -> MegatronLayout:
 
 def _adapter_form(family: str, options: Options, layout: MegatronLayout) -> MegatronForm:
     """Return the form of adapters: native names are those of the PEFT folder."""
-    spec, config = resolve(ModelSection(family=family, preset="quickstart"))
-    assert spec.main.megatron is not None, "the converter is of a family with such a form"
-    form = spec.main.megatron(config)
+    form = _form_of(ModelSection(family=family, preset="quickstart"))
     new = options.get("common_model_config.new_transformers_weight_key") is True
     begin = str(options.get("common_model_config.model_prefix") or "")
     text, vision = ("model.language_model.", "model.visual.") if new else ("model.", "visual.")
