@@ -22,6 +22,7 @@ from tessera.checkpoint.legacy.dcp import METADATA, check_cover
 from tessera.checkpoint.legacy.torch_files import MOST_AXES, PlannedTensor
 from tessera.checkpoint.storage import KeyedPart, SplitTensor
 from tessera.core.errors import TesseraError
+from tessera.core.files import check_inside
 from tessera.core.layouts import CONFIG_FILE
 
 _PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
@@ -49,6 +50,7 @@ def read_dcp_safetensors(folder: Path) -> dict[str, SplitTensor]:
     parts: dict[str, list[KeyedPart]] = defaultdict(list)
     kinds: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
+        check_inside(path, folder)
         with open_safetensors(path) as file:
             places = _places(file, path)
             for name in file.keys():  # noqa: SIM118 - not a dict

@@ -27,6 +27,7 @@ from tessera.checkpoint.weights import TensorSource, add_product, fill
 from tessera.core.adapters import Adapter, Adapters, factor_names, spelled_out
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.files import check_inside
 from tessera.core.pattern import first_matches
 from tessera.core.run_config import LoraSection, load_config
 from tessera.core.weightmap import (
@@ -296,6 +297,7 @@ def read_adapters(folder: Path, paths: Sequence[str], weight_map: WeightMap | No
 def _read_factors(folder: Path, config: Mapping[str, Any], weight_map: WeightMap) -> dict[str, Factors]:
     """Return the matrices by the names of their layers, in the spelling that the rules use."""
     path = folder / WEIGHTS
+    check_inside(path, folder)
     tensors = read_tensors(path)
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():

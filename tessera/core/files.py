@@ -24,7 +24,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 def check_regular(path: Path) -> os.stat_result:
     """Return the status of a regular file; raise for a pipe, a device, a socket or a folder: opening one may wait
-    for ever. Links are followed, since caches of downloads are made of them."""
+    for ever. Links are followed; `check_inside` says which may be."""
     try:
         found = path.stat()
     except OSError as error:
@@ -32,6 +32,26 @@ def check_regular(path: Path) -> os.stat_result:
     if not stat.S_ISREG(found.st_mode):
         raise TesseraError(f"this is {_kind(found.st_mode)}, not a regular file", where=str(path))
     return found
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Return whether a file of a folder is a link, or lies behind one, that leads out of the folder.
+
+    A cache of downloads is known: the files of its `snapshots/REVISION` are links into `blobs`, beside `snapshots`.
+    """
+    found, home = (Path(os.path.realpath(place)) for place in (path, folder))  # `resolve` raises for a loop of links
+    caches = [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
+    return not any(found.is_relative_to(place) for place in (home, *caches))
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """Raise if a file of a folder of weights is a link that leads out of the folder."""
+    if leads_out(path, folder):
+        raise TesseraError(
+            f"{path.relative_to(folder)} is a link out of the folder, to {os.path.realpath(path)}",
+            where=str(folder),
+            fix="copy the file into the folder, or name the folder that it lies in",
+        )
 
 
 def keep_inside(path: Path) -> None:

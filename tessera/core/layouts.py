@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tessera.core.errors import TesseraError, nearest
-from tessera.core.files import PICKLE_SUFFIXES, read_json_mapping, refuse_pickle
+from tessera.core.files import PICKLE_SUFFIXES, check_inside, read_json, read_json_mapping, refuse_pickle
 
 CONFIG_FILE = "config.json"
 ROOT = ""  # the name of the only component of a folder without sub-folders
@@ -73,10 +73,13 @@ class FolderLayout(ABC):
             raise TesseraError(f"no such folder: {folder}")
         index, single = self.index_file(component), self.shard_file(1, 1, component)
         if (folder / index).is_file():
-            return _indexed(folder / index)
-        if (folder / single).is_file():
-            return [folder / single]
-        found = sorted(folder.glob("*.safetensors"))
+            found = _indexed(folder / index)
+        elif (folder / single).is_file():
+            found = [folder / single]
+        else:
+            found = sorted(folder.glob("*.safetensors"))
+        for path in found:
+            check_inside(path, self.folder)
         if found:
             return found
         for path in sorted(folder.iterdir()):
@@ -188,11 +191,10 @@ def folder_layout(folder: Path) -> FolderLayout:
 def _indexed(index: Path) -> list[Path]:
     """Return the files that an index of weights names, all of which must lie beside it."""
     try:
-        if index.stat().st_size > _MAX_INDEX_BYTES:
-            raise ValueError("far too large")
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TesseraError(f"not an index of weights: {error!r}", where=str(index)) from error
+        names = sorted(set(read_json(index, _MAX_INDEX_BYTES)["weight_map"].values()))
+    except (TesseraError, KeyError, TypeError, AttributeError) as error:
+        why = error.what if isinstance(error, TesseraError) else repr(error)
+        raise TesseraError(f"not an index of weights: {why}", where=str(index)) from error
     paths = []
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -85,6 +86,7 @@ def convert(
     "auto" (see `tessera.inference.proof`), "always" or "never".
     """
     source, target = Path(source), Path(target)
+    _check_apart(target, source, like)
     check_choice(prove)
     if to not in get_args(Form):
         raise TesseraError(
@@ -114,6 +116,17 @@ def convert(
     else:
         _stream(job, _Model.of_folder(_described(source, found, job.like)))
     return target
+
+
+def _check_apart(target: Path, *sources: str | Path | None) -> None:
+    """Refuse a target that is, or holds, a folder that is read: it would be replaced."""
+    for source in sources:
+        if source is not None and Path(os.path.realpath(source)).is_relative_to(os.path.realpath(target)):
+            raise TesseraError(
+                f"{source} is read, and would be replaced by what is written",
+                where=str(target),
+                fix="name another folder",
+            )
 
 
 def _form_of(source: Path) -> Form | None:
@@ -298,6 +311,7 @@ def resplit(
     No configuration is needed where names and lists of layers say how tensors are divided. `like` gives one where they
     do not.
     """
+    _check_apart(Path(target), Path(source), like)
     spec = FAMILIES.get(family)
     old, new = parse_layout(before), parse_layout(after)
     if like is not None:

@@ -101,9 +101,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    "layout", ["ep", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "tp", "pp"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_reads_what_it_holds(layout: str, folder: Path) -> None:
     seen: dict[str, list[dict[str, Any]]] = {}
     for form in FORMS:

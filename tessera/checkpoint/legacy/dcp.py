@@ -31,6 +31,7 @@ from tessera.checkpoint.legacy.torch_files import (
     read_torch_archive,
 )
 from tessera.core.errors import TesseraError, first_line
+from tessera.core.files import check_inside
 
 METADATA = ".metadata"
 MOST_CELLS = 10_000_000
@@ -125,6 +126,7 @@ class DcpTensor(TensorInParts[_Part]):
 def read_dcp(folder: Path) -> dict[str, DcpTensor]:
     """Return the tensors of a folder by name. What is no tensor (step counts, random states) is left out."""
     path = folder / METADATA
+    check_inside(path, folder)
     with open_regular(path) as opened:
         data = opened.read(LARGEST_PICKLE + 1)
     try:
@@ -139,6 +141,7 @@ def _allowed(name: Name) -> bool:
 
 def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
     stored: dict[tuple[str, tuple[int, ...]], tuple[Path, int, int]] = {}
+    files: dict[str, Path] = {}
     for index, info in metadata.state["storage_data"].items():
         if index.state.get("offset") is None:
             continue
@@ -148,7 +151,10 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
         name = _text(where["relative_path"])
         if Path(name).name != name or name in (".", ".."):
             raise TesseraError(f"it names the file {name!r} outside of the folder", where=str(folder / METADATA))
-        found = (folder / name, _natural(where["offset"]), _natural(where["length"]))
+        if name not in files:
+            check_inside(folder / name, folder)
+            files[name] = folder / name
+        found = (files[name], _natural(where["offset"]), _natural(where["length"]))
         stored[_text(index.state["fqn"]), _size(index.state["offset"])] = found
     tensors = {}
     for name, described in metadata.state["state_dict_metadata"].items():

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tessera.checkpoint.legacy.torch_files import PlannedTensor, StoredTensor, TorchFileWriter, read_torch_file
 from tessera.core.errors import TesseraError, first_line, nearest
+from tessera.core.files import check_inside
 from tessera.core.megatron_form import LOCAL_EXPERT, MegatronForm, PipelinePart
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -259,7 +260,11 @@ def read_megatron(
     layer (those of adapters), and the lists of the given layout say which layers a stage has.
     """
     files = _rank_files(folder)
-    contents = {rank: _models(path) for rank, path in files.items()}
+    iterations: dict[Any, Path] = {}
+    contents = {rank: _models(path, iterations) for rank, path in files.items()}
+    if len(iterations) > 1:
+        shown = ", ".join(f"{path.parent.name} of iteration {number}" for number, path in iterations.items())
+        raise TesseraError(f"files of different iterations lie beside each other: {shown}", where=str(folder))
     if form.experts and (0, 1, 0) in contents and form.table in contents[0, 1, 0][0]:
         # A single number behind the tensor rank is the expert rank: every file has the table of embeddings.
         contents = {(tp, 0, ep): models for (tp, ep, _), models in contents.items()}
@@ -313,8 +318,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
     files = {}
     for match, path in named:
         second, third = (int(number) if number else 0 for number in match.groups()[1:])
-        if path.is_symlink() or (path / FILE).is_symlink():
-            raise TesseraError("it is a link; only files inside the folder are read", where=str(path))
+        check_inside(path / FILE, folder)
         files[int(match[1]), second, third] = path / FILE
     ranks = [sorted({key[axis] for key in files}) for axis in range(3)]
     expected = [(tp, pp, ep) for tp in ranks[0] for pp in ranks[1] for ep in ranks[2]]
@@ -324,11 +328,13 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
     return files
 
 
-def _models(path: Path) -> list[dict[str, StoredTensor]]:
-    """Return the tensors of a rank's file for each virtual stage."""
+def _models(path: Path, iterations: dict[Any, Path]) -> list[dict[str, StoredTensor]]:
+    """Return the tensors of a rank's file for each virtual stage, and note a file of each iteration."""
     content = read_torch_file(path)
     if not isinstance(content, dict):
         raise TesseraError("it holds no model", where=str(path))
+    if isinstance(number := content.get("iteration"), int):
+        iterations.setdefault(number, path)
     chunks = [content["model"]] if "model" in content else []
     while f"model{len(chunks)}" in content:
         chunks.append(content[f"model{len(chunks)}"])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.core.errors import TesseraError
-from tessera.core.files import read_json, read_json_mapping
+from tessera.core.files import leads_out, read_json, read_json_mapping
 from tessera.core.types import Processor
 from tessera.data.media.read import ChatProcessor
 
@@ -59,11 +59,9 @@ def side_files(folder: Path, code: bool = False) -> dict[str, Path]:
     The cache of downloads, whose folders are links to files beside them, is known.
     """
     found: dict[str, Path] = {}
-    top = folder.resolve()
-    homes = [top] + [top.parent.parent / "blobs"] * (top.parent.name == "snapshots")
     for name, path in _candidates(folder, code):
         real = path.resolve()
-        if not any(real.is_relative_to(home) for home in homes):
+        if leads_out(path, folder):
             _log.warning("%s is not copied: it is a link out of its folder, to %s", path, real)
         elif real.is_file() and real.stat().st_size <= _MAX_BYTES:
             found[name] = real

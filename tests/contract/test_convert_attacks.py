@@ -1,0 +1,259 @@
+"""Folders and targets that `tessera convert` must refuse: one clear error, exit code 2, and nothing changed on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_folders import small_folder
+
+import tessera
+from tessera.cli.main import main
+
+WEIGHTS, INDEX, RANK = "model.safetensors", "model.safetensors.index.json", "mm/release/mp_rank_0{}/model_optim_rng.pt"
+HALVES = tuple(f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+TO_MM = ["convert", "hf", "out", "--to", "mm"]
+FROM_MM, FROM_DCP = (["convert", form, "out", "--like", "hf", "--prove", "never"] for form in ("mm", "dcp"))
+CASES: dict[str, tuple[Callable[[], None], list[str], str]] = {}
+
+
+def case(said: str, *words: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """What a function does to the folders `hf`, `mm` and `dcp` of the current folder; the command, and its error."""
+
+    def add(change: Callable[[], None]) -> Callable[[], None]:
+        CASES[change.__name__.replace("_", " ")] = change, list(words), said
+        return change
+
+    return add
+
+
+def nothing() -> None: ...
+
+
+CASES |= {
+    "tp beyond the key-value heads": (nothing, [*TO_MM, "--layout", "{tp: 3}"], "tp 3 does not divide 2 key-value"),
+    "layers that do not fit": (nothing, [*TO_MM, "--layout", "{llm: [[1, 1]], vit: [[1, 1]]}"], "sum to"),
+    "the target is the source": (nothing, ["convert", "hf", "hf", "--overwrite"], "hf is read, and would be replaced"),
+    "the target is --like": (nothing, ["convert", "mm", "hf", "--like", "hf"], "hf is read, and would be replaced"),
+    "the target holds the source": (nothing, ["convert", "hf", ".", "--overwrite"], "would be replaced"),
+    "no source": (nothing, ["convert", "hff", "out"], "did you mean: hf"),
+    "no folder for --like": (nothing, [*FROM_MM[:4], "nowhere"], "no config.json in nowhere"),
+}
+
+
+def edit(change: Callable[[dict[str, Any]], Any]) -> None:
+    tensors = load_file(f"hf/{WEIGHTS}")
+    change(tensors)
+    save_file(tensors, f"hf/{WEIGHTS}")
+
+
+def split(change: Callable[[dict[str, str]], Any] = lambda table: None) -> None:
+    tensors = load_file(f"hf/{WEIGHTS}")
+    os.remove(f"hf/{WEIGHTS}")
+    table = {name: HALVES[number % 2] for number, name in enumerate(tensors)}
+    for half in HALVES:
+        save_file({name: tensors[name] for name in table if table[name] == half}, f"hf/{half}")
+    change(table)
+    Path(f"hf/{INDEX}").write_text(json.dumps({"weight_map": table}))
+
+
+def edit_rank(number: int, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = RANK.format(number)
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
+
+
+def link_away(path: str) -> None:
+    shutil.move(path, "away")
+    Path(path).symlink_to(Path("away").absolute())
+
+
+@case("missing: text.norm.weight", *TO_MM)
+def a_missing_tensor() -> None:
+    edit(lambda tensors: tensors.pop("model.norm.weight"))
+
+
+@case("unexpected: strange", *TO_MM)
+def a_tensor_too_many() -> None:
+    edit(lambda tensors: tensors.update(strange=torch.ones(2)))
+
+
+@case("the weights do not fit the model", *FROM_MM)
+def another_family() -> None:
+    config = json.loads(Path("hf/config.json").read_text())
+    Path("hf/config.json").write_text(json.dumps(config | {"tie_word_embeddings": not config["tie_word_embeddings"]}))
+
+
+@case("header too large", *TO_MM)
+def a_header_of_2_to_60_bytes() -> None:
+    data = Path(f"hf/{WEIGHTS}").read_bytes()
+    Path(f"hf/{WEIGHTS}").write_bytes(struct.pack("<Q", 1 << 60) + data[8:])
+
+
+@case("not a readable safetensors file", *TO_MM)
+def tensors_that_overlap() -> None:
+    data = Path(f"hf/{WEIGHTS}").read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    first, second, *_ = (name for name in header if name != "__metadata__")
+    begin, end = header[first]["data_offsets"]
+    header[second]["data_offsets"] = [begin, begin + end - begin]
+    text = json.dumps(header).encode()
+    Path(f"hf/{WEIGHTS}").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+@case("model.safetensors is a link out of the folder", *TO_MM)
+def weights_behind_a_link() -> None:
+    link_away(f"hf/{WEIGHTS}")
+
+
+@case("is a link out of the folder", *TO_MM)
+def a_shard_behind_a_link() -> None:
+    split()
+    link_away(f"hf/{HALVES[1]}")
+
+
+@case(".metadata is a link out of the folder", *FROM_DCP)
+def dcp_metadata_behind_a_link() -> None:
+    link_away("dcp/.metadata")
+
+
+@case("__0_0.distcp is a link out of the folder", *FROM_DCP)
+def dcp_parts_behind_a_link() -> None:
+    link_away("dcp/__0_0.distcp")
+
+
+@case("is a link out of the folder", *FROM_MM)
+def all_rank_files_behind_a_link() -> None:
+    link_away("mm/release")
+
+
+@case("outside of its folder: '../secret.safetensors'", *TO_MM)
+def an_index_that_leads_out() -> None:
+    split(lambda table: table.update(strange="../secret.safetensors"))
+
+
+@case("names gone.safetensors, which is not there", *TO_MM)
+def an_index_of_a_missing_file() -> None:
+    split(lambda table: table.update(strange="gone.safetensors"))
+
+
+@case("not an index of weights", *TO_MM)
+def an_index_nested_too_deep() -> None:
+    split()
+    Path(f"hf/{INDEX}").write_text("[" * 100_000)
+
+
+@case("is stored in two files", *TO_MM)
+def a_tensor_in_two_files() -> None:
+    split()
+    one, two = (load_file(f"hf/{half}") for half in HALVES)
+    save_file(two | {name: one[name] for name in list(one)[:1]}, f"hf/{HALVES[1]}")
+
+
+@case("files of some ranks are missing", *FROM_MM)
+def a_missing_rank() -> None:
+    shutil.rmtree("mm/release/mp_rank_00")
+
+
+@case("mp_rank_00 of iteration 100, mp_rank_01 of iteration 200", *FROM_MM)
+def ranks_of_different_iterations() -> None:
+    for number in range(2):
+        edit_rank(number, lambda content, number=number: content.update(iteration=100 * (number + 1)))  # type: ignore[misc]
+
+
+@case("has other types or axes on other tensor ranks", *FROM_MM)
+def ranks_of_different_types() -> None:
+    halved = lambda content: content.update(model={name: t.half() for name, t in content["model"].items()})  # noqa: E731
+    edit_rank(1, halved)
+
+
+@case("not release and no iteration", *FROM_MM)
+def an_iteration_that_leads_out() -> None:
+    Path("mm/latest_checkpointed_iteration.txt").write_text("../release")
+
+
+@case("two entries of it have one name", *FROM_MM)
+def an_archive_with_two_pickles() -> None:
+    with zipfile.ZipFile(RANK.format(0), "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr("archive/data.pkl", b"N.")
+
+
+@case("is compressed; torch.save never does that", *FROM_MM)
+def an_archive_that_would_grow() -> None:
+    with zipfile.ZipFile(RANK.format(0), "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(30 << 20))
+
+
+@case("there is a file in the way", *TO_MM)
+def a_file_as_target() -> None:
+    Path("out").write_text("mine")
+
+
+@case("not empty and not an earlier export", *TO_MM)
+def a_target_with_other_files() -> None:
+    Path("out").mkdir()
+    Path("out/mine").write_text("mine")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("made")
+    small_folder("qwen2_vl", root)
+    tessera.convert(root / "hf", root / "mm", to="mm", layout={"tp": 2})
+    tessera.convert(root / "hf", root / "dcp", to="dcp")
+    (root / "tokenizer.json").unlink()
+    return root
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """All files, folders and links below a folder."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        found[str(path)] = os.readlink(path) if path.is_symlink() else path.is_dir() or path.read_bytes()
+    return found
+
+
+def typed(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a command that ends with 2 says."""
+    monkeypatch.setattr(sys, "argv", ["tessera", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2, said
+    assert "Traceback" not in said.err
+    return said.err
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_and_nothing_changes(
+    name: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, words, said = CASES[name]
+    shutil.copytree(made, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    change()
+    before = contents(tmp_path)
+    assert said in typed(words, capsys, monkeypatch)
+    assert contents(tmp_path) == before
+
+
+def test_the_cache_of_a_hub_is_made_of_links_that_are_followed(made: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/0a1b"
+    shutil.copytree(made / "hf", blobs)
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    tessera.convert(snapshot, tmp_path / "out", to="mm", layout={})
+    assert (tmp_path / "out/release/mp_rank_00/model_optim_rng.pt").is_file()
