@@ -15,6 +15,7 @@ from parity import randomize
 from small_folders import small_folder
 from test_megatron_forms import hub_weights
 
+import tessera
 from tessera.checkpoint.legacy.dcp import read_dcp
 from tessera.compat.mindspeed_mm.convert import main, run
 from tessera.compat.mindspeed_mm.convert_table import CONVERTERS
@@ -113,6 +114,9 @@ def test_dcp_and_back(converter: str, name: str, tmp_path: Path, monkeypatch: py
     found, expected = hub_weights(Path("back")), hub_weights(folder)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    checked = tessera.compare("back", base=folder, prove="never")
+    assert checked.complete, checked.problems
+    assert f"{len(expected)} same" in checked.shown[0]  # its record was written
 
 
 def test_options_come_from_files_and_variables(

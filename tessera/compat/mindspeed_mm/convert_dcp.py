@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessera.checkpoint.export_record import write_record
 from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.forms import DcpFolder, NativeTensors, SafetensorsForm, StoredForm
 from tessera.checkpoint.hf import publish, save_folder
@@ -26,6 +27,7 @@ from tessera.checkpoint.weights import add_product
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError
 from tessera.core.weightmap import Identity, Operation, Reshape, Rule, WeightMap, shape_of
+from tessera.models.common.exported_config import with_dtype
 from tessera.models.common.side_files import copy_side_files
 from tessera.training.export import main_dtype
 
@@ -386,15 +388,13 @@ def _write_folder(
         copy_side_files(like, staging)
         with SafetensorsForm(staging) as written:
             native.check_against(NativeTensors(written, table, _shapes(native), {}))
+        write_record(staging, like)
 
-    config = {key: value for key, value in read_mapping(like / "config.json").items() if key != "quantization_config"}
-    stored = str(main_dtype(native.blanks())).removeprefix("torch.")
-    config |= {key: stored for key in ("dtype", "torch_dtype") if key in config}
     save_folder(
         target,
         native.blanks(),
         table,
-        config,
+        with_dtype(read_mapping(like / "config.json"), main_dtype(native.blanks())),
         prepare=lambda name, _: native.read(name),
         extras=finish,
         shard_bytes=shard_bytes,
