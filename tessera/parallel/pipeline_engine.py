@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.optim import Optimizer
 
 from tessera.core.errors import TesseraError
@@ -33,7 +32,7 @@ from tessera.parallel.engine import (
     specs_of,
 )
 from tessera.parallel.mesh import LOSS, PP, Mesh
-from tessera.parallel.pipeline_schedule import CLASSES, SINGLE
+from tessera.parallel.pipeline_schedule import SINGLE, schedule_class
 from tessera.parallel.pipeline_stages import LocalStages, SequentialStages, StageModule, TiedCopies
 from tessera.parallel.plan import Plan
 
@@ -108,7 +107,7 @@ class _Padded:
 
 
 class PipelineEngine:
-    stage_class: type[PipelineStage] = self_loop_stage()
+    stage_class = staticmethod(self_loop_stage)  # made when a schedule is, since torch's own is slow to import
 
     def __init__(
         self,
@@ -236,8 +235,9 @@ class PipelineEngine:
             per_token = 0 if planned.output is None else planned.output.per_token
             self._elements.append(per_token * (self.pipeline.tokens if planned.in_encoder else of_rank))
         count = len(self.pipeline.stages)
+        stage_class = self.stage_class()
         made = [
-            self.stage_class(
+            stage_class(
                 stage,
                 stage.number,
                 count,
@@ -250,7 +250,7 @@ class PipelineEngine:
             )
             for stage in self.stages
         ]
-        kind = CLASSES[self.pipeline.schedule]
+        kind = schedule_class(self.pipeline.schedule)
         subject = made[0] if self.pipeline.schedule in SINGLE else made
         return kind(subject, self.pipeline.microbatches, loss_fn=_loss_as_it_is, scale_grads=False)
 

@@ -12,25 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ParallelSection, Schedule
 from tessera.core.torch_internals import schedule_actions
 
-CLASSES: dict[Schedule, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "interleaved-zb": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-}
 SINGLE: tuple[Schedule, ...] = ("gpipe", "1f1b")  # one stage on each rank
 SPLITS_BACKWARD: tuple[Schedule, ...] = ("interleaved-zb", "zbv")  # gradients of inputs first, of weights later
 _WORK = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a stage, in forward passes: the usual share
@@ -39,6 +25,21 @@ _SPELLED = re.compile(r"(\d+)([FBIW])(\d+)")  # an action as torch prints it
 _SEEN = 4  # rounds of micro-batches that are played through; every further one costs what the slowest rank works
 
 Action = tuple[int, str, int]  # stage; F forward, B backward, I and W its two halves; micro-batch
+
+
+def schedule_class(schedule: Schedule) -> Any:
+    """Return torch's class of a schedule. Its package is imported here: it brings the compiler along, and takes longer
+    than all of Tessera."""
+    from torch.distributed import pipelining
+
+    classes: dict[Schedule, Any] = {
+        "gpipe": pipelining.ScheduleGPipe,
+        "1f1b": pipelining.Schedule1F1B,
+        "interleaved": pipelining.ScheduleInterleaved1F1B,
+        "interleaved-zb": pipelining.ScheduleInterleavedZeroBubble,
+        "zbv": pipelining.ScheduleZBVZeroBubble,
+    }
+    return classes[schedule]
 
 
 def resolve_schedule(section: ParallelSection) -> tuple[Schedule, int]:
@@ -148,7 +149,7 @@ def actions_of_ranks(schedule: Schedule, pp: int, count: int, microbatches: int)
         return orders
     positions = placement(schedule, pp, count)
     own = [stage for stage, position in enumerate(positions) if position == 0]
-    found = schedule_actions(CLASSES[schedule], own, count, pp, microbatches)
+    found = schedule_actions(schedule_class(schedule), own, count, pp, microbatches)
     for rank in range(pp):
         matches = [_SPELLED.fullmatch(str(action)) for action in found[rank] if action is not None]
         orders.append([(int(match[1]), match[2], int(match[3])) for match in matches if match is not None])

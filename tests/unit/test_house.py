@@ -6,6 +6,7 @@ import ast
 import contextlib
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,10 +43,23 @@ MAY_IMPORT = {
 DEVICE_WORDS = re.compile(r"torch\.(?:cuda|npu)\b|\btorch_npu\b|[\"'](?:cuda|npu|nccl|hccl)[\"':]|\.cuda\(\)")
 
 
+@functools.cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """Return all nodes of a source. Most rules read every file: each is parsed once."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """A million nodes that nobody needs any more would slow down every other file of this worker."""
+    yield
+    nodes.cache_clear()
+
+
 def imported_packages(source: str) -> set[str]:
     """Return the packages of tessera that a file imports, at any depth of the file."""
     packages: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names = [node.module] if node.module != "tessera" else [f"tessera.{a.name}" for a in node.names]
         elif isinstance(node, ast.Import):
@@ -91,6 +105,18 @@ def test_a_planted_import_is_found() -> None:
     assert not import_violations("models", "from tessera.nn.multimodal import MultimodalModel")
 
 
+SLOW_TO_IMPORT = re.compile(
+    r"^(?:from|import) (?:torch\.(?:_dynamo|_inductor|compiler|distributed\.pipelining)|transformers|sklearn|scipy)\b",
+    re.MULTILINE,
+)
+
+
+def test_what_is_slow_to_import_is_imported_where_it_is_used() -> None:
+    """Every command and every process of a run would wait for it: the compiler takes longer than all of Tessera."""
+    assert [str(path) for path in files() if SLOW_TO_IMPORT.search(path.read_text(encoding="utf-8"))] == []
+    assert SLOW_TO_IMPORT.search("import torch\nfrom torch.distributed.pipelining import PipelineStage\n")
+
+
 def test_device_words_live_in_one_file() -> None:
     # The copied API itself says cuda; these files translate its words to the device of this machine.
     copied_api = {PACKAGE / "compat" / "script_device.py"}
@@ -111,7 +137,7 @@ def folders_that_import_each_other(folder: Path) -> set[tuple[str, str]]:
     edges: set[tuple[str, str]] = set()
     for path in sources:
         here = ".".join(path.parent.relative_to(ROOT).parts)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path.read_text(encoding="utf-8")):
             name = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             while name and name not in packages:
                 name = name.rpartition(".")[0]
@@ -147,7 +173,7 @@ def own_private_names(sources: list[str]) -> set[str]:
     """Return the private names that some source gives to something: functions, attributes, fields, modules."""
     found: set[str] = set()
     for source in sources:
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes(source):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
@@ -162,7 +188,7 @@ def private_symbols(source: str, own: set[str]) -> list[str]:
         return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
     found: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -227,7 +253,7 @@ ASKED_BY_NAME = {
 def attributes_asked_by_name(source: str) -> list[str]:
     """Return the names in `hasattr(x, "name")` and `getattr(x, "name", default)`, without Python's own protocols."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
             optional = node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3)
             if optional and isinstance(node.args[1], ast.Constant):
@@ -298,7 +324,7 @@ def test_classes_that_a_page_names_exist(page: Path) -> None:
     classes = {
         node.name
         for path in files()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path.read_text(encoding="utf-8"))
         if isinstance(node, ast.ClassDef)
     }
     found = [one.split(".")[0] for one in named(page) if re.fullmatch(r"[A-Z][a-z]\w*[A-Z]?\w*(?:\.\w+)?", one)]
