@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from sklearn.datasets import load_digits
-
 from tessera.core.rng import derive
 from tessera.core.types import Batch, RowSource
 from tessera.data.kinds import RowRequest
+from tests.toys.digits import load_digits
 
 ROW = 16
 
 
 class DigitPictures(RowSource):
     def __init__(self, seed: int) -> None:
-        self.pictures = torch.tensor(load_digits().data / 8 - 1, dtype=torch.float32)
+        self.pictures = load_digits()[0]
         self.seed = seed
 
     def __len__(self) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 from tessera.core.rng import derive, generator
 from tessera.core.types import IGNORE, Batch, RowSource
 from tessera.data.kinds import RowRequest
+from tests.toys.digits import load_digits
 from tests.toys.hf_folders import AUDIO_FRAMES, IMAGE_SLOTS, IMAGE_TOKEN, MELS, SIDE, VOCABULARY
 
 ROWS = 16
@@ -18,11 +18,8 @@ LENGTH = 12
 
 
 def digits(number: int, chance: torch.Generator) -> dict[str, Tensor]:
-    data = load_digits()
-    return {
-        "pixels": torch.tensor(data.data[number] / 8 - 1, dtype=torch.float32),
-        "labels": torch.tensor(data.target[number]),
-    }
+    pixels, labels = load_digits()
+    return {"pixels": pixels[number], "labels": labels[number]}
 
 
 def words(number: int, chance: torch.Generator) -> dict[str, Tensor]:

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from tests.toys.digits import load_digits
 
 
 class Digits(Dataset[dict[str, Any]]):
     """Scans of digits with a little noise, drawn from the common stream."""
 
     def __init__(self, count: int = 48, noise: float = 0.0) -> None:
-        data = load_digits()
-        self.pixels = torch.tensor(data.data[:count] / 8 - 1, dtype=torch.float32)
-        self.labels = torch.tensor(data.target[:count])
+        pixels, labels = load_digits()
+        self.pixels, self.labels = pixels[:count].clone(), labels[:count]  # `Spoiled` writes into its own
         self.noise = noise
 
     def __len__(self) -> int:
