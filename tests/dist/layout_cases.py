@@ -87,7 +87,7 @@ TENSOR = [
         "tp 2, sequence, untied, recompute all but products",
         2,
         {**SEQUENCE, **ALL_BUT_PRODUCTS},
-        UNTIED,
+        {**UNTIED, "train.global_batch": 2},
     ),
     Case("tp 2, whole encoder, images distributed", 2, {"tp": 2, **WHOLE_ENCODER}, slow=True),
     Case("tp 2 x fsdp 2, sequence, clipped", 4, SEQUENCE, CLIPPED),

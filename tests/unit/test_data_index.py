@@ -6,9 +6,6 @@ import json
 import logging
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +29,7 @@ from tessera.data.media.files import Limits
 from tessera.data.order.order import PackingConfig, Samples, row_table
 from tessera.data.sources.container import RecordError
 from tessera.data.tables import Tables
+from tests.dist.spawn import fork_context
 
 
 def build(path: Path | Sequence[Path], *, processor: LetterProcessor | None = None, **options: Any) -> SplitIndex:
@@ -242,27 +240,15 @@ def test_bad_rows_beyond_the_list_are_counted(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------- going on
 
-SLOWLY = """
-import sys
-from pathlib import Path
-sys.path[:0] = sys.argv[4:]
-from data_cases import TroubleProcessor
-from tessera.core.run_config import SourceSection
-from tessera.data.index.build import build_index
-from tessera.data.media.files import Limits
 
-if __name__ == "__main__":
-    build_index([SourceSection(path=Path(sys.argv[1]))], TroubleProcessor(pause=0.001), length=64, limits=Limits(),
-                on_bad_sample="skip", cache_folder=Path(sys.argv[2]), workers=int(sys.argv[3]))
-"""
+def build_slowly(path: Path, cache: Path, workers: int) -> None:
+    build(path, processor=TroubleProcessor(pause=0.001), cache_folder=cache, workers=workers)
 
 
-def start_slowly(path: Path, cache: Path, workers: int) -> subprocess.Popen[bytes]:
-    script = cache.parent / "slowly.py"
-    script.write_text(SLOWLY)
-    here = Path(__file__)
-    command = [sys.executable, str(script), str(path), str(cache), str(workers), str(here.parent), str(here.parents[2])]
-    return subprocess.Popen(command)
+def start_slowly(path: Path, cache: Path, workers: int) -> Any:
+    child = fork_context().Process(target=build_slowly, args=(path, cache, workers))
+    child.start()
+    return child
 
 
 @pytest.mark.slow
@@ -272,11 +258,11 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path, workers: int) -> None:
     child = start_slowly(path, cache, workers)
     deadline = time.monotonic() + 60
     while len(list(cache.glob("index-*.parts/*.safetensors"))) < 2:
-        assert child.poll() is None
+        assert child.exitcode is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    child.kill()
+    child.join()
     time.sleep(0.5 if workers else 0.0)  # workers see that they are alone and end
     finished = list(cache.glob("index-*.parts/*.safetensors"))
     rows = sum(64 if int(file.name.split(".")[0]) == 0 else 1024 for file in finished)
@@ -308,7 +294,9 @@ def test_two_at_once_do_no_harm(tmp_path: Path) -> None:
     path, cache = many(tmp_path, 1500), tmp_path / "cache"
     children = [start_slowly(path, cache, 0) for _ in range(2)]
     mine = build(path, processor=TroubleProcessor(), workers=0, cache_folder=cache)
-    assert [child.wait() for child in children] == [0, 0]
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0]
     assert_same(build(path, processor=TroubleProcessor(), workers=0, cache_folder=cache), mine)
     assert len(files(cache, "index")) == 1
 
