@@ -29,8 +29,17 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# Files go to workers in the order of tests/conftest.py.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Files go to workers in the order of tests/conftest.py. Bytecode is written, whatever the surroundings say: without it
+# every worker takes 10 s to read tests that another one has read, and every process that a test starts compiles again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+# Types are checked beside tests, which leave parts of a core idle; what is said about them comes after the tests.
+# $(1): which tests.
+define TYPES_AND_TESTS
+	@mkdir -p build
+	@echo '$(BIN)/mypy &'; $(BIN)/mypy > build/types.txt 2>&1 & types=$$!; \
+	echo '$(PYTEST) -n 3 $(1)'; $(PYTEST) -n 3 $(1); tests=$$?; wait $$types; types=$$?; \
+	cat build/types.txt; [ $$tests = 0 ] && [ $$types = 0 ]
+endef
 # Compared a second time with the plainest kernels that torch has for this CPU, which add in another order. Not what is
 # compiled: the compiler takes the instructions of the machine all the same, and mixes them up with headers for others.
 NUMERIC := tests/unit/test_ops_attention.py tests/unit/test_ops_loss.py tests/unit/test_ops_pointwise.py \
@@ -39,13 +48,13 @@ NUMERIC := tests/unit/test_ops_attention.py tests/unit/test_ops_loss.py tests/un
 	tests/contract/test_vision_language_numerics.py::test_packed_batches_of_everything \
 	tests/contract/test_vision_language_numerics.py::test_bf16_weights_take_fp32_pixels_and_stay_near_fp32
 
-test: lint types
-	$(PYTEST) -m "not slow and not gpu"
-	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "not slow and not gpu" -k "not compiled" $(NUMERIC)
+test: lint
+	$(call TYPES_AND_TESTS,-m "not slow and not gpu")
+	ATEN_CPU_CAPABILITY=default $(PYTEST) -n 2 -m "not slow and not gpu" -k "not compiled" $(NUMERIC)
 
-test-all: lint types
-	$(PYTEST) -m "not gpu"
-	ATEN_CPU_CAPABILITY=default $(PYTEST) -m "not gpu" -k "not compiled" $(NUMERIC)
+test-all: lint
+	$(call TYPES_AND_TESTS,-m "not gpu")
+	ATEN_CPU_CAPABILITY=default $(PYTEST) -n 2 -m "not gpu" -k "not compiled" $(NUMERIC)
 
 margins: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.margins -o enable_assertion_pass_hook=true -m "not slow and not gpu"
@@ -54,4 +63,5 @@ layouts: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.dist.layouts
 
 clean:
+	find tessera tests -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
