@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -41,6 +42,7 @@ def own_ranks() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     """Let each worker of a whole run begin with other files: to prepare the asserts of all of them for their messages
     takes 9 s, and what one worker has prepared the others only read."""
+    gc.disable()
     here = Path(__file__).parent
     number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if number and [Path(one).resolve() for one in config.args] == [here]:
@@ -57,6 +59,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS), item.path
 
     items.sort(key=place)  # stable: within a file the order stays
+
+
+def pytest_collection_finish() -> None:
+    """What the imports of all files have made stays to the end: no collection of garbage need look at it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

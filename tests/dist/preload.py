@@ -5,6 +5,8 @@ Nothing here may start a thread: a fork keeps only the one that forks.
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch._dynamo
 import torch.distributed.checkpoint
@@ -23,5 +25,6 @@ import tests.toys.moe_decoder
 import tests.toys.token_rows
 
 Image.preinit()  # its plugins, too
+gc.freeze()  # a rank that looked through all these objects for garbage would also copy their pages
 
 __all__ = ["Image", "pytest", "tessera", "tests", "torch"]
