@@ -1,19 +1,26 @@
-"""Convert a synthetic folder to Megatron-style shards and back: bytes per second beside a plain copy, and peak memory.
+"""Convert a synthetic folder between forms: bytes per second beside a plain copy, and peak memory.
 
-    python bench/convert.py [--gigabytes 2]
+    python bench/convert.py [--gigabytes 2] [--jobs N] [--kills 20] [--folder DIR]
 
-One JSON line. The folder is a Qwen2-VL with random weights in bf16, as large as asked for.
+One JSON line. The folder is a Qwen2-VL with random weights in bf16, as large as asked for. Each conversion runs in a
+process of its own. With --kills, each of so many conversions is killed at a random moment and started again; the result
+must be that of one that was not.
 """
 
 from __future__ import annotations
 
 import argparse
+import filecmp
 import json
+import multiprocessing
+import os
+import random
 import resource
 import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +29,12 @@ from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.core.run_config import ModelSection
 from tessera.models import build_on_meta, resolve
+
+CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (  # source, target, options
+    ("hf", "mm", {"to": "mm", "layout": {"tp": 2}}),
+    ("mm", "back", {"like": "hf"}),
+    ("hf", "dcp", {"to": "dcp"}),
+)
 
 
 def write_folder(folder: Path, gigabytes: float) -> int:
@@ -45,32 +58,84 @@ def write_folder(folder: Path, gigabytes: float) -> int:
         model_tensors(module),
         weight_map,
         config.to_hf(),
-        prepare=lambda name, blank: torch.randn(blank.shape).to(blank.dtype),
+        prepare=lambda name, blank: torch.randint(-(2**15), 2**15, blank.shape, dtype=torch.int16).view(blank.dtype),
     )
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def copy(source: Path, target: Path) -> tuple[float, float]:
+    """Return the seconds of a plain copy, and of one that has reached the disk."""
+    began = time.perf_counter()
+    shutil.copytree(source, target)
+    copied = time.perf_counter()
+    for path in target.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    return copied - began, time.perf_counter() - began
+
+
+def convert(root: Path, source: str, target: str, options: dict[str, Any], results: Any) -> None:
+    """Convert in this process, and report seconds and peak memory."""
+    given = options | ({"like": root / options["like"]} if "like" in options else {})
+    results.put(0)  # everything is imported
+    began = time.perf_counter()
+    tessera.convert(root / source, root / target, **given)
+    results.put((time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+
+
+def in_process(root: Path, source: str, target: str, options: dict[str, Any], kill_after: float | None = None) -> Any:
+    """Convert in another process; return its seconds and peak memory, or None if it was killed."""
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    process = context.Process(target=convert, args=(root, source, target, options, results))
+    process.start()
+    results.get()
+    process.join(kill_after)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return None
+    assert process.exitcode == 0
+    return results.get()
+
+
+def same(one: Path, other: Path) -> bool:
+    """Return whether two folders hold the same files, byte for byte."""
+    names = [sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()) for root in (one, other)]
+    return names[0] == names[1] and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names[0])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--jobs", type=int, default=None)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=None, help="where to work; default: for temporary files")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=asked.folder) as name:
         root = Path(name)
         size = write_folder(root / "hf", asked.gigabytes)
-        times = {}
-        for case, work in (
-            ("copy", lambda: shutil.copytree(root / "hf", root / "copied")),
-            ("to shards", lambda: tessera.convert(root / "hf", root / "mm", to="mm", layout={"tp": 2})),
-            ("to hf", lambda: tessera.convert(root / "mm", root / "back", like=root / "hf")),
-        ):
-            began = time.perf_counter()
-            work()
-            times[case] = time.perf_counter() - began
-            if case == "copy":
-                shutil.rmtree(root / "copied")
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        found = {f"{case}, GB/s": round(size / seconds / 1e9, 3) for case, seconds in times.items()}
-        print(json.dumps({"gigabytes": round(size / 1e9, 2), **found, "peak GB": round(peak / 1e9, 2)}))
+        found: dict[str, float] = {"gigabytes": round(size / 1e9, 2)}
+        plain, synced = copy(root / "hf", root / "copied")
+        shutil.rmtree(root / "copied")
+        found |= {"copy GB/s": round(size / plain / 1e9, 3), "copy to disk GB/s": round(size / synced / 1e9, 3)}
+        seconds = 0.0
+        for source, target, options in CASES:
+            taken, peak = in_process(root, source, target, options | {"jobs": asked.jobs})
+            seconds = taken if target == "mm" else seconds
+            found[f"{source} to {target} GB/s"] = round(size / taken / 1e9, 3)
+            found[f"{source} to {target} peak GB"] = round(peak / 1e9, 2)
+            if target != "mm":
+                shutil.rmtree(root / target)
+        chance = random.Random(0)
+        found["killed"] = found["same after kills"] = 0
+        for _ in range(asked.kills):
+            source, target, options = "hf", "again", CASES[0][2] | {"jobs": asked.jobs}
+            found["killed"] += in_process(root, source, target, options, chance.uniform(0, seconds)) is None
+            in_process(root, source, target, options)
+            found["same after kills"] += same(root / "mm", root / "again")
+            shutil.rmtree(root / "again")
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from tessera.checkpoint.files import DTYPES, Entry, SafetensorsFile, open_safetensors, storage_order, stored_shape
+from tessera.checkpoint.files import DTYPES, Entry, open_safetensors, storage_order, stored_shape
 from tessera.checkpoint.legacy.dcp import METADATA, check_cover
-from tessera.checkpoint.legacy.torch_files import MOST_AXES, PlannedTensor
+from tessera.checkpoint.legacy.torch_files import MOST_AXES
+from tessera.checkpoint.planned_folder import plan_safetensors
 from tessera.checkpoint.storage import KeyedPart, SplitTensor
 from tessera.core.errors import TesseraError
+from tessera.core.file_plan import FolderPlan, PlannedTensor
 from tessera.core.files import check_inside
 from tessera.core.layouts import CONFIG_FILE
 
@@ -91,19 +91,19 @@ def _offsets(places: Mapping[str, Any], name: str, axes: int, path: Path) -> tup
     return tuple(offsets or ())
 
 
-def write_dcp_safetensors(
-    folder: Path, plans: Mapping[str, PlannedTensor], read: Callable[[str], Tensor], file_bytes: int = FILE_BYTES
-) -> None:
-    """Write a folder that torch's `HuggingFaceStorageReader` loads, as a single rank would. `read` returns a tensor."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files: list[list[Entry]] = [[]]
-    for entry in storage_order([Entry(name, plan.dtype, plan.shape) for name, plan in plans.items()]):
-        if files[-1] and sum(other.nbytes for other in files[-1]) + entry.nbytes > file_bytes:
-            files.append([])
-        files[-1].append(entry)
-    for number, entries in enumerate(files, start=1):
-        places = {entry.key: {_OFFSETS: [0] * len(entry.shape)} for entry in entries}
-        path = folder / f"shard-00001-model-{number:05d}-of-{len(files):05d}.safetensors"
-        with SafetensorsFile(path, entries, metadata={_PLACES: json.dumps(places)} | _VERSION) as file:
-            for entry in entries:
-                file.put(entry.key, read(entry.key))
+def plan_dcp_safetensors(
+    plans: Mapping[str, PlannedTensor], prefix: str = "", file_bytes: int = FILE_BYTES
+) -> FolderPlan:
+    """Plan a folder that torch's `HuggingFaceStorageReader` loads, as a single rank would write it.
+
+    `prefix` stands before the names in it.
+    """
+    shards: list[list[Entry]] = [[]]
+    for entry in storage_order([Entry(prefix + name, plan.dtype, plan.shape) for name, plan in plans.items()]):
+        if shards[-1] and sum(other.nbytes for other in shards[-1]) + entry.nbytes > file_bytes:
+            shards.append([])
+        shards[-1].append(entry)
+    files = {f"shard-00001-model-{n:05d}-of-{len(shards):05d}.safetensors": made for n, made in enumerate(shards, 1)}
+    begin = {file: {entry.key: {_OFFSETS: [0] * len(entry.shape)} for entry in made} for file, made in files.items()}
+    plan = plan_safetensors(files, {file: {_PLACES: json.dumps(places)} | _VERSION for file, places in begin.items()})
+    return FolderPlan(plan.files, {name: plan.places[prefix + name] for name in plans})

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tessera.checkpoint.files import hash_file, open_safetensors, package_version, read_box, write_file
 from tessera.checkpoint.folder_tensors import FolderTensors
-from tessera.checkpoint.hf import MARK
+from tessera.checkpoint.publish import MARK
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.files import read_json_mapping
 from tessera.core.layouts import detect_layout, folder_layout

@@ -290,13 +290,13 @@ class SafetensorsFile(DurableFile):
         assert sys.byteorder == "little", "safetensors is a little-endian format"
         super().__init__(path, fault)
         self._waiting = list(reversed(storage_order(entries)))
-        self._metadata = {"format": "pt", **(metadata or {})}
+        self._metadata = metadata
 
     def __enter__(self) -> Self:
         super().__enter__()
         try:
             self._fault(f"write {self._path.name} header")
-            self.write(_header(list(reversed(self._waiting)), self._metadata))
+            self.write(safetensors_header(list(reversed(self._waiting)), self._metadata))
         except BaseException as error:
             self.__exit__(type(error))
             raise
@@ -315,8 +315,9 @@ class SafetensorsFile(DurableFile):
         super().__exit__(kind)
 
 
-def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    table: dict[str, Any] = {"__metadata__": metadata}
+def safetensors_header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the beginning of a file that holds these tensors in this order. `metadata`: notes beside the format."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
     for entry in entries:
         if entry.key in table:
@@ -363,6 +364,14 @@ def stored_shape(file: Any, key: str) -> tuple[int, ...]:
     if prod(max(size, 1) for size in shape) >= _MOST_ELEMENTS:
         raise TesseraError(f"{key[:200]} claims a shape beyond all sense: {str(shape)[:100]}")
     return shape
+
+
+def data_positions(path: Path) -> dict[str, int]:
+    """Return where the bytes of each tensor begin in a safetensors file, which `open_safetensors` has accepted."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return {key: 8 + length + entry["data_offsets"][0] for key, entry in header.items() if key != "__metadata__"}
 
 
 def read_box(file: Any, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.files import CODES, box_slices, open_safetensors, read_box, stored_shape
+from tessera.checkpoint.files import CODES, DTYPES, box_slices, data_positions, open_safetensors, stored_shape
 from tessera.checkpoint.quantized import QuantizedWeight, find_quantized
 from tessera.core.errors import TesseraError
+from tessera.core.file_plan import map_elements
 from tessera.core.layouts import CONFIG_FILE, ROOT, folder_layout
 
 _STATE_BYTES = 1 << 16
@@ -32,16 +34,19 @@ class FolderTensors:
         self.kinds: dict[str, str] = {}  # types as safetensors spell them
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
+        self._places: dict[str, tuple[Path, int, str, tuple[int, ...]]] = {}  # file, position, type, shape
         self._quantized: dict[str, QuantizedWeight] = {}
         self._last: tuple[str, Tensor] | None = None
         with ExitStack() as opening:
             for path in layout.weight_files(component):
                 file = opening.enter_context(open_safetensors(path))
+                positions = data_positions(path)
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     if name in self._files:
                         raise TesseraError(f"{name} is stored in two files", where=str(path))
                     self._files[name] = file
                     self.shapes[name], self.kinds[name] = stored_shape(file, name), file.get_slice(name).get_dtype()
+                    self._places[name] = path, positions[name], self.kinds[name], self.shapes[name]
             config = layout.config(component) if (layout.component_folder(component) / CONFIG_FILE).is_file() else {}
             self._find_quantized(config)
             self._stack = opening.pop_all()
@@ -56,13 +61,21 @@ class FolderTensors:
         """Return a tensor, or a box of it, reading no more than that where it is stored as it is."""
         shape = self.shapes[name]
         offsets, sizes = offsets or [0] * len(shape), shape if sizes is None else sizes
-        weight = self._quantized.get(name)
+        weight, last = self._quantized.get(name), self._last
         if weight is None:
-            return read_box(self._files[name], name, offsets, sizes)
-        if self._last is None or self._last[0] != name:
-            parts = [self._files[part].get_tensor(part) for part in weight.parts]
-            self._last = name, weight.dequantize(parts).to(self._dtype)
-        return self._last[1][box_slices(offsets, sizes)]
+            return self._whole(name)[box_slices(offsets, sizes)]
+        if last is None or last[0] != name:  # several threads may read: each uses what it has made itself
+            last = name, weight.dequantize([self._whole(part) for part in weight.parts]).to(self._dtype)
+            self._last = last
+        return last[1][box_slices(offsets, sizes)]
+
+    def _whole(self, name: str) -> Tensor:
+        """Return a stored tensor over its pages, which leave memory with it: those of a whole file would stay."""
+        path, position, kind, shape = self._places[name]
+        if kind not in DTYPES:
+            tensor: Tensor = self._files[name].get_tensor(name)
+            return tensor
+        return map_elements(path, position, prod(shape), DTYPES[kind]).view(shape)
 
     def _find_quantized(self, config: dict[str, Any]) -> None:
         settings = config.get("quantization_config")

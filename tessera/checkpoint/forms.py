@@ -1,18 +1,15 @@
 """Native tensors of a model, one at a time, from any form that weights are kept in.
 
 `NativeTensors` joins what a form stores (`StoredForm`: names, types, shapes, and a way to read one) with the weight map
-that says how native tensors are made of it. Converting is then writing another form from native tensors, with no more
-than a few tensors in memory.
+that says how native tensors are made of it. Converting (`checkpoint.stream`) is then writing another form from native
+tensors, with no more than a few of them in memory.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +18,24 @@ from torch import Tensor
 
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, read_dcp_safetensors
-from tessera.checkpoint.files import DTYPES, human_bytes
+from tessera.checkpoint.files import DTYPES
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.legacy.dcp import METADATA, read_dcp
 from tessera.checkpoint.legacy.megatron import MegatronLayout, is_megatron_folder, read_megatron
-from tessera.checkpoint.legacy.torch_files import PlannedTensor
 from tessera.checkpoint.weights import TensorSource, fill, plan_reading, shapes_fit
 from tessera.core.errors import TesseraError
+from tessera.core.file_plan import PlannedTensor
 from tessera.core.layouts import ROOT
 from tessera.core.megatron_form import MegatronForm
 from tessera.core.weightmap import WeightMap
-
-_REPORT_EVERY = 5.0  # seconds
-_log = logging.getLogger("tessera")
 
 
 class StoredForm(ABC):
     """Read the weights that a folder of some kind stores. Use it as a context: files stay open inside."""
 
     where: str
+    weight_map: WeightMap | None = None
+    """That of the form, if it is another than that of Hugging Face folders."""
 
     def __enter__(self) -> StoredForm:
         return self
@@ -53,7 +49,10 @@ class StoredForm(ABC):
 
     @abstractmethod
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return one tensor in memory, or a box of it, reading no more than that."""
+        """Return one tensor, or a box of it, reading no more than that: it may lie in mapped pages of its file.
+
+        Several threads may read at a time.
+        """
 
 
 class SafetensorsForm(StoredForm):
@@ -84,6 +83,7 @@ class MegatronFolder(StoredForm):
 
     def __init__(self, folder: Path, form: MegatronForm, layout: MegatronLayout | None = None) -> None:
         self.where = str(folder)
+        self.weight_map = form.weights
         self._found, self.layout = read_megatron(folder, form, layout)
 
     def tensors(self) -> Mapping[str, PlannedTensor]:
@@ -113,8 +113,16 @@ class DcpFolder(StoredForm):
         return self._found[name].read(offsets, sizes)
 
 
+@dataclass(frozen=True)
+class TensorGroup:
+    """Name native tensors that are read and written together, and what the target form makes of them."""
+
+    names: tuple[str, ...]
+    made: Mapping[str, PlannedTensor]
+
+
 class NativeTensors:
-    """Make the native tensors of a model from what a form stores."""
+    """Make the native tensors of a model from what a form stores. Use it as a context: it closes the form."""
 
     def __init__(
         self,
@@ -123,10 +131,14 @@ class NativeTensors:
         shapes: Mapping[str, tuple[int, ...]],
         tied: Mapping[str, str],
     ) -> None:
-        """Check that names and shapes fit. `shapes`: of all native tensors; `tied`: further names of shared ones."""
-        self._stored = stored
-        available = stored.tensors()
-        sources = plan_reading(shapes.keys(), available, weight_map, tied=tied, expected=(), where=stored.where)
+        """Check that names and shapes fit.
+
+        `weight_map`: of forms that have none of their own. `shapes`: of all native tensors; `tied`: further names of
+        shared ones.
+        """
+        self._stored, self.where = stored, stored.where
+        available, used = stored.tensors(), stored.weight_map or weight_map
+        sources = plan_reading(shapes.keys(), available, used, tied=tied, expected=(), where=stored.where)
         self._sources: dict[str, TensorSource] = {source.native: source for source in sources}
         self._shapes = {name: plan.shape for name, plan in available.items()}
         self.plans: dict[str, PlannedTensor] = {}
@@ -134,8 +146,12 @@ class NativeTensors:
             source = self._sources[name]
             shapes_fit(source, shape, self._shapes, stored.where)
             self.plans[name] = PlannedTensor(available[source.foreign[0]].dtype, shape)
-        self.digests: dict[str, bytes] = {}  # of what was read
-        self._progress = _Progress(sum(math.prod(plan.shape) * plan.dtype.itemsize for plan in self.plans.values()))
+
+    def __enter__(self) -> NativeTensors:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stored.__exit__()
 
     def blanks(self) -> dict[str, Tensor]:
         """Return tensors without data, by native names."""
@@ -147,40 +163,39 @@ class NativeTensors:
 
     def read(self, name: str) -> Tensor:
         """Return one native tensor."""
-        source = self._sources[name]
-        tensor = source.op.to_native([self._stored.read(foreign) for foreign in source.foreign]).contiguous()
-        if name not in self.digests:
-            data = tensor.reshape(-1).view(torch.uint8).numpy()
-            self.digests[name] = hashlib.blake2b(data.data, digest_size=16).digest()
-            self._progress.count(data.nbytes)
-        return tensor
+        return self.read_group([name])[name]
 
-    def check_against(self, written: NativeTensors) -> None:
-        """Read everything that was written once more, and raise unless it is what was read here."""
-        for name, digest in self.digests.items():
-            written.read(name)
-            if written.digests[name] != digest or written.plans[name] != self.plans[name]:
-                raise TesseraError(
-                    f"{name} was read back with other bytes than were written",
-                    where=written._stored.where,
-                    fix="nothing was published: try again; if it happens twice, check the disk",
-                )
+    def read_group(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return native tensors; what several of them are made of is read once."""
+        sources = [self._sources[name] for name in names]
+        stored = {name: self._stored.read(name) for name in {name for source in sources for name in source.foreign}}
+        return {source.native: source.op.to_native([stored[name] for name in source.foreign]) for source in sources}
+
+    def groups(self, weight_map: WeightMap) -> list[TensorGroup]:
+        """Return the groups in which another form is written: tensors that share anything stored, here or there."""
+        blanks, joined = self.blanks(), dict[str, list[str]]()
+        by_stored: dict[str, list[str]] = {}
+        for name in blanks:
+            group = joined.setdefault(name, [name])
+            for other in weight_map.group_of(name):
+                group = _join(joined, group, joined.setdefault(other, [other]))
+            for stored in self._sources[name].foreign:
+                group = _join(joined, group, by_stored.setdefault(stored, group))
+                by_stored[stored] = group
+        unique = {id(group): group for group in joined.values()}
+        made = [weight_map.to_foreign({name: blanks[name] for name in group}) for group in unique.values()]
+        return [
+            TensorGroup(tuple(group), {n: PlannedTensor(t.dtype, tuple(t.shape)) for n, t in tensors.items()})
+            for group, tensors in zip(unique.values(), made, strict=True)
+        ]
 
 
-class _Progress:
-    """Tell every few seconds how much was read, and how fast."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done = total, 0
-        self.began = self.reported = time.monotonic()
-
-    def count(self, nbytes: int) -> None:
-        self.done += nbytes
-        now = time.monotonic()
-        if now - self.reported >= _REPORT_EVERY:
-            self.reported = now
-            rate = human_bytes(self.done / (now - self.began))
-            _log.info("%s of %s, %s/s", human_bytes(self.done), human_bytes(self.total), rate)
+def _join(joined: dict[str, list[str]], one: list[str], other: list[str]) -> list[str]:
+    """Make one group of two."""
+    if one is not other:
+        one.extend(other)
+        joined.update(dict.fromkeys(other, one))
+    return one
 
 
 def open_form(folder: Path, shards: MegatronForm | None, prefix: str = "") -> StoredForm:
@@ -213,34 +228,11 @@ def fill_from_form(
 
     def work() -> None:
         with open_form(folder, shards) as stored:
-            used = shards.weights if isinstance(stored, MegatronFolder) and shards is not None else weight_map
-            native = NativeTensors(stored, used, shapes, tied)
+            native = NativeTensors(stored, weight_map, shapes, tied)
             for name, target in tensors.items():
                 native.fill(name, target)
 
     Ranks.current().on_all(work)
-
-
-class FormWriter:
-    """Make the tensors of a target form from native ones, on request."""
-
-    def __init__(self, native: NativeTensors, weight_map: WeightMap) -> None:
-        self._native, self._map = native, weight_map
-        blanks = native.blanks()
-        self.plans: dict[str, PlannedTensor] = {}
-        self._group: dict[str, tuple[str, ...]] = {}
-        self._made: tuple[tuple[str, ...], dict[str, Tensor]] = ((), {})
-        for group in dict.fromkeys(weight_map.group_of(name) for name in blanks):
-            for foreign, blank in weight_map.to_foreign({name: blanks[name] for name in group}).items():
-                self.plans[foreign] = PlannedTensor(blank.dtype, tuple(blank.shape))
-                self._group[foreign] = group
-
-    def read(self, foreign: str) -> Tensor:
-        """Return one tensor of the target form. What was made together with the last one is kept for the next."""
-        group = self._group[foreign]
-        if self._made[0] != group:
-            self._made = group, self._map.to_foreign({name: self._native.read(name) for name in group})
-        return self._made[1][foreign]
 
 
 def native_shapes(tensors: Mapping[str, Tensor], left_out: Collection[str] = ()) -> dict[str, tuple[int, ...]]:

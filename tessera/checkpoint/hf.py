@@ -5,9 +5,7 @@ Safetensors alone are read and written, never a pickle.
 
 from __future__ import annotations
 
-import json
 import logging
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -28,11 +26,12 @@ from tessera.checkpoint.files import (
     human_bytes,
     no_fault,
     remove_folder,
-    rename,
     sync_folder,
     write_file,
 )
 from tessera.checkpoint.folder_tensors import FolderTensors
+from tessera.checkpoint.planned_folder import plan_safetensors
+from tessera.checkpoint.publish import begin, pretty_json, show
 from tessera.checkpoint.weights import (
     Counts,
     ReadBox,
@@ -44,10 +43,10 @@ from tessera.checkpoint.weights import (
     plan_reading,
 )
 from tessera.core.errors import TesseraError
+from tessera.core.file_plan import FilePlan, FolderPlan
 from tessera.core.layouts import CONFIG_FILE, ROOT, FolderLayout, TransformersFolder
 from tessera.core.weightmap import WeightMap
 
-MARK = "tessera_export.json"  # marks an export, which a later one may replace
 _COMPARED = 16 << 20  # numbers of two tables that are compared at a time
 _log = logging.getLogger("tessera")
 
@@ -197,7 +196,7 @@ def save_components(
         plans[name] = holders, _split_into_files(blanks, given.weight_map, shard_bytes)
     size = sum(_bytes_of(shards) for _, shards in plans.values())
     try:
-        staging = ranks.on_rank0(lambda: _begin(folder, overwrite))
+        staging = ranks.on_rank0(lambda: begin(folder, overwrite))
         target = layout(staging)
         for name, (holders, shards) in plans.items():
             inside, given = target.component_folder(name), components[name]
@@ -207,10 +206,9 @@ def save_components(
                 path = inside / target.shard_file(number, len(shards), name)
                 _write_shard(ranks, path, shard, given, holders, prepare, fault)
                 table.update(dict.fromkeys((entry.key for made in shard.values() for entry in made), path.name))
-            files = {CONFIG_FILE: _pretty(given.config)}
+            files = {CONFIG_FILE: pretty_json(given.config)}
             if len(shards) > 1:
-                index = {"metadata": {"total_size": _bytes_of(shards)}, "weight_map": dict(sorted(table.items()))}
-                files[target.index_file(name)] = _pretty(index)
+                files[target.index_file(name)] = _index(shards, table)
             ranks.on_rank0(lambda inside=inside, files=files: _write_all(inside, files, fault))  # type: ignore[misc]
         root_files = target.root_files({name: given.config for name, given in components.items()})
         ranks.on_rank0(lambda: _finish(target.folder, folder, root_files, extras, fault))
@@ -242,6 +240,32 @@ def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shar
         space -= size
     # Widest first, so that all are aligned; a weight in eight bits stands behind its wide scales.
     return [dict(sorted(shard.items(), key=lambda item: -item[1][0].dtype.itemsize)) for shard in shards]
+
+
+def plan_folder(
+    layout: FolderLayout,
+    tensors: Mapping[str, Tensor],
+    weight_map: WeightMap,
+    config: Mapping[str, Any],
+    shard_bytes: int = 5_000_000_000,
+) -> FolderPlan:
+    """Plan a transformers folder of native tensors, of which only types and shapes are used."""
+    shards = _split_into_files(tensors, weight_map, shard_bytes)
+    entries = {
+        layout.shard_file(number, len(shards)): [entry for made in shard.values() for entry in made]
+        for number, shard in enumerate(shards, start=1)
+    }
+    weights = plan_safetensors(entries)
+    files = {CONFIG_FILE: FilePlan.of_bytes(pretty_json(config)), **weights.files}
+    if len(shards) > 1:
+        table = {key: places[0].file for key, places in weights.places.items()}
+        files[layout.index_file()] = FilePlan.of_bytes(_index(shards, table))
+    return FolderPlan(files, weights.places)
+
+
+def _index(shards: Sequence[_Shard], table: Mapping[str, str]) -> bytes:
+    """Return the index of a folder. `table`: files by the names of tensors."""
+    return pretty_json({"metadata": {"total_size": _bytes_of(shards)}, "weight_map": dict(sorted(table.items()))})
 
 
 def _write_shard(
@@ -319,36 +343,6 @@ def gather_on_rank0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: whole for name, whole in found.items() if whole is not None and ranks.rank == 0}
 
 
-def publish(folder: Path, write: Callable[[Path], None], *, overwrite: bool = False, fault: Fault = no_fault) -> None:
-    """Publish a folder of the files that `write` makes on rank 0, by one rename."""
-
-    def work() -> None:
-        staging = _begin(folder, overwrite)
-        try:
-            write(staging)
-            _show(staging, folder, fault)
-        except BaseException:
-            remove_folder(staging)
-            raise
-
-    Ranks.current().on_rank0(work)
-
-
-def _begin(folder: Path, overwrite: bool) -> Path:
-    if folder.exists() and not folder.is_dir():
-        raise TesseraError(f"there is a file in the way: {folder}")
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite and not (folder / MARK).is_file():
-        raise TesseraError(
-            "the folder is not empty and not an earlier export of Tessera",
-            where=str(folder),
-            fix="name another folder, or allow to overwrite this one (everything in it is replaced)",
-        )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = folder.parent / f".staging-{folder.name}~{uuid.uuid4().hex[:8]}"
-    staging.mkdir()
-    return staging
-
-
 def _finish(
     staging: Path,
     folder: Path,
@@ -360,7 +354,7 @@ def _finish(
         write_file(staging / name, content, fault)
     if extras is not None:
         extras(staging)
-    _show(staging, folder, fault)
+    show(staging, folder, fault)
 
 
 def _write_all(folder: Path, files: Mapping[str, bytes], fault: Fault) -> None:
@@ -368,24 +362,6 @@ def _write_all(folder: Path, files: Mapping[str, bytes], fault: Fault) -> None:
     for name, content in files.items():
         write_file(folder / name, content, fault)
     sync_folder(folder, fault)
-
-
-def _show(staging: Path, folder: Path, fault: Fault) -> None:
-    if not (staging / MARK).exists():  # a Hugging Face folder has a record of its own there
-        write_file(staging / MARK, _pretty({"format": "tessera-export", "version": 1}), fault)
-    sync_folder(staging, fault)
-    trash = folder.parent / f".trash-{folder.name}~{uuid.uuid4().hex[:8]}"
-    if folder.is_dir():
-        rename(folder, trash, fault)
-    rename(staging, folder, fault)
-    # Only now: until the new one stood, what an interrupted export had left might have been the last copy.
-    for path in folder.parent.iterdir():
-        if path.name.startswith((f".staging-{folder.name}~", f".trash-{folder.name}~")):
-            remove_folder(path)
-
-
-def _pretty(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _bytes_of(shards: Sequence[_Shard]) -> int:

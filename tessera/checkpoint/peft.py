@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import MANIFEST, Entry, SafetensorsFile, box_slices, read_tensors, write_file
-from tessera.checkpoint.hf import gather_on_rank0, publish
+from tessera.checkpoint.hf import gather_on_rank0
 from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.publish import publish
 from tessera.checkpoint.weights import TensorSource, add_product, fill
 from tessera.core.adapters import Adapter, Adapters, factor_names, spelled_out
 from tessera.core.config import read_mapping

@@ -15,20 +15,20 @@ from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm
 from tessera.checkpoint.frozen import FrozenWeights
-from tessera.checkpoint.legacy.torch_files import PlannedTensor
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.peft import merge_adapter, read_adapters
 from tessera.checkpoint.state import MODEL
 from tessera.checkpoint.storage import SplitTensor, split_tensors
 from tessera.core.adapters import Adapters, factor_names
 from tessera.core.errors import TesseraError
+from tessera.core.file_plan import PlannedTensor
 from tessera.core.weightmap import WeightMap
-
-NATIVE = WeightMap((), same_names=True)  # how the names of a `TrainedForm` become native ones
 
 
 class TrainedForm(StoredForm):
     """Read a trained model in one type, with its adapters merged."""
+
+    weight_map = WeightMap((), same_names=True)  # its names are native ones
 
     def __init__(
         self,

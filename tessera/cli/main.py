@@ -147,6 +147,9 @@ def convert(
     adapters: Annotated[bool, typer.Option("--adapters", help="only the adapters, as PEFT keeps them")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier export")] = False,
     prove: ProveOption = "auto",
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", help="threads; default: one for each processor, at most 8")
+    ] = None,
     trust: TrustFlag = False,
 ) -> None:
     """Write a model in another form; as a Hugging Face folder, with its adapters merged into it, by default."""
@@ -154,21 +157,22 @@ def convert(
     from tessera.core.config import parse_yaml
     from tessera.tools.convert import convert as run
 
-    log.setup()
-    written = run(
-        source,
-        target,
-        to=to,  # type: ignore[arg-type]  # it is checked there
-        layout=None if layout is None else parse_yaml(layout, "--layout"),
-        recipe=recipe,
-        like=like,
-        dtype=dtype,
-        quantize=quantize,
-        adapters=adapters,
-        overwrite=overwrite,
-        prove=prove,  # type: ignore[arg-type]  # it is checked there
-        trust=trust,
-    )
+    with log.on_screen():
+        written = run(
+            source,
+            target,
+            to=to,  # type: ignore[arg-type]  # it is checked there
+            layout=None if layout is None else parse_yaml(layout, "--layout"),
+            recipe=recipe,
+            like=like,
+            dtype=dtype,
+            quantize=quantize,
+            adapters=adapters,
+            overwrite=overwrite,
+            prove=prove,  # type: ignore[arg-type]  # it is checked there
+            jobs=jobs,
+            trust=trust,
+        )
     typer.echo(f"wrote {written}")
 
 

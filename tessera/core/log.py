@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -59,7 +61,19 @@ def to_file(level: int, message: str) -> None:
 
 
 def close() -> None:
+    """Leave the logger as it was before `setup`."""
     log = logger()
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
+    log.propagate = True
+
+
+@contextmanager
+def on_screen() -> Iterator[None]:
+    """Show on the screen what a command says while it works."""
+    setup()
+    try:
+        yield
+    finally:
+        close()

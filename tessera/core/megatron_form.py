@@ -50,11 +50,15 @@ class EvenSplit:
         blocks = [
             block.split(self._sizes(block.shape[self.dim], ranks), dim=self.dim) for block in self._blocks(tensor)
         ]
-        return [torch.cat([block[rank] for block in blocks], dim=self.dim) for rank in range(ranks)]
+        return [self._cat([block[rank] for block in blocks]) for rank in range(ranks)]
 
     def join(self, slices: list[Tensor]) -> Tensor:
         blocks = zip(*(self._blocks(part) for part in slices), strict=True)
-        return torch.cat([torch.cat(parts, dim=self.dim) for parts in blocks], dim=self.dim)
+        return self._cat([part for parts in blocks for part in parts])
+
+    def _cat(self, parts: list[Tensor]) -> Tensor:
+        """Join tensors; a single one is not copied."""
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], slices: Shapes) -> list[Box]:
         # In the whole tensor each block of all ranks comes before the next block.
@@ -69,7 +73,7 @@ class EvenSplit:
         return found
 
     def join_boxes(self, boxes: list[Tensor]) -> Tensor:
-        return torch.cat(boxes, dim=self.dim)
+        return self._cat(boxes)
 
     def _blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         if tensor.shape[self.dim] % self.blocks:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.export_record import SAME_NAMES, ExportRecord, changes_since, differences_from, read_record
-from tessera.checkpoint.hf import MARK
+from tessera.checkpoint.publish import MARK
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.data.media.files import Limits

@@ -1,12 +1,12 @@
 """Convert a model from any form to the one that is asked for: `tessera convert SRC DST --to FORM`.
 
 To a Hugging Face folder, runs, checkpoints and adapters are loaded as a model. All else (Megatron-style shards, torch
-DCP over its own files or over safetensors) is streamed one tensor at a time, without a model in memory.
+DCP over its own files or over safetensors) is streamed, without a model in memory; such a conversion that was killed
+goes on when it is started again.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, write_dcp_safetensors
+from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, plan_dcp_safetensors
+from tessera.checkpoint.files import Fault, no_fault
 from tessera.checkpoint.forms import (
     DcpFolder,
-    FormWriter,
     MegatronFolder,
     NativeTensors,
     SafetensorsForm,
@@ -27,27 +27,29 @@ from tessera.checkpoint.forms import (
     native_shapes,
 )
 from tessera.checkpoint.fp8 import Fp8Map
-from tessera.checkpoint.hf import publish, save_folder
-from tessera.checkpoint.legacy.dcp import METADATA, write_dcp
-from tessera.checkpoint.legacy.megatron import MegatronLayout, check_layout, is_megatron_folder, write_megatron
+from tessera.checkpoint.hf import plan_folder, save_folder
+from tessera.checkpoint.legacy.dcp import METADATA, plan_dcp
+from tessera.checkpoint.legacy.megatron import MegatronLayout, is_megatron_folder, plan_megatron
 from tessera.checkpoint.peft import save_adapters
+from tessera.checkpoint.publish import staging_of
 from tessera.checkpoint.state import model_tensors, tied_names
-from tessera.checkpoint.trained_form import NATIVE
+from tessera.checkpoint.stream import Conversion, identity_of, stream
 from tessera.checkpoint.weight_source import origin_of
 from tessera.checkpoint.weights import check_config_numbers
 from tessera.core.config import Section
 from tessera.core.errors import TesseraError, nearest
-from tessera.core.layouts import detect_layout, folder_layout
+from tessera.core.layouts import TransformersFolder, detect_layout, folder_layout
 from tessera.core.megatron_form import MegatronForm
 from tessera.core.run_config import ModelSection
 from tessera.core.trust import Trust
 from tessera.core.types import ModelSpec
+from tessera.core.weightmap import WeightMap
 from tessera.inference.load import FoundModel, find_model, load
 from tessera.inference.proof import Prove, check_choice
 from tessera.inference.trained import open_trained
 from tessera.models import FAMILIES, build_on_meta, resolve
 from tessera.models.common.text import PROJECTIONS
-from tessera.tools.folder_target import hf_target, original_target
+from tessera.tools.folder_target import FolderTarget, hf_target, original_target
 from tessera.tools.recipe_layout import Recipe, layout_of_recipe
 from tessera.training.export import export_folder, seal_export
 
@@ -70,6 +72,7 @@ def convert(
     adapters: bool = False,
     overwrite: bool = False,
     prove: Prove = "auto",
+    jobs: int | None = None,
     trust: Trust = False,
 ) -> Path:
     """Write a model in another form and return the folder.
@@ -80,7 +83,8 @@ def convert(
     with the configuration and the side files, for forms that have none. `source_layout`: what
     the layout of shards to read must be, if it is to be checked. `prefix`: stands before the names in a DCP folder.
     `quantize`: "fp8" (a scale for each output) or "fp8-block" (for each block of 128 x 128): projections of the text
-    decoder are written in eight bits, as vLLM serves them.
+    decoder are written in eight bits, as vLLM serves them. `jobs`: threads that convert between folders; by default one
+    for each processor, and at most 8.
     Adapters are merged into the model that they belong to; with `adapters` they alone are written, as PEFT keeps them.
     `prove`: whether logits of a Hugging Face folder are compared with those of transformers before it is published:
     "auto" (see `tessera.inference.proof`), "always" or "never".
@@ -107,7 +111,7 @@ def convert(
     if dtype is not None and found is not None:
         raise TesseraError(f"from {found} to {to} every tensor keeps its type", where="--dtype", fix="leave it out")
     pattern = None if like is None else Path(like)
-    job = _Job(source, found, target, to, prefix, overwrite, prove, quantize, recipe, pattern)
+    job = _Job(source, found, target, to, prefix, overwrite, prove, quantize, recipe, pattern, jobs)
     job.layout = parse_layout({} if layout is None else layout)
     job.source_layout = None if source_layout is None else parse_layout(source_layout)
     if found is None:
@@ -204,9 +208,11 @@ class _Job:
     quantize: str | None = None
     recipe: Recipe | None = None
     like: Path | None = None
+    jobs: int | None = None
     trained: FoundModel | None = None
     layout: MegatronLayout = field(default_factory=MegatronLayout)
     source_layout: MegatronLayout | None = None
+    fault: Fault = no_fault
 
 
 @dataclass(frozen=True)
@@ -231,70 +237,78 @@ class _Model:
 
 
 def _stream(job: _Job, model: _Model) -> None:
-    """Convert tensor by tensor."""
+    """Convert without a model in memory."""
     spec, config = model.spec, model.config
     module = build_on_meta(spec, config)
     hub = spec.main.weight_map(config)
     if hub is None:
         raise TesseraError(f"the family {spec.name} has no Hugging Face form, and no other", where=str(job.source))
     shards = _megatron_form(spec, config) if "mm" in (job.found, job.to) else None
-    if shards is not None and job.to == "mm":
-        if job.recipe is not None:
-            job.layout = layout_of_recipe(job.recipe, model.section, shards)
-        check_layout(shards, job.layout, str(job.target))
-    maps = {"hf": hub, "original": hub, "dcp": hub, "dcp-safetensors": hub, None: NATIVE}
-    maps |= {} if shards is None else {"mm": shards.weights}
+    if shards is not None and job.recipe is not None:
+        job.layout = layout_of_recipe(job.recipe, model.section, shards)
     shapes, tied = native_shapes(model_tensors(module)), tied_names(module)
-    with _source(job, model, module, shards) as stored:
-        native = NativeTensors(stored, maps[job.found], shapes, tied)
-
-        def check(staging: Path) -> None:
-            """Read what was written before it is published, and compare it tensor by tensor."""
-            with _open(staging, job.to, job.prefix, shards, None) as written:
-                native.check_against(NativeTensors(written, maps[job.to], shapes, tied))
-
-        if job.to in ("hf", "original"):
-            blanks = native.blanks()
-            if job.to == "original":
-                pattern = job.like or model.section.path
-                target = original_target(spec, hub, blanks, pattern, job.source)
-            else:
-                assert model.folder is not None, "other sources than folders are loaded as a model"
-                pattern = model.folder
-                target = hf_target(spec, config, hub, blanks, pattern, model.raw)
-            fp8 = None
-            if job.quantize is not None:
-                fp8 = Fp8Map.of(hub, job.quantize, blanks, PROJECTIONS, str(job.source))
-
-            def finish(staging: Path) -> None:
-                target.add_files(staging)
-                (check if fp8 is None else fp8.check)(staging)
-                seal_export(staging, spec, config, base=pattern, prove=job.prove)
-
-            save_folder(
-                job.target,
-                blanks,
-                fp8 or target.table,
-                target.config if fp8 is None else fp8.config(target.config),
-                prepare=lambda name, _: native.read(name),
-                overwrite=job.overwrite,
-                extras=finish,
-            )
+    with NativeTensors(_source(job, model, module, shards), hub, shapes, tied) as native:
+        target = _folder_target(job, model, hub, native) if job.to in ("hf", "original") else None
+        if target is not None and job.quantize is not None:
+            _write_quantized(job, target, hub, native)
             return
-        writer = FormWriter(native, maps[job.to])
+        weight_map = hub if target is None else target.table
+        weight_map = shards.weights if shards is not None and job.to == "mm" else weight_map
+        groups = native.groups(weight_map)
+        made = {name: plan for group in groups for name, plan in group.made.items()}
+        if shards is not None and job.to == "mm":
+            plan = plan_megatron(shards, job.layout, made, str(job.target))
+        elif target is not None:
+            layout = TransformersFolder(staging_of(job.target))
+            plan = plan_folder(layout, native.blanks(), weight_map, target.config)
+        else:
+            plan = (plan_dcp if job.to == "dcp" else plan_dcp_safetensors)(made, job.prefix)
 
-        def write(staging: Path) -> None:
-            if shards is not None and job.to == "mm":
-                write_megatron(staging, shards, job.layout, writer.plans, writer.read)
-            else:
-                plans = {job.prefix + name: plan for name, plan in writer.plans.items()}
-                if job.to == "dcp":
-                    write_dcp(staging, plans, map(writer.read, writer.plans))
-                else:
-                    write_dcp_safetensors(staging, plans, lambda name: writer.read(name.removeprefix(job.prefix)))
-            check(staging)
+        def reopen(folder: Path) -> NativeTensors:
+            return NativeTensors(_open(folder, job.to, job.prefix, shards, None), hub, shapes, tied)
 
-        publish(job.target, write, overwrite=job.overwrite)
+        identity = identity_of(Path(native.where), *([] if model.folder is None else [model.folder]))
+        extras = None if target is None else target.add_files
+        conversion = Conversion(native, weight_map, groups, plan, reopen, identity, extras)
+        stream(job.target, replace(conversion, jobs=job.jobs, overwrite=job.overwrite, fault=job.fault))
+
+
+def _folder_target(job: _Job, model: _Model, hub: WeightMap, native: NativeTensors) -> FolderTarget:
+    """Return how a Hugging Face folder, or one in the form of its makers, is written; it is proved at the end."""
+    if job.to == "original":
+        pattern = job.like or model.section.path
+        target = original_target(model.spec, hub, native.blanks(), pattern, job.source)
+    else:
+        assert model.folder is not None, "other sources than folders are loaded as a model"
+        pattern = model.folder
+        target = hf_target(model.spec, model.config, hub, native.blanks(), pattern, model.raw)
+
+    def finish(staging: Path) -> None:
+        target.add_files(staging)
+        seal_export(staging, model.spec, model.config, base=pattern, prove=job.prove)
+
+    return replace(target, add_files=finish)
+
+
+def _write_quantized(job: _Job, target: FolderTarget, hub: WeightMap, native: NativeTensors) -> None:
+    """Write projections in eight bits: what is read again is compared with what they were rounded to."""
+    assert job.quantize is not None
+    blanks = native.blanks()
+    fp8 = Fp8Map.of(hub, job.quantize, blanks, PROJECTIONS, str(job.source))
+
+    def finish(staging: Path) -> None:
+        target.add_files(staging)
+        fp8.check(staging)
+
+    save_folder(
+        job.target,
+        blanks,
+        fp8,
+        fp8.config(target.config),
+        prepare=lambda name, _: native.read(name),
+        overwrite=job.overwrite,
+        extras=finish,
+    )
 
 
 def resplit(
@@ -326,11 +340,17 @@ def resplit(
         form = _form_by_lists(
             _megatron_form(spec, resolve(ModelSection(family=family, preset="quickstart"))[1]), old, new
         )
-    check_layout(form, new, str(target))
-    with MegatronFolder(Path(source), form, old) as stored:
-        plans = stored.tensors()
-        write = functools.partial(write_megatron, form=form, layout=new, tensors=plans, read=stored.read)
-        publish(Path(target), write)
+    whole = replace(form, weights=WeightMap((), same_names=True))  # tensors are taken by their Megatron names
+
+    def reopen(folder: Path, layout: MegatronLayout = new) -> NativeTensors:
+        stored = MegatronFolder(folder, whole, layout)
+        shapes = {name: planned.shape for name, planned in stored.tensors().items()}
+        return NativeTensors(stored, whole.weights, shapes, {})
+
+    with reopen(Path(source), old) as native:
+        plan = plan_megatron(form, new, native.plans, str(target))
+        groups, identity = native.groups(whole.weights), identity_of(Path(source))
+        stream(Path(target), Conversion(native, whole.weights, groups, plan, reopen, identity))
     return Path(target)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tessera.checkpoint.forms import MegatronFolder, NativeTensors, fill_from_form, native_shapes, open_form
+from tessera.checkpoint.forms import NativeTensors, fill_from_form, native_shapes, open_form
 from tessera.checkpoint.frozen import FrozenSource
 from tessera.checkpoint.peft import fill_adapters
 from tessera.checkpoint.state import model_tensors, tied_names
@@ -30,9 +30,8 @@ def check_first_weights(config: RunConfig, setup: ModelSetup) -> None:
     """Raise if the folder that the model is to be filled from does not fit it, before memory is taken for a model."""
     path, weight_map = config.model.path, setup.spec.main.weight_map(setup.config)
     if config.model.weights is not None and weight_map is not None:
-        with open_form(config.model.weights, shards := _shards(setup)) as stored:
-            used = shards.weights if shards is not None and isinstance(stored, MegatronFolder) else weight_map
-            NativeTensors(stored, used, _file_shapes(setup), tied_names(setup.module))
+        with open_form(config.model.weights, _shards(setup)) as stored:
+            NativeTensors(stored, weight_map, _file_shapes(setup), tied_names(setup.module))
         return
     # Layers that are kept in four bits are read one by one, later.
     if path is None or weight_map is None or _quantizes(setup) or origin_of(path) != "folder":

@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from typer.testing import CliRunner
 
 import tessera
-from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, read_dcp_safetensors, write_dcp_safetensors
+from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, plan_dcp_safetensors, read_dcp_safetensors
 from tessera.checkpoint.legacy.dcp import read_dcp
 from tessera.checkpoint.legacy.megatron import MegatronLayout, read_megatron
-from tessera.checkpoint.legacy.torch_files import PlannedTensor
+from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.cli.main import app
 from tessera.core.errors import TesseraError
+from tessera.core.file_plan import PlannedTensor
 from tessera.core.megatron_form import MegatronForm
 from tessera.core.run_config import ModelSection
 from tessera.models import resolve
@@ -85,7 +86,9 @@ def test_what_torch_wrote_is_read(folder: Path, tmp_path: Path) -> None:
 def test_tensors_over_several_files_are_joined_and_large_folders_split(tmp_path: Path) -> None:
     whole = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.tensor(3, dtype=torch.int64), "c": torch.ones(0, 2)}
     plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()}
-    write_dcp_safetensors(tmp_path / "split", plans, whole.__getitem__, file_bytes=100)
+    with PlannedFolder(tmp_path / "split", plan_dcp_safetensors(plans, file_bytes=100)) as files:
+        for name, tensor in whole.items():
+            files.put(name, tensor)
     names = sorted(path.name for path in (tmp_path / "split").iterdir())
     assert names == [f"shard-00001-model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     same({name: tensor.read() for name, tensor in read_dcp_safetensors(tmp_path / "split").items()}, whole)

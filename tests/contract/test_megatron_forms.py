@@ -13,7 +13,7 @@ from small_folders import small_folder
 
 import tessera
 from tessera.checkpoint.legacy.megatron import LATEST
-from tessera.checkpoint.legacy.torch_files import TorchFileWriter
+from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.core.errors import TesseraError
 
 # Layers of the small models: 2 or 3 vision, 2 text. Stages without layers of a part are allowed.
@@ -156,12 +156,12 @@ def test_dcp_and_back(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read_again_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = small_folder("qwen2_vl", tmp_path / "hf")
-    plain = TorchFileWriter.write_tensor
+    plain = PlannedFolder.put
 
-    def spoiled(self: TorchFileWriter, tensor: torch.Tensor) -> None:
-        plain(self, tensor if self.written != 3 else tensor.clone().fill_(0.5))
+    def spoiled(self: PlannedFolder, name: str, tensor: torch.Tensor) -> list[int]:
+        return plain(self, name, tensor if "norm" not in name else tensor.clone().fill_(0.5))
 
-    monkeypatch.setattr(TorchFileWriter, "write_tensor", spoiled)
+    monkeypatch.setattr(PlannedFolder, "put", spoiled)
     with pytest.raises(TesseraError, match="other bytes"):
         tessera.convert(folder, tmp_path / "a", to="mm", layout={})
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

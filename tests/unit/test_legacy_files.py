@@ -20,10 +20,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from tessera.checkpoint.files import read_tensors
-from tessera.checkpoint.legacy.dcp import DcpTensor, check_cover, read_dcp, write_dcp
+from tessera.checkpoint.legacy.dcp import DcpTensor, check_cover, plan_dcp, read_dcp
 from tessera.checkpoint.legacy.pickles import Described
-from tessera.checkpoint.legacy.torch_files import PlannedTensor, StoredTensor, TorchFileWriter, read_torch_file
+from tessera.checkpoint.legacy.torch_files import StoredTensor, read_torch_file
+from tessera.checkpoint.legacy.torch_plan import plan_torch_file
+from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.core.errors import TesseraError
+from tessera.core.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
 
 DTYPES = [
     torch.float32,
@@ -49,6 +52,22 @@ def equal(found: Any, expected: torch.Tensor) -> bool:
     assert isinstance(found, StoredTensor)
     read = found.read()
     return read.dtype == expected.dtype and read.shape == expected.shape and torch.equal(read, expected.detach())
+
+
+def plans_of(tensors: dict[str, torch.Tensor]) -> dict[str, PlannedTensor]:
+    return {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def write(folder: Path, plan: FolderPlan, tensors: dict[str, torch.Tensor]) -> None:
+    with PlannedFolder(folder, plan) as files:
+        for name in reversed(tensors):  # places are known: any order will do
+            files.put(name, tensors[name])
+
+
+def torch_file(name: str, content: Any, tensors: Any) -> FolderPlan:
+    planned = plan_torch_file(content)
+    places = {key: [Place(name, t.offset, 0, t.checksums)] for key, t in zip(tensors, planned.tensors, strict=True)}
+    return FolderPlan({name: FilePlan(planned.end, planned.pieces)}, places)
 
 
 def test_every_kind_of_tensor_is_read(tmp_path: Path) -> None:
@@ -108,12 +127,11 @@ def test_names_that_load_or_compile_are_refused(tmp_path: Path, name: str) -> No
 
 def test_what_we_write_torch_loads(tmp_path: Path) -> None:
     tensors = {name: tensor.detach().contiguous() for name, tensor in content().items()}
-    plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     path = tmp_path / "model_optim_rng.pt"
-    writer = TorchFileWriter(path, {"model": plans, "checkpoint_version": 3.0, "iteration": 300, "none": None})
-    for tensor in tensors.values():
-        writer.write_tensor(tensor)
-    writer.close()
+    beside = {"checkpoint_version": 3.0, "iteration": 300, "none": None}
+    write(tmp_path, torch_file(path.name, {"model": plans_of(tensors), **beside}, tensors), tensors)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None  # all checksums are right
     loaded = torch.load(path, weights_only=True)
     assert (loaded["checkpoint_version"], loaded["iteration"], loaded["none"]) == (3.0, 300, None)
     assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in tensors.items())
@@ -121,6 +139,17 @@ def test_what_we_write_torch_loads(tmp_path: Path) -> None:
     assert torch.equal(mapped["model"]["transposed"], tensors["transposed"])
     found = read_torch_file(path)
     assert all(equal(found["model"][name], tensor) for name, tensor in tensors.items())
+
+
+def test_files_of_more_than_4_gigabytes_are_read(tmp_path: Path) -> None:
+    plans = {"a": PlannedTensor(torch.int8, (5 << 30,)), "b": PlannedTensor(torch.int8, (7,))}
+    write(tmp_path, torch_file("a.pt", plans, plans), {"b": torch.arange(7, dtype=torch.int8)})  # a hole in the file
+    found = read_torch_file(tmp_path / "a.pt")
+    assert found["a"].shape == (5 << 30,)
+    assert equal(found["b"], torch.arange(7, dtype=torch.int8))
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True, mmap=True)
+    assert loaded["a"].shape == (5 << 30,)
+    assert torch.equal(loaded["b"], torch.arange(7, dtype=torch.int8))
 
 
 def test_pipes_and_missing_files_are_refused(tmp_path: Path) -> None:
@@ -143,8 +172,7 @@ def test_folders_of_dcp_are_read_whole_and_in_parts(tmp_path: Path) -> None:
 
 def test_stock_dcp_loads_what_we_write(tmp_path: Path) -> None:
     tensors = {"w": torch.randn(3, 4), "b": torch.randn(4).bfloat16(), "n": torch.tensor(3.0), "e": torch.empty(0, 2)}
-    plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    write_dcp(tmp_path / "a", plans, tensors.values())
+    write(tmp_path / "a", plan_dcp(plans_of(tensors)), tensors)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     dcp.load(loaded, checkpoint_id=tmp_path / "a", no_dist=True)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
@@ -152,7 +180,7 @@ def test_stock_dcp_loads_what_we_write(tmp_path: Path) -> None:
 
 
 def test_poisoned_metadata_is_refused(tmp_path: Path) -> None:
-    write_dcp(tmp_path, {"w": PlannedTensor(torch.float32, (2,))}, [torch.ones(2)])
+    write(tmp_path, plan_dcp({"w": PlannedTensor(torch.float32, (2,))}), {"w": torch.ones(2)})
     good = (tmp_path / ".metadata").read_bytes()
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": Poison(tmp_path / "canary")}))
     with pytest.raises(TesseraError, match="system"):
@@ -185,8 +213,7 @@ def test_a_tensor_of_several_parts_is_read_by_those_it_needs(tmp_path: Path) -> 
     whole = torch.arange(48.0).reshape(6, 8)
     corners = [(0, 0), (0, 5), (4, 0), (4, 5)]
     pieces = {f"{a}{b}": whole[a : a + 4, b : b + 5][: 4 - (a > 0) * 2, : 5 - (b > 0) * 2] for a, b in corners}
-    plans = {name: PlannedTensor(piece.dtype, tuple(piece.shape)) for name, piece in pieces.items()}
-    write_dcp(tmp_path, plans, pieces.values())
+    write(tmp_path, plan_dcp(plans_of(pieces)), pieces)
     stored = [tensor.parts[0] for tensor in read_dcp(tmp_path).values()]
     parts = tuple(replace(part, offsets=corner) for part, corner in zip(stored, corners, strict=True))
     tensor = DcpTensor("w", torch.float32, (6, 8), parts)
@@ -200,7 +227,7 @@ def test_a_tensor_of_several_parts_is_read_by_those_it_needs(tmp_path: Path) -> 
 
 def test_sizes_that_a_folder_only_claims_take_no_memory(tmp_path: Path) -> None:
     """Fuzzing found a traceback of torch here, and a storage that was read as another type than it was saved in."""
-    write_dcp(tmp_path, {"w": PlannedTensor(torch.float32, (200,))}, [torch.ones(200)])
+    write(tmp_path, plan_dcp({"w": PlannedTensor(torch.float32, (200,))}), {"w": torch.ones(200)})
     good = (tmp_path / ".metadata").read_bytes()
     (tmp_path / ".metadata").write_bytes(
         good.replace(b"\x8a\x02\xc8\x00", b"\x8a\x06" + (1 << 40).to_bytes(6, "little"))

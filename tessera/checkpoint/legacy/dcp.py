@@ -6,10 +6,8 @@ of its own. The metadata is read by `pickles.describe`, the parts by `torch_file
 
 from __future__ import annotations
 
-import io
 import math
 import operator
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,16 +19,10 @@ import torch
 from torch import Tensor
 
 from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Name, describe
-from tessera.checkpoint.legacy.torch_files import (
-    MOST_AXES,
-    PickleWriter,
-    PlannedTensor,
-    StoredTensor,
-    TorchFileWriter,
-    open_regular,
-    read_torch_archive,
-)
+from tessera.checkpoint.legacy.torch_files import MOST_AXES, StoredTensor, open_regular, read_torch_archive
+from tessera.checkpoint.legacy.torch_plan import ALIGNMENT, PickleWriter, plan_torch_file
 from tessera.core.errors import TesseraError, first_line
+from tessera.core.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
 from tessera.core.files import check_inside
 
 METADATA = ".metadata"
@@ -232,27 +224,24 @@ def _natural(number: Any) -> int:
 # ---------------------------------------------------------------------------------------------- writing
 
 
-def write_dcp(folder: Path, plans: Mapping[str, PlannedTensor], tensors: Iterable[Tensor]) -> None:
-    """Write a folder that stock `torch.distributed.checkpoint` loads. `tensors` come in the order of `plans`."""
-    folder.mkdir(parents=True, exist_ok=True)
+def plan_dcp(plans: Mapping[str, PlannedTensor], prefix: str = "") -> FolderPlan:
+    """Plan a folder that stock `torch.distributed.checkpoint` loads. `prefix` stands before the names in it."""
     name = "__0_0.distcp"
     spans: list[tuple[int, int]] = []
-    with open(folder / name, "xb") as file:
-        for plan, tensor in zip(plans.values(), tensors, strict=True):
-            start = file.tell()
-            blob = io.BytesIO()
-            writer = TorchFileWriter(blob, plan)
-            writer.write_tensor(tensor)
-            writer.close()
-            file.write(blob.getbuffer())
-            spans.append((start, file.tell() - start))
-        file.flush()
-        os.fsync(file.fileno())
-    data = PickleWriter().dumps(_metadata(plans, name, spans))
-    with open(folder / METADATA, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    pieces: list[tuple[int, bytes]] = []
+    places: dict[str, list[Place]] = {}
+    end = 0
+    for key, plan in plans.items():
+        start = end + -end % ALIGNMENT
+        planned = plan_torch_file(plan, start)
+        end = planned.end
+        spans.append((start, end - start))
+        pieces += planned.pieces
+        places[key] = [Place(name, stored.offset, 0, stored.checksums) for stored in planned.tensors]
+    named = {prefix + key: plan for key, plan in plans.items()}
+    metadata = PickleWriter().dumps(_metadata(named, name, spans))
+    files = {name: FilePlan(end, tuple(pieces)), METADATA: FilePlan.of_bytes(metadata)}
+    return FolderPlan(files, places)
 
 
 def _metadata(plans: Mapping[str, PlannedTensor], file: str, spans: list[tuple[int, int]]) -> Described:

@@ -3,15 +3,15 @@
     latest_checkpointed_iteration.txt
     release/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt      (or iter_0000300/...)
 
-A `MegatronForm` says how tensors are called and divided, a `MegatronLayout` over how many ranks. Tensors are read and
-written one at a time; nothing is unpickled.
+A `MegatronForm` says how tensors are called and divided, a `MegatronLayout` over how many ranks. Tensors are read one
+at a time and written in any order; nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.legacy.torch_files import PlannedTensor, StoredTensor, TorchFileWriter, read_torch_file
+from tessera.checkpoint.legacy.torch_files import StoredTensor, read_torch_file
+from tessera.checkpoint.legacy.torch_plan import plan_torch_file
 from tessera.core.errors import TesseraError, first_line, nearest
+from tessera.core.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
 from tessera.core.files import check_inside
 from tessera.core.megatron_form import LOCAL_EXPERT, MegatronForm, PipelinePart
 
@@ -130,73 +132,48 @@ def _rank_folder(layout: MegatronLayout, tp: int, pp: int, ep: int) -> str:
 # ---------------------------------------------------------------------------------------------- writing
 
 
-def write_megatron(
-    folder: Path,
-    form: MegatronForm,
-    layout: MegatronLayout,
-    tensors: Mapping[str, PlannedTensor],
-    read: Callable[[str], Tensor],
-) -> None:
-    """Write a folder that Megatron-style jobs load. `tensors`: whole ones by Megatron names; `read` returns one.
-
-    Each is read once per stage that holds it. The folder must not exist: whoever calls this publishes it.
-    """
-    check_layout(form, layout, str(folder))
+def plan_megatron(
+    form: MegatronForm, layout: MegatronLayout, tensors: Mapping[str, PlannedTensor], where: str
+) -> FolderPlan:
+    """Plan a folder that Megatron-style jobs load. `tensors`: whole ones by Megatron names."""
+    check_layout(form, layout, where)
     stages: list[list[tuple[str, _Slot]]] = [[] for _ in range(layout.pp * layout.virtual)]
     for name in tensors:
-        slot = _slot(form, layout, name, str(folder))
+        slot = _slot(form, layout, name, where)
         stages[slot.stage].append((name, slot))
     if form.tied and layout.pp > 1:
-        last = _slot(form, layout, form.head, str(folder)).stage
+        last = _slot(form, layout, form.head, where).stage
         stages[last].append((form.table, _Slot(last, None, form.head)))
-    for pp in range(layout.pp):
-        chunks = [stages[virtual * layout.pp + pp] for virtual in range(layout.virtual)]
-        _write_rank_files(folder / "release", form, layout, pp, chunks, tensors, read)
-    (folder / LATEST).write_text("release", encoding="utf-8")
+    files = {LATEST: FilePlan.of_bytes(b"release")}
+    places: dict[str, list[Place]] = {name: [] for name in tensors}
+    shapes = {name: _slice_plans(form, layout, name, plan) for name, plan in tensors.items()}
+    for pp, tp, ep in itertools.product(range(layout.pp), range(layout.tp), range(layout.ep)):
+        content: dict[str, Any] = {}
+        held: list[str] = []
+        for virtual in range(layout.virtual):
+            here = [entry for entry in stages[virtual * layout.pp + pp] if entry[1].expert_rank in (None, ep)]
+            key = "model" if layout.virtual == 1 else f"model{virtual}"
+            content[key] = {slot.name: shapes[name][tp] for name, slot in here}
+            held += [name for name, _ in here]
+        planned = plan_torch_file(content | {"checkpoint_version": _VERSION})
+        file = f"release/{_rank_folder(layout, tp, pp, ep)}/{FILE}"
+        files[file] = FilePlan(planned.end, planned.pieces)
+        for name, stored in zip(held, planned.tensors, strict=True):
+            places[name].append(Place(file, stored.offset, tp, stored.checksums))
+
+    def divide(name: str, tensor: Tensor) -> Sequence[Tensor]:
+        split = form.split_of(name)
+        return [tensor] * layout.tp if split is None else split.divide(tensor, layout.tp)
+
+    return FolderPlan(files, places, divide)
 
 
-def _write_rank_files(
-    folder: Path,
-    form: MegatronForm,
-    layout: MegatronLayout,
-    pp: int,
-    chunks: Sequence[Sequence[tuple[str, _Slot]]],
-    tensors: Mapping[str, PlannedTensor],
-    read: Callable[[str], Tensor],
-) -> None:
-    """Write the files of all tensor and expert ranks of one pipeline rank, side by side."""
-    ranks = [(tp, ep) for ep in range(layout.ep) for tp in range(layout.tp)]
-    with ExitStack() as stack:
-        writers = {}
-        for tp, ep in ranks:
-            content: dict[str, Any] = {}
-            for number, chunk in enumerate(chunks):
-                key = "model" if layout.virtual == 1 else f"model{number}"
-                content[key] = {
-                    slot.name: _slice_plan(form, layout, name, tensors[name], tp)
-                    for name, slot in chunk
-                    if slot.expert_rank in (None, ep)
-                }
-            target = folder / _rank_folder(layout, tp, pp, ep)
-            target.mkdir(parents=True)
-            writers[tp, ep] = TorchFileWriter(target / FILE, content | {"checkpoint_version": _VERSION})
-            stack.callback(writers[tp, ep].archive.close)
-        for name, slot in (entry for chunk in chunks for entry in chunk):
-            whole, split = read(name), form.split_of(name)
-            slices = [whole] * layout.tp if split is None else split.divide(whole, layout.tp)
-            for tp, ep in ranks:
-                if slot.expert_rank in (None, ep):
-                    writers[tp, ep].write_tensor(slices[tp])
-        for writer in writers.values():
-            writer.close()
-
-
-def _slice_plan(form: MegatronForm, layout: MegatronLayout, name: str, plan: PlannedTensor, tp: int) -> PlannedTensor:
+def _slice_plans(form: MegatronForm, layout: MegatronLayout, name: str, plan: PlannedTensor) -> list[PlannedTensor]:
     split = form.split_of(name)
     if split is None:
-        return plan
+        return [plan] * layout.tp
     blank = torch.empty(plan.shape, dtype=plan.dtype, device="meta")
-    return PlannedTensor(plan.dtype, tuple(split.divide(blank, layout.tp)[tp].shape))
+    return [PlannedTensor(plan.dtype, tuple(part.shape)) for part in split.divide(blank, layout.tp)]
 
 
 # ---------------------------------------------------------------------------------------------- reading

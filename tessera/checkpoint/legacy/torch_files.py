@@ -1,13 +1,12 @@
-"""Read and write the zip files of `torch.save` without unpickling: tensors, plain containers and scalars.
+"""Read the zip files of `torch.save` without unpickling: tensors, plain containers and scalars.
 
-A reader returns `StoredTensor`s, which name bytes in the file and are read one at a time. A writer takes tensors one at
-a time as well, so that neither holds more than one tensor in memory.
+A reader returns `StoredTensor`s, which name bytes in the file and are mapped one at a time. `torch_plan` lays out such
+files to be written.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import stat
 import struct
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Name, PersistentId, describe, flat_key
 from tessera.core.errors import TesseraError, first_line
+from tessera.core.file_plan import map_elements
 
 MOST_ENTRIES = 1_000_000
 MOST_AXES = 64
@@ -37,15 +37,15 @@ _DTYPES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-_STORAGES = {dtype: name for name, dtype in _DTYPES.items()}
+STORAGES = {dtype: name for name, dtype in _DTYPES.items()}
 _BY_DTYPE_NAME = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (*_DTYPES.values(), torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
 }
-_REBUILD = Name("torch._utils", "_rebuild_tensor_v2")
+REBUILD = Name("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_WITH_DTYPE = Name("torch._utils", "_rebuild_tensor_v3")
 _PARAMETER = Name("torch._utils", "_rebuild_parameter")
-_ORDERED = Name("collections", "OrderedDict")
+ORDERED = Name("collections", "OrderedDict")
 _SIZE = Name("torch", "Size")
 _ENCODE = Name("_codecs", "encode")
 # What training jobs store beside the weights. It is described and never built.
@@ -82,24 +82,15 @@ class StoredTensor:
             raise TesseraError("a tensor in it has more elements than its storage", where=str(self.file))
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return a copy of the tensor, or of a box of it, in memory. No other bytes are copied."""
+        """Return the tensor, or a box of it: its pages of the file where it lies there in order, otherwise a copy."""
         self.check_size()
         offsets, sizes = offsets or (0,) * len(self.shape), self.shape if sizes is None else sizes
         if 0 in sizes:
             return torch.empty(tuple(sizes), dtype=self.dtype)
-        element = self.dtype.itemsize
         begin = self.offset + sum(n * s for n, s in zip(offsets, self.stride, strict=True))
-        first = self.storage_offset + begin * element
-        end = first + (sum((n - 1) * s for n, s in zip(sizes, self.stride, strict=True)) + 1) * element
-        aligned = first - first % mmap.ALLOCATIONGRANULARITY
-        with open(self.file, "rb") as opened:
-            if end > os.fstat(opened.fileno()).st_size:
-                raise TesseraError("the file has become shorter since it was opened", where=str(self.file))
-            # It is closed with the last tensor that sees it. A private copy is never written to.
-            mapped = mmap.mmap(opened.fileno(), end - aligned, offset=aligned, access=mmap.ACCESS_COPY)
-        data = torch.frombuffer(mapped, dtype=torch.uint8, offset=first - aligned)
-        seen = (data.clone() if first % element else data).view(self.dtype)
-        return seen.as_strided(tuple(sizes), self.stride).clone(memory_format=torch.contiguous_format)
+        span = sum((n - 1) * s for n, s in zip(sizes, self.stride, strict=True)) + 1
+        data = map_elements(self.file, self.storage_offset + begin * self.dtype.itemsize, span, self.dtype)
+        return data.as_strided(tuple(sizes), self.stride).contiguous()
 
 
 def read_torch_file(path: Path) -> Any:
@@ -235,11 +226,11 @@ class _TorchReader:
         return type(found)(self.build(value, depth + 1) for value in found)
 
     def build_described(self, found: Described, depth: int) -> Any:
-        if found.name in (_REBUILD, _REBUILD_WITH_DTYPE):
+        if found.name in (REBUILD, _REBUILD_WITH_DTYPE):
             return self.tensor(found)
         if found.name == _PARAMETER and found.arguments:
             return self.build(found.arguments[0], depth + 1)
-        if found.name == _ORDERED:
+        if found.name == ORDERED:
             pairs = found.arguments[0] if found.arguments else []
             # Not by way of `build`: this dictionary ends here, and its id would soon be that of another one.
             given = {flat_key(key): value for key, value in pairs}
@@ -293,102 +284,3 @@ class _TorchReader:
                 raise TesseraError(f"its storage {key!r} ends behind the end of the file", where=str(self.path))
             self.storages[key] = begin, entry.file_size
         return self.storages[key]
-
-
-# ---------------------------------------------------------------------------------------------- writing
-
-
-class TorchFileWriter:
-    """Write a file that `torch.load` reads, tensor by tensor.
-
-    The pickle comes first and needs no bytes of tensors, only their shapes and types (`PlannedTensor`).
-    """
-
-    def __init__(self, target: Path | IO[bytes], content: Any, folder: str = "archive") -> None:
-        """Write the pickle of `content`: of containers, scalars, and `PlannedTensor`s where tensors will be."""
-        pickled = PickleWriter()
-        data = pickled.dumps(content)
-        self.plans, self.folder, self.written = pickled.plans, folder, 0
-        self.archive = zipfile.ZipFile(target, "x" if isinstance(target, Path) else "w", zipfile.ZIP_STORED)
-        self._write("data.pkl", data)
-        self._write("byteorder", b"little")
-
-    def write_tensor(self, tensor: Tensor) -> None:
-        """Write the bytes of the next tensor, in the order in which `content` names them."""
-        plan = self.plans[self.written]
-        assert (tensor.dtype, tuple(tensor.shape)) == (plan.dtype, plan.shape), (plan, tensor.dtype, tensor.shape)
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        with self.archive.open(zipfile.ZipInfo(f"{self.folder}/data/{self.written}"), "w", force_zip64=True) as entry:
-            entry.write(data.data)
-        self.written += 1
-
-    def close(self) -> None:
-        """Complete the file. All tensors must have been written."""
-        assert self.written == len(self.plans), f"{self.written} of {len(self.plans)} tensors"
-        self._write("version", b"3\n")
-        self.archive.close()
-
-    def _write(self, name: str, data: bytes) -> None:
-        self.archive.writestr(zipfile.ZipInfo(f"{self.folder}/{name}"), data)
-
-
-@dataclass(frozen=True)
-class PlannedTensor:
-    """Describe a tensor that will be written."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class PickleWriter:
-    """Write opcodes of pickle protocol 2 for containers, scalars, tensors and what `Described` names; nothing else."""
-
-    def __init__(self) -> None:
-        self.plans: list[PlannedTensor] = []
-
-    def dumps(self, content: Any) -> bytes:
-        """Return the pickle. `plans` then lists the tensors in it."""
-        return b"\x80\x02" + self._value(content) + b"."
-
-    def _value(self, value: Any) -> bytes:
-        match value:
-            case None:
-                return b"N"
-            case bool():
-                return b"\x88" if value else b"\x89"
-            case int():
-                size = value.bit_length() // 8 + 1
-                return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
-            case float():
-                return b"G" + struct.pack(">d", value)
-            case str():
-                data = value.encode("utf-8")
-                return b"X" + len(data).to_bytes(4, "little") + data
-            case PlannedTensor():
-                return self._tensor(value)
-            case Name():
-                return b"c" + value.module.encode() + b"\n" + value.name.encode() + b"\n"
-            case PersistentId():
-                return self._value(value.value) + b"Q"
-            case Described():
-                called = self._value(value.name) + self._value(value.arguments) + (b"\x81" if value.new else b"R")
-                return called if value.state is None else called + self._value(value.state) + b"b"
-            case Mapping():
-                return b"}(" + b"".join(self._value(k) + self._value(v) for k, v in value.items()) + b"u"
-            case tuple():
-                return b"(" + b"".join(map(self._value, value)) + b"t"
-            case list():
-                return b"](" + b"".join(map(self._value, value)) + b"e"
-        raise AssertionError(f"{type(value).__name__} is never written to such a file")
-
-    def _tensor(self, plan: PlannedTensor) -> bytes:
-        """Describe a tensor that has a storage of its own."""
-        if plan.dtype not in _STORAGES:
-            raise TesseraError(f"{plan.dtype} has no form that all versions of torch read", fix="convert to bfloat16")
-        key = str(len(self.plans))
-        self.plans.append(plan)
-        stride = tuple(math.prod(max(size, 1) for size in plan.shape[axis + 1 :]) for axis in range(len(plan.shape)))
-        class_name = Name("torch", _STORAGES[plan.dtype])
-        storage = PersistentId(("storage", class_name, key, "cpu", math.prod(plan.shape)))
-        arguments = (storage, 0, plan.shape, stride, False, Described(_ORDERED))
-        return self._value(Described(_REBUILD, arguments))

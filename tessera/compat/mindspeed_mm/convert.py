@@ -18,8 +18,7 @@ T = TypeVar("T")
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run `mm-convert` and exit as every command here does: 2 for a mistake of the user."""
-    log.setup()
-    with reported():
+    with reported(), log.on_screen():
         written = run(sys.argv[1:] if words is None else list(words))
         if written is not None:
             print(f"wrote {written}")

@@ -19,13 +19,16 @@ from torch import Tensor
 from tessera.checkpoint.export_record import write_record
 from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.forms import DcpFolder, NativeTensors, SafetensorsForm, StoredForm
-from tessera.checkpoint.hf import publish, save_folder
-from tessera.checkpoint.legacy.dcp import write_dcp
+from tessera.checkpoint.hf import plan_folder
+from tessera.checkpoint.legacy.dcp import plan_dcp
 from tessera.checkpoint.legacy.megatron import LATEST
-from tessera.checkpoint.legacy.torch_files import PlannedTensor
+from tessera.checkpoint.publish import staging_of
+from tessera.checkpoint.stream import Conversion, identity_of, stream
 from tessera.checkpoint.weights import add_product
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError
+from tessera.core.file_plan import FilePlan, PlannedTensor
+from tessera.core.layouts import TransformersFolder
 from tessera.core.weightmap import Identity, Operation, Reshape, Rule, WeightMap, shape_of
 from tessera.models.common.exported_config import with_dtype
 from tessera.models.common.side_files import copy_side_files
@@ -290,7 +293,7 @@ class _Changed(StoredForm):
     """Read another form, with some tensors changed on the way."""
 
     def __init__(self, form: StoredForm) -> None:
-        self.where, self._form = form.where, form
+        self.where, self.weight_map, self._form = form.where, form.weight_map, form
 
     def tensors(self) -> Mapping[str, PlannedTensor]:
         return self._form.tensors()
@@ -367,35 +370,31 @@ def _shapes(native: NativeTensors) -> dict[str, tuple[int, ...]]:
 
 
 def _write_job(target: Path, native: NativeTensors) -> None:
-    """Write `TARGET/release` as a job loads it, and read it again."""
+    """Write `TARGET/release` as a job loads it."""
 
-    def write(staging: Path) -> None:
-        plans = {JOB + name: plan for name, plan in native.plans.items()}
-        write_dcp(staging / "release", plans, map(native.read, native.plans))
-        with DcpFolder(staging / "release", JOB) as written:
-            native.check_against(NativeTensors(written, _SAME, _shapes(native), {}))
-        (staging / LATEST).write_text("release", encoding="utf-8")
+    def reopen(folder: Path) -> NativeTensors:
+        return NativeTensors(DcpFolder(folder / "release", JOB), _SAME, _shapes(native), {})
 
-    publish(target, write)
+    plan = plan_dcp(native.plans, JOB).below("release")
+    plan = replace(plan, files={**plan.files, LATEST: FilePlan.of_bytes(b"release")})
+    identity = identity_of(Path(native.where))
+    stream(target, Conversion(native, _SAME, native.groups(_SAME), plan, reopen, identity))
 
 
 def _write_folder(
     target: Path, native: NativeTensors, table: WeightMap, like: Path, shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Write a Hugging Face folder with the configuration and side files of `like`, and read it again."""
+    """Write a Hugging Face folder with the configuration and side files of `like`."""
+
+    def reopen(folder: Path) -> NativeTensors:
+        return NativeTensors(SafetensorsForm(folder), table, _shapes(native), {})
 
     def finish(staging: Path) -> None:
         copy_side_files(like, staging)
-        with SafetensorsForm(staging) as written:
-            native.check_against(NativeTensors(written, table, _shapes(native), {}))
         write_record(staging, like)
 
-    save_folder(
-        target,
-        native.blanks(),
-        table,
-        with_dtype(read_mapping(like / "config.json"), main_dtype(native.blanks())),
-        prepare=lambda name, _: native.read(name),
-        extras=finish,
-        shard_bytes=shard_bytes,
-    )
+    blanks = native.blanks()
+    config = with_dtype(read_mapping(like / "config.json"), main_dtype(blanks))
+    plan = plan_folder(TransformersFolder(staging_of(target)), blanks, table, config, shard_bytes)
+    identity = identity_of(Path(native.where), like)
+    stream(target, Conversion(native, table, native.groups(table), plan, reopen, identity, finish))

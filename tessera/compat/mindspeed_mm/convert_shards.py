@@ -9,9 +9,10 @@ from typing import Any
 
 from tessera.checkpoint.files import Entry, SafetensorsFile, storage_order
 from tessera.checkpoint.forms import SafetensorsForm
-from tessera.checkpoint.hf import publish
-from tessera.checkpoint.legacy.megatron import MegatronLayout, check_layout, read_megatron, write_megatron
+from tessera.checkpoint.legacy.megatron import MegatronLayout, check_layout, plan_megatron, read_megatron
 from tessera.checkpoint.peft import CONFIG, WEIGHTS
+from tessera.checkpoint.planned_folder import PlannedFolder
+from tessera.checkpoint.publish import publish
 from tessera.checkpoint.weight_source import run_exists
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.megatron_form import COLUMNS, ROWS, MegatronForm
@@ -112,7 +113,10 @@ def lora_hf_to_mm(family: str, options: Options) -> Path:
         plans = {name: stored.tensors()[own] for name, own in read.items()}
 
         def write(staging: Path) -> None:
-            write_megatron(staging, form, layout, plans, lambda name: stored.read(read[name]))
+            with PlannedFolder(staging, plan_megatron(form, layout, plans, str(target))) as files:
+                for name, own in read.items():
+                    files.put(name, stored.read(own))
+                files.sync()
 
         publish(target, write)
     return target

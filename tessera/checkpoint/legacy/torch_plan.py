@@ -1,0 +1,172 @@
+"""Plan the zip files of `torch.save`: the pickle, the directory, and where the bytes of every tensor go.
+
+The pickle needs no bytes of tensors, only their shapes and types (`PlannedTensor`). Storages begin at multiples of 64
+bytes, as those of torch do, so that readers can map them.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tessera.checkpoint.legacy.pickles import Described, Name, PersistentId
+from tessera.checkpoint.legacy.torch_files import ORDERED, REBUILD, STORAGES
+from tessera.core.errors import TesseraError
+from tessera.core.file_plan import PlannedTensor
+
+ALIGNMENT = 64
+_FOLDER = "archive"
+_PADDING = 0x4246  # the extra field in which torch pads, too
+_LIMIT = 0xFFFFFFFF  # sizes and positions from here on are those of zip64
+_DATE = 1 << 5 | 1  # the first day that zip knows
+
+
+@dataclass(frozen=True)
+class StoragePlace:
+    """Say where the bytes of a tensor go in a file, and where their CRC-32 stands."""
+
+    plan: PlannedTensor
+    offset: int
+    checksums: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TorchFilePlan:
+    """Describe an archive that `torch.load` reads: where it ends, what is no tensor, and the places of tensors."""
+
+    end: int
+    pieces: tuple[tuple[int, bytes], ...]
+    tensors: tuple[StoragePlace, ...]
+    """In the order in which the content names them."""
+
+
+def plan_torch_file(content: Any, start: int = 0) -> TorchFilePlan:
+    """Plan the archive of `content`: of containers, scalars, and `PlannedTensor`s where tensors will be.
+
+    `start`: where it begins in its file, a multiple of 64.
+    """
+    pickled = PickleWriter()
+    archive = _Archive(start)
+    archive.add("data.pkl", pickled.dumps(content))
+    archive.add("byteorder", b"little")
+    places = [archive.announce(f"data/{number}", plan.nbytes) for number, plan in enumerate(pickled.plans)]
+    archive.add("version", b"3\n")
+    directory = archive.close()
+    tensors = tuple(
+        StoragePlace(plan, offset, (header + 14, directory[entry] + 16))
+        for plan, (entry, header, offset) in zip(pickled.plans, places, strict=True)
+    )
+    return TorchFilePlan(archive.position, tuple(archive.pieces), tensors)
+
+
+class _Archive:
+    """Lay out a zip file whose entries are stored as they are."""
+
+    def __init__(self, start: int) -> None:
+        assert start % ALIGNMENT == 0
+        self.start = self.position = start
+        self.pieces: list[tuple[int, bytes]] = []
+        self._entries: list[tuple[bytes, int, int, int]] = []  # name, CRC-32, size, position of the header
+
+    def add(self, name: str, data: bytes) -> None:
+        _, _, offset = self.announce(name, len(data), zlib.crc32(data))
+        self.pieces.append((offset, data))
+
+    def announce(self, name: str, size: int, checksum: int = 0) -> tuple[int, int, int]:
+        """Return the number of an entry, and the positions of its header and of its data."""
+        header, full = self.position, f"{_FOLDER}/{name}".encode()
+        extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _LIMIT else b""
+        padding = -(header + 30 + len(full) + len(extra) + 4) % ALIGNMENT
+        extra += struct.pack("<HH", _PADDING, padding) + bytes(padding)
+        start = b"PK\3\4" + self._common(size, checksum) + struct.pack("<HH", len(full), len(extra))
+        self._put(start + full + extra)
+        offset = self.position
+        self.position += size
+        self._entries.append((full, checksum, size, header - self.start))
+        return len(self._entries) - 1, header, offset
+
+    def close(self) -> list[int]:
+        """Write the directory, and return the position of each entry in it."""
+        begin, found = self.position, []
+        for name, checksum, size, header in self._entries:
+            found.append(self.position)
+            wide = [size, size] * (size >= _LIMIT) + [header] * (header >= _LIMIT)
+            extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+            lengths = struct.pack("<HHHHHLL", len(name), len(extra), 0, 0, 0, 0, min(header, _LIMIT))
+            version = struct.pack("<H", 45)
+            self._put(b"PK\1\2" + version + self._common(size, checksum) + lengths + name + extra)
+        count, length, offset = len(self._entries), self.position - begin, begin - self.start
+        if count >= 0xFFFF or length >= _LIMIT or offset >= _LIMIT:
+            end = self.position - self.start
+            self._put(b"PK\6\6" + struct.pack("<QHHLLQQQQ", 44, 45, 45, 0, 0, count, count, length, offset))
+            self._put(b"PK\6\7" + struct.pack("<LQL", 0, end, 1))
+        few = min(count, 0xFFFF)
+        self._put(b"PK\5\6" + struct.pack("<HHHHLLH", 0, 0, few, few, min(length, _LIMIT), min(offset, _LIMIT), 0))
+        return found
+
+    def _common(self, size: int, checksum: int) -> bytes:
+        """Return the fields that an entry has both in front of its data and in the directory."""
+        short = min(size, _LIMIT)
+        return struct.pack("<HHHHHLLL", 45 if size >= _LIMIT else 20, 0, 0, 0, _DATE, checksum, short, short)
+
+    def _put(self, data: bytes) -> None:
+        self.pieces.append((self.position, data))
+        self.position += len(data)
+
+
+class PickleWriter:
+    """Write opcodes of pickle protocol 2 for containers, scalars, tensors and what `Described` names; nothing else."""
+
+    def __init__(self) -> None:
+        self.plans: list[PlannedTensor] = []
+
+    def dumps(self, content: Any) -> bytes:
+        """Return the pickle. `plans` then lists the tensors in it."""
+        return b"\x80\x02" + self._value(content) + b"."
+
+    def _value(self, value: Any) -> bytes:
+        match value:
+            case None:
+                return b"N"
+            case bool():
+                return b"\x88" if value else b"\x89"
+            case int():
+                size = value.bit_length() // 8 + 1
+                return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
+            case float():
+                return b"G" + struct.pack(">d", value)
+            case str():
+                data = value.encode("utf-8")
+                return b"X" + len(data).to_bytes(4, "little") + data
+            case PlannedTensor():
+                return self._tensor(value)
+            case Name():
+                return b"c" + value.module.encode() + b"\n" + value.name.encode() + b"\n"
+            case PersistentId():
+                return self._value(value.value) + b"Q"
+            case Described():
+                called = self._value(value.name) + self._value(value.arguments) + (b"\x81" if value.new else b"R")
+                return called if value.state is None else called + self._value(value.state) + b"b"
+            case Mapping():
+                return b"}(" + b"".join(self._value(k) + self._value(v) for k, v in value.items()) + b"u"
+            case tuple():
+                return b"(" + b"".join(map(self._value, value)) + b"t"
+            case list():
+                return b"](" + b"".join(map(self._value, value)) + b"e"
+        raise AssertionError(f"{type(value).__name__} is never written to such a file")
+
+    def _tensor(self, plan: PlannedTensor) -> bytes:
+        """Describe a tensor that has a storage of its own."""
+        if plan.dtype not in STORAGES:
+            raise TesseraError(f"{plan.dtype} has no form that all versions of torch read", fix="convert to bfloat16")
+        key = str(len(self.plans))
+        self.plans.append(plan)
+        stride = tuple(math.prod(max(size, 1) for size in plan.shape[axis + 1 :]) for axis in range(len(plan.shape)))
+        class_name = Name("torch", STORAGES[plan.dtype])
+        storage = PersistentId(("storage", class_name, key, "cpu", math.prod(plan.shape)))
+        arguments = (storage, 0, plan.shape, stride, False, Described(ORDERED))
+        return self._value(Described(REBUILD, arguments))

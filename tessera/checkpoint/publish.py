@@ -1,0 +1,222 @@
+"""Publish folders by one rename: files are written in a staging folder beside the target.
+
+A conversion of many gigabytes is not lost when it is killed. Its staging folder has a journal beside it, which says
+what job it is and which groups of tensors are written; the same job goes on from there. The journal is locked for as
+long as the job runs, so two cannot write to one target.
+
+    .staging-NAME~convert/          the files, most of them not complete
+    .staging-NAME~convert.journal   a line that describes the job, then one for each group that is written
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import threading
+import uuid
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.files import (
+    Fault,
+    free_bytes,
+    human_bytes,
+    no_fault,
+    remove_folder,
+    rename,
+    sync_folder,
+    write_file,
+)
+from tessera.checkpoint.planned_folder import PlannedFolder
+from tessera.core.errors import TesseraError
+from tessera.core.file_plan import FolderPlan
+
+MARK = "tessera_export.json"  # marks an export, which a later one may replace
+_MAX_JOURNAL_BYTES = 1 << 30
+_log = logging.getLogger("tessera")
+
+
+def publish(folder: Path, write: Callable[[Path], None], *, overwrite: bool = False, fault: Fault = no_fault) -> None:
+    """Publish a folder of the files that `write` makes on rank 0, by one rename."""
+
+    def work() -> None:
+        staging = begin(folder, overwrite)
+        try:
+            write(staging)
+            show(staging, folder, fault)
+        except BaseException:
+            remove_folder(staging)
+            raise
+
+    Ranks.current().on_rank0(work)
+
+
+def begin(folder: Path, overwrite: bool) -> Path:
+    """Return a new staging folder for a target that may be written."""
+    check_target(folder, overwrite)
+    staging = folder.parent / f".staging-{folder.name}~{uuid.uuid4().hex[:8]}"
+    staging.mkdir()
+    return staging
+
+
+def check_target(folder: Path, overwrite: bool) -> None:
+    """Refuse a target with something else in it, and make the folder that it will lie in."""
+    if folder.exists() and not folder.is_dir():
+        raise TesseraError(f"there is a file in the way: {folder}")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite and not (folder / MARK).is_file():
+        raise TesseraError(
+            "the folder is not empty and not an earlier export of Tessera",
+            where=str(folder),
+            fix="name another folder, or allow to overwrite this one (everything in it is replaced)",
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+
+
+def show(staging: Path, folder: Path, fault: Fault) -> None:
+    """Rename a complete staging folder to its target, and remove what earlier ones have left."""
+    if not (staging / MARK).exists():  # a Hugging Face folder has a record of its own there
+        write_file(staging / MARK, pretty_json({"format": "tessera-export", "version": 1}), fault)
+    sync_folder(staging, fault)
+    trash = folder.parent / f".trash-{folder.name}~{uuid.uuid4().hex[:8]}"
+    if folder.is_dir():
+        rename(folder, trash, fault)
+    rename(staging, folder, fault)
+    # Only now: until the new one stood, what an interrupted export had left might have been the last copy.
+    for path in folder.parent.iterdir():
+        if path.name.startswith((f".staging-{folder.name}~", f".trash-{folder.name}~")):
+            if path.is_dir():
+                remove_folder(path)
+            else:  # a journal
+                path.unlink(missing_ok=True)
+
+
+def pretty_json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+# ---------------------------------------------------------------------------------------------- what can go on
+
+
+def staging_of(folder: Path) -> Path:
+    """Return the staging folder of a conversion that can go on."""
+    return folder.parent / f".staging-{folder.name}~convert"
+
+
+class Journal:
+    """Keep the staging folder of one job, and what is written in it. Use it as a context: it is locked inside.
+
+    `written`: what an earlier process had written, by number of the group, with the checksums of each tensor.
+    """
+
+    def __init__(self, folder: Path, job: Mapping[str, Any], plan: FolderPlan) -> None:
+        self.staging = staging_of(folder)
+        self._path = self.staging.with_name(f"{self.staging.name}.journal")
+        self._target, self._plan = folder, plan
+        self._job = {"version": 1, "plan": plan.fingerprint(), **job}
+        self._mutex = threading.Lock()
+        self.written: dict[int, dict[str, list[int]]] = {}
+
+    def __enter__(self) -> Self:
+        self._handle = _locked(self._path, self._target)
+        try:
+            self._resume()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if not self.staging.exists():
+            self._path.unlink(missing_ok=True)
+        os.close(self._handle)
+
+    def note(self, group: int, checksums: Mapping[str, list[int]]) -> None:
+        """Note that a group is written and was read again."""
+        with self._mutex:
+            os.write(self._handle, _line({"group": group, "checksums": checksums}))
+
+    def _resume(self) -> None:
+        lines, length = _lines(os.pread(self._handle, _MAX_JOURNAL_BYTES, 0))
+        misfit = self._misfit(lines)
+        if misfit is None:
+            os.ftruncate(self._handle, length)  # without a line that was being written
+            self.written = {line["group"]: line["checksums"] for line in lines[1:]}
+            self._check_space(sum((self.staging / name).stat().st_blocks * 512 for name in self._plan.files))
+            return
+        if lines or self.staging.exists():
+            _log.info("an earlier conversion to %s is not continued: %s", self._target, misfit)
+        remove_folder(self.staging)
+        os.ftruncate(self._handle, 0)
+        self._check_space(0)
+        self.staging.mkdir()
+        with PlannedFolder(self.staging, self._plan):
+            pass
+        os.write(self._handle, _line(self._job))
+
+    def _misfit(self, lines: list[dict[str, Any]]) -> str | None:
+        """Return why what lies there cannot be continued, in words. Contents of files are compared later."""
+        if not lines:
+            return "it had only begun"
+        differing = sorted(key for key in {*lines[0], *self._job} if lines[0].get(key) != self._job.get(key))
+        if differing:
+            return "the source has changed since" if differing == ["source"] else "it was another job"
+        home = self.staging.parent.resolve() / self.staging.name
+        for name, file in self._plan.files.items():
+            path = self.staging / name
+            if path.resolve() != home / name or not path.is_file() or path.stat().st_size != file.size:
+                return f"{name} is not what it had written"
+        return None
+
+    def _check_space(self, taken: int) -> None:
+        needed, free = self._plan.nbytes - taken, free_bytes(self._target)
+        if needed > free:
+            raise TesseraError(
+                f"the disk is too full: {human_bytes(needed)} ({needed} bytes) are needed, {human_bytes(free)} "
+                f"({free} bytes) are free",
+                where=str(self._target),
+                fix="free some space, or name a target on another disk",
+            )
+
+
+def _locked(path: Path, target: Path) -> int:
+    """Open a journal and lock it for this process; refuse if another one has it."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                os.close(handle)
+                raise TesseraError(
+                    "another process is writing to this target",
+                    where=str(target),
+                    fix="wait until it has ended, or name another folder",
+                ) from None
+            # A file system without locks: what is written is compared in any case.
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(handle)):
+            return handle
+        os.close(handle)  # its owner has just ended and removed it
+
+
+def _line(content: Mapping[str, Any]) -> bytes:
+    text = json.dumps(content, sort_keys=True).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of a journal up to the first that is torn or damaged, and where they end."""
+    found: list[dict[str, Any]] = []
+    length = 0
+    for line in data.split(b"\n")[:-1]:
+        checksum, _, text = line.partition(b" ")
+        if checksum != b"%08x" % zlib.crc32(text):
+            break
+        found.append(json.loads(text))
+        length += len(line) + 1
+    return found, length

@@ -1,0 +1,246 @@
+"""Convert weights from one form to another: in one pass, by several threads, with little memory, and so that a killed
+conversion can go on.
+
+A group of tensors is read from the source, made into what the target form stores, written to its places, and read again
+by the reader of that form while its bytes are still in the system's cache: what comes back must be the source, bit for
+bit. Then the journal notes it. Sources are mapped, so most bytes are copied once: by the write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.files import Fault, free_bytes, human_bytes, no_fault, remove_folder, sync_folder
+from tessera.checkpoint.forms import NativeTensors, TensorGroup
+from tessera.checkpoint.planned_folder import PlannedFolder
+from tessera.checkpoint.publish import Journal, check_target, show
+from tessera.core.errors import TesseraError
+from tessera.core.file_plan import FolderPlan, PlannedTensor
+from tessera.core.process import usable_cpus
+from tessera.core.weightmap import WeightMap
+
+_IN_FLIGHT = 512 << 20  # bytes of tensors that are worked on at a time; each is in memory about three times
+_SYNC_EVERY = 2 << 30  # bytes after which the disk is asked to keep up
+_REPORT_EVERY = 5.0  # seconds
+MOST_JOBS = 8
+_log = logging.getLogger("tessera")
+
+
+class Interrupted(TesseraError):
+    """Say that the user has stopped a conversion, which can go on."""
+
+    exit_code = 130
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Describe a conversion between folders.
+
+    `weight_map`: that of the target form. `reopen` reads what lies in a staging folder. `extras` adds the files beside
+    the weights, last. `source`: what the source is, in terms of JSON; where it differs, nothing is continued.
+    """
+
+    native: NativeTensors
+    weight_map: WeightMap
+    groups: Sequence[TensorGroup]
+    plan: FolderPlan
+    reopen: Callable[[Path], AbstractContextManager[NativeTensors]]
+    source: Mapping[str, Any]
+    extras: Callable[[Path], object] | None = None
+    jobs: int | None = None
+    overwrite: bool = False
+    fault: Fault = field(default=no_fault)
+
+
+def stream(target: Path, conversion: Conversion) -> None:
+    """Carry out a conversion on rank 0: the target appears by one rename, or not at all."""
+    Ranks.current().on_rank0(lambda: _stream(target, conversion))
+
+
+def _stream(target: Path, conversion: Conversion) -> None:
+    jobs = min(MOST_JOBS, max(1, round(usable_cpus()))) if conversion.jobs is None else conversion.jobs
+    if jobs < 1:
+        raise TesseraError(f"{jobs} threads cannot do it", where="--jobs", fix="give 1 or more, or leave it out")
+    check_target(target, conversion.overwrite)
+    with Journal(target, {"source": conversion.source}, conversion.plan) as journal:
+        try:
+            with _one_thread_each():
+                _Work(conversion, journal).run(jobs)
+            show(journal.staging, target, conversion.fault)
+        except TesseraError:
+            remove_folder(journal.staging)
+            raise
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"stopped; what is written is kept in {journal.staging}",
+                where=str(target),
+                fix="the same command goes on from there; to give it up, remove that folder",
+            ) from None
+        except OSError as error:
+            needed, free = conversion.plan.nbytes, free_bytes(target)
+            raise TesseraError(
+                f"the target could not be written: {error.strerror or error}",
+                where=str(target),
+                fix=f"it needs {human_bytes(needed)} ({needed} bytes) in all, {human_bytes(free)} ({free} bytes) are "
+                f"free there; the same command goes on with what is kept in {journal.staging}",
+            ) from error
+    _log.info("wrote %s to %s", human_bytes(conversion.plan.nbytes), target)
+
+
+class _Work:
+    """Write the groups of a conversion into its staging folder."""
+
+    def __init__(self, conversion: Conversion, journal: Journal) -> None:
+        self._conversion, self._journal = conversion, journal
+        self._files = PlannedFolder(journal.staging, conversion.plan)
+        self._sizes = [sum(conversion.native.plans[name].nbytes for name in group.names) for group in conversion.groups]
+
+    def run(self, jobs: int) -> None:
+        staging, fault = self._journal.staging, self._conversion.fault
+        if self._journal.written:
+            before, total = sum(self._sizes[number] for number in self._journal.written), sum(self._sizes)
+            _log.info("going on: %s of %s were written before", human_bytes(before), human_bytes(total))
+        with self._files:
+            with self._conversion.reopen(staging) as written:
+                self._run_groups(jobs, written)
+            fault("sync")
+            self._files.sync()
+        _remove_others(staging, self._conversion.plan.files)
+        if self._conversion.extras is not None:
+            fault("extras")
+            self._conversion.extras(staging)
+        for folder in {(staging / name).parent for name in self._conversion.plan.files}:
+            sync_folder(folder, fault)
+        with self._conversion.reopen(staging):  # with all files complete, and others beside
+            pass
+
+    def _run_groups(self, jobs: int, written: NativeTensors) -> None:
+        progress, unsynced = _Progress(sum(self._sizes)), 0
+        running: dict[Future[None], int] = {}
+        with ThreadPoolExecutor(jobs + 1) as pool:  # one more: it waits for the disk
+            syncing = pool.submit(lambda: None)
+            try:
+                for number, size in [*enumerate(self._sizes), (-1, 0)]:
+                    while running and (number < 0 or len(running) >= jobs or sum(running.values()) + size > _IN_FLIGHT):
+                        for done in wait(running, return_when=FIRST_COMPLETED).done:
+                            unsynced += running[done]
+                            progress.count(running.pop(done))
+                            done.result()
+                    if unsynced > _SYNC_EVERY and syncing.done():
+                        syncing.result()
+                        unsynced, syncing = 0, pool.submit(self._files.sync)
+                    if number >= 0:
+                        running[pool.submit(self._convert, number, written)] = size
+                syncing.result()
+            finally:
+                for left in running:  # those that have begun are completed, and noted
+                    left.cancel()
+
+    def _convert(self, number: int, written: NativeTensors) -> None:
+        """Convert one group, or compare it if it was written before."""
+        group, known = self._conversion.groups[number], self._journal.written.get(number)
+        native = self._conversion.native.read_group(group.names)
+        if known is not None:
+            if known.keys() == group.made.keys() and _differing(native, written) is None:
+                for name, checksums in known.items():
+                    self._files.put_checksums(name, checksums)
+                return
+            _log.warning("%s is damaged in what was written before: it is written again", group.names[0])
+        self._conversion.fault(f"write {group.names[0]}")
+        made = {name: self._put(name, tensor, group) for name, tensor in self._made(native)}
+        differing = _differing(native, written)
+        if differing is not None:
+            raise TesseraError(
+                f"{differing} was read back with other bytes than were written",
+                where=str(self._journal.staging),
+                fix="nothing was published: try again; if it happens twice, check the disk",
+            )
+        self._conversion.fault(f"note {group.names[0]}")
+        self._journal.note(number, made)
+
+    def _made(self, native: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Return what native tensors become, each of which is freed when it is written."""
+        made = self._conversion.weight_map.to_foreign(native)
+        while made:
+            yield made.popitem()
+
+    def _put(self, name: str, tensor: Tensor, group: TensorGroup) -> list[int]:
+        if PlannedTensor(tensor.dtype, tuple(tensor.shape)) != group.made[name]:
+            raise TesseraError(
+                f"what {name} is made of is stored in different types", where=self._conversion.native.where
+            )
+        return self._files.put(name, tensor)
+
+
+def _differing(native: Mapping[str, Tensor], written: NativeTensors) -> str | None:
+    """Read a group again, and return the name of a tensor that is not what it was; None if all are."""
+    found = written.read_group(list(native))
+    return next((name for name, tensor in native.items() if not _same(tensor, found[name])), None)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same bits: one that is not a number equals itself here."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    if flat[0].numel() % 8 == 0 and all(tensor.data_ptr() % 8 == 0 for tensor in flat):
+        flat = [tensor.view(torch.int64) for tensor in flat]
+    return torch.equal(*flat)
+
+
+def _remove_others(staging: Path, planned: Mapping[str, Any]) -> None:
+    """Remove files that an interrupted conversion had begun to write beside the weights."""
+    for path in sorted(staging.rglob("*"), reverse=True):
+        if path.is_symlink() or (path.is_file() and str(path.relative_to(staging)) not in planned):
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Let operations of torch use one thread each: several of them run at the same time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Progress:
+    """Tell every few seconds how much is done, how fast, and how long the rest will take."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._began = self._reported = time.monotonic()
+
+    def count(self, nbytes: int) -> None:
+        self._done += nbytes
+        now = time.monotonic()
+        if now - self._reported >= _REPORT_EVERY:
+            self._reported = now
+            rate = self._done / (now - self._began)
+            done, total, left = human_bytes(self._done), human_bytes(self._total), (self._total - self._done) / rate
+            _log.info("%s of %s, %s/s, %.0f s left", done, total, human_bytes(rate), left)
+
+
+def identity_of(*folders: Path) -> dict[str, Any]:
+    """Return what tells a source from another one, or from itself after a change: names, sizes and times of files."""
+    found: dict[str, Any] = {}
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                status = path.stat()
+                found[str(path.absolute())] = [status.st_size, status.st_mtime_ns]
+    return found
