@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from tessera.core.config import Section, apply_overrides, build, read_mapping
 from tessera.core.errors import TesseraError, first_line, nearest
-from tessera.core.layouts import folder_layout
+from tessera.core.layouts import detect_layout, folder_layout
 from tessera.core.registry import Instance, Registry
 from tessera.core.run_config import ModelSection, load_config
 from tessera.core.trust import check_trusted, model_code
@@ -36,6 +37,12 @@ def family_of(model_type: str) -> ModelSpec:
         nearest=nearest(model_type, known),
         fix=_advice(model_type),
     )
+
+
+def is_original(spec: ModelSpec, folder: Path | None) -> bool:
+    """Return whether a folder has the form of a model's makers, and not that of Hugging Face."""
+    layout = None if folder is None else detect_layout(folder)
+    return layout is not None and layout.config().get("model_type") in spec.originals
 
 
 def _advice(model_type: str) -> str:

@@ -16,6 +16,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.layouts import detect_layout
 from tessera.core.types import ModelSpec
 from tessera.core.weightmap import WeightMap
+from tessera.models import is_original
 from tessera.models.common.exported_config import exported_config, with_dtype
 from tessera.models.common.side_files import copy_side_files, write_side_files
 from tessera.training.export import main_dtype
@@ -28,12 +29,6 @@ class FolderTarget:
     table: WeightMap
     config: Mapping[str, Any]
     add_files: Callable[[Path], object]
-
-
-def is_original(spec: ModelSpec, folder: Path | None) -> bool:
-    """Return whether a folder has the form of the model's makers."""
-    layout = None if folder is None else detect_layout(folder)
-    return layout is not None and layout.config().get("model_type") in spec.originals
 
 
 def hf_target(

@@ -26,6 +26,7 @@ from tessera.core.callback import Callback, TrainerHandle
 from tessera.core.errors import TesseraError
 from tessera.core.types import ModelSpec, Processor
 from tessera.inference.proof import Prove, prove_folder
+from tessera.models import is_original
 from tessera.models.common.exported_config import base_config, exported_config
 from tessera.models.common.side_files import write_side_files
 from tessera.models.common.text import PROJECTIONS
@@ -100,7 +101,8 @@ def seal_export(staging: Path, spec: ModelSpec, config: Any, *, base: Path | Non
         _log.warning("%s", warning)
     weight_map = spec.main.weight_map(config)
     assert weight_map is not None, "a family with Hugging Face folders has a weight map"
-    record = write_record(staging, base, weight_map)
+    comparable = base if is_original(spec, base) == is_original(spec, staging) else None  # names of one form
+    record = write_record(staging, comparable, weight_map)
     _log.info("%s; %s", record.summary(), proof.line)
 
 

@@ -16,7 +16,6 @@ LAYERS, HIDDEN, WIDTH, HEADS, KV, VOCAB = 2, 32, 48, 4, 2, 400
 EYES, EYE_WIDTH, EYE_HEADS, EYE_LAYERS, TILE, PATCH = 16, 24, 2, 2, 32, 8
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<quad>"]
 LEARNED = ["system user assistant\n\n What is in this picture? A red square. 12345"]
-KINDS = ("qwen2", "qwen3", "internlm2")
 CANARY = "import pathlib; pathlib.Path(__file__).with_name('canary').write_text('run')\n"
 
 

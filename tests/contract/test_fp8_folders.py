@@ -40,8 +40,9 @@ def plain(case: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     module = spec.main.build(config)
     randomize(module, 0, 0.3)
     export_folder(module.to(dtype), spec, config, None, folder, prove="never")
-    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    train_tokenizer(["Say red blue."], 300, words).save(str(folder / "tokenizer.json"))
+    if case == "qwen2":  # the others are not loaded as models
+        words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+        train_tokenizer(["Say red blue."], 300, words).save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -69,10 +70,10 @@ def means(stored: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
     ("case", "kind"),
     [
         ("qwen2", "fp8"),
-        ("qwen2", "fp8-block"),
-        ("qwen3 experts", "fp8"),
+        pytest.param("qwen2", "fp8-block", marks=pytest.mark.slow),
+        pytest.param("qwen3 experts", "fp8", marks=pytest.mark.slow),
         ("qwen3_vl experts", "fp8-block"),
-        ("internvl", "fp8-block"),
+        pytest.param("internvl", "fp8-block", marks=pytest.mark.slow),
     ],
 )
 def test_projections_are_rounded_once_and_all_else_stays(case: str, kind: str, tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_transformers_reads_blocks_as_we_do_and_converts_the_same_modules(tmp_pa
     assert theirs == {name.partition(".experts.")[0] + ".experts" * (".experts." in name) for name in ours}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_other_types_zeros_and_tiny_numbers_keep_what_they_mean(dtype: torch.dtype, tmp_path: Path) -> None:
     plain("qwen2", tmp_path / "hf", dtype)
     (path,) = (tmp_path / "hf").glob("*.safetensors")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from chats import asked_about, picture
-from internvl_original import KINDS, VOCAB, config, original_folder, weights
+from internvl_original import VOCAB, config, original_folder, weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
@@ -23,7 +23,7 @@ from tessera.models.internvl.processor import InternVLProcessor
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["qwen2", pytest.param("qwen3", marks=pytest.mark.slow), "internlm2"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return original_folder(request.param, tmp_path_factory.mktemp(request.param) / "InternVL3-1B")
 
@@ -65,11 +65,14 @@ def test_it_computes_what_its_hugging_face_form_computes_and_goes_back(folder: P
         outputs.append((batch["tokens"], model(batch).logits))
     assert torch.equal(outputs[0][0], outputs[1][0])
     assert torch.equal(outputs[0][1], outputs[1][1])
+    assert json.loads((hub / "tessera_export.json").read_text())["base"] is None  # names of two forms are not compared
     same(tessera.convert(hub, tmp_path / "back", to="original", like=folder), folder)
     assert not (folder / "canary").exists()
 
 
-def test_mm_convert_takes_it_and_gives_it_back(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [pytest.param("qwen2", marks=pytest.mark.slow), "internlm2"])
+def test_mm_convert_takes_it_and_gives_it_back(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = original_folder(kind, tmp_path / "InternVL2_5-2B")
     monkeypatch.chdir(tmp_path)
     layers = [f"--cfg.parallel_config.{part}_pp_layers" for part in ("llm", "vit")]
     words = ["--cfg.mm_dir", "shards", "--cfg.hf_config.hf_dir", str(folder), "--cfg.parallel_config.tp_size", "2"]
@@ -135,7 +138,9 @@ def test_what_is_computed_otherwise_is_refused_by_its_key(changes: dict[str, Any
 
 
 def test_a_folder_of_another_model_or_form_is_no_pattern(qwen2: Path, tmp_path: Path) -> None:
-    hub = tessera.convert(qwen2, tmp_path / "hf", prove="never")
+    hub = tessera.convert(qwen2, tmp_path / "hf", quantize="fp8", prove="never")
+    said = json.loads((hub / "config.json").read_text())
+    assert (said["model_type"], said["quantization_config"]["format"]) == ("internvl", "float-quantized")
     with pytest.raises(TesseraError, match="which folder of its makers"):
         tessera.convert(hub, tmp_path / "out", to="original")
     other = original_folder("qwen2", tmp_path / "other")

@@ -18,9 +18,8 @@ from tessera.core.errors import TesseraError, nearest
 from tessera.core.megatron_form import COLUMNS, ROWS, MegatronForm
 from tessera.core.run_config import ModelSection
 from tessera.core.weightmap import Rule, WeightMap
-from tessera.models import FAMILIES, resolve
+from tessera.models import FAMILIES, is_original, resolve
 from tessera.tools.convert import Form, convert, parse_layout, resplit
-from tessera.tools.folder_target import is_original
 
 Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
 _TEXT = "text_decoder.decoder.layers.{i}."
