@@ -7,11 +7,14 @@ folder can be checked against its record, and against the base alone: names, sha
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -70,12 +73,10 @@ class ExportRecord:
     def summary(self) -> str:
         """Return one line that counts tensors by what they are to the base."""
         text = f"{len(self.tensors)} tensors"
-        if self.base is None:
-            return text
         counts = {word: sum(one.base == word for one in self.tensors.values()) for word in (_SAME, _CHANGED, _NEW)}
         told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
         left = f"; {len(self.not_exported)} of it are not exported" if self.not_exported else ""
-        return f"{text}, beside {self.base}: {told}{left}"
+        return f"{text}, beside {self.base}: {told}{left}" if told else text
 
 
 # ---------------------------------------------------------------------------------------------- writing
@@ -86,16 +87,20 @@ def write_record(folder: Path, base: Path | None = None, weight_map: WeightMap =
 
     `base`: the folder that the weights came from. `weight_map` knows the names that folders spell in several ways.
     """
-    tensors, unreadable = _hashed(folder)
-    if unreadable:
-        raise TesseraError(f"what was written cannot be read: {unreadable[0]}", where=str(folder))
-    files = {name: ExportedFile(hash_file(folder / name).sha256) for name in _other_files(folder)}
-    record = ExportRecord(None, tensors, files)
-    if base is not None and base.is_dir():
-        try:
-            record = _beside(record, folder, base, weight_map.canonical)
-        except TesseraError as error:  # it was read once; whatever became of it since is no fault of the export
-            _log.warning("the record does not say what changed since %s: %s", base, error.what)
+    base = base if base is not None and base.is_dir() else None
+    with contextlib.ExitStack() as stack:
+        old = None
+        if base is not None and detect_layout(base) is not None and any(base.glob("*.safetensors")):
+            try:
+                old = stack.enter_context(_Base(base, weight_map.canonical))
+            except TesseraError as error:  # it was read once; what became of it since is no fault of the export
+                _log.warning("the record does not say what changed since %s: %s", base, error.what)
+        tensors, unreadable = _hashed(folder, old)
+        if unreadable:
+            raise TesseraError(f"what was written cannot be read: {unreadable[0]}", where=str(folder))
+        left = [] if old is None else old.besides(tensors)
+    files = {name: _file_record(folder, base, name) for name in _other_files(folder)}
+    record = ExportRecord(None if base is None else _name_of(base), tensors, files, left)
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -117,45 +122,49 @@ def _lines(table: Mapping[str, ExportedTensor | ExportedFile]) -> str:
     return "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()) + "\n }"
 
 
-def _beside(record: ExportRecord, folder: Path, base: Path, canonical: Callable[[str], str]) -> ExportRecord:
-    files = {
-        name: replace(
-            one, base=_NEW if not (base / name).is_file() else _word(hash_file(base / name).sha256 == one.sha256)
-        )
-        for name, one in record.files.items()
-    }
-    name = _name_of(base)
-    layout = detect_layout(base)
-    if layout is None or not any(base.glob("*.safetensors")):
-        return replace(record, base=name, files=files)
-    with FolderTensors(base) as old, FolderTensors(folder) as new:
-        known = {canonical(key): key for key in old.shapes}
-        tensors = {
-            key: replace(one, base=_status(key, known.get(canonical(key)), old, new) if key in new.shapes else _NEW)
-            for key, one in record.tensors.items()
-        }
-        kept = {canonical(key) for key in new.shapes}
-    return ExportRecord(name, tensors, files, [key for one, key in known.items() if one not in kept])
+class _Base:
+    """Tell what tensors are to those of the folder that they came from. Use it as a context: its files stay open."""
+
+    def __init__(self, folder: Path, canonical: Callable[[str], str]) -> None:
+        self._stored, self._canonical = FolderTensors(folder), canonical
+        self._known = {canonical(name): name for name in self._stored.shapes}
+        self._one_reads = threading.Lock()  # weights in fewer bits are computed, and the last one is kept
+
+    def __enter__(self) -> _Base:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stored.__exit__()
+
+    def status(self, name: str, kind: str, tensor: Tensor) -> str:
+        key = self._known.get(self._canonical(name))
+        if key is None:
+            return _NEW
+        if (self._stored.shapes[key], self._stored.kinds[key]) != (tuple(tensor.shape), kind):
+            return _CHANGED
+        # A trained tensor differs in its first row: only what is the same is read whole.
+        rows = [tensor[:1], tensor] if tensor.ndim and len(tensor) > 1 else [tensor]
+        return _word(all(torch.equal(_bytes(self._read(key, part)), _bytes(part)) for part in rows))
+
+    def besides(self, exported: Collection[str]) -> list[str]:
+        """Return the names of tensors that are here alone."""
+        there = {self._canonical(name) for name in exported}
+        return [key for name, key in self._known.items() if name not in there]
+
+    def _read(self, key: str, like: Tensor) -> Tensor:
+        with self._one_reads:
+            return self._stored.read(key, [0] * like.ndim, tuple(like.shape))
 
 
-def _status(key: str, old_key: str | None, old: FolderTensors, new: FolderTensors) -> str:
-    if old_key is None:
-        return _NEW
-    shape = new.shapes[key]
-    if (old.shapes[old_key], old.kinds[old_key]) != (shape, new.kinds[key]):
-        return _CHANGED
-    # A trained tensor differs in its first row: only what is the same is read whole.
-    first = ([0] * len(shape), (1, *shape[1:]))
-    boxes = [first, None] if shape and shape[0] > 1 else [None]
-    return _word(all(_equal(old.read(old_key, *(box or ())), new.read(key, *(box or ()))) for box in boxes))
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(_bytes(one), _bytes(other))  # as bytes: a NaN is the same as itself
+def _file_record(folder: Path, base: Path | None, name: str) -> ExportedFile:
+    found = hash_file(folder / name).sha256
+    if base is None:
+        return ExportedFile(found)
+    return ExportedFile(found, _word(hash_file(base / name).sha256 == found) if (base / name).is_file() else _NEW)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)  # as bytes a NaN is the same as itself
 
 
 def _word(same: bool) -> str:
@@ -176,7 +185,7 @@ def _other_files(folder: Path) -> list[str]:
     return [name for name in found if not name.startswith(".") and name != MARK and not name.endswith(".safetensors")]
 
 
-def _hashed(folder: Path) -> tuple[dict[str, ExportedTensor], list[str]]:
+def _hashed(folder: Path, base: _Base | None = None) -> tuple[dict[str, ExportedTensor], list[str]]:
     """Return the tensors of a folder as they are stored, and what is wrong with files that cannot be read."""
     problems: list[str] = []
     try:
@@ -190,17 +199,18 @@ def _hashed(folder: Path) -> tuple[dict[str, ExportedTensor], list[str]]:
             try:
                 with open_safetensors(path) as file:
                     names = list(file.keys())
-                    found |= zip(names, pool.map(lambda name, file=file: _hash(file, name), names), strict=True)
+                    found |= zip(names, pool.map(functools.partial(_hash, file, base), names), strict=True)
             except TesseraError as error:
                 problems.append(f"{path.name}: {error.what}")
     return found, problems
 
 
-def _hash(file: Any, name: str) -> ExportedTensor:
+def _hash(file: Any, base: _Base | None, name: str) -> ExportedTensor:
     view = file.get_slice(name)
-    shape = tuple(view.get_shape())
-    data = _bytes(read_box(file, name, [0] * len(shape), shape))
-    return ExportedTensor(str(view.get_dtype()), shape, hashlib.sha256(data.numpy().data).hexdigest())
+    shape, kind = tuple(view.get_shape()), str(view.get_dtype())
+    tensor = read_box(file, name, [0] * len(shape), shape)
+    digest = hashlib.sha256(_bytes(tensor).numpy().data).hexdigest()
+    return ExportedTensor(kind, shape, digest, None if base is None else base.status(name, kind, tensor))
 
 
 # ---------------------------------------------------------------------------------------------- checking

@@ -7,7 +7,6 @@ differ by as much as rounding explains, which is measured: every weight of ours 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -72,20 +71,21 @@ def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto
     pictures = ours.pictures()
     asked = _messages(pictures)
     warnings: list[str] = []
+    batch = ours.example() if ours.processor is None else ours.prompt(asked)
+    found, moved = ours.logits(batch)
     if ours.processor is None:
-        stock, batch = StockModel(folder), ours.example()
-        inputs: Mapping[str, Any] = {"input_ids": batch["tokens"][None]}
+        stock, inputs = StockModel(folder), {"input_ids": batch["tokens"][None]}
     else:
-        stock, batch = TransformersReference(folder), ours.prompt(asked)
+        stock = TransformersReference(folder)
         inputs = stock.inputs(asked, pictures)
         if inputs["input_ids"][0].tolist() != batch["tokens"].tolist():
             warnings.append(_other_prompt(inputs["input_ids"][0].tolist(), batch["tokens"].tolist()))
             batch = ours.prompt(_messages([]))
             inputs = {"input_ids": batch["tokens"][None]}
+            found, moved = _Ours(folder, spec, config).logits(batch)
     problems = [f"transformers finds no tensor for {few_names(stock.missing)}"] if stock.missing else []
     problems += [f"transformers has no use for {few_names(stock.unexpected)}"] if stock.unexpected else []
     expected = stock.logits(inputs)
-    found, moved = ours.logits(batch)
     if found.shape != expected.shape:
         problems.append(f"logits are {list(found.shape)} here and {list(expected.shape)} in transformers")
         return Proof("compared with transformers", tuple(problems), tuple(warnings))
@@ -130,8 +130,9 @@ class _Ours:
         weights = spec.main.weight_map(config)
         assert weights is not None, "a family that reads folders has a weight map"
         names, tied = list(model_tensors(whole)), tied_names(whole)
-        self._module: nn.Module = allocated(whole, torch.device("cpu"), torch.float32)
-        load_folder(folder, model_tensors(self._module), weights, tied=tied, expected=names, ranks=Ranks(0, 1))
+        module = allocated(whole, torch.device("cpu"), torch.float32)
+        self._module: nn.Module | None = module
+        load_folder(folder, model_tensors(module), weights, tied=tied, expected=names, ranks=Ranks(0, 1))
         self._spec, self._config = spec, config
         made = spec.processor(config, folder) if spec.processor and (folder / "tokenizer.json").is_file() else None
         self.processor = made if isinstance(made, ChatProcessor) else None
@@ -159,13 +160,18 @@ class _Ours:
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return logits, and logits after every weight was moved by one rounding, up or down."""
-        found = self._module(batch, logits=True).logits
+        """Return logits, and logits after every weight was moved by one rounding, up or down.
+
+        The model is given up: the other side needs the memory.
+        """
+        module, self._module = self._module, None
+        assert module is not None, "it computes once"
+        found = module(batch, logits=True).logits
         chance = torch.Generator().manual_seed(0)
-        for weight in self._module.parameters():
+        for weight in module.parameters():
             signs = torch.randint(0, 2, weight.shape, generator=chance).to(weight) * 2 - 1
             weight.addcmul_(weight, signs, value=torch.finfo(weight.dtype).eps)
-        return found, self._module(batch, logits=True).logits
+        return found, module(batch, logits=True).logits
 
 
 def _sees(spec: ModelSpec, config: Any) -> bool:

@@ -162,6 +162,21 @@ def test_the_record_says_what_became_of_each_tensor(base: Path, tmp_path: Path) 
     assert str(tmp_path) not in (tmp_path / "out" / RECORD).read_text(), "a path of this machine is nobody's business"
 
 
+def test_a_base_that_was_lost_since_does_not_stop_an_export(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = shutil.copytree(base, tmp_path / "start")
+    model, processor = tessera.load(start)
+    truncate(start)
+    with caplog.at_level(logging.WARNING, logger="tessera"):
+        parts = (model.module, model.spec, model.config, processor.processor)
+        export_folder(*parts, tmp_path / "out", files=start, base=start, prove="never")
+    assert "does not say what changed since" in caplog.text
+    record = read_record(tmp_path / "out")
+    assert record is not None
+    assert {one.base for one in record.tensors.values()} == {None}
+
+
 def swapped(spec: ModelSpec, old: str, new: str, *also: tuple[str, str]) -> ModelSpec:
     """The family with a weight map that writes some tensors under other names, and reads them so."""
     (component,) = spec.components.values()
@@ -224,6 +239,15 @@ def test_what_is_not_proved_is_said(base: Path, tmp_path: Path, caplog: pytest.L
         assert tessera.compare(bare).lines()[-1] == "not compared with transformers: it has no class ['Nobody']"
     with pytest.raises(TesseraError, match="nothing can be proved: it has no class"):
         tessera.compare(bare, prove="always")
+
+
+def test_a_template_that_reads_otherwise_elsewhere_is_told(base: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(base, tmp_path / "copy")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    found = tessera.compare(folder)
+    assert "transformers computes the same logits" in found.shown[-1]  # of the tokens that it was trained with
+    (told,) = found.problems
+    assert "chat template gives other tokens in transformers than here, from position 0 on" in told
 
 
 def test_the_command_line_says_what_is_wrong_by_its_exit_code(exported: Path, base: Path, tmp_path: Path) -> None:

@@ -77,6 +77,8 @@ def dress(folder: Path) -> dict[str, bytes]:
         (folder / name).unlink(missing_ok=True)  # this folder has it in the tokenizer's settings
     for name, text in texts.items():
         (folder / name).write_text(text)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "a_note_of_theirs": "kept"}))
     (folder / "README.md").write_text("# about other weights")
     (folder / "trainer_state.json").write_text("{}")
     return {name: text.encode() for name, text in texts.items()}
@@ -105,6 +107,8 @@ def recipe_from(folder: Path, data: Path, out: Path, **processor: Any) -> dict[s
 
 def check(folder: Path, theirs: dict[str, bytes]) -> None:
     assert {name: (folder / name).read_bytes() for name in theirs if (folder / name).is_file()} == theirs
+    assert json.loads((folder / "config.json").read_text())["a_note_of_theirs"] == "kept"
+    assert not (folder / "base_config.json").exists(), "a run's own copy of it"
     assert not (folder / "README.md").exists()
     assert not (folder / "trainer_state.json").exists()
     assert not (folder / "chat_template.jinja").exists(), "a template of ours would win over theirs"
