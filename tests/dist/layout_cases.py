@@ -202,11 +202,13 @@ def experts(
     parallel: dict[str, Any],
     split: dict[str, Any] | None = None,
     slow: bool = False,
+    rows: int = 8,
     **config: Any,
 ) -> Case:
     freeze = config.pop("freeze", None)
     model: dict[str, Any] = {"model.config": config} if config else {}
     model |= {"model.freeze": freeze} if freeze else {}
+    model |= {"train.global_batch": rows} if rows != 8 else {}
     return Case(name, world, parallel, model, "experts", split or {}, slow)
 
 
@@ -215,12 +217,12 @@ DEEPER = {**STEERED, "layers": 4}
 EXPERTS = [
     experts("experts, other micro-batches", 1, {}, {"train.micro_batch": 4}),
     experts("ep 2", 2, {"ep": 2}, slow=True),
-    experts("ep 2, bias, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, **STEERED),
+    experts("ep 2, bias, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, rows=4, **STEERED),
     experts("experts, tp 2, sequence, bias", 2, SEQUENCE, **STEERED, slow=True),
-    experts("experts, cp 2 ring", 2, RING, {"train.micro_batch": 2}),
+    experts("experts, cp 2 ring", 2, RING, {"train.micro_batch": 2}, rows=4),
     experts("experts, interleaved-zb, bias", 2, {**ZB, "virtual": 2}, **DEEPER, slow=True),
     experts("ep 2 x fsdp 2, uneven shards", 4, {"ep": 2}, experts=6, slow=True),
-    experts("ep 2 x tp 2, sequence, loss and bias", 4, {**SEQUENCE, "ep": 2}, **{**STEERED, "balance": 0.1}),
+    experts("ep 2 x tp 2, sequence, loss and bias", 4, {**SEQUENCE, "ep": 2}, rows=4, **{**STEERED, "balance": 0.1}),
     experts("fewer experts than ranks, fsdp 4", 4, {}, experts=2, slow=True),
     experts("fewer experts than ranks, ep 2 x fsdp 2", 4, {"ep": 2}, experts=2, slow=True),
 ]
