@@ -21,7 +21,7 @@ from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, read_dcp_safe
 from tessera.checkpoint.files import DTYPES
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.legacy.dcp import METADATA, read_dcp
-from tessera.checkpoint.legacy.megatron import MegatronLayout, is_megatron_folder, read_megatron
+from tessera.checkpoint.legacy.megatron import MegatronLayout, is_megatron_folder, newest_iteration, read_megatron
 from tessera.checkpoint.weights import TensorSource, fill, plan_reading, shapes_fit
 from tessera.core.errors import TesseraError
 from tessera.core.file_plan import PlannedTensor
@@ -198,8 +198,18 @@ def _join(joined: dict[str, list[str]], one: list[str], other: list[str]) -> lis
     return one
 
 
+def weights_folder(folder: Path) -> Path:
+    """Return the folder that holds the files: a job that keeps DCP folders has one for each iteration."""
+    if is_megatron_folder(folder):
+        inner = newest_iteration(folder)
+        if (inner / METADATA).is_file() and not inner.is_symlink():
+            return inner
+    return folder
+
+
 def open_form(folder: Path, shards: MegatronForm | None, prefix: str = "") -> StoredForm:
     """Open Megatron-style shards or a DCP folder, whichever it is. `shards`: how the family keeps such shards."""
+    folder = weights_folder(folder)
     if is_megatron_folder(folder):
         if shards is None:
             raise TesseraError("this family has no Megatron-style form", where=str(folder))

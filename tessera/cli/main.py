@@ -140,6 +140,9 @@ def convert(
     like: Annotated[
         Path | None, typer.Option("--like", help="Hugging Face folder with config.json, for mm and dcp sources")
     ] = None,
+    prefix: Annotated[
+        str, typer.Option("--prefix", help="what names in a DCP folder begin with, such as model.; others are left out")
+    ] = "",
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; default: as it is")] = None,
     quantize: Annotated[
         str | None, typer.Option("--quantize", help="fp8 or fp8-block: projections in eight bits, as vLLM serves them")
@@ -165,6 +168,7 @@ def convert(
             layout=None if layout is None else parse_yaml(layout, "--layout"),
             recipe=recipe,
             like=like,
+            prefix=prefix,
             dtype=dtype,
             quantize=quantize,
             adapters=adapters,

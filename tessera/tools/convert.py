@@ -25,11 +25,12 @@ from tessera.checkpoint.forms import (
     SafetensorsForm,
     StoredForm,
     native_shapes,
+    weights_folder,
 )
 from tessera.checkpoint.fp8 import Fp8Map
 from tessera.checkpoint.hf import plan_folder, save_folder
 from tessera.checkpoint.legacy.dcp import METADATA, plan_dcp
-from tessera.checkpoint.legacy.megatron import MegatronLayout, is_megatron_folder, plan_megatron
+from tessera.checkpoint.legacy.megatron import LATEST, MegatronLayout, is_megatron_folder, plan_megatron
 from tessera.checkpoint.peft import save_adapters
 from tessera.checkpoint.publish import staging_of
 from tessera.checkpoint.state import model_tensors, tied_names
@@ -90,7 +91,8 @@ def convert(
     "auto" (see `tessera.inference.proof`), "always" or "never".
     """
     source, target = Path(source), Path(target)
-    _check_apart(target, source, like)
+    check_apart(target, source, like)
+    source = weights_folder(source)
     check_choice(prove)
     if to not in get_args(Form):
         raise TesseraError(
@@ -122,7 +124,7 @@ def convert(
     return target
 
 
-def _check_apart(target: Path, *sources: str | Path | None) -> None:
+def check_apart(target: Path, *sources: str | Path | None) -> None:
     """Refuse a target that is, or holds, a folder that is read: it would be replaced."""
     for source in sources:
         if source is not None and Path(os.path.realpath(source)).is_relative_to(os.path.realpath(target)):
@@ -141,7 +143,13 @@ def _form_of(source: Path) -> Form | None:
         return "dcp"
     if is_dcp_safetensors(source):
         return "dcp-safetensors"
-    return "hf" if origin_of(source) == "folder" else None
+    try:
+        return "hf" if origin_of(source) == "folder" else None
+    except TesseraError as error:
+        if not error.allowed:
+            raise
+        more = [f"Megatron-style shards ({LATEST})", f"a torch DCP folder ({METADATA}, or shard-*.safetensors)"]
+        raise TesseraError(error.what, where=error.where, allowed=[*error.allowed, *more]) from None
 
 
 def _described(source: Path, form: Form, like: Path | None) -> Path:
@@ -325,7 +333,7 @@ def resplit(
     No configuration is needed where names and lists of layers say how tensors are divided. `like` gives one where they
     do not.
     """
-    _check_apart(Path(target), Path(source), like)
+    check_apart(Path(target), Path(source), like)
     spec = FAMILIES.get(family)
     old, new = parse_layout(before), parse_layout(after)
     if like is not None:

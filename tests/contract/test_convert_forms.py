@@ -83,6 +83,29 @@ def test_what_torch_wrote_is_read(folder: Path, tmp_path: Path) -> None:
     tessera.convert(tmp_path / "dcp", tmp_path / "mm", to="mm")
 
 
+def test_the_folder_of_a_job_that_keeps_dcp_is_read(folder: Path, tmp_path: Path) -> None:
+    inner = tmp_path / "job" / "iter_0000007"
+    weights = {f"model.inner.{name}": tensor for name, tensor in hub_weights(folder).items()}
+    stock.save(weights | {"optimizer.step": torch.ones(1)}, checkpoint_id=str(inner))
+    (tmp_path / "job" / "latest_checkpointed_iteration.txt").write_text("7")
+    words = ["--like", str(folder), "--prefix", "model.inner.", "--prove", "never"]
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "job"), str(tmp_path / "back"), *words])
+    assert done.exit_code == 0, done.output
+    same(hub_weights(tmp_path / "back"), hub_weights(folder))
+    with pytest.raises(TesseraError, match="no tensor's name begins with 'mdl'"):
+        tessera.convert(tmp_path / "job", tmp_path / "no", like=folder, prefix="mdl")
+    (tmp_path / "job" / "latest_checkpointed_iteration.txt").write_text("../..")
+    with pytest.raises(TesseraError, match="not release and no iteration"):
+        tessera.convert(tmp_path / "job", tmp_path / "no", like=folder)
+
+
+def test_a_folder_of_nothing_names_all_forms(tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match="no model here") as raised:
+        tessera.convert(tmp_path, tmp_path / "no", to="dcp")
+    for word in ("config.json", "adapter_config.json", "config.yaml", "Megatron-style", ".metadata", "shard-*"):
+        assert word in str(raised.value)
+
+
 def test_tensors_over_several_files_are_joined_and_large_folders_split(tmp_path: Path) -> None:
     whole = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.tensor(3, dtype=torch.int64), "c": torch.ones(0, 2)}
     plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()}

@@ -277,8 +277,8 @@ def _slice(shard: list[dict[str, StoredTensor]], chunk: int, name: str, folder: 
     return shard[chunk][name]
 
 
-def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
-    """Return the files of the newest iteration by (tensor, pipeline, expert) rank."""
+def newest_iteration(folder: Path) -> Path:
+    """Return the folder of the newest iteration, or of weights that are none's (release)."""
     try:
         with open(folder / LATEST, encoding="utf-8") as opened:
             newest = opened.read(100).strip()
@@ -289,6 +289,12 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
     inner = folder / (newest if newest == "release" else f"iter_{int(newest):07d}")
     if not inner.is_dir():
         raise TesseraError(f"{inner.name} is missing, which {LATEST} names", where=str(folder))
+    return inner
+
+
+def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
+    """Return the files of the newest iteration by (tensor, pipeline, expert) rank."""
+    inner = newest_iteration(folder)
     named = [(match, path) for path in sorted(inner.iterdir()) if (match := _RANK.fullmatch(path.name))]
     if not named:
         raise TesseraError("it has no mp_rank folder", where=str(inner))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tessera.checkpoint.export_record import write_record
 from tessera.checkpoint.files import box_slices
-from tessera.checkpoint.forms import DcpFolder, NativeTensors, SafetensorsForm, StoredForm
+from tessera.checkpoint.forms import DcpFolder, NativeTensors, SafetensorsForm, StoredForm, weights_folder
 from tessera.checkpoint.hf import plan_folder
 from tessera.checkpoint.legacy.dcp import plan_dcp
 from tessera.checkpoint.legacy.megatron import LATEST
@@ -166,7 +166,7 @@ def dcp_to_hf(
     `like`: the folder that the job began from. `dtype`: None: as stored. `keep`: what begins so, and the job does not
     have, is taken from `like`.
     """
-    with SafetensorsForm(like) as published, DcpFolder(source, JOB) as stored:
+    with SafetensorsForm(like) as published, DcpFolder(weights_folder(source), JOB) as stored:
         rules = naming.rules(published.tensors(), str(like))
         table = WeightMap(tuple(rules))
         shapes = _shapes(_native(published, table, rules))
@@ -254,7 +254,7 @@ def merge_lora(
 ) -> Path:
     """Write the folder `base` with the adapters of a job, in DCP, merged into it. `modules`: parts of their names."""
     begin = "base_model.model." + naming.prefix
-    with SafetensorsForm(base) as stored, DcpFolder(adapters, JOB) as trained:
+    with SafetensorsForm(base) as stored, DcpFolder(weights_folder(adapters), JOB) as trained:
         layers: dict[str, dict[str, str]] = {}
         names = {naming.of(name).removeprefix(naming.prefix): name for name in stored.tensors()}
         for name in trained.tensors():
