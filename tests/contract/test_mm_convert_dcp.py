@@ -116,6 +116,8 @@ def test_folders_without_such_experts_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "holes", holes, model_type="x")
     with pytest.raises(TesseraError, match=r"some matrices of .* are missing"):
         run(["ExpertMergeDcpConverter", "hf_to_dcp", "--hf_dir", str(folder), "--save_dir", str(tmp_path / "no")])
+    with pytest.raises(TesseraError, match="would be replaced"):
+        run(["moe_expert", "--style", "merge", "--hf_dir", str(plain), "--save_dir", str(tmp_path)])
     words = ["--hf_dir", str(plain), "--save_dir", str(tmp_path / "no"), "--max_shard_size", "4"]
     with pytest.raises(TesseraError, match="no size"):
         run(["moe_expert", "--style", "merge", *words])

@@ -16,14 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, read_dcp_safetensors, write_dcp_safetensors
+from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, plan_dcp_safetensors, read_dcp_safetensors
 from tessera.checkpoint.hf import load_folder, save_folder
-from tessera.checkpoint.legacy.torch_files import PlannedTensor
 from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.checkpoint.state import model_tensors, tied_names, training_tensors
 from tessera.checkpoint.storage import read_table
 from tessera.checkpoint.weights import TensorSource, fill
 from tessera.core.errors import TesseraError
+from tessera.core.file_plan import PlannedTensor
 from tessera.core.weightmap import Concat, Identity, Rule, WeightMap
 from tests.dist.spawn import RankError, run_ranks
 
@@ -284,5 +285,7 @@ def test_checkpoints_of_torch_over_safetensors_are_read_and_written(tmp_path: Pa
     box = read_dcp_safetensors(tmp_path / "theirs")["rows"].read([3, 1], [2, 3])  # over the border of two files
     assert torch.equal(box, found["rows"][3:5, 1:4])
     plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
-    write_dcp_safetensors(tmp_path / "ours", plans, found.__getitem__)
+    with PlannedFolder(tmp_path / "ours", plan_dcp_safetensors(plans)) as files:
+        for name, tensor in found.items():
+            files.put(name, tensor)
     assert run_ranks(read_over_safetensors, 2, tmp_path / "ours") == [[True] * 4] * 2

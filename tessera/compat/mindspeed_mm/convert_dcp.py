@@ -32,6 +32,7 @@ from tessera.core.layouts import TransformersFolder
 from tessera.core.weightmap import Identity, Operation, Reshape, Rule, WeightMap, shape_of
 from tessera.models.common.exported_config import with_dtype
 from tessera.models.common.side_files import copy_side_files
+from tessera.tools.convert import check_apart
 from tessera.training.export import main_dtype
 
 JOB = "model."  # names of a job's model begin so, before every other prefix
@@ -147,6 +148,7 @@ def _experts(stored: Mapping[str, PlannedTensor], where: str) -> dict[str, tuple
 
 def hf_to_dcp(folder: Path, target: Path, naming: Naming, *, copies: bool) -> Path:
     """Write the tensors of a folder as a job loads them, under `TARGET/release`. `copies`: tied ones, too."""
+    check_apart(target, folder)
     with SafetensorsForm(folder) as stored:
         rules = naming.rules(stored.tensors(), str(folder))
         present = {rule.native for rule in rules}
@@ -166,6 +168,7 @@ def dcp_to_hf(
     `like`: the folder that the job began from. `dtype`: None: as stored. `keep`: what begins so, and the job does not
     have, is taken from `like`.
     """
+    check_apart(target, source, like)
     with SafetensorsForm(like) as published, DcpFolder(weights_folder(source), JOB) as stored:
         rules = naming.rules(published.tensors(), str(like))
         table = WeightMap(tuple(rules))
@@ -184,6 +187,7 @@ def dcp_to_hf(
 
 def merge_experts(folder: Path, target: Path, *, split: bool, shard_bytes: int) -> Path:
     """Write a folder with the matrices of all experts of a layer in one tensor, or with each by itself again."""
+    check_apart(target, folder)
     config = read_mapping(folder / "config.json")
     omni = config.get("model_type") == "qwen3_omni_moe"
     naming = Naming(merge="stacked" if omni else "flat", renames=(("thinker.", ""),) if omni else ())
@@ -235,6 +239,7 @@ def _number_of_experts(config: Mapping[str, Any]) -> int | None:
 
 def lora_hf_to_dcp(folder: Path, target: Path) -> Path:
     """Write the adapters of a PEFT folder as a job loads them: wrapped once more, and named `default`."""
+    check_apart(target, folder)
 
     def job(name: str) -> str:
         if not _LORA_NAME.fullmatch(name) or not name.startswith("base_model."):
@@ -253,6 +258,7 @@ def merge_lora(
     base: Path, adapters: Path, target: Path, modules: Sequence[str], scaling: float, naming: Naming
 ) -> Path:
     """Write the folder `base` with the adapters of a job, in DCP, merged into it. `modules`: parts of their names."""
+    check_apart(target, base, adapters)
     begin = "base_model.model." + naming.prefix
     with SafetensorsForm(base) as stored, DcpFolder(weights_folder(adapters), JOB) as trained:
         layers: dict[str, dict[str, str]] = {}

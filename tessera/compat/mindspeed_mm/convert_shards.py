@@ -19,7 +19,7 @@ from tessera.core.megatron_form import COLUMNS, ROWS, MegatronForm
 from tessera.core.run_config import ModelSection
 from tessera.core.weightmap import Rule, WeightMap
 from tessera.models import FAMILIES, is_original, resolve
-from tessera.tools.convert import Form, convert, parse_layout, resplit
+from tessera.tools.convert import Form, check_apart, convert, parse_layout, resplit
 
 Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
 _TEXT = "text_decoder.decoder.layers.{i}."
@@ -100,6 +100,7 @@ _VISION_LAYERS = (
 def lora_hf_to_mm(family: str, options: Options) -> Path:
     """Divide the adapters of a PEFT folder as a job loads them."""
     folder, target = Path(options["hf_config.hf_dir"]), Path(options["mm_dir"])
+    check_apart(target, folder)
     layout = _checked_layout(options, two_levels=True)
     form = _adapter_form(family, options, layout)
     with SafetensorsForm(folder) as stored:
@@ -124,6 +125,7 @@ def lora_hf_to_mm(family: str, options: Options) -> Path:
 def lora_mm_to_hf(family: str, options: Options) -> Path:
     """Write the adapters of a job as PEFT keeps them. Its configuration is that of the folder it began from, if any."""
     source, target = Path(options["mm_dir"]), Path(options["save_hf_dir"])
+    check_apart(target, source, options.get("hf_config.hf_dir"))
     layout = _checked_layout(options, two_levels=False)
     form = _adapter_form(family, options, layout)
     found, _ = read_megatron(source, form, layout, some_layers=True)
