@@ -195,6 +195,8 @@ def read_table(folder: Path) -> Metadata:
         for name, entry in json.loads(path.read_bytes())["tensors"].items():
             chunks = []
             for chunk in entry["chunks"]:
+                if not len(chunk["offsets"]) == len(chunk["shape"]) == len(entry["shape"]):
+                    raise ValueError(f"a chunk of {name} has other axes than the tensor")
                 chunks.append(ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["shape"])))
                 locations[MetadataIndex(name, chunk["offsets"])] = str(chunk["file"]), str(chunk["key"])
             properties = TensorProperties(dtype=_DTYPES[entry["dtype"]])

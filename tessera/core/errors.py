@@ -89,3 +89,13 @@ def reported() -> Iterator[None]:
         prefix = f"rank {rank}: " if rank not in (None, "0") else ""
         print(f"{prefix}error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+
+
+@contextmanager
+def foreign_values(where: str) -> Iterator[None]:
+    """Raise a `TesseraError` for a value of somebody else's file that is not of the kind that its reader expects."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        message = f"a value in it is not of the kind that belongs there: {first_line(error)[:300]}"
+        raise TesseraError(message, where=where) from error

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tessera.core.config import Section, apply_overrides, build, read_mapping
-from tessera.core.errors import TesseraError, first_line, nearest
-from tessera.core.layouts import detect_layout, folder_layout
+from tessera.core.errors import TesseraError, first_line, foreign_values, nearest
+from tessera.core.layouts import CONFIG_FILE, detect_layout, folder_layout
 from tessera.core.registry import Instance, Registry
 from tessera.core.run_config import ModelSection, load_config
 from tessera.core.trust import check_trusted, model_code
@@ -81,9 +81,10 @@ def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
         if section.preset is not None:
             raise _preset_and_path()
         spec = FAMILIES.get(section.family) if section.family else family_of(str(data.get("model_type", "")))
-        original = spec.originals.get(str(data.get("model_type")))
-        data = data if original is None else original(section.path, data)
-        return spec, _with_changes(spec, spec.config.from_hf(data), section.config)  # type: ignore[attr-defined]
+        with foreign_values(str(section.path / CONFIG_FILE)):
+            original = spec.originals.get(str(data.get("model_type")))
+            read = spec.config.from_hf(data if original is None else original(section.path, data))  # type: ignore[attr-defined]
+        return spec, _with_changes(spec, read, section.config)
     assert section.family is not None, "ModelSection checks that a family or a path is given"
     spec = FAMILIES.get(section.family)
     base = {} if section.preset is None else _preset(spec, section.preset)

@@ -95,6 +95,18 @@ def another_family() -> None:
     Path("hf/config.json").write_text(json.dumps(config | {"tie_word_embeddings": not config["tie_word_embeddings"]}))
 
 
+@case("not of the kind that belongs there", *TO_MM)
+def a_number_for_a_mapping_in_the_configuration() -> None:
+    config = json.loads(Path("hf/config.json").read_text())
+    Path("hf/config.json").write_text(json.dumps(config | {"vision_config": 5}))
+
+
+@case("not of the kind that belongs there", "convert", "hf", "out", "--prove", "never")
+def a_word_for_numbers_of_the_preprocessor() -> None:
+    settings = json.loads(Path("hf/preprocessor_config.json").read_text())
+    Path("hf/preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": "grey"}))
+
+
 @case("header too large", *TO_MM)
 def a_header_of_2_to_60_bytes() -> None:
     data = Path(f"hf/{WEIGHTS}").read_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import re
 import sys
 from collections.abc import Iterator
@@ -380,6 +381,13 @@ def test_half_written_changed_and_foreign_checkpoints_are_refused(tmp_path: Path
     ):
         with pytest.raises(TesseraError, match=message):
             dist_checkpointing.load(other, tmp_path / "c")
+    metadata = json.loads((tmp_path / "c/metadata.json").read_text())
+    for key, value in (("files", 3), ("files", [{}]), ("tensors", {"w": {"shape": [2], "parts": [7]}}), ("tensors", 1)):
+        shutil.copytree(tmp_path / "c", tmp_path / "odd")
+        (tmp_path / "odd/metadata.json").write_text(json.dumps(metadata | {key: value}))
+        with pytest.raises(TesseraError, match=r"metadata\.json"):
+            dist_checkpointing.load(state_dict, tmp_path / "odd")
+        shutil.rmtree(tmp_path / "odd")
     file = tmp_path / "c" / "rank-00000.safetensors"
     damaged = bytearray(file.read_bytes())
     damaged[-1] ^= 1

@@ -30,7 +30,7 @@ from tessera.checkpoint.files import (
     write_file,
 )
 from tessera.compat.megatron.sharding import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from tessera.core.errors import TesseraError, nearest
+from tessera.core.errors import TesseraError, foreign_values, nearest
 from tessera.core.files import read_json_mapping
 
 METADATA, COMMON = "metadata.json", "common.json"
@@ -216,12 +216,13 @@ def load(
     folder = Path(checkpoint_dir)
     metadata = _metadata(folder)
     if validate_access_integrity:
-        for record in metadata["files"]:
-            path = folder / record["name"]
-            if not path.is_file() or path.stat().st_size != record["size"]:
+        with foreign_values(str(folder / METADATA)):
+            sizes = {folder / record["name"]: record["size"] for record in metadata["files"]}
+        for path, size in sizes.items():
+            if not path.is_file() or path.stat().st_size != size:
                 raise CheckpointingException("a file is missing or has another size", where=str(path))
     leaves: dict[tuple[Any, ...], Any] = {}
-    with _OpenFiles(folder) as files:
+    with _OpenFiles(folder) as files, foreign_values(str(folder / METADATA)):
         for path, leaf in _leaves(sharded_state_dict):
             if isinstance(leaf, ShardedTensor):
                 leaves[path] = _loaded(leaf, metadata["tensors"], files, folder)
@@ -298,7 +299,9 @@ def _loaded(shard: ShardedTensor, tensors: Mapping[str, Any], files: _OpenFiles,
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
     """Return the plain values of a checkpoint."""
-    common: dict[str, Any] = _from_json(read_json_mapping(Path(checkpoint_dir) / COMMON))
+    path = Path(checkpoint_dir) / COMMON
+    with foreign_values(str(path)):
+        common: dict[str, Any] = _from_json(read_json_mapping(path))
     return common
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 from pydantic import Field
 
-from tessera.core.errors import TesseraError
+from tessera.core.errors import TesseraError, foreign_values
 from tessera.core.types import MediaSize, PartKind
 from tessera.data.chat import ChatTemplate
 from tessera.data.media.images import to_rgb
@@ -62,12 +62,13 @@ class GridProcessor(ConversationProcessor):
         template = with_system(template, chosen, folder)
         encoder = ChatEncoder(load_tokenizer(folder))
         check_special_tokens(encoder, template, ids, vocabulary, folder)
-        image, video = cls.files.read(
-            folder,
-            geometry,
-            image_bounds=(chosen.min_pixels, chosen.max_pixels),
-            video_bounds=(chosen.video_min_pixels, chosen.video_max_pixels),
-        )
+        with foreign_values(str(folder)):
+            image, video = cls.files.read(
+                folder,
+                geometry,
+                image_bounds=(chosen.min_pixels, chosen.max_pixels),
+                video_bounds=(chosen.video_min_pixels, chosen.video_max_pixels),
+            )
         if (image.mean, image.std, image.scale) != (video.mean, video.std, video.scale):
             raise TesseraError(
                 "images and video frames are normalised differently",

@@ -14,7 +14,7 @@ from PIL import Image
 from pydantic import Field
 
 from tessera.core.config import build
-from tessera.core.errors import TesseraError
+from tessera.core.errors import TesseraError, foreign_values
 from tessera.core.types import MediaSize, Part, PartKind
 from tessera.data.chat import ChatSpan, ChatTemplate, MediaWords
 from tessera.data.media.images import to_rgb
@@ -77,7 +77,8 @@ class InternVLProcessor(ConversationProcessor):
             template = replace(template, system=system_message(folder))
         text_only = not original and jinja is not None and CONTEXT not in jinja
         check_special_tokens(encoder, template, {CONTEXT: config.image_token_id}, config.text.vocab_size, folder)
-        image, video = read_tiles(folder, config.vision, chosen.min_tiles, chosen.max_tiles)
+        with foreign_values(str(folder)):
+            image, video = read_tiles(folder, config.vision, chosen.min_tiles, chosen.max_tiles)
         sampling = replace(chosen.sampling(folder), multiple=1, rule="middles")
         return cls(encoder, template, sampling, chosen.train_on, False, image, video, config.max_length, text_only)
 

@@ -13,7 +13,7 @@ from PIL import Image
 from pydantic import Field
 
 from tessera.core.config import build
-from tessera.core.errors import TesseraError
+from tessera.core.errors import TesseraError, foreign_values
 from tessera.core.types import MediaSize, PartKind
 from tessera.data.chat import ChatTemplate, MediaWords, Turn
 from tessera.data.media.images import to_rgb
@@ -93,7 +93,8 @@ class LlavaProcessor(ConversationProcessor):
             tiles = AnyResTiles(config.vision.side, config.vision.image_size, config.tiles.pinpoints, config.tiles.most)
         check_special_tokens(encoder, template, ids, config.text.vocab_size, folder)
         sampling = replace(chosen.sampling(folder), multiple=1)
-        squares = read_squares(folder, config)
+        with foreign_values(str(folder)):
+            squares = read_squares(folder, config)
         return cls(encoder, template, sampling, chosen.train_on, False, config, squares, tiles)
 
     def fingerprint_fields(self) -> list[Any]:
