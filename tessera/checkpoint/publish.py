@@ -18,7 +18,8 @@ import os
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -61,12 +62,23 @@ def begin(folder: Path, overwrite: bool) -> Path:
     """Return a new staging folder for a target that may be written."""
     check_target(folder, overwrite)
     staging = folder.parent / f".staging-{folder.name}~{uuid.uuid4().hex[:8]}"
-    staging.mkdir()
+    with _written_in(folder):
+        staging.mkdir()
     return staging
+
+
+@contextmanager
+def _written_in(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TesseraError(f"nothing can be written there: {error.strerror}", where=str(folder)) from error
 
 
 def check_target(folder: Path, overwrite: bool) -> None:
     """Refuse a target with something else in it, and make the folder that it will lie in."""
+    if folder.is_symlink():  # it would be replaced, and not what it leads to
+        raise TesseraError("the target is a link", where=str(folder), fix=f"name {os.path.realpath(folder)}")
     if folder.exists() and not folder.is_dir():
         raise TesseraError(f"there is a file in the way: {folder}")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite and not (folder / MARK).is_file():
@@ -75,7 +87,8 @@ def check_target(folder: Path, overwrite: bool) -> None:
             where=str(folder),
             fix="name another folder, or allow to overwrite this one (everything in it is replaced)",
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _written_in(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
 
 
 def show(staging: Path, folder: Path, fault: Fault) -> None:
@@ -154,10 +167,14 @@ class Journal:
         remove_folder(self.staging)
         os.ftruncate(self._handle, 0)
         self._check_space(0)
-        self.staging.mkdir()
-        with PlannedFolder(self.staging, self._plan):
-            pass
-        os.write(self._handle, _line(self._job))
+        try:
+            self.staging.mkdir()
+            with PlannedFolder(self.staging, self._plan):
+                pass
+            os.write(self._handle, _line(self._job))
+        except OSError:
+            remove_folder(self.staging)  # without the first line of its journal nothing goes on from there
+            raise
 
     def _misfit(self, lines: list[dict[str, Any]]) -> str | None:
         """Return why what lies there cannot be continued, in words. Contents of files are compared later."""
@@ -187,7 +204,8 @@ class Journal:
 def _locked(path: Path, target: Path) -> int:
     """Open a journal and lock it for this process; refuse if another one has it."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with _written_in(target):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

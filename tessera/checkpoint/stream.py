@@ -74,28 +74,31 @@ def _stream(target: Path, conversion: Conversion) -> None:
     if jobs < 1:
         raise TesseraError(f"{jobs} threads cannot do it", where="--jobs", fix="give 1 or more, or leave it out")
     check_target(target, conversion.overwrite)
-    with Journal(target, {"source": conversion.source}, conversion.plan) as journal:
-        try:
-            with _one_thread_each():
-                _Work(conversion, journal).run(jobs)
-            show(journal.staging, target, conversion.fault)
-        except TesseraError:
-            remove_folder(journal.staging)
-            raise
-        except KeyboardInterrupt:
-            raise Interrupted(
-                f"stopped; what is written is kept in {journal.staging}",
-                where=str(target),
-                fix="the same command goes on from there; to give it up, remove that folder",
-            ) from None
-        except OSError as error:
-            needed, free = conversion.plan.nbytes, free_bytes(target)
-            raise TesseraError(
-                f"the target could not be written: {error.strerror or error}",
-                where=str(target),
-                fix=f"it needs {human_bytes(needed)} ({needed} bytes) in all, {human_bytes(free)} ({free} bytes) are "
-                f"free there; the same command goes on with what is kept in {journal.staging}",
-            ) from error
+    journal = Journal(target, {"source": conversion.source}, conversion.plan)
+    try:
+        with journal:
+            try:
+                with _one_thread_each():
+                    _Work(conversion, journal).run(jobs)
+                show(journal.staging, target, conversion.fault)
+            except TesseraError:
+                remove_folder(journal.staging)
+                raise
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"stopped; what is written is kept in {journal.staging}",
+            where=str(target),
+            fix="the same command goes on from there; to give it up, remove that folder",
+        ) from None
+    except OSError as error:
+        needed, free = conversion.plan.nbytes, free_bytes(target)
+        kept = f"; the same command goes on with what is kept in {journal.staging}" if journal.staging.exists() else ""
+        raise TesseraError(
+            f"the target could not be written: {error.strerror or error}",
+            where=str(target),
+            fix=f"it needs {human_bytes(needed)} ({needed} bytes) in all, {human_bytes(free)} ({free} bytes) are free "
+            f"there{kept}",
+        ) from error
     _log.info("wrote %s to %s", human_bytes(conversion.plan.nbytes), target)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import struct
 import sys
@@ -219,6 +220,29 @@ def a_target_with_other_files() -> None:
     Path("out/mine").write_text("mine")
 
 
+@case("nothing can be written there: ", "convert", "hf", "file/out", "--to", "mm")
+def a_target_in_a_file() -> None:
+    Path("file").write_text("mine")
+
+
+@case("the target is a link", *TO_MM, "--overwrite")
+def a_link_as_target() -> None:
+    Path("elsewhere").mkdir()
+    Path("out").symlink_to("elsewhere")
+
+
+@case("the target is a link", *TO_MM)
+def a_link_to_nowhere_as_target() -> None:
+    Path("out").symlink_to("nowhere")
+
+
+CASES["a target where nothing can be"] = (
+    nothing,
+    ["convert", "hf", "/proc/out", "--to", "dcp"],
+    "nothing can be written",
+)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
@@ -258,6 +282,24 @@ def test_it_is_refused_and_nothing_changes(
     change()
     before = contents(tmp_path)
     assert said in typed(words, capsys, monkeypatch)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("words", [TO_MM, ["convert", "hf", "out", "--to", "dcp"], FROM_MM], ids=["mm", "dcp", "hf"])
+def test_a_full_disk_is_said_and_leaves_nothing_under_the_name(
+    words: list[str], made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit for the size of files is what comes nearest to a full disk without one."""
+    shutil.copytree(made, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    before, limits = contents(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        said = typed(words, capsys, monkeypatch)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "could not be written: File too large" in said
+    assert "it needs " in said
     assert contents(tmp_path) == before
 
 

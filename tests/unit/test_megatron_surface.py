@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
