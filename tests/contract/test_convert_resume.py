@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +19,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_folders import small_folder
-from test_megatron_forms import layers_of
 
 import tessera
 from tessera.checkpoint import publish, stream
-from tessera.checkpoint.files import no_fault
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.checkpoint.state import model_tensors
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.models import build_on_meta, resolve
-from tessera.tools import convert as tool
 from tests.dist.spawn import fork_context
 from tests.toys.memory import peak_mib
+from tests.toys.shard_conversion import convert, killed_at
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_folder("qwen2_vl", tmp_path_factory.mktemp("hf"))
-
-
-def convert(source: Path, target: Path, fault: Callable[[str], None] = no_fault) -> None:
-    """Convert to shards in one thread, so that all points of failure come in one order."""
-    job = tool._Job(source, "hf", target, "mm", "", True, "never", jobs=1, fault=fault)
-    vision, text = layers_of(source)
-    job.layout = tool.parse_layout({"tp": 2, "vit": [[vision, 0]], "llm": [[1, text - 1]]})
-    tool._stream(job, tool._Model.of_folder(source))
 
 
 def same(one: Path, other: Path) -> bool:
@@ -62,19 +51,6 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     convert(folder, target, points.append)
     assert len(points) > 60
     return target, points
-
-
-def killed_at(number: int, source: Path, target: Path) -> None:
-    """Convert, and die at the point of this number as at any instruction of a processor."""
-    left = number
-
-    def fault(point: str) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    convert(source, target, fault)
 
 
 def kill_and_go_on(moments: list[int], source: Path, expected: Path, target: Path) -> None:
