@@ -22,7 +22,7 @@ from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.core import device as devices
-from tessera.core.errors import TesseraError, few_names, nearest
+from tessera.core.errors import TesseraError, few_names, first_line, nearest
 from tessera.core.layouts import folder_layout
 from tessera.core.types import Batch, Message, ModelSpec, Part, Sample
 from tessera.data.media.files import Limits
@@ -58,7 +58,9 @@ def check_choice(when: str) -> None:
 def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto") -> Proof:
     """Compare the logits of both sides. One rank does it alone.
 
-    `when`: "auto" leaves out what transformers has no class for, and models that take long or much memory.
+    `when`: "auto" leaves out what transformers has no class for, and models that take long or much memory. What keeps
+    it from comparing (a template that takes no such messages, a package that is missing) is then a warning, not a
+    fault of the folder; "always" raises it.
     """
     reason = "prove=never" if when == "never" else _obstacle(folder, spec, config, when)
     if reason is not None:
@@ -67,6 +69,18 @@ def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto
                 f"nothing can be proved: {reason}", where=str(folder), fix="leave `prove` as it is: auto"
             )
         return Proof(f"not compared with transformers: {reason}")
+    try:
+        return _compare(folder, spec, config)
+    except Exception as error:  # of the other library, a template or an image codec: it may be any
+        if isinstance(error.__cause__, RuntimeError):  # shapes that do not fit
+            return Proof("compared with transformers", (first_line(error),))
+        if when == "always":
+            raise
+        line = f"not compared with transformers: {first_line(error)}"
+        return Proof(line, warnings=(f"the export was {line}",))
+
+
+def _compare(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     ours = _Ours(folder, spec, config)
     pictures = ours.pictures()
     asked = _messages(pictures)

@@ -250,6 +250,24 @@ def test_a_template_that_reads_otherwise_elsewhere_is_told(base: Path, tmp_path:
     assert "chat template gives other tokens in transformers than here, from position 0 on" in told
 
 
+def test_what_keeps_from_comparing_does_not_stop_an_export(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "base")
+    spec, config = resolve(ModelSection(path=folder))
+    module = spec.main.build(config)
+    randomize(module, 1, 0.3)
+    assert spec.processor is not None
+    processor = spec.processor(config, folder)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('a system prompt comes first') }}")
+    with caplog.at_level(logging.WARNING, logger="tessera"):
+        export_folder(module, spec, config, processor, tmp_path / "out", files=folder)
+    assert "the export was not compared with transformers: " in caplog.text
+    assert (tmp_path / "out" / WEIGHTS).is_file()
+    with pytest.raises(TesseraError):
+        export_folder(module, spec, config, processor, tmp_path / "other", files=folder, prove="always")
+
+
 def test_the_command_line_says_what_is_wrong_by_its_exit_code(exported: Path, base: Path, tmp_path: Path) -> None:
     run = CliRunner()
     assert run.invoke(app, ["compare", str(exported), "--prove", "never"]).exit_code == 0
