@@ -70,7 +70,7 @@ def _from_merges(folder: Path) -> Tokenizer:
             add([AddedToken(**token)])
             if tokenizer.token_to_id(token["content"]) != int(number):
                 raise ValueError(f"{token['content']} is not number {number}")
-    return tokenizer
+        return Tokenizer.from_str(tokenizer.to_str())  # which finds words with one number
 
 
 @contextmanager

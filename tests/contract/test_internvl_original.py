@@ -122,6 +122,12 @@ def test_its_tokenizer_is_that_of_the_slow_class(qwen2: Path) -> None:
         ({"use_llm_lora": 16}, "use_llm_lora"),
         ({"llm_config": None}, "no llm_config"),
         ({"downsample_ratio": 0.3}, "downsample_ratio"),
+        ({"downsample_ratio": "x"}, "downsample_ratio"),
+        ({"llm_config": {**config("qwen2")["llm_config"], "hidden_size": []}}, "hidden_size"),
+        (
+            {"llm_config": {**config("qwen2")["llm_config"], "rope_scaling": {"type": "dynamic", "factor": []}}},
+            "factor",
+        ),
         ({"llm_config": {**config("qwen2")["llm_config"], "model_type": "phi3"}}, "phi3"),
         ({"llm_config": {**config("internlm2")["llm_config"], "bias": True}}, "bias"),
         ({"vision_config": {**config("qwen2")["vision_config"], "dropout": 0.1}}, "dropout"),
@@ -131,10 +137,28 @@ def test_its_tokenizer_is_that_of_the_slow_class(qwen2: Path) -> None:
     ],
 )
 def test_what_is_computed_otherwise_is_refused_by_its_key(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config("qwen2", **changes)))
-    train = original_folder("qwen2", tmp_path / "folder", **changes)
+    folder = original_folder("qwen2", tmp_path / "folder", **changes)
     with pytest.raises(TesseraError, match=said):
-        InternVLProcessor.load(resolve(ModelSection(path=train))[1], train)
+        InternVLProcessor.load(resolve(ModelSection(path=folder))[1], folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("preprocessor_config.json", {"image_mean": 3}, "three numbers"),
+        ("preprocessor_config.json", {"rescale_factor": "x"}, "rescale_factor"),
+        ("preprocessor_config.json", {"crop_size": 64}, "crop_size"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"7": {"content": "<img>"}}}, "no tokenizer"),
+        ("tokenizer_config.json", {"tokenizer_class": "InternLM2Tokenizer"}, "InternLM2Tokenizer"),
+        ("vocab.json", {"er": 1}, "no tokenizer"),
+        ("added_tokens.json", {"<IMG_CONTEXT>": 5}, "<IMG_CONTEXT> is"),
+    ],
+)
+def test_side_files_that_do_not_fit_are_refused(name: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    folder = original_folder("qwen2", tmp_path / "folder")
+    (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **changes}))
+    with pytest.raises(TesseraError, match=said):
+        InternVLProcessor.load(resolve(ModelSection(path=folder))[1], folder)
 
 
 def test_a_folder_of_another_model_or_form_is_no_pattern(qwen2: Path, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class HFTextFormat:
         if fields["num_key_value_heads"] is None or ("num_key_value_heads" in data and not data["num_key_value_heads"]):
             fields["num_key_value_heads"] = fields["num_attention_heads"]
         if "head_dim" not in self.defaults and fields.get("head_dim") == _derived_head(fields):
-            del fields["head_dim"]  # equals what we derive
+            fields.pop("head_dim", None)  # equals what we derive
         theta = rope.get("rope_theta") or data.get("rope_theta")
         if theta is not None:
             fields["rope_theta"] = theta

@@ -90,6 +90,22 @@ def read_sampling(folder: Path) -> dict[str, Any]:
     return {ours: value for ours, value in found.items() if isinstance(value, (int, float)) and value > 0}
 
 
+def read_norm(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return mean, std and scale of pixels, as far as a preprocessor file has them."""
+    found: dict[str, Any] = {}
+    for key, name in (("image_mean", "mean"), ("image_std", "std")):
+        given = data.get(key)
+        if given is None:
+            continue
+        if not isinstance(given, list | tuple) or len(given) != 3 or not all(isinstance(n, int | float) for n in given):
+            raise TesseraError(f"{key} = {given!r} must be a list of three numbers", where=str(path))
+        found[name] = tuple(map(float, given))
+    scale = data.get("rescale_factor")
+    if scale is not None and not isinstance(scale, int | float):
+        raise TesseraError(f"rescale_factor = {scale!r} must be a number", where=str(path))
+    return found if scale is None else {**found, "scale": float(scale)}
+
+
 def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -120,11 +136,7 @@ def _patches(
         raise TesseraError(
             f"{prefix}min_pixels ({least}) is more than {prefix}max_pixels ({most})", where="data.processor"
         )
-    extra: dict[str, Any] = {}
-    if data.get("image_mean") is not None and data.get("image_std") is not None:
-        extra |= {"mean": tuple(map(float, data["image_mean"])), "std": tuple(map(float, data["image_std"]))}
-    if data.get("rescale_factor") is not None:
-        extra["scale"] = float(data["rescale_factor"])
+    extra = read_norm(data, path)
     return Patches(
         int(least),
         int(most),

@@ -164,12 +164,14 @@ def _plain_rope(text: Mapping[str, Any]) -> tuple[dict[str, Any], float | None]:
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "dynamic":
         return dict(text), None
     plain = {name: value for name, value in text.items() if name not in ("rope_scaling", "rope_parameters")}
-    theta = rope.get("rope_theta") or text.get("rope_theta")
-    return {**plain, "rope_theta": theta}, float(rope.get("factor", 1.0))
+    theta, factor = rope.get("rope_theta") or text.get("rope_theta"), rope.get("factor", 1.0)
+    if not isinstance(factor, int | float):
+        raise TesseraError(f"the factor of dynamic rope is a number, not {factor!r}", where=WHERE)
+    return {**plain, "rope_theta": theta}, float(factor)
 
 
-def _merge(ratio: float) -> int:
-    merge = round(1 / ratio) if ratio else 0
+def _merge(ratio: Any) -> int:
+    merge = round(1 / ratio) if isinstance(ratio, int | float) and 0 < ratio <= 1 else 0
     if merge < 1 or merge * ratio != 1:
         raise TesseraError(
             f"downsample_ratio = {ratio}: not a whole number of patches along each side becomes one token",

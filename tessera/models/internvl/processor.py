@@ -22,7 +22,7 @@ from tessera.data.media.video_frames import VideoSampling
 from tessera.data.tokenizer import ChatEncoder, load_tokenizer, read_chat_template
 from tessera.models.common.media_layout import MediaLayout
 from tessera.models.common.patches import Patches, block_positions
-from tessera.models.common.preprocessor_files import BICUBIC, VideoOptions, read_json
+from tessera.models.common.preprocessor_files import BICUBIC, VideoOptions, read_json, read_norm
 from tessera.models.common.processor import ConversationProcessor, check_special_tokens, with_system
 from tessera.models.common.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 from tessera.models.internvl.config import InternVLConfig, InternVLVisionConfig
@@ -310,12 +310,7 @@ def _tiles(data: Mapping[str, Any], vision: InternVLVisionConfig, path: Path) ->
     for key, wanted in checks.items():
         if data.get(key) is not None and data[key] != wanted:
             raise TesseraError(f"{key} = {data[key]!r}, the model needs {wanted!r}", where=str(path))
-    extra: dict[str, Any] = {}
-    if data.get("image_mean") is not None and data.get("image_std") is not None:
-        extra |= {"mean": tuple(map(float, data["image_mean"])), "std": tuple(map(float, data["image_std"]))}
-    if data.get("rescale_factor") is not None:
-        extra["scale"] = float(data["rescale_factor"])
-    return TileCutter(side, vision.patch_size, vision.spatial_merge_size, **extra)
+    return TileCutter(side, vision.patch_size, vision.spatial_merge_size, **read_norm(data, path))
 
 
 def _common(tiles: TileCutter) -> dict[str, Any]:

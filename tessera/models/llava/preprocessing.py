@@ -14,7 +14,7 @@ from PIL import Image
 from tessera.core.errors import TesseraError
 from tessera.data.media.video_frames import VideoSampling
 from tessera.models.common.patches import CLIP_MEAN, CLIP_STD, Patches
-from tessera.models.common.preprocessor_files import read_json
+from tessera.models.common.preprocessor_files import read_json, read_norm
 from tessera.models.common.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 from tessera.models.llava.config import LlavaConfig
 
@@ -202,11 +202,10 @@ def read_squares(folder: Path, config: LlavaConfig) -> SquareImages:
         if data.get(key) is not None and data[key] != wanted:
             raise TesseraError(f"{key} = {data[key]!r}, the model needs {wanted!r}", where=str(path))
     is_clip = vision.kind == "clip"
-    mean = tuple(map(float, data.get("image_mean") or (CLIP_MEAN if is_clip else _HALF)))
-    std = tuple(map(float, data.get("image_std") or (CLIP_STD if is_clip else _HALF)))
-    scale = float(data.get("rescale_factor") or 1 / 255)
+    usual = {"mean": CLIP_MEAN, "std": CLIP_STD} if is_clip else {"mean": _HALF, "std": _HALF}
+    norm = {**usual, "scale": 1 / 255, **read_norm(data, path)}
     # SquareImages have one size: there are no bounds.
-    patches = Patches(1, 1 << 62, vision.patch_size, merge=1, temporal=1, mean=mean, std=std, scale=scale)
+    patches = Patches(1, 1 << 62, vision.patch_size, merge=1, temporal=1, **norm)
     if config.tiles is not None:
         _check_tiles(data, config, path)
         return SquareImages(vision.image_size, patches, vision.class_token, fit="stretch")
