@@ -23,7 +23,8 @@ class StockModel:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        with _their_errors(folder):
+        self._folder = folder
+        with _their_errors(folder, "load this folder"):
             kind = self.class_of(folder) or transformers.AutoModelForCausalLM
             self._model, report = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
         self._model.eval()
@@ -36,13 +37,14 @@ class StockModel:
         import transformers
 
         named = folder_layout(folder).config().get("architectures")
-        first = named[0] if isinstance(named, list) and named else ""
-        return getattr(transformers, str(first), None)
+        found = getattr(transformers, str(named[0]) if isinstance(named, list) and named else "", None)
+        return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
     @torch.no_grad()
     def logits(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the logits of one prompt, [tokens, vocabulary]."""
-        found: Tensor = self._model(**inputs).logits[0]
+        with _their_errors(self._folder, "compute with this folder"):
+            found: Tensor = self._model(**inputs).logits[0]
         return found
 
 
@@ -57,7 +59,7 @@ class TransformersReference(StockModel):
             raise TesseraError("comparing needs `transformers`", fix="pip install tessera-mm[hf]")
         import transformers
 
-        with _their_errors(folder):
+        with _their_errors(folder, "load this folder"):
             self.processor = load_processor(folder)
         super().__init__(folder)
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
@@ -90,14 +92,15 @@ class TransformersReference(StockModel):
     def inputs(self, messages: Sequence[Message], images: Sequence[Any]) -> dict[str, Any]:
         """Return the inputs of the model. `images`: those of all messages, in order."""
         chat = self._formatted(messages, iter(images))
-        made = self.processor.apply_chat_template(
-            chat,
-            chat_template=self._template,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        with _their_errors(self._folder, "prepare these messages"):
+            made = self.processor.apply_chat_template(
+                chat,
+                chat_template=self._template,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+            )
         return {key: value for key, value in made.items() if isinstance(value, torch.Tensor)}
 
     def _formatted(self, messages: Sequence[Message], images: Any) -> list[dict[str, Any]]:
@@ -162,11 +165,12 @@ def _without_video(folder: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _their_errors(folder: Path) -> Iterator[None]:
+def _their_errors(folder: Path, what: str) -> Iterator[None]:
+    """Raise whatever their code raises, which may be anything where a file is not as expected, as `TesseraError`."""
     try:
         yield
-    except (OSError, ValueError, ImportError, KeyError, TypeError, RuntimeError) as error:
-        raise TesseraError(f"transformers cannot load this folder: {first_line(error)}", where=str(folder)) from error
+    except Exception as error:
+        raise TesseraError(f"transformers cannot {what}: {first_line(error)}", where=str(folder)) from error
 
 
 def _shape(inputs: Mapping[str, Any]) -> tuple[Any, ...]:

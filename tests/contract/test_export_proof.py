@@ -237,6 +237,8 @@ def test_what_is_not_proved_is_said(base: Path, tmp_path: Path, caplog: pytest.L
         assert "transformers computes the same logits (16 tokens)" in "\n".join(tessera.compare(bare).lines())
         (bare / "config.json").write_text((bare / "config.json").read_text().replace("Qwen2ForCausalLM", "Nobody"))
         assert tessera.compare(bare).lines()[-1] == "not compared with transformers: it has no class ['Nobody']"
+        (bare / "config.json").write_text((bare / "config.json").read_text().replace("Nobody", "logging"))
+        assert "it has no class ['logging']" in tessera.compare(bare).lines()[-1]
     with pytest.raises(TesseraError, match="nothing can be proved: it has no class"):
         tessera.compare(bare, prove="always")
 
@@ -248,6 +250,10 @@ def test_a_template_that_reads_otherwise_elsewhere_is_told(base: Path, tmp_path:
     assert "transformers computes the same logits" in found.shown[-1]  # of the tokens that it was trained with
     (told,) = found.problems
     assert "chat template gives other tokens in transformers than here, from position 0 on" in told
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    assert tessera.compare(folder).problems == ("the folder's chat template does not write these messages",)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": 7}')
+    assert "transformers cannot load this folder" in "".join(tessera.compare(folder).problems)
 
 
 def test_what_keeps_from_comparing_does_not_stop_an_export(
