@@ -71,8 +71,10 @@ def run_script(script: Path, arguments: Sequence[str] = ()) -> dict[str, object]
             ) from error
         finally:
             state.destroy()
-        if dist.is_initialized() and not joined_before:
-            dist.destroy_process_group()
+            # After an error other ranks may wait in a collective: then the end of the process ends the group.
+            failed = sys.exc_info()[0] is not None
+            if dist.is_initialized() and not joined_before and not (failed and dist.get_world_size() > 1):
+                dist.destroy_process_group()
     return names
 
 

@@ -142,7 +142,14 @@ SERVED: dict[str, tuple[str, ...]] = {
     "mindspeed_mm.data.data_utils.utils": ("mindspeed_mm.data:build_iterations",),
     "mindspeed_mm.utils.utils": ("mindspeed_mm.forward_step:compute_token_level_loss",),
     "mindspeed_mm.patchs.patch_manager": ("mindspeed_mm.training:PatchesManager",),
-    "mindspeed_mm.patchs.torch_dcp_patch": (),
+    **dict.fromkeys(  # they replace functions of Megatron and torch by faster ones, of which there are none here
+        (
+            *("mindspeed_mm.patchs.torch_dcp_patch", "mindspeed_mm.patchs.dummy_optimizer_patch"),
+            *("mindspeed_mm.patchs.ring_attn_patch", "mindspeed_mm.patchs.ulysses_patches"),
+            "mindspeed_mm.patchs.meta_device_patches",
+        ),
+        (),
+    ),
     "mindspeed_mm.models.common.module": ("mindspeed_mm.mixins:MultiModalModule",),
     "mindspeed_mm.models.transformers.base_model": (
         "mindspeed_mm.mixins:FSDP2Mixin,WeightInitMixin",
@@ -155,6 +162,19 @@ SERVED: dict[str, tuple[str, ...]] = {
     "mindspeed_mm.models.vl_model": ("mindspeed_mm.vl_model:VLModel",),
     "mindspeed_mm.models.vlm_model": ("mindspeed_mm.vl_model:VLMModel",),
     "mindspeed_mm.models.sora_model": ("mindspeed_mm.vl_model:SoRAModel",),
+}
+
+
+# Why modules that scripts of MindSpeed-MM import are not served: the longest name counts.
+REASONS = {
+    "mindspeed_mm.patchs": "nothing is patched here",
+    "mindspeed_mm.utils.hetero_parallel": "encoders get a split of their own by parallel.encoders in a recipe",
+    "mindspeed_mm.utils.transformer_model_config": "VLMModel takes args.mm.model as it is: leave get_model_config out",
+    "mindspeed_mm.mindspore": "MindSpore is another framework; the ranks here run PyTorch",
+    "mindspeed_mm.fsdp": "the FSDP2 trainer is started as mindspeed_mm/fsdp/train/trainer.py of a workspace",
+    "mindspeed_mm.tasks": "inference, evaluation and post-training are entry points: inference_vlm.py, evaluate_vlm.py",
+    "mindspeed_mm.models": "its parts are built by VLModel, VLMModel or TransformersModel, or are not here yet",
+    "mindspeed_mm.tools": "a profile is a setting: --mm-tool tools.json",
 }
 
 
@@ -194,8 +214,10 @@ class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname.split(".")[0] not in ROOTS:
             return None
         if fullname not in SERVED and fullname not in packages():
+            known = [name for name in REASONS if f"{fullname}.".startswith(f"{name}.")]
+            why = f": {REASONS[max(known, key=len)]}" if known else ""
             error = NotServed(
-                f"the module {fullname} is not offered here",
+                f"the module {fullname} is not offered here{why}",
                 nearest=nearest(fullname, [*SERVED, *packages()]),
                 fix="docs/reference/compat-megatron.md lists what is; `except ImportError` around the import works too",
             )

@@ -270,6 +270,34 @@ def test_keys_of_json_files_are_checked(here: Path) -> None:
         job_of(MODEL, edited(DATA, lambda data: data["dataset_param"].update(dataset_type="huggingfac")))
 
 
+@pytest.mark.parametrize("wrong", [5, [1], "x"])
+def test_a_section_that_is_none_is_named(here: Path, wrong: Any) -> None:
+    """Before anything starts, and without a traceback."""
+
+    def put(*path: str) -> Callable[[dict[str, Any]], object]:
+        def change(data: dict[str, Any]) -> None:
+            for part in path[:-1]:
+                data = data[part]
+            data[path[-1]] = wrong
+
+        return change
+
+    encoder, param = "image_encoder", "dataset_param"
+    for path in ((encoder,), (encoder, "vision_encoder"), ("text_decoder",), ("patch",), ("loss_cfg",)):
+        with pytest.raises(TesseraError, match=f"{path[-1]} must be a section"):
+            job_of(edited(MODEL, put(*path)))
+    for path in ((param, "basic_parameters"), (param, "attr"), ("dataloader_param",)):
+        with pytest.raises(TesseraError, match=f"{path[-1]} must be a section"):
+            job_of(MODEL, edited(DATA, put(*path)))
+    for path in (("profile",), ("memory_profile",)):
+        with pytest.raises(TesseraError, match=f"{path[-1]} must be a section"):
+            job_of(MODEL, DATA, "--mm-tool", edited("mindspeed_mm/tools/tools.json", put(*path)))
+    with pytest.raises(TesseraError, match=r"is no list of numbers|adds up to"):
+        job_of(edited(MODEL, put("text_decoder", "pipeline_num_layers")))
+    with pytest.raises(TesseraError, match="is not a multiple of hidden_size"):
+        job_of(edited(MODEL, put(encoder, "vision_encoder", "ffn_hidden_size")))
+
+
 def test_model_json_is_compared_with_the_folder(here: Path) -> None:
     other = edited(MODEL, lambda data: data["text_decoder"].update(ffn_hidden_size=1024))
     with pytest.raises(TesseraError, match=r"text\.intermediate_size is 1024 in model\.json, and 18944"):

@@ -63,6 +63,13 @@ def test_flags_of_launchers_and_other_programs_say_where_they_belong() -> None:
     [
         ("--micro-batch-siz 1", "did you mean: --micro-batch-size"),
         ("--bf16 --fp16", "--bf16 and --fp16"),
+        ("--tensor-model-parallel-size 0", "allowed: 1 or more"),
+        ("--context-parallel-size 0", "1 or more"),
+        ("--micro-batch-size 0", "--micro-batch-size 0"),
+        ("--eval-iters -1", "0 or more"),
+        ("--recompute-num-layers -4", "0 or more"),
+        ("--lr-warmup-fraction 7", "0 to 1"),
+        ("--load=", "--load is empty"),
         ("--use-torch-fsdp2 --use-distributed-optimizer", "both shard"),
         ("--fsdp2-config-path a.yaml", "without --use-torch-fsdp2"),
         ("--train-iters 3 --train-samples 4", "--train-samples"),
@@ -146,3 +153,10 @@ def test_yaml_of_jobs_has_anchors_merge_keys_and_numbers(tmp_path: Path) -> None
 def test_readers_compare_by_content() -> None:
     assert ConfigReader({"a": {"b": 1}}) == ConfigReader({"a": {"b": 1}})
     assert ConfigReader({"a": 1}) != ConfigReader({"a": 2})
+
+
+def test_help_lists_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["--help"])
+    assert ended.value.code == 0
+    assert "\n  --micro-batch-size\n" in capsys.readouterr().out

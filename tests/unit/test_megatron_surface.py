@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from tessera.compat.megatron.mappings import vocab_parallel_cross_entropy
 from tessera.compat.megatron.random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from tessera.compat.megatron.schedules import Pass, interleaved, one_forward_one_backward
 from tessera.compat.megatron.sharding import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from tessera.compat.served import SERVED, packages, serving, source_parts
+from tessera.compat.served import ROOTS, SERVED, packages, serving, source_parts
 from tessera.core.errors import TesseraError
 from tests.close import assert_as_close
 
@@ -102,6 +104,44 @@ def test_scripts_that_cannot_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("import not_a_module_at_all", encoding="utf-8")
     with pytest.raises(ModuleNotFoundError, match="not_a_module_at_all"):
         run.run_script(tmp_path / "fails.py")
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        ("", None),
+        ("raise RuntimeError('mine')", RuntimeError),
+        ("import sys; sys.exit(3)", SystemExit),
+        ("raise KeyboardInterrupt", KeyboardInterrupt),
+        ("import megatron.nothing", TesseraError),
+    ],
+)
+def test_nothing_is_left_however_a_script_ends(tmp_path: Path, end: str, error: type[BaseException] | None) -> None:
+    """Twice in one process: the second run finds what the first one found."""
+
+    def found() -> tuple[object, ...]:
+        ours = [name for name in sys.modules if name.split(".")[0] in ROOTS]
+        return [*sys.meta_path], [*sys.path], [*sys.argv], dict(os.environ), ours, torch.Tensor.cuda, state.HOLDER.state
+
+    script = tmp_path / "train.py"
+    joins = "torch.distributed.init_process_group('gloo')\nparallel_state.initialize_model_parallel()\n"
+    script.write_text(f"import torch\nfrom megatron.core import parallel_state\n{joins}{end}\n", encoding="utf-8")
+    before = found()
+    for _ in range(2):
+        with pytest.raises(error) if error else nullcontext():
+            run.run_script(script)
+        assert found() == before
+        assert not dist.is_initialized()
+
+
+def test_modules_of_mindspeed_mm_are_refused_with_the_reason() -> None:
+    with serving():
+        for name in ("dummy_optimizer_patch", "ring_attn_patch", "ulysses_patches", "meta_device_patches"):
+            importlib.import_module(f"mindspeed_mm.patchs.{name}")
+        with pytest.raises(ImportError, match=r"parallel\.encoders in a recipe"):
+            importlib.import_module("mindspeed_mm.utils.hetero_parallel")
+        with pytest.raises(ImportError, match="another framework"):
+            importlib.import_module("mindspeed_mm.mindspore.mindspore_adaptor")
 
 
 def test_the_command_asks_as_what_a_script_should_run(

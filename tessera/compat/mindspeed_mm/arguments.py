@@ -89,6 +89,7 @@ def parse_args(
     args.lora_target_modules = _split_words(args.lora_target_modules)
     if not allow_refused:
         refuse_flags(args)
+    _check_values(args)
     args.mm = _config_files(args, parts)
     _derive(args, world_size)
     _check(args)
@@ -141,6 +142,10 @@ def _check_words(words: Sequence[str], left_over: Sequence[str]) -> None:
         if flag is not None:
             fix = "put it before the name of the script" if flag.state == "honoured" else "leave it out"
             raise TesseraError(f"{name}: {flag.note}", where=WHERE, fix=fix)
+        if name in ("--help", "-h"):
+            known = sorted(one.name for one in FLAGS.values() if one.scope == "training" and one.state != "refused")
+            print("flags (docs/reference/compat-flags.md says what each becomes):", *known, sep="\n  ")
+            raise SystemExit(0)
         what = "unknown flag" if word.startswith("-") else "a word that belongs to no flag:"
         raise TesseraError(f"{what} {name}", where=WHERE, nearest=nearest(name, FLAGS))
     values: dict[str, str] = {}
@@ -223,6 +228,19 @@ def _derive(args: Args, world_size: int | None) -> None:
         args.micro_batch_size = 1
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+
+
+def _check_values(args: Args) -> None:
+    """Raise an error for a number below what any flag can have, and for a word that is empty."""
+    for name in args.given:
+        value, flag = getattr(args, name), "--" + name.replace("_", "-")
+        least = 1 if name.endswith(("parallel_size", "batch_size")) else 0
+        if isinstance(value, int) and value < least:
+            raise TesseraError(f"{flag} {value}", where=WHERE, allowed=[f"{least} or more"])
+        if value == "":
+            raise TesseraError(f"{flag} is empty", where=WHERE, fix="give it a value, or leave it out")
+    if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction <= 1:
+        raise TesseraError(f"--lr-warmup-fraction {args.lr_warmup_fraction}", where=WHERE, allowed=["0 to 1"])
 
 
 _TOGETHER = "these two contradict each other"

@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tessera.compat.mindspeed_mm.report import JobReport, KeyRule, all_of, fixed, refused, sets, translate, unneeded
+from tessera.compat.mindspeed_mm.report import (
+    JobReport,
+    KeyRule,
+    all_of,
+    fixed,
+    part_of,
+    refused,
+    sets,
+    translate,
+    unneeded,
+)
 from tessera.core.errors import TesseraError, nearest
 
 # Chat templates by family. The model's folder has the template itself; the name must not contradict it.
@@ -129,9 +139,11 @@ def read_data(data: Mapping[str, Any], source: str, report: JobReport, family: s
     read(file, param, source, report, family)
     if data.get("val_dataset_param"):
         held_out = DataFile()
-        _conversations(held_out, data["val_dataset_param"], source, report, family, "val_dataset_param.")
+        _conversations(
+            held_out, part_of(data, "val_dataset_param", source), source, report, family, "val_dataset_param."
+        )
         file.section["eval"] = held_out.section["train"]
-    _loader(file, data.get("dataloader_param") or {}, source, report)
+    _loader(file, part_of(data, "dataloader_param", source), source, report)
     return file
 
 
@@ -145,7 +157,7 @@ def _conversations(
 ) -> None:
     parts = {"dataset_type", "basic_parameters", "preprocess_parameters", "attr"}
     translate(param, {}, source, report, at, parts)
-    basic, given = param.get("basic_parameters") or {}, param.get("preprocess_parameters") or {}
+    basic, given, attr = (part_of(param, key, source) for key in ("basic_parameters", "preprocess_parameters", "attr"))
     rules = {**PREPROCESS_KEYS, **_TILED_IMAGES} if family in ("internvl", "llava") else PREPROCESS_KEYS
     # 0 is no bound. For images the folder's own then holds; that of videos is larger than what jobs allow a frame.
     unbounded = {"image_min_pixels": None, "video_min_pixels": 1}
@@ -163,8 +175,8 @@ def _conversations(
         note = "data.train: root, the folder that holds the media" if basic["dataset_dir"] else "not set"
         outcome = "mapped" if basic["dataset_dir"] else "not needed"
         report.add(source, f"{at}basic_parameters.dataset_dir", basic["dataset_dir"], outcome, note)  # type: ignore[arg-type]
-    columns, record_format = _columns(file, param.get("attr") or {}, source, report, at)
-    pack = bool(basic.get("packing") or basic.get("neat_packing") or (param.get("attr") or {}).get("packing"))
+    columns, record_format = _columns(file, attr, source, report, at)
+    pack = bool(basic.get("packing") or basic.get("neat_packing") or attr.get("packing"))
     file.section["pack"] = pack
     for key in ("packing", "neat_packing"):
         if key in basic:
@@ -271,19 +283,21 @@ def _tiles(file: DataFile, param: Mapping[str, Any], source: str, report: JobRep
     at = "dataset_param."
     parts = {"dataset_type", "basic_parameters", "preprocess_parameters", "tokenizer_config", "template_name"}
     file.section |= translate(param, TILE_KEYS, source, report, at, parts, "data.")
-    tokenizer = param.get("tokenizer_config") or {}
+    tokenizer = part_of(param, "tokenizer_config", source)
     _processor_folder(file, tokenizer.get("from_pretrained"), f"{at}tokenizer_config.from_pretrained", source, report)
     rule = unneeded("tokenizer.json of the folder is read")
     words = dict.fromkeys(["hub_backend", "autotokenizer_name", "add_eos_token", "use_fast", "model_max_length"], rule)
     translate(tokenizer, words, source, report, f"{at}tokenizer_config.", {"from_pretrained"})
     images = unneeded("preprocessor_config.json of the folder says how images are prepared")
-    given = param.get("preprocess_parameters") or {}
+    given = part_of(param, "preprocess_parameters", source)
     translate(given, dict.fromkeys(given, images), source, report, f"{at}preprocess_parameters.")
     _template(param.get("template_name"), family, f"{at}template_name", source, report)
     basic = param.get("basic_parameters") or {}
     sections = basic if isinstance(basic, list) else [basic]
     file.section["train"] = []
     for one in sections:
+        if not isinstance(one, Mapping):
+            raise TesseraError(f"{at}basic_parameters: {one!r:.80} is no section with data_path", where=source)
         rules = {"repeat_time": fixed(1), "max_samples": sets("max_samples")}
         more = translate(one, rules, source, report, f"{at}basic_parameters.", {"data_path", "data_folder"})
         if not one.get("data_path"):
@@ -300,7 +314,7 @@ def _loader(file: DataFile, loader: Mapping[str, Any], source: str, report: JobR
     handled = {"sampler_type", "shuffle", "collate_param"}
     file.section |= translate(loader, LOADER_KEYS, source, report, "dataloader_param.", handled, "data.")
     sampler, shuffle = loader.get("sampler_type"), loader.get("shuffle")
-    if sampler is not None and sampler not in _SAMPLERS:
+    if sampler is not None and str(sampler) not in _SAMPLERS:
         near = nearest(str(sampler), _SAMPLERS)
         hint = f"; did you mean {near}?" if near else ""
         report.add(source, "dataloader_param.sampler_type", sampler, "not supported", f"no such sampler here{hint}")
@@ -309,7 +323,7 @@ def _loader(file: DataFile, loader: Mapping[str, Any], source: str, report: JobR
     file.section["shuffle"] = bool(shuffle) if shuffle is not None else _SAMPLERS.get(str(sampler), True)
     if "shuffle" in loader:
         report.add(source, "dataloader_param.shuffle", shuffle, "mapped", "data.shuffle")
-    collate = loader.get("collate_param") or {}
+    collate = part_of(loader, "collate_param", source)
     translate(collate, COLLATE_KEYS, source, report, "dataloader_param.collate_param.", {"model_name", "collator_id"})
     for key in ("model_name", "collator_id"):
         name = collate.get(key)

@@ -108,7 +108,7 @@ def refuse(script: str) -> NoReturn:
 
     def command(argv: Sequence[str]) -> None:
         raise TesseraError(
-            f"{script}: {NOT_HERE[script]} is not supported yet",
+            f"{script}: not here yet: {NOT_HERE[script]}",
             fix="vision-language models are trained by pretrain_vlm.py and pretrain_transformers.py",
         )
 

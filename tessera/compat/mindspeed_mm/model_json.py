@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera.compat.mindspeed_mm.report import JobReport, KeyRule, all_of, fixed, refused, sets, translate, unneeded
+from tessera.compat.mindspeed_mm.report import (
+    JobReport,
+    KeyRule,
+    all_of,
+    fixed,
+    part_of,
+    refused,
+    sets,
+    translate,
+    unneeded,
+)
 from tessera.core.errors import TesseraError, nearest
 
 AUX_LOSS, _LOGITS = "text.experts.router_aux_loss_coef", "text.experts.output_router_logits"
@@ -205,9 +215,8 @@ def read_model(data: Mapping[str, Any], source: str, report: JobReport) -> Model
     """Return what a `model.json` (or the `model` section of a YAML job) says; every key gets a line in the report."""
     if "predictor" in data or "ae" in data:
         raise TesseraError("image and video generation is not here yet", where=source, fix="see docs/reference")
-    encoder = data.get("image_encoder") or {}
-    vision, projector = encoder.get("vision_encoder") or {}, encoder.get("vision_projector") or {}
-    text = data.get("text_decoder") or {}
+    encoder, text = part_of(data, "image_encoder", source), part_of(data, "text_decoder", source)
+    vision, projector = (part_of(encoder, name, source) for name in ("vision_encoder", "vision_projector"))
     file = ModelFile(folder=data.get("init_from_hf_path"))
     if file.folder is not None:
         report.add(source, "init_from_hf_path", file.folder, "mapped", "model.path")
@@ -218,8 +227,8 @@ def read_model(data: Mapping[str, Any], source: str, report: JobReport) -> Model
     parts = {"image_encoder", "text_decoder", "model_id", "init_from_hf_path", "patch", "loss_cfg"}
     config = "model.config."
     file.fields |= translate(data, TOP_KEYS, source, report, handled=parts, section=config)
-    translate(data.get("patch") or {}, PATCH_KEYS, source, report, "patch.")
-    loss = translate(data.get("loss_cfg") or {}, LOSS_KEYS, source, report, "loss_cfg.", section="model.config.")
+    translate(part_of(data, "patch", source), PATCH_KEYS, source, report, "patch.")
+    loss = translate(part_of(data, "loss_cfg", source), LOSS_KEYS, source, report, "loss_cfg.", section="model.config.")
     file.fields |= with_aux_loss(loss)
     handled = _OWN | RECOMPUTE_KEYS
     translate(
@@ -290,12 +299,12 @@ def _set_mlp_ratio(fields: dict[str, Any], source: str) -> None:
     wide = fields.pop("vision.mlp_ratio", None)
     if wide is None or "vision.embed_dim" not in fields:
         return
-    if wide % fields["vision.embed_dim"]:
+    width = fields["vision.embed_dim"]
+    if not isinstance(wide, int) or not isinstance(width, int) or width < 1 or wide % width:
         raise TesseraError(
-            f"vision_encoder: ffn_hidden_size {wide} is not a multiple of hidden_size {fields['vision.embed_dim']}",
-            where=source,
+            f"vision_encoder: ffn_hidden_size {wide} is not a multiple of hidden_size {width}", where=source
         )
-    fields["vision.mlp_ratio"] = wide // fields["vision.embed_dim"]
+    fields["vision.mlp_ratio"] = wide // width
 
 
 def _towers(
@@ -347,7 +356,8 @@ def _towers(
 
 def _flat(value: Any, where: str) -> list[int]:
     """Return the layers of each stage in order; of a list of lists, the outer one counts virtual stages."""
-    rows = value if value and isinstance(value[0], list) else [value]
+    rows = value if isinstance(value, list) and value and all(isinstance(row, list) for row in value) else [value]
+    rows = [row if isinstance(row, list) else [None] for row in rows]
     flat = [layers for row in rows for layers in row]
     if not flat or any(not isinstance(layers, int) or layers < 0 for layers in flat):
         raise TesseraError(f"{value!r} is no list of numbers of layers", where=where, fix="write [1, 10, 10, 7]")

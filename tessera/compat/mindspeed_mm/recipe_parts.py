@@ -9,7 +9,7 @@ from typing import Any
 
 from tessera.compat.mindspeed_mm.data_json import DataFile
 from tessera.compat.mindspeed_mm.model_json import COMPARED, TEXT, VISION, ModelFile
-from tessera.compat.mindspeed_mm.report import JobReport, put
+from tessera.compat.mindspeed_mm.report import JobReport, part_of, put
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.fsdp2_file import read_fsdp2_file
 from tessera.core.run_config import NAME_PATTERN, ModelSection
@@ -239,11 +239,12 @@ def our_modules(name: str, where: str) -> list[str]:
 
 def set_tools(recipe: dict[str, Any], tools: Mapping[str, Any], source: str, report: JobReport) -> None:
     """Translate `tools.json`: which steps are profiled, and on which ranks."""
-    for name, section in tools.items():
+    for name in tools:
         if name not in TOOL_KEYS:
             near = nearest(name, TOOL_KEYS)
             raise TesseraError(f"unknown tool {name!r}", where=source, allowed=TOOL_KEYS, nearest=near)
-        for key, value in _leaves(section or {}):
+        section = part_of(tools, name, source)
+        for key, value in _leaves(section):
             target = TOOL_KEYS[name].get(key)
             if target is None:
                 near = nearest(key, TOOL_KEYS[name])
@@ -254,15 +255,18 @@ def set_tools(recipe: dict[str, Any], tools: Mapping[str, Any], source: str, rep
             else:
                 note = "a profile has it anyway" if section.get("enable") else "off"
                 report.add(source, f"{name}.{key}", value, "not needed", note)
-    times, memory = tools.get("profile") or {}, tools.get("memory_profile") or {}
+    times, memory = part_of(tools, "profile", source), part_of(tools, "memory_profile", source)
     if not times.get("enable") and not memory.get("enable"):
         return
-    steps = times.get("static_param") or {} if times.get("enable") else memory
-    first = max(1, int(steps.get("start_step") or 1))
-    ranks = times.get("ranks") if times.get("enable") else memory.get("dump_ranks")
+    steps = part_of(times, "static_param", source) if times.get("enable") else memory
+    ranks = (times.get("ranks") if times.get("enable") else memory.get("dump_ranks")) or [0]
+    numbers = [steps.get("start_step") or 1, steps.get("end_step") or 1, *(ranks if isinstance(ranks, list) else [""])]
+    if not all(isinstance(number, int) for number in numbers):
+        raise TesseraError("start_step, end_step and ranks are whole numbers", where=source, fix='"ranks": [0]')
+    first = max(1, numbers[0])
     recipe["profile"] = {
-        "steps": [first, max(first, int(steps.get("end_step") or first))],
-        "ranks": [rank for rank in ranks or [0] if rank >= 0],
+        "steps": [first, max(first, numbers[1])],
+        "ranks": [rank for rank in ranks if rank >= 0],
         "memory": bool(memory.get("enable") or steps.get("with_memory")),
     }
 

@@ -190,6 +190,14 @@ def _set(
     report.add(source, name, value, "mapped", f"{section}{rule.target}")
 
 
+def part_of(data: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
+    """Return a section of a file; an empty one where it is missing or null."""
+    value = data.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise TesseraError(f"{key} must be a section with keys, not {value!r:.80}", where=source)
+    return value or {}
+
+
 def put(tree: dict[str, Any], dotted: str, value: Any) -> None:
     """Set a dotted key of a nested recipe."""
     *parents, last = dotted.split(".")
