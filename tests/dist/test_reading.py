@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import tessera
-from tessera.checkpoint import folder_tensors
+from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.legacy.torch_files import StoredTensor
 from tessera.checkpoint.state import model_tensors
 from tessera.core.megatron_form import MegatronForm
@@ -60,7 +60,7 @@ def load(rank: int, world: int, folder: str, parallel: dict[str, Any], form: str
         return call
 
     with (
-        mock.patch.object(folder_tensors, "read_box", counting(folder_tensors.read_box)),
+        mock.patch.object(FolderTensors, "read", counting(FolderTensors.read)),
         mock.patch.object(StoredTensor, "read", counting(StoredTensor.read)),
     ):
         initial_weights(module, config, setup, torch.device("cpu"))()

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tessera.checkpoint import folder_tensors, hf
+from tessera.checkpoint import hf
+from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.weights import TensorSource, fill
 from tessera.core.megatron_form import EvenSplit
 from tessera.core.weightmap import (
@@ -159,14 +160,14 @@ def test_bytes_that_leave_the_files_of_a_moe_folder(
         for layer in range(2)
     }
     found: list[tuple[str, int]] = []
-    plain = folder_tensors.read_box
+    plain = FolderTensors.read
 
-    def counted(file: Any, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        piece = plain(file, key, offsets, sizes)
+    def counted(self: FolderTensors, key: str, *box: Sequence[int]) -> Tensor:
+        piece = plain(self, key, *box)
         found.append((key, piece.numel() * piece.itemsize))
         return piece
 
-    monkeypatch.setattr(folder_tensors, "read_box", counted)
+    monkeypatch.setattr(FolderTensors, "read", counted)
     monkeypatch.setattr(hf.Ranks, "current", classmethod(lambda cls: cls(0, 1)))  # nobody answers here
     hf.load_folder(tmp_path, tensors, table)
     assert sum(size for _, size in found) == sum(tensor.to_local().numel() * 4 for tensor in tensors.values())
