@@ -243,6 +243,7 @@ LISTS = ["--cfg.parallel_config.llm_pp_layers", "--cfg.parallel_config.vit_pp_la
         ([*A_JOB, "--cfg.parallel_config", "{tp_sise: 1}"], "did you mean: --cfg.parallel_config.tp_size"),
         (["moe_expert", "--style", "merg", "--hf_dir", "x", "--save_dir", "y"], "did you mean: merge"),
         (["moe_expert", "merge"], "what is 'merge'"),
+        (["moe_expert", "--style=merge", "--hf_dir", "x" * 300, "--save_dir", "y"], "too long"),
     ],
 )
 def test_wrong_words_end_with_two_and_name_the_right_ones(

@@ -252,6 +252,9 @@ def test_adapters_become_shards_and_come_back(tmp_path: Path) -> None:
     run(["Qwen2_5_VLConverter", "lora_mm_to_hf", "--cfg.save_hf_dir", str(tmp_path / "back"), *words, *flat])
     same(weights(tmp_path / "back"), peft)
     assert (tmp_path / "back/adapter_config.json").read_text() == "{}"
+    (folder / "adapter_config.json").unlink()
+    with pytest.raises(TesseraError, match=r"no adapter_config\.json here"):
+        run(["Qwen2_5_VLConverter", "lora_mm_to_hf", "--cfg.save_hf_dir", str(tmp_path / "no"), *words, *flat])
     words = [word for word in words if word != "base_model.model." and "model_prefix" not in word]
     with pytest.raises(TesseraError, match="adapter of no layer") as raised:
         run(["Qwen2_5_VLConverter", "lora_hf_to_mm", *words, *lists])

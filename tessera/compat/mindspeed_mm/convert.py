@@ -10,7 +10,7 @@ from typing import TypeVar
 from tessera.compat.mindspeed_mm.convert_options import CommandLine, collect, help_of, shown
 from tessera.compat.mindspeed_mm.convert_table import CONVERTERS, FOLDERS, Converter, type_of
 from tessera.core import log
-from tessera.core.errors import TesseraError, nearest, reported
+from tessera.core.errors import TesseraError, first_line, nearest, reported
 from tessera.models import FAMILIES
 
 T = TypeVar("T")
@@ -19,7 +19,10 @@ T = TypeVar("T")
 def main(words: Sequence[str] | None = None) -> None:
     """Run `mm-convert` and exit as every command here does: 2 for a mistake of the user."""
     with reported(), log.on_screen():
-        written = run(sys.argv[1:] if words is None else list(words))
+        try:
+            written = run(sys.argv[1:] if words is None else list(words))
+        except OSError as error:
+            raise TesseraError(first_line(error), where=str(error.filename or "mm-convert")) from None
         if written is not None:
             print(f"wrote {written}")
 

@@ -10,7 +10,7 @@ from typing import Any
 from tessera.checkpoint.files import Entry, SafetensorsFile, storage_order
 from tessera.checkpoint.forms import SafetensorsForm
 from tessera.checkpoint.legacy.megatron import MegatronLayout, check_layout, plan_megatron, read_megatron
-from tessera.checkpoint.peft import CONFIG, WEIGHTS
+from tessera.checkpoint.peft import CONFIG, WEIGHTS, is_adapter_folder
 from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.checkpoint.publish import publish
 from tessera.checkpoint.weight_source import run_exists
@@ -134,6 +134,8 @@ def lora_mm_to_hf(family: str, options: Options) -> Path:
     if odd:
         raise TesseraError(f"{odd[0]} is no matrix of an adapter", where=str(source), nearest=nearest(odd[0], names))
     began = options.get("hf_config.hf_dir")
+    if began is not None and not is_adapter_folder(Path(began)):
+        raise TesseraError(f"no {CONFIG} here", where=str(began), fix="name the folder of PEFT that the job began with")
 
     def write(staging: Path) -> None:
         entries = storage_order([Entry(names[name], tensor.dtype, tensor.shape) for name, tensor in found.items()])
