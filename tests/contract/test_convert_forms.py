@@ -243,8 +243,8 @@ def test_the_layout_of_a_recipe_is_that_of_its_plan(folder: Path, tmp_path: Path
     assert (found.tp, found.ep) == (2, 1)
     assert found.layers == {"vit": ((1, 1), (0, 0)), "llm": ((0, 0), (1, 1))}
     recipe["model"] = {"path": "elsewhere/moved"}  # the model to convert is the one that is divided
-    tessera.convert(folder, tmp_path / "again", to="mm", recipe=recipe)
-    assert layout_of(folder, tmp_path / "again") == found
+    model = ModelSection(path=folder)
+    assert layout_of_recipe(recipe, model, form_of(model)) == found
 
 
 def test_the_layout_of_a_recipe_has_the_experts() -> None:
