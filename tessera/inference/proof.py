@@ -88,22 +88,18 @@ def _compare(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     batch = ours.example() if ours.processor is None else ours.prompt(asked)
     found, moved = ours.logits(batch)
     inputs: dict[str, Any] = {"input_ids": batch["tokens"][None]}
-    try:
-        stock = StockModel(folder) if ours.processor is None else TransformersReference(folder)
-        if isinstance(stock, TransformersReference):
-            theirs, told = _their_inputs(stock, asked, pictures, batch)
-            if told is None:
-                inputs = theirs
-            else:  # then of tokens that are the same on both sides
-                warnings.append(told)
-                batch = ours.prompt(_messages([]))
-                inputs["input_ids"] = batch["tokens"][None]
-                found, moved = _Ours(folder, spec, config).logits(batch)
-        expected = stock.logits(inputs)
-    except TesseraError as error:
-        if when == "auto" and isinstance(error.__cause__, ImportError):  # something is not installed
-            return Proof(f"not compared with transformers: {error.what}")
-        return Proof("compared with transformers", (error.what,), tuple(warnings))
+    stock = StockModel(folder) if ours.processor is None else TransformersReference(folder)
+    if isinstance(stock, TransformersReference):
+        theirs = stock.inputs(asked, pictures)
+        told = _other_prompt(theirs["input_ids"][0].tolist(), batch["tokens"].tolist())
+        if told is None:
+            inputs = theirs
+        else:  # then of tokens that are the same on both sides
+            warnings.append(told)
+            batch = ours.prompt(_messages([]))
+            inputs["input_ids"] = batch["tokens"][None]
+            found, moved = _Ours(folder, spec, config).logits(batch)
+    expected = stock.logits(inputs)
     problems = [f"transformers finds no tensor for {few_names(stock.missing)}"] if stock.missing else []
     problems += [f"transformers has no use for {few_names(stock.unexpected)}"] if stock.unexpected else []
     if found.shape != expected.shape:
@@ -202,19 +198,11 @@ def _messages(pictures: list[Any]) -> tuple[Message, ...]:
     return (Message("user", (*(Part("image", picture) for picture in pictures), Part("text", _TEXT))),)
 
 
-def _their_inputs(
-    stock: TransformersReference, asked: tuple[Message, ...], pictures: list[Any], batch: Batch
-) -> tuple[dict[str, Any], str | None]:
-    """Return what their processor makes of the messages, and what is wrong with it."""
-    try:
-        made = stock.inputs(asked, pictures)
-    except TesseraError as error:
-        return {}, error.what
-    theirs, ours = made["input_ids"][0].tolist(), batch["tokens"].tolist()
+def _other_prompt(theirs: list[int], ours: list[int]) -> str | None:
     if theirs == ours:
-        return made, None
+        return None
     at = next((n for n, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
-    return made, (
+    return (
         f"the folder's chat template gives other tokens in transformers than here, from position {at} on: "
         f"{theirs[at : at + 8]} there, {ours[at : at + 8]} here"
     )

@@ -251,7 +251,7 @@ def test_a_template_that_reads_otherwise_elsewhere_is_told(base: Path, tmp_path:
     (told,) = found.problems
     assert "chat template gives other tokens in transformers than here, from position 0 on" in told
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
-    assert tessera.compare(folder).problems == ("the folder's chat template does not write these messages",)
+    assert "chat template does not write these messages" in "".join(tessera.compare(folder).problems)
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": 7}')
     assert "transformers cannot load this folder" in "".join(tessera.compare(folder).problems)
 
