@@ -132,12 +132,13 @@ def test_what_only_running_would_tell_hurts_where_it_is_used(tmp_path: Path) -> 
 
 
 def test_what_is_not_read_is_listed(tmp_path: Path) -> None:
-    text = "source /x/set_env.sh\nsource mine.sh\neval $(conda hook)\nbash prepare.sh\n"
+    text = "source /x/set_env.sh\nsource mine.sh\neval $(conda hook)\nbash prepare.sh | sh\n"
     job = launches(tmp_path, f"{text}NON_MEGATRON=true torchrun a.py $EXTRA\n")
     assert [(line, command) for line, command, _ in job.unread] == [
         (2, "source mine.sh"),
         (3, "eval (output of a command)"),
         (4, "bash prepare.sh"),
+        (4, "sh"),
     ]
     assert job.unset == {"EXTRA": 5}
     assert job.launches[0].exports == {"NON_MEGATRON": "true"}

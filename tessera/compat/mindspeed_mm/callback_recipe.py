@@ -79,14 +79,16 @@ def check_save_folder(args: Any) -> None:
 
 
 def _check_parallel(args: Any) -> None:
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
-        if (getattr(args, name) or 1) > 1:
+    for name, key in (("tensor", "tp"), ("pipeline", "pp"), ("expert", "ep")):
+        size = getattr(args, f"{name}_model_parallel_size") or 1
+        if size > 1:
             raise TesseraError(
-                f"--{name.replace('_', '-')} {getattr(args, name)}: a model that model_provider returns is whole, and "
-                "nothing says how to split its layers",
+                f"--{name}-model-parallel-size {size}: a model that model_provider returns is whole, and nothing says "
+                "how to split its layers",
                 where="pretrain",
-                fix="leave the flag out (the model is sharded over the ranks by FSDP2), or train a family of Tessera: "
-                "tessera migrate JOB.sh writes the recipe",
+                fix="leave the flag out: --use-torch-fsdp2 or --use-distributed-optimizer shards the model over the "
+                f"ranks. A family of Tessera is split by parallel.{key}={size} in a recipe "
+                "(docs/how-to/add-a-model-family.md makes one of your model)",
             )
 
 

@@ -271,8 +271,8 @@ class _Reader:
             return self._nested(text, line)
         elif name in ("source", ".", "eval", "bash", "sh"):
             known = name in ("source", ".") and words and _ENVIRONMENT_FILES.fullmatch(Path(words[0]).name)
-            if not known and words:
-                shown = re.sub("\x00[^\x00]*\x00", "(output of a command)", f"{name} {text}")[:200]
+            if not known and (words or name in ("bash", "sh")):  # without a word it reads what is piped into it
+                shown = re.sub("\x00[^\x00]*\x00", "(output of a command)", f"{name} {text}".strip())[:200]
                 self.job.unread.append((line, shown, "what it sets or starts is not known"))
         elif name == "cd":
             return self._change_folder(words, line)
