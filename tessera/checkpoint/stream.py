@@ -239,11 +239,15 @@ class _Progress:
 
 
 def identity_of(*folders: Path) -> dict[str, Any]:
-    """Return what tells a source from another one, or from itself after a change: names, sizes and times of files."""
+    """Return what tells a source from another one, or from itself after a change: names, sizes and times of files.
+
+    Folders that are being written, maybe inside of the source, are left out.
+    """
     found: dict[str, Any] = {}
     for folder in folders:
         for path in sorted(folder.rglob("*")):
-            if path.is_file():
+            inside = path.relative_to(folder).parts
+            if path.is_file() and not any(part.startswith((".staging-", ".trash-")) for part in inside):
                 status = path.stat()
                 found[str(path.absolute())] = [status.st_size, status.st_mtime_ns]
     return found

@@ -215,6 +215,16 @@ def test_progress_says_how_much_how_fast_and_how_long(
     assert lines[-1].endswith(" 0 s left")
 
 
+def test_a_target_inside_of_the_source_goes_on_as_well(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = shutil.copytree(folder, tmp_path / "hf")
+    begun(source, source / "mm")
+    with caplog.at_level(logging.INFO, logger="tessera"):
+        convert(source, source / "mm")
+    assert "going on: " in caplog.text
+
+
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_threads_write_the_same(folder: Path, tmp_path: Path, jobs: int) -> None:
     tessera.convert(folder, tmp_path / "mm", to="mm", layout={"tp": 2}, jobs=jobs)
