@@ -102,7 +102,7 @@ def a_number_for_a_mapping_in_the_configuration() -> None:
     Path("hf/config.json").write_text(json.dumps(config | {"vision_config": 5}))
 
 
-@case("not of the kind that belongs there", "convert", "hf", "out", "--prove", "never")
+@case("image_mean = 'grey' must be a list", "convert", "hf", "out", "--prove", "never")
 def a_word_for_numbers_of_the_preprocessor() -> None:
     settings = json.loads(Path("hf/preprocessor_config.json").read_text())
     Path("hf/preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": "grey"}))
