@@ -145,7 +145,7 @@ class Export(Callback):
 
     def _write(self, trainer: TrainerHandle, suffix: str) -> None:
         spec, model_config, _ = self._parts
-        section, folder = trainer.config.model, trainer.config.folder
+        section, folder, saved = trainer.config.model, trainer.config.folder, trainer.config.checkpoint
         if section.lora is not None:
             save_adapters(
                 folder / f"adapter{suffix}",
@@ -166,5 +166,6 @@ class Export(Callback):
             base=section.path,
             adapters=self._adapters,
             overwrite=True,
-            prove=trainer.config.checkpoint.prove,
+            # What was trained exists nowhere else where the last step is not saved: it is then written as it is.
+            prove="never" if saved.prove == "auto" and not saved.at_end else saved.prove,
         )

@@ -28,6 +28,7 @@ from tessera.inference.reference import load_processor
 from tessera.models import resolve
 from tessera.models.common.exported_config import exported_config
 from tessera.training.export import export_folder
+from tests.toys.chat_set import chat_recipe, write_chat_set
 
 Q, GATE = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.gate_proj.weight"
 WEIGHTS, RECORD = "model.safetensors", "tessera_export.json"
@@ -272,6 +273,16 @@ def test_what_keeps_from_comparing_does_not_stop_an_export(
     assert (tmp_path / "out" / WEIGHTS).is_file()
     with pytest.raises(TesseraError):
         export_folder(module, spec, config, processor, tmp_path / "other", files=folder, prove="always")
+
+
+def test_weights_that_exist_nowhere_else_are_exported_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = chat_recipe(write_chat_set(tmp_path / "chat", samples=6), tmp_path / "runs", steps=1)
+    recipe["checkpoint"] = {"export": True, "at_end": False}
+    run = tessera.train(recipe)
+    assert "not compared with transformers: prove=never" in capsys.readouterr().err
+    assert (run.folder / "hf" / RECORD).is_file()
 
 
 def test_the_command_line_says_what_is_wrong_by_its_exit_code(exported: Path, base: Path, tmp_path: Path) -> None:
