@@ -277,7 +277,8 @@ def test_it_is_refused_and_nothing_changes(
     name: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, words, said = CASES[name]
-    shutil.copytree(made, tmp_path / "here")
+    for folder in {"hf", words[1]} & {"hf", "mm", "dcp"}:
+        shutil.copytree(made / folder, tmp_path / "here" / folder)
     monkeypatch.chdir(tmp_path / "here")
     change()
     before = contents(tmp_path)
