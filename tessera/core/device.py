@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import logging
 import os
-import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -214,10 +213,11 @@ def peak_flops(device: torch.device) -> float | None:
 def memory(device: torch.device) -> Memory:
     if device.type == "cpu":
         page = os.sysconf("SC_PAGE_SIZE")
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[1]) * page
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return Memory(used, max(peak, used), os.sysconf("SC_PHYS_PAGES") * page)
+        # Not ru_maxrss: a program begins with the peak of the process that started it.
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            status = dict(line.split(":", 1) for line in file if ":" in line)
+        used, peak = (int(status[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
+        return Memory(used, peak, os.sysconf("SC_PHYS_PAGES") * page)
     total = torch.get_device_module(device).get_device_properties(device).total_memory
     return Memory(
         torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device), int(total)
