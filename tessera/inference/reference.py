@@ -137,7 +137,7 @@ def load_processor(folder: Path) -> Any:
 
     try:
         return AutoProcessor.from_pretrained(folder)
-    except ImportError:
+    except (ImportError, ValueError):  # without a file for videos it is ValueError
         if importlib.util.find_spec("torchvision") is not None:
             raise
     return _without_video(folder)

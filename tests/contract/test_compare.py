@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,14 @@ def test_auto_processor_loads_an_export(folder: tuple[str, Path]) -> None:
     assert type(made).__mro__[1].__module__.startswith("transformers.")
     assert made.video_processor is None
     assert made.image_processor is not None
+
+
+@pytest.mark.parametrize("folder", ["internvl"], indirect=True)
+def test_a_folder_without_a_file_for_videos_has_a_processor(folder: tuple[str, Path], tmp_path: Path) -> None:
+    """Without torchvision transformers refuses such folders with an error of another type."""
+    without = tmp_path / "without"
+    shutil.copytree(folder[1], without, ignore=shutil.ignore_patterns("video_preprocessor_config.json"))
+    assert load_processor(without).image_processor is not None
 
 
 def test_what_cannot_be_compared_is_said(data: Path, tmp_path: Path) -> None:

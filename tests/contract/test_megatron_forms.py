@@ -72,13 +72,22 @@ def test_through_shards_of_two_layouts_and_back(folder: Path, tmp_path: Path) ->
 
 
 def test_experts_over_expert_ranks(tmp_path: Path) -> None:
+    """A single number behind the tensor rank is of the experts; a first stage without a decoder changes no number."""
     folder = small_folder("qwen3_vl experts", tmp_path / "hf")
-    tessera.convert(folder, tmp_path / "a", to="mm", layout={"tp": 2, "ep": 2})
-    names = sorted(path.name for path in (tmp_path / "a/release").iterdir())
-    assert names == [f"mp_rank_{tp:02d}_{ep:03d}" for tp in range(2) for ep in range(2)]
-    tessera.convert(tmp_path / "a", tmp_path / "b", to="hf", like=folder, prove="never")
-    found, expected = hub_weights(tmp_path / "b"), hub_weights(folder)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    vision, text = layers_of(folder)
+    encoder_first: dict[str, Any] = {"vit": [vision, 0, 0], "llm": [0, 1, text - 1]}
+    cases: list[tuple[dict[str, Any], list[str]]] = [
+        ({"tp": 2, "ep": 2}, [f"mp_rank_{tp:02d}_{ep:03d}" for tp in range(2) for ep in range(2)]),
+        ({"ep": 2} | encoder_first, [f"mp_rank_00_{pp:03d}_{ep:03d}" for pp in range(3) for ep in range(2)]),
+    ]
+    expected = hub_weights(folder)
+    for number, (layout, names) in enumerate(cases):
+        shards, back = tmp_path / f"shards{number}", tmp_path / f"back{number}"
+        tessera.convert(folder, shards, to="mm", layout=layout)
+        assert sorted(path.name for path in (shards / "release").iterdir()) == names
+        tessera.convert(shards, back, to="hf", like=folder, prove="never")
+        found = hub_weights(back)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_names_and_orders_are_those_of_the_other_system(tmp_path: Path) -> None:

@@ -242,8 +242,13 @@ def read_megatron(
     if len(iterations) > 1:
         shown = ", ".join(f"{path.parent.name} of iteration {number}" for number, path in iterations.items())
         raise TesseraError(f"files of different iterations lie beside each other: {shown}", where=str(folder))
-    if form.experts and (0, 1, 0) in contents and form.table in contents[0, 1, 0][0]:
-        # A single number behind the tensor rank is the expert rank: every file has the table of embeddings.
+    if (
+        form.experts
+        and not any(third for _, _, third in contents)
+        and all(form.table in one[0] for one in contents.values())
+    ):
+        # A single number behind the tensor rank is the expert rank: every file has the table of embeddings, which only
+        # one pipeline rank would have (the first that holds layers of the decoder).
         contents = {(tp, 0, ep): models for (tp, ep, _), models in contents.items()}
     found = _found_layout(form, contents)
     if some_layers and layout is not None and (layout.pp, layout.virtual) == (found.pp, found.virtual):
