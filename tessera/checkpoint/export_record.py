@@ -254,7 +254,8 @@ def changes_since(folder: Path, record: ExportRecord) -> list[str]:
 def differences_from(folder: Path, base: Path, weight_map: WeightMap, types: bool = True) -> list[str]:
     """Return what differs in names, shapes and types of tensors from another folder of the same model, in words.
 
-    Tensors that the model has no use for, or has under another name, are no difference.
+    Tensors that the model has no use for, or has under another name, are no difference; nor are stacked experts that
+    lie the other way, as transformers 5 saves them: their shape says which way it is.
     """
     wanted = _stored(base, weight_map)
     try:
@@ -267,7 +268,8 @@ def _stored(folder: Path, weight_map: WeightMap) -> dict[str, ExportedTensor]:
     with FolderTensors(folder) as stored:
         known = {weight_map.canonical(name): name for name in stored.shapes}
         used = {name: key for name, key in known.items() if not weight_map.skips(name)}
-        return {name: ExportedTensor(stored.kinds[key], stored.shapes[key]) for name, key in used.items()}
+        shapes = {name: weight_map.shape_written(name, stored.shapes[key]) for name, key in used.items()}
+        return {name: ExportedTensor(stored.kinds[key], shapes[name]) for name, key in used.items()}
 
 
 def tensor_differences(

@@ -267,6 +267,10 @@ class TransposeIfNeeded:
     def to_foreign(self, native: Tensor) -> list[Tensor]:
         return [native if self.rows == self.columns else native.transpose(-1, -2).contiguous()]
 
+    def shape_written(self, foreign: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape in which a foreign tensor would be written, whichever way it lies."""
+        return _swapped(foreign) if self._is_native(foreign) else tuple(foreign)
+
 
 @dataclass(frozen=True)
 class TensorChunk:
@@ -416,6 +420,16 @@ class WeightMap:
             if old.startswith("model.") and foreign.startswith(new)
         ]
         return min(spellings, key=len, default=foreign)
+
+    def shape_written(self, foreign: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape in which a foreign tensor would be written. It is another one if it may lie either way."""
+        for rule in self.rules:
+            op = rule.op.op if isinstance(rule.op, TensorChunk) else rule.op
+            if isinstance(op, TransposeIfNeeded) and any(
+                _template(name).fullmatch(foreign) for name in rule.foreign_names()
+            ):
+                return op.shape_written(shape)
+        return tuple(shape)
 
     def skips(self, foreign: str) -> bool:
         return any(_template(pattern).fullmatch(foreign) for pattern in self.skip)

@@ -314,3 +314,16 @@ def test_every_family_keeps_its_files_and_its_prompts(name: str, tmp_path: Path)
     tokens = [AutoTokenizer.from_pretrained(folder).apply_chat_template(said) for folder in (base, out)]
     assert tokens[0] == tokens[1]
     assert type(load_processor(base)).__name__ == type(load_processor(out)).__name__
+
+
+def test_stacked_experts_may_lie_the_other_way_in_the_base(tmp_path: Path) -> None:
+    """transformers 5 saves [experts, out, in]; published folders, and exports, have [experts, in, out]."""
+    base = small_folder("qwen3_vl experts", tmp_path / "made")
+    weights = load_file(base / WEIGHTS)
+    experts = [name for name in weights if ".experts." in name]
+    weights |= {name: weights[name].transpose(1, 2).contiguous() for name in experts}
+    assert experts
+    save_file(weights, base / WEIGHTS, {"format": "pt"})
+    (base / RECORD).unlink()
+    tessera.convert(base, tmp_path / "out", prove="never")
+    assert tessera.compare(tmp_path / "out", base=base, prove="never").problems == ()
