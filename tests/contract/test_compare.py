@@ -103,3 +103,12 @@ def test_a_run_folder_is_refused_with_the_way_to_a_hugging_face_folder(tmp_path:
     with pytest.raises(TesseraError, match="a run or a checkpoint") as refused:
         tessera.compare(tmp_path, tmp_path / "held_out.jsonl")
     assert "tessera convert" in str(refused.value)
+
+
+def test_a_folder_without_a_file_for_videos_normalises_them_as_images(tmp_path: Path) -> None:
+    folder = small_folder("qwen3_vl", tmp_path)
+    (folder / "video_preprocessor_config.json").unlink()
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [0.4, 0.4, 0.4]}))
+    _, processor = tessera.load(folder)
+    assert processor.processor.video.mean == processor.processor.image.mean == (0.4, 0.4, 0.4)

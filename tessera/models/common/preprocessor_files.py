@@ -58,6 +58,10 @@ class GridFiles:
         image_file = read_json(folder / IMAGE_FILE) or both.get("image_processor") or {}
         video_file = read_json(folder / VIDEO_FILE) or both.get("video_processor") or {}
         usual = {"image_mean": self.mean, "image_std": self.std}
+        if not video_file:  # as in transformers; the bounds stay those of videos
+            video_file = {
+                key: image_file[key] for key in ("image_mean", "image_std", "rescale_factor") if key in image_file
+            }
         image_file, video_file = {**usual, **image_file}, {**usual, **video_file}
         image = _patches(image_file, vision, image_bounds, self.image_bounds, folder / IMAGE_FILE, "")
         video = _patches(video_file, vision, video_bounds, self.video_bounds, folder / VIDEO_FILE, "video_")
