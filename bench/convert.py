@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import os
 import random
-import resource
 import shutil
 import tempfile
 import time
@@ -27,6 +26,7 @@ import torch
 import tessera
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.state import model_tensors
+from tessera.core import device as devices
 from tessera.core.run_config import ModelSection
 from tessera.models import build_on_meta, resolve
 
@@ -80,7 +80,7 @@ def convert(root: Path, source: str, target: str, options: dict[str, Any], resul
     results.put(0)  # everything is imported
     began = time.perf_counter()
     tessera.convert(root / source, root / target, **given)
-    results.put((time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    results.put((time.perf_counter() - began, devices.memory(torch.device("cpu")).peak))
 
 
 def in_process(root: Path, source: str, target: str, options: dict[str, Any], kill_at: float | None = None) -> Any:

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.files import hash_file, open_safetensors, package_version, read_box, write_file
+from tessera.checkpoint.files import (
+    DTYPES,
+    data_positions,
+    hash_file,
+    open_safetensors,
+    package_version,
+    stored_shape,
+    write_file,
+)
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.publish import MARK
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.file_plan import map_elements
 from tessera.core.files import read_json_mapping
 from tessera.core.layouts import detect_layout, folder_layout
 from tessera.core.weightmap import WeightMap
@@ -198,17 +208,20 @@ def _hashed(folder: Path, base: _Base | None = None) -> tuple[dict[str, Exported
         for path in paths:
             try:
                 with open_safetensors(path) as file:
-                    names = list(file.keys())
-                    found |= zip(names, pool.map(functools.partial(_hash, file, base), names), strict=True)
+                    names, positions = list(file.keys()), data_positions(path)
+                    hashed = functools.partial(_hash, path, file, positions, base)
+                    found |= zip(names, pool.map(hashed, names), strict=True)
             except TesseraError as error:
                 problems.append(f"{path.name}: {error.what}")
     return found, problems
 
 
-def _hash(file: Any, base: _Base | None, name: str) -> ExportedTensor:
-    view = file.get_slice(name)
-    shape, kind = tuple(view.get_shape()), str(view.get_dtype())
-    tensor = read_box(file, name, [0] * len(shape), shape)
+def _hash(path: Path, file: Any, positions: Mapping[str, int], base: _Base | None, name: str) -> ExportedTensor:
+    shape, kind = stored_shape(file, name), str(file.get_slice(name).get_dtype())
+    if kind in DTYPES:  # its own pages alone: those that the whole file maps would stay in memory
+        tensor = map_elements(path, positions[name], math.prod(shape), DTYPES[kind]).view(shape)
+    else:
+        tensor = file.get_tensor(name)
     digest = hashlib.sha256(_bytes(tensor).numpy().data).hexdigest()
     return ExportedTensor(kind, shape, digest, None if base is None else base.status(name, kind, tensor))
 
