@@ -86,7 +86,7 @@ class ExportRecord:
         counts = {word: sum(one.base == word for one in self.tensors.values()) for word in (_SAME, _CHANGED, _NEW)}
         told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
         left = f"; {len(self.not_exported)} of it are not exported" if self.not_exported else ""
-        return f"{text}, beside {self.base}: {told}{left}" if told else text
+        return f"{text}, compared with {self.base}: {told}{left}" if told else text
 
 
 # ---------------------------------------------------------------------------------------------- writing

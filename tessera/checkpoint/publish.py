@@ -85,7 +85,7 @@ def check_target(folder: Path, overwrite: bool) -> None:
         raise TesseraError(
             "the folder is not empty and not an earlier export of Tessera",
             where=str(folder),
-            fix="name another folder, or allow to overwrite this one (everything in it is replaced)",
+            fix="name another folder, or --overwrite (overwrite=True in Python): everything in it is replaced",
         )
     with _written_in(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -121,7 +121,11 @@ def _nothing_here(path: Path) -> TesseraError:
         return TesseraError(f"this is a file: {path}", fix="name the folder that it lies in")
     if not path.is_dir():
         near = nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else None
-        return TesseraError(f"no such folder: {path}", nearest=near)
+        return TesseraError(
+            f"no such folder: {path}",
+            nearest=None if near is None else str(path.parent / near),
+            fix="name a folder on this machine: nothing is downloaded",
+        )
     return TesseraError(
         "no model here",
         where=str(path),

@@ -143,12 +143,17 @@ def convert(
     prefix: Annotated[
         str, typer.Option("--prefix", help="what names in a DCP folder begin with, such as model.; others are left out")
     ] = "",
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; default: as it is")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="float32, bfloat16 or float16, for hf and from runs; default: as it is"),
+    ] = None,
     quantize: Annotated[
         str | None, typer.Option("--quantize", help="fp8 or fp8-block: projections in eight bits, as vLLM serves them")
     ] = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="only the adapters, as PEFT keeps them")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier export")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace a folder that holds something else than an earlier export")
+    ] = False,
     prove: ProveOption = "auto",
     jobs: Annotated[
         int | None, typer.Option("--jobs", help="threads; default: one for each processor, at most 8")
@@ -178,6 +183,11 @@ def convert(
             trust=trust,
         )
     typer.echo(f"wrote {written}")
+    if to == "hf" and not adapters:
+        typer.echo(f"next: `tessera compare {written}` checks it at any time", err=True)
+    elif to != "original" and not adapters:
+        back = f"`tessera convert {written} FOLDER --like MODEL` makes a Hugging Face folder of it"
+        typer.echo(f"next: a recipe begins from it with model.weights={written}; {back}", err=True)
 
 
 @app.command("eval")

@@ -110,7 +110,7 @@ def _compare(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     if not apart <= limit:
         problems.append(f"logits differ by {apart:.3g} from those of transformers; rounding explains {limit:.3g}")
     shown = f"{len(found)} tokens" + (" with an image" if any("pixel" in name for name in inputs) else "")
-    line = f"transformers computes the same logits ({shown}): {apart:.2g} apart, rounding explains {limit:.2g}"
+    line = f"transformers computes the same logits ({shown}): at most {apart:.2g} apart, rounding explains {limit:.2g}"
     return Proof(line if not problems else "compared with transformers", tuple(problems), tuple(warnings))
 
 
@@ -120,7 +120,7 @@ def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | 
     if str(data.get("model_type")) not in spec.hf_types or spec.example is None:
         return f"the family {spec.name} has no model of its own for this folder"
     if "quantization_config" in data:
-        return "weights in fewer bits are computed with otherwise there"
+        return "it computes with weights in fewer bits in a way of its own"
     if importlib.util.find_spec("transformers") is None:
         return "it is not installed (pip install tessera-mm[hf])"
     if StockModel.class_of(folder) is None:

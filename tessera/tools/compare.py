@@ -12,6 +12,7 @@ from typing import Any
 from tessera.checkpoint.export_record import SAME_NAMES, ExportRecord, changes_since, differences_from, read_record
 from tessera.checkpoint.publish import MARK
 from tessera.core.errors import TesseraError
+from tessera.core.layouts import CONFIG_FILE, detect_layout
 from tessera.core.run_config import ModelSection
 from tessera.data.media.files import Limits
 from tessera.data.media.read import decode
@@ -80,6 +81,12 @@ def compare(
             where=str(folder),
             fix=f"`tessera convert {folder} FOLDER` writes a Hugging Face folder; with checkpoint.export it is RUN/hf",
         )
+    if detect_layout(folder) is None and not any(folder.glob("*.safetensors")):
+        raise TesseraError(
+            f"no Hugging Face folder: it has no {CONFIG_FILE}" if folder.is_dir() else f"no such folder: {folder}",
+            where=str(folder),
+            fix="`tessera convert SHARDS FOLDER --like BASE` makes one of shards and of DCP folders",
+        )
     record = read_record(folder)
     shown, problems = _files(folder, record, None if base is None else Path(base))
     if problems:  # what was damaged may not even be readable
@@ -102,7 +109,8 @@ def _files(folder: Path, record: ExportRecord | None, base: Path | None) -> tupl
         problems = differences_from(folder, base, spec.main.weight_map(config) or SAME_NAMES, types=record is None)
         changed = () if record is None else [name for name, one in record.files.items() if one.base == "changed"]
         problems += [told for name, told in side_file_differences(folder, base).items() if name not in changed]
-        shown += [] if problems else [f"names, shapes, types and side files are those of {base}"]
+        alike = "names, shapes, types" if record is None else "names, shapes"
+        shown += [] if problems else [f"{alike} and side files are those of {base}"]
     return shown, problems
 
 

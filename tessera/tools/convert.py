@@ -30,6 +30,7 @@ from tessera.checkpoint.forms import (
 from tessera.checkpoint.fp8 import Fp8Map
 from tessera.checkpoint.hf import plan_folder, save_folder
 from tessera.checkpoint.legacy.dcp import METADATA, plan_dcp
+from tessera.checkpoint.legacy.megatron import FILE as SHARD_FILE
 from tessera.checkpoint.legacy.megatron import LATEST, MegatronLayout, is_megatron_folder, plan_megatron
 from tessera.checkpoint.peft import save_adapters
 from tessera.checkpoint.publish import staging_of
@@ -39,7 +40,7 @@ from tessera.checkpoint.weight_source import origin_of
 from tessera.checkpoint.weights import check_config_numbers
 from tessera.core.config import Section
 from tessera.core.errors import TesseraError, nearest
-from tessera.core.layouts import TransformersFolder, detect_layout, folder_layout
+from tessera.core.layouts import CONFIG_FILE, TransformersFolder, detect_layout, folder_layout
 from tessera.core.megatron_form import MegatronForm
 from tessera.core.run_config import ModelSection
 from tessera.core.trust import Trust
@@ -106,6 +107,7 @@ def convert(
     if quantize is not None and (to != "hf" or adapters):
         raise TesseraError("whole Hugging Face folders alone are written in eight bits", where="--quantize")
     found = _form_of(source)
+    _check_used(found, to, None if like is None else Path(like), prefix, prove, jobs)
     if to == "hf" and (found is None or (found == "hf" and (dtype is not None or quantize is None))):
         return _from_model(source, target, dtype, quantize, adapters, overwrite, prove, trust)
     if adapters:
@@ -143,13 +145,34 @@ def _form_of(source: Path) -> Form | None:
         return "dcp"
     if is_dcp_safetensors(source):
         return "dcp-safetensors"
+    if source.is_file() and source.name == SHARD_FILE:
+        raise TesseraError(f"this is one file of several: {source}", fix=f"name the folder that holds {LATEST}")
     try:
         return "hf" if origin_of(source) == "folder" else None
     except TesseraError as error:
         if not error.allowed:
             raise
+        above = next((str(one) for one in source.absolute().parents[:2] if is_megatron_folder(one)), None)
         more = [f"Megatron-style shards ({LATEST})", f"a torch DCP folder ({METADATA}, or shard-*.safetensors)"]
-        raise TesseraError(error.what, where=error.where, allowed=[*error.allowed, *more]) from None
+        raise TesseraError(
+            error.what, where=error.where, allowed=[*error.allowed, *more], fix=above and f"name {above}"
+        ) from None
+
+
+def _check_used(found: Form | None, to: Form, like: Path | None, prefix: str, prove: Prove, jobs: int | None) -> None:
+    """Refuse options that would change nothing, and those that cannot be meant."""
+    if jobs is not None and jobs < 1:
+        raise TesseraError(f"{jobs} threads cannot do it", where="--jobs", fix="give 1 or more, or leave it out")
+    if like is not None and detect_layout(like) is None:
+        raise TesseraError(f"no {CONFIG_FILE} in {like}", where="--like", fix="name a Hugging Face folder")
+    if like is not None and found == "hf" and to != "original":
+        raise TesseraError("a Hugging Face folder says itself which model it is of", where="--like", fix="leave it out")
+    if prefix and not {found, to} & {"dcp", "dcp-safetensors"}:
+        raise TesseraError("no DCP folder is read or written", where="--prefix", fix="leave it out")
+    if prove == "always" and to not in ("hf", "original"):
+        raise TesseraError(
+            f"transformers does not read {to}, so logits cannot be compared", where="--prove", fix="leave it out"
+        )
 
 
 def _described(source: Path, form: Form, like: Path | None) -> Path:
@@ -251,7 +274,11 @@ def _stream(job: _Job, model: _Model) -> None:
     hub = spec.main.weight_map(config)
     if hub is None:
         raise TesseraError(f"the family {spec.name} has no Hugging Face form, and no other", where=str(job.source))
-    shards = _megatron_form(spec, config) if "mm" in (job.found, job.to) else None
+    shards = (
+        _megatron_form(spec, config, "--like" if job.found == "mm" else "--to mm")
+        if "mm" in (job.found, job.to)
+        else None
+    )
     if shards is not None and job.recipe is not None:
         job.layout = layout_of_recipe(job.recipe, model.section, shards)
     shapes, tied = native_shapes(model_tensors(module)), tied_names(module)
@@ -384,9 +411,10 @@ def _source(job: _Job, model: _Model, module: nn.Module, shards: MegatronForm | 
     return open_trained(job.source, job.trained, model.spec, model.config, module)
 
 
-def _megatron_form(spec: ModelSpec, config: Section) -> MegatronForm:
+def _megatron_form(spec: ModelSpec, config: Section, where: str = "--to mm") -> MegatronForm:
     if spec.main.megatron is None:
-        raise TesseraError(f"the family {spec.name} has no Megatron-style form", where="--to mm")
+        fix = "name the folder of the model that the shards are of" if where == "--like" else "--to dcp"
+        raise TesseraError(f"the family {spec.name} has no Megatron-style form", where=where, fix=fix)
     return spec.main.megatron(config)
 
 

@@ -280,3 +280,45 @@ def test_wrong_words_of_convert(folder: Path, tmp_path: Path, words: list[str], 
         CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "no"), *words], catch_exceptions=False)
     assert said in str(raised.value)
     assert not (tmp_path / "no").exists()
+
+
+# ---------------------------------------------------------------------------------------------- what a newcomer types
+
+
+def test_options_without_effect_are_refused(folder: Path, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for options, where in (
+        ({"like": folder}, "--like"),
+        ({"prefix": "model."}, "--prefix"),
+        ({"to": "dcp", "prove": "always"}, "--prove"),
+        ({"to": "mm", "like": tmp_path}, "--like"),
+        ({"jobs": 0}, "--jobs"),
+    ):
+        with pytest.raises(TesseraError) as told:
+            tessera.convert(folder, out, **options)
+        assert told.value.where == where, options
+    with pytest.raises(TesseraError, match="0 threads"):
+        tessera.convert(run, out, jobs=0)
+    assert not out.exists()
+
+
+def test_a_part_of_shards_leads_to_the_whole(folder: Path, tmp_path: Path) -> None:
+    tessera.convert(folder, tmp_path / "mm", to="mm")
+    rank = tmp_path / "mm/release/mp_rank_00"
+    for part in (rank, rank.parent):
+        with pytest.raises(TesseraError, match="no model here") as told:
+            tessera.convert(part, tmp_path / "out", like=folder)
+        assert told.value.fix == f"name {tmp_path / 'mm'}"
+    with pytest.raises(TesseraError, match="one file of several") as told:
+        tessera.convert(rank / "model_optim_rng.pt", tmp_path / "out", like=folder)
+    with pytest.raises(TesseraError, match=r"no config\.json(.|\n)*tessera convert"):
+        tessera.compare(tmp_path / "mm")
+    with pytest.raises(TesseraError, match=r"no such folder(.|\n)*downloaded"):
+        tessera.convert("Nobody/Model-7B", tmp_path / "out")
+
+
+def test_the_end_says_what_comes_next(folder: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "mm"), "--to", "mm"])
+    assert done.stdout == f"wrote {tmp_path / 'mm'}\n"
+    assert "read again and compared" in done.stderr
+    assert "next: " in done.stderr

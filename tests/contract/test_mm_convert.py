@@ -257,3 +257,10 @@ def test_the_wrong_family_and_the_wrong_lists_are_refused(folder: Path) -> None:
     with pytest.raises(TesseraError, match="list of lists"):
         run(flat)
     assert not Path("ckpt/mm_path").exists()
+
+
+def test_the_help_says_something_of_every_converter(capsys: pytest.CaptureFixture[str]) -> None:
+    run([])
+    listed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert all(line.partition(": ")[2] for line in listed), listed
+    assert "  moe_expert: (no method) --style merge, --style split" in listed

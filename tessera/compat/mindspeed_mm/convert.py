@@ -82,11 +82,19 @@ def _check_folder(converter: Converter, folder: Path) -> None:
 
 
 def _help() -> str:
-    lines = ["mm-convert CONVERTER METHOD --cfg.key value ... [--config FILE.yaml] [--print_config]", "", "converters:"]
+    lines = [
+        "mm-convert CONVERTER METHOD --cfg.key value ... [--config FILE.yaml] [--print_config]",
+        "mm-convert CONVERTER METHOD --key value ...     converters of DCP, whose options have no cfg.",
+        "mm-convert CONVERTER METHOD -h                  what a method takes",
+        "",
+        "converters:",
+    ]
     for name, converter in CONVERTERS.items():
         works = [method for method, found in converter.methods.items() if found.refused is None]
         reason = next((found.refused for found in converter.methods.values()), "")
-        lines.append(f"  {name}: {', '.join(filter(None, works)) if works else reason}")
+        lines.append(
+            f"  {name}: {', '.join(name or '(no method) --style merge, --style split' for name in works) or reason}"
+        )
     return "\n".join(lines)
 
 

@@ -257,7 +257,8 @@ def _dcp_lora(naming: Naming) -> dict[str, Method]:
 
 _NO_SHARDS = {
     name: Method(
-        "(empty there)", refused="this converter writes DCP alone, and did nothing here: use hf_to_dcp, dcp_to_hf"
+        "(empty there)",
+        refused="this converter knows DCP alone, and the method is empty in MindSpeed-MM: use hf_to_dcp or dcp_to_hf",
     )
     for name in ("hf_to_mm", "mm_to_hf", "resplit")
 }
