@@ -127,12 +127,16 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder as far as possible; the next start removes the rest."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a folder, or what lies in its place, as far as possible; the next start removes the rest."""
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)
+    else:  # rmtree would wait for whoever writes to a pipe
+        with contextlib.suppress(OSError):
+            folder.unlink()
 
 
 def free_bytes(folder: Path) -> int:
-    while not folder.exists() and folder != folder.parent:
+    while not os.path.exists(folder) and folder != folder.parent:  # unlike Path.exists, no name is too long for it
         folder = folder.parent
     return shutil.disk_usage(folder).free
 

@@ -77,17 +77,17 @@ def _written_in(folder: Path) -> Iterator[None]:
 
 def check_target(folder: Path, overwrite: bool) -> None:
     """Refuse a target with something else in it, and make the folder that it will lie in."""
-    if folder.is_symlink():  # it would be replaced, and not what it leads to
-        raise TesseraError("the target is a link", where=str(folder), fix=f"name {os.path.realpath(folder)}")
-    if folder.exists() and not folder.is_dir():
-        raise TesseraError(f"there is a file in the way: {folder}")
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite and not (folder / MARK).is_file():
-        raise TesseraError(
-            "the folder is not empty and not an earlier export of Tessera",
-            where=str(folder),
-            fix="name another folder, or --overwrite (overwrite=True in Python): everything in it is replaced",
-        )
     with _written_in(folder):
+        if folder.is_symlink():  # it would be replaced, and not what it leads to
+            raise TesseraError("the target is a link", where=str(folder), fix=f"name {os.path.realpath(folder)}")
+        if folder.exists() and not folder.is_dir():
+            raise TesseraError(f"there is a file in the way: {folder}")
+        if folder.is_dir() and any(folder.iterdir()) and not overwrite and not (folder / MARK).is_file():
+            raise TesseraError(
+                "the folder is not empty and not an earlier export of Tessera",
+                where=str(folder),
+                fix="name another folder, or --overwrite (overwrite=True in Python): everything in it is replaced",
+            )
         folder.parent.mkdir(parents=True, exist_ok=True)
 
 
@@ -103,10 +103,7 @@ def show(staging: Path, folder: Path, fault: Fault) -> None:
     # Only now: until the new one stood, what an interrupted export had left might have been the last copy.
     for path in folder.parent.iterdir():
         if path.name.startswith((f".staging-{folder.name}~", f".trash-{folder.name}~")):
-            if path.is_dir():
-                remove_folder(path)
-            else:  # a journal
-                path.unlink(missing_ok=True)
+            remove_folder(path)  # or a journal
 
 
 def pretty_json(content: Mapping[str, Any]) -> bytes:
@@ -159,7 +156,7 @@ class Journal:
         misfit = self._misfit(lines)
         if misfit is None:
             os.ftruncate(self._handle, length)  # without a line that was being written
-            self.written = {line["group"]: line["checksums"] for line in lines[1:]}
+            self.written = {line["group"]: line["checksums"] for line in lines[1:] if self._is_note(line)}
             self._check_space(sum((self.staging / name).stat().st_blocks * 512 for name in self._plan.files))
             return
         if lines or self.staging.exists():
@@ -175,6 +172,20 @@ class Journal:
         except OSError:
             remove_folder(self.staging)  # without the first line of its journal nothing goes on from there
             raise
+
+    def _is_note(self, line: Mapping[str, Any]) -> bool:
+        """Return whether a line is one that `note` writes for this plan. Others have no say: their group is written."""
+        checksums, places = line.get("checksums"), self._plan.places
+        return (
+            type(line.get("group")) is int
+            and isinstance(checksums, dict)
+            and all(
+                isinstance(of, list)
+                and len(of) == len(places.get(name, ()))
+                and all(type(one) is int and 0 <= one < 1 << 32 for one in of)
+                for name, of in checksums.items()
+            )
+        )
 
     def _misfit(self, lines: list[dict[str, Any]]) -> str | None:
         """Return why what lies there cannot be continued, in words. Contents of files are compared later."""
@@ -235,6 +246,12 @@ def _lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
         checksum, _, text = line.partition(b" ")
         if checksum != b"%08x" % zlib.crc32(text):
             break
-        found.append(json.loads(text))
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(content, dict):
+            break
+        found.append(content)
         length += len(line) + 1
     return found, length

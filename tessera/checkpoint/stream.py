@@ -9,6 +9,7 @@ bit. Then the journal notes it. Sources are mapped, so most bytes are copied onc
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,13 +29,14 @@ from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.checkpoint.publish import Journal, check_target, show
 from tessera.core.errors import TesseraError
 from tessera.core.file_plan import FolderPlan, PlannedTensor
-from tessera.core.process import usable_cpus
+from tessera.core.process import open_files, usable_cpus
 from tessera.core.weightmap import WeightMap
 
 _IN_FLIGHT = 512 << 20  # bytes of tensors that are worked on at a time; each is in memory about three times
 _SYNC_EVERY = 2 << 30  # bytes after which the disk is asked to keep up
 _REPORT_EVERY = 5.0  # seconds
 MOST_JOBS = 8
+_WEIGHTS = (".safetensors", ".pt", ".distcp")
 _log = logging.getLogger("tessera")
 
 
@@ -74,10 +76,11 @@ def _stream(target: Path, conversion: Conversion) -> None:
     check_target(target, conversion.overwrite)
     journal = Journal(target, {"source": conversion.source}, conversion.plan)
     try:
-        with journal:
+        with open_files(len(conversion.plan.files)), journal:
             try:
                 with _one_thread_each():
                     _Work(conversion, journal).run(jobs)
+                _check_unchanged(conversion.source)
                 show(journal.staging, target, conversion.fault)
             except TesseraError:
                 remove_folder(journal.staging)
@@ -89,13 +92,18 @@ def _stream(target: Path, conversion: Conversion) -> None:
             fix="the same command goes on from there; to give it up, remove that folder",
         ) from None
     except OSError as error:
+        failed = Path(str(error.filename))
+        if failed.is_relative_to(conversion.native.where) and not failed.is_relative_to(journal.staging):
+            raise TesseraError(f"the source could not be read: {error.strerror}", where=str(failed)) from error
         needed, free = conversion.plan.nbytes, free_bytes(target)
+        many = f"; {len(conversion.plan.files)} files are open at a time: see ulimit -n"
+        limit = many if error.errno == errno.EMFILE else ""
         kept = f"; the same command goes on with what is kept in {journal.staging}" if journal.staging.exists() else ""
         raise TesseraError(
             f"the target could not be written: {error.strerror or error}",
             where=str(target),
             fix=f"it needs {human_bytes(needed)} ({needed} bytes) in all, {human_bytes(free)} ({free} bytes) are free "
-            f"there{kept}",
+            f"there{kept}{limit}",
         ) from error
     _log.info("%s written, read again and compared", human_bytes(conversion.plan.nbytes))
 
@@ -111,8 +119,8 @@ class _Work:
     def run(self, jobs: int) -> None:
         staging, fault = self._journal.staging, self._conversion.fault
         if self._journal.written:
-            before, total = sum(self._sizes[number] for number in self._journal.written), sum(self._sizes)
-            _log.info("going on: %s of %s were written before", human_bytes(before), human_bytes(total))
+            before = sum(size for number, size in enumerate(self._sizes) if number in self._journal.written)
+            _log.info("going on: %s of %s were written before", human_bytes(before), human_bytes(sum(self._sizes)))
         with self._files:
             with self._conversion.reopen(staging) as written:
                 self._run_groups(jobs, written)
@@ -236,6 +244,18 @@ class _Progress:
             _log.info("%s of %s, %s/s, %.0f s left", done, total, human_bytes(rate), left)
 
 
+def _check_unchanged(source: Mapping[str, Any]) -> None:
+    """Refuse weights that were written to while they were read. Those that were removed meanwhile were read before."""
+    for path in map(Path, source):
+        if path.suffix in _WEIGHTS and path.is_file() and _status(path) != source[str(path)]:
+            raise TesseraError("this file was changed while it was read", where=str(path), fix="convert it again")
+
+
+def _status(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
 def identity_of(*folders: Path) -> dict[str, Any]:
     """Return what tells a source from another one, or from itself after a change: names, sizes and times of files.
 
@@ -246,6 +266,5 @@ def identity_of(*folders: Path) -> dict[str, Any]:
         for path in sorted(folder.rglob("*")):
             inside = path.relative_to(folder).parts
             if path.is_file() and not any(part.startswith((".staging-", ".trash-")) for part in inside):
-                status = path.stat()
-                found[str(path.absolute())] = [status.st_size, status.st_mtime_ns]
+                found[str(path.absolute())] = _status(path)
     return found

@@ -75,6 +75,8 @@ def compare(
     """
     folder = Path(folder)
     check_choice(prove)
+    if not folder.is_dir():
+        raise TesseraError(f"no such folder: {folder}")
     if (folder / "config.yaml").is_file():
         raise TesseraError(
             "this is a run or a checkpoint, which transformers cannot load",
@@ -83,7 +85,7 @@ def compare(
         )
     if detect_layout(folder) is None and not any(folder.glob("*.safetensors")):
         raise TesseraError(
-            f"no Hugging Face folder: it has no {CONFIG_FILE}" if folder.is_dir() else f"no such folder: {folder}",
+            f"no Hugging Face folder: it has no {CONFIG_FILE}",
             where=str(folder),
             fix="`tessera convert SHARDS FOLDER --like BASE` makes one of shards and of DCP folders",
         )

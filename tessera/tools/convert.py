@@ -425,7 +425,8 @@ def parse_layout(given: Mapping[str, Any]) -> MegatronLayout:
         raise TesseraError(f"a layout is a mapping, not {given!r}", where="layout", fix="{tp: 2, llm: [10, 18]}")
     for key in given:
         if key not in known:
-            raise TesseraError(f"a layout has no {key!r}", where="layout", allowed=known, nearest=nearest(key, known))
+            near = nearest(str(key), known)
+            raise TesseraError(f"a layout has no {key!r}", where="layout", allowed=known, nearest=near)
     sizes = {key: given.get(key, 1) for key in ("tp", "ep")}
     for key, size in sizes.items():
         if type(size) is not int or not 0 < size <= 4096:

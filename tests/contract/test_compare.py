@@ -112,3 +112,8 @@ def test_a_folder_without_a_file_for_videos_normalises_them_as_images(tmp_path: 
     file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [0.4, 0.4, 0.4]}))
     _, processor = tessera.load(folder)
     assert processor.processor.video.mean == processor.processor.image.mean == (0.4, 0.4, 0.4)
+
+
+def test_a_folder_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match="no such folder"):
+        tessera.compare(tmp_path / "nowhere", base=tmp_path)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import filecmp
+import json
 import logging
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +295,84 @@ def test_memory_is_that_of_the_tensors_in_work_and_not_of_the_folder(tmp_path: P
     # The largest group is gate and up, of 16 MiB. Each of two threads has it at most six times: read, made, divided,
     # written, read again, and joined. The small folder takes most of that, too.
     assert peaks[1] - peaks[0] < 2 * 6 * 16
+
+
+def foreign_journal(journal: Path, line: str) -> None:
+    """Add a line whose checksum is right, and its content not what is ever noted."""
+    with journal.open("a") as file:
+        file.write(f"{zlib.crc32(line.encode()):08x} {line}\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"version": 1}', '{"group": 99999, "checksums": {}}', '{"group": 0, "checksums": {"a": ["b"]}}', "[", "[]"],
+)
+def test_lines_of_a_journal_that_nobody_noted_have_no_say(
+    folder: Path, expected: tuple[Path, list[str]], tmp_path: Path, line: str
+) -> None:
+    staging = begun(folder, tmp_path / "mm")
+    foreign_journal(staging.with_name(staging.name + ".journal"), line)
+    convert(folder, tmp_path / "mm")
+    assert same(tmp_path / "mm", expected[0])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "file"])
+def test_what_is_no_folder_in_the_place_of_the_staging_folder_is_replaced(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
+    staging = publish.staging_of(tmp_path / "mm")
+    (tmp_path / "precious").mkdir()
+    make = {"pipe": lambda: os.mkfifo(staging), "link": lambda: staging.symlink_to("precious"), "file": staging.touch}
+    make[kind]()
+    convert(folder, tmp_path / "mm")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mm", "precious"]
+
+
+def test_weights_that_change_while_they_are_read_are_refused(folder: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(folder, tmp_path / "hf")
+
+    def fault(point: str) -> None:
+        if point == "sync":
+            os.utime(next(source.glob("*.safetensors")), ns=(1, 1))
+
+    with pytest.raises(TesseraError, match="changed while it was read"):
+        convert(source, tmp_path / "mm", fault)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("form", ["mm", "hf"])
+@pytest.mark.parametrize("length", [250, 300])
+def test_a_name_that_is_too_long_is_refused(folder: Path, tmp_path: Path, form: Any, length: int) -> None:
+    with pytest.raises(TesseraError, match="too long"):
+        tessera.convert(folder, tmp_path / ("x" * length), to=form, prove="never")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_files_than_a_shell_allows_are_written(folder: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)["num_hidden_layers"]
+    layout = {"llm": [text] + [0] * 99, "vit": [config["vision_config"]["depth"]] + [0] * 99}
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 64, hard))
+    try:
+        tessera.convert(folder, tmp_path / "mm", to="mm", layout=layout)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == used + 64
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(list((tmp_path / "mm").rglob("*.pt"))) == 100
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": "mm", "layout": {1: 2}}, "a layout has no 1"),
+        ({"jobs": -1}, "-1 threads"),
+        ({"prefix": "model."}, "no DCP folder is read or written"),
+    ],
+)
+def test_options_that_mean_nothing_here_are_refused(
+    folder: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TesseraError, match=message):
+        tessera.convert(folder, tmp_path / "out", **options)
