@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -47,7 +48,8 @@ def own_cores() -> Iterator[set[int]]:
     before = os.sched_getaffinity(0)
     yield before
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), before)
+        with contextlib.suppress(ProcessLookupError):  # a thread that has ended since
+            os.sched_setaffinity(int(thread), before)
 
 
 def test_18_variables_of_a_launch_script_are_explained(chats: Path, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_what_is_computed_otherwise_is_refused_by_its_key(changes: dict[str, Any
         ("preprocessor_config.json", {"crop_size": 64}, "crop_size"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"7": {"content": "<img>"}}}, "no tokenizer"),
         ("tokenizer_config.json", {"tokenizer_class": "InternLM2Tokenizer"}, "InternLM2Tokenizer"),
-        ("vocab.json", {"er": 1}, "no tokenizer"),
+        ("vocab.json", {"er": 1}, "no tokenizer|<IMG_CONTEXT> is"),  # the toy vocabulary may have no "er"
         ("added_tokens.json", {"<IMG_CONTEXT>": 5}, "<IMG_CONTEXT> is"),
     ],
 )
