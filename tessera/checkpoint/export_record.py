@@ -45,7 +45,7 @@ FORMAT = "tessera-export"
 VERSION = 2  # 1 had no tensors and no files
 _MAX_BYTES = 256 << 20
 _THREADS = 4  # hashing and reading release the interpreter
-# Files that change what a folder means to its readers, so that one which was added later is told.
+# Files that change what a folder means to its readers, so that one which was added later is reported.
 _READ_BY_OTHERS = (".json", ".jinja", ".model", ".safetensors", ".tiktoken")
 SAME_NAMES = WeightMap((), same_names=True)
 _FEW = 64
@@ -84,9 +84,9 @@ class ExportRecord:
         """Return one line that counts tensors by what they are to the base."""
         text = f"{len(self.tensors)} tensors"
         counts = {word: sum(one.base == word for one in self.tensors.values()) for word in (_SAME, _CHANGED, _NEW)}
-        told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+        counted = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
         left = f"; {len(self.not_exported)} of it are not exported" if self.not_exported else ""
-        return f"{text}, compared with {self.base}: {told}{left}" if told else text
+        return f"{text}, compared with {self.base}: {counted}{left}" if counted else text
 
 
 # ---------------------------------------------------------------------------------------------- writing

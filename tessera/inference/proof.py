@@ -82,20 +82,20 @@ def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto
 
 def _compare(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     ours = _Ours(folder, spec, config)
-    pictures = ours.pictures()
-    asked = _messages(pictures)
+    images = ours.images()
+    asked = _messages(images)
     warnings: list[str] = []
     batch = ours.example() if ours.processor is None else ours.prompt(asked)
     found, moved = ours.logits(batch)
     inputs: dict[str, Any] = {"input_ids": batch["tokens"][None]}
     stock = StockModel(folder) if ours.processor is None else TransformersReference(folder)
     if isinstance(stock, TransformersReference):
-        theirs = stock.inputs(asked, pictures)
-        told = _other_prompt(theirs["input_ids"][0].tolist(), batch["tokens"].tolist())
-        if told is None:
+        theirs = stock.inputs(asked, images)
+        difference = _other_prompt(theirs["input_ids"][0].tolist(), batch["tokens"].tolist())
+        if difference is None:
             inputs = theirs
         else:  # then of tokens that are the same on both sides
-            warnings.append(told)
+            warnings.append(difference)
             batch = ours.prompt(_messages([]))
             inputs["input_ids"] = batch["tokens"][None]
             found, moved = _Ours(folder, spec, config).logits(batch)
@@ -153,7 +153,7 @@ class _Ours:
         made = spec.processor(config, folder) if spec.processor and (folder / "tokenizer.json").is_file() else None
         self.processor = made if isinstance(made, ChatProcessor) else None
 
-    def pictures(self) -> list[Any]:
+    def images(self) -> list[Any]:
         if self.processor is None or not _sees(self._spec, self._config):
             return []
         rows, columns = torch.meshgrid(torch.arange(48), torch.arange(64), indexing="ij")
@@ -194,8 +194,8 @@ def _sees(spec: ModelSpec, config: Any) -> bool:
     return "vision" in spec.main.plan(config).streams
 
 
-def _messages(pictures: list[Any]) -> tuple[Message, ...]:
-    return (Message("user", (*(Part("image", picture) for picture in pictures), Part("text", _TEXT))),)
+def _messages(images: list[Any]) -> tuple[Message, ...]:
+    return (Message("user", (*(Part("image", image) for image in images), Part("text", _TEXT))),)
 
 
 def _other_prompt(theirs: list[int], ours: list[int]) -> str | None:
