@@ -139,6 +139,9 @@ class Batch:
 
     tensors: dict[str, Tensor]
     segments: dict[str, Segments] = field(default_factory=dict)
+    # By name of a packed tensor: the shape of each sample in it, as (frames, rows, columns). It stays on the host and
+    # is that of whole samples also where a rank has a part of their tokens.
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     sample_ids: tuple[str, ...] = ()
     rows: tuple[tuple[int, int], ...] = ()  # (row number, how many of `sample_ids` it holds): a ledger's order
     counts: dict[str, int] = field(default_factory=dict)
@@ -186,6 +189,13 @@ class LanguageOutput(NamedTuple):
     router_aux_weight: float = 0.0
 
 
+class Prediction(NamedTuple):
+    """Hold what a generation model returns: its raw prediction (a velocity, the noise, or v) in patches, one for each
+    latent token, in the order of `latents` of the batch."""
+
+    latents: Tensor  # [N, channels x patch]
+
+
 # ---------------------------------------------------------------------------------------------- contracts
 
 # How a parameter is split over the ranks that compute a layer together. column, row: the output or input features
@@ -217,10 +227,10 @@ class Stream:
     width: int = 0  # of what the encoder returns for an element; 0: unknown, then its all-gather is not estimated
     blank: Callable[[torch.device], Batch] | None = None  # the smallest input that the encoder takes
 
-    @property
-    def slot_sources(self) -> str:
-        """Name the tensor that says which output goes to each slot, where a rank has a part of the slots."""
-        return f"{self.slots}.sources"
+    @staticmethod
+    def sources(positions: str) -> str:
+        """Name the tensor that says which of all slots, or of all positions of this name, a rank with a part has."""
+        return f"{positions}.sources"
 
     def elements(self, batch: Batch) -> int:
         """Return how many elements of this stream a batch has."""

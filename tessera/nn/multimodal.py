@@ -190,7 +190,7 @@ def _select(embeddings: Tensor, batch: Batch, encoder: Encoder) -> Tensor:
         if weights is not None:
             shares = weights.to(embeddings.dtype).unsqueeze(-1)
             embeddings = (embeddings.view(*index.shape, -1) * shares).sum(1)
-    sources = batch.get(stream.slot_sources)
+    sources = batch.get(stream.sources(stream.slots))
     if sources is not None:
         return embeddings.index_select(0, sources)
     # Of a blank input nothing is used, which still gives its encoder a gradient: zero.

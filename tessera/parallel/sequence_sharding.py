@@ -120,7 +120,9 @@ def shard_batch(batch: Batch, plan: BatchSharding, position: int, dp_positions: 
 
     `dp_positions` gives, by encoder, its position among the ranks that distribute whole sequences. Segments of the main
     sequence stay those of the whole, because attention reaches over all of it. Slots become positions among the rank's
-    own elements, and `Stream.slot_sources` says which output of the encoder goes to each of them.
+    own elements, and `Stream.sources` says which output of the encoder goes to each of them. Positions in the main
+    sequence are treated alike: what has one entry for each of them (latents, say) stays whole, and the task that makes
+    the model's input of it takes this rank's part.
     """
     tensors, segments = dict(batch.tensors), dict(batch.segments)
     main = plan.main
@@ -135,13 +137,13 @@ def shard_batch(batch: Batch, plan: BatchSharding, position: int, dp_positions: 
                 tensors[name] = take(tensors[name], ranges, main.dim)
         for name in main.positions:
             if name in tensors:
-                tensors[name] = local_positions(tensors[name], ranges)[0]
+                tensors[name], tensors[main.sources(name)] = local_positions(tensors[name], ranges)
         if main.index:
             tensors[main.index] = indices(ranges)
     for encoder in plan.encoders:
         stream = encoder.stream
         slots = tensors.get(stream.slots, torch.empty(0, dtype=torch.int64))
-        tensors[stream.slots], tensors[stream.slot_sources] = local_positions(slots, ranges)
+        tensors[stream.slots], tensors[stream.sources(stream.slots)] = local_positions(slots, ranges)
         _distribute_sequences(tensors, segments, encoder, dp_positions.get(encoder.name, 0))
         if encoder.split is not None:
             _split_sequences(tensors, segments, encoder, encoder.split, position)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.modules import AttentionCore
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import Batch, ModelPlan, Segments, Stream
+from tessera.data.workers import messages
 from tessera.models.common.text import TEXT_STREAM
 from tessera.parallel.context_attention import Ring, RingSchedule, own_segments, shard_heads
 from tessera.parallel.context_parallel import ContextPlan, plan_context
@@ -153,6 +155,24 @@ def test_parts_of_a_batch_make_up_the_whole(split: SequenceSharding) -> None:
         slots = whole["media_slots"][part["media_slots.sources"]]
         assert torch.equal(part["tokens"][part["media_slots"]], slots)  # tokens are numbered as they lie
     assert sorted(torch.cat([part["media_slots.sources"] for part in parts]).tolist()) == list(range(7))
+
+
+def test_shapes_of_samples_stay_on_the_host_and_whole() -> None:
+    whole = Batch(
+        {"sample_index": torch.tensor([0] * 12 + [1] * 4), "latent_index": torch.tensor([2, 3, 5, 8, 13])},
+        {"latents": Segments.of([12, 4])},
+        shapes={"latents": ((3, 2, 2), (1, 2, 2))},
+    )
+    main = Stream(("sample_index",), "latents", positions=("latent_index",), index="element_index")
+    here, there = socket.socketpair()
+    with here, there:
+        messages.send(here, whole)
+        arrived = messages.receive(there)
+    part = shard_batch(arrived.to("cpu"), BatchSharding(main, SequenceSharding(2, 1)), 1, {})
+    assert part.shapes == whole.shapes
+    assert part["element_index"].tolist() == list(range(4, 12))
+    assert part["latent_index"].tolist() == [1, 4]  # elements 5 and 8 of the whole
+    assert part["latent_index.sources"].tolist() == [2, 3]
 
 
 def gathered(parts: list[Batch], key: str) -> torch.Tensor:
