@@ -148,7 +148,7 @@ def _flash(
     q: Tensor, k: Tensor, v: Tensor, segments: BlockSegments, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     size = q.shape[-1]
-    q, k, v = (_padded(x) for x in (q, k, v))
+    q, k, v = (pad_heads(x) for x in (q, k, v))
     out, lse = flash_attention_forward(q, k, v, *_extents(q, k, segments), causal, scale)
     return out[..., :size], lse
 
@@ -165,7 +165,7 @@ def _flash_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     size = q.shape[-1]
-    grad, q, k, v, out = (_padded(x) for x in (grad, q, k, v, out))
+    grad, q, k, v, out = (pad_heads(x) for x in (grad, q, k, v, out))
     extents = _extents(q, k, segments)
     dq, dk, dv = flash_attention_backward(grad, q, k, v, out, lse.contiguous(), *extents, causal, scale)
     return dq[..., :size], dk[..., :size], dv[..., :size]
@@ -179,7 +179,7 @@ def _extents(q: Tensor, k: Tensor, segments: BlockSegments) -> tuple[tuple[Tenso
     return (both * q.shape[0], both * k.shape[0]), (q.shape[0], k.shape[0])
 
 
-def _padded(x: Tensor) -> Tensor:
+def pad_heads(x: Tensor) -> Tensor:
     """Return `x` with its head size padded by zeros to a multiple of 8, as the kernel needs it."""
     size = x.shape[-1]
     x = F.pad(x, (0, -size % 8)) if size % 8 else x

@@ -1,0 +1,190 @@
+"""Attention of one packed sequence to another: the latents of a sample to the text of the same sample.
+
+Both sequences have one segment per sample, in the same order. A sample without keys (padding, a dropped caption of no
+tokens) attends to nothing, and its output is zero.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tessera.core.torch_internals import flash_attention_backward, flash_attention_forward
+from tessera.core.types import Segments
+from tessera.ops.block_attention import pad_heads
+from tessera.ops.registry import AUTO, DispatchedOp, Implementation
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def packed_cross_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_segments: Segments,
+    k_segments: Segments,
+    *,
+    scale: float | None = None,
+    implementation: str = AUTO,
+) -> Tensor:
+    """Return attention [T, H, D] of segment i of `q` [T, H, D] to segment i of `k`, `v` [L, H, D]."""
+    assert q_segments.bounds.shape == k_segments.bounds.shape, "queries and keys have segments of the same samples"
+    if q.shape[0] == 0 or k.shape[0] == 0:
+        # Products with nothing keep every input in the graph: ranks that wait for gradients get zeros.
+        return q * 0 + (k.sum() + v.sum()) * 0
+    run = PACKED_CROSS_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
+    out: Tensor = run(q, k, v, q_segments, k_segments, q.shape[-1] ** -0.5 if scale is None else scale)
+    return out
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
+    outputs = []
+    for own, keys, values in _by_sample(q, k, v, q_segments, k_segments):
+        scores = torch.einsum("thd,lhd->htl", own, keys) * scale
+        weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        outputs.append(torch.einsum("htl,lhd->thd", weights, values))
+    return torch.cat(outputs)
+
+
+def _by_sample(
+    q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return queries, keys and values of each sample that has queries."""
+    counts, key_counts = (s.lengths or tuple(s.bounds.diff().tolist()) for s in (q_segments, k_segments))
+    parts = zip(q.split(counts), k.split(key_counts), v.split(key_counts), strict=True)
+    return [part for part in parts if len(part[0])]
+
+
+# ---------------------------------------------------------------------------------------------- sdpa
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
+    """Choose an algorithm by host data alone, so that the host never waits for the device."""
+    count, longest, most_keys = q_segments.bounds.numel() - 1, q_segments.longest, k_segments.longest
+    if count * longest == q.shape[0] and count * most_keys == k.shape[0]:
+        return _batched(q, k, v, count, None, scale)
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        return torch.cat([_batched(*part, 1, None, scale) for part in _by_sample(q, k, v, q_segments, k_segments)])
+    if count * longest * most_keys <= q.shape[0] * k.shape[0]:
+        return _padded(q, k, v, q_segments, k_segments, scale)
+    return _masked(q, k, v, q_segments, k_segments, scale)
+
+
+def _batched(q: Tensor, k: Tensor, v: Tensor, count: int, mask: Tensor | None, scale: float) -> Tensor:
+    q, k, v = (x.reshape(count, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+    if k.shape[2] == 0:
+        return (q * 0).transpose(1, 2).flatten(0, 1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
+    slots, key_slots = _slots(q_segments, q.shape[0]), _slots(k_segments, k.shape[0])
+    count, longest, most_keys = q_segments.bounds.numel() - 1, q_segments.longest, k_segments.longest
+    # A sample without keys has one of zeros, whose value is the output zero.
+    lengths = k_segments.bounds.diff().clamp(min=1)
+    mask = (torch.arange(most_keys, device=q.device) < lengths.unsqueeze(1))[:, None, None, :]
+    q = q.new_zeros(count * longest, *q.shape[1:]).index_copy(0, slots, q)
+    k, v = (x.new_zeros(count * most_keys, *x.shape[1:]).index_copy(0, key_slots, x) for x in (k, v))
+    return _batched(q, k, v, count, mask, scale).index_select(0, slots)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
+    """Attend to the keys of all samples with a mask, and one more key of zeros for samples that have none."""
+    sample, key_sample = _sample(q_segments, q.shape[0]), _sample(k_segments, k.shape[0])
+    alone = (k_segments.bounds.diff() == 0)[sample].unsqueeze(1)
+    mask = torch.cat([sample.unsqueeze(1) == key_sample, alone], dim=1)
+    k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
+    return _batched(q, k, v, 1, mask, scale)
+
+
+def _sample(segments: Segments, length: int) -> Tensor:
+    at = torch.arange(length, device=segments.bounds.device, dtype=segments.bounds.dtype)
+    return torch.searchsorted(segments.bounds[1:], at, right=True)
+
+
+def _slots(segments: Segments, length: int) -> Tensor:
+    """Return the place of each element when every segment is padded to the longest."""
+    sample = _sample(segments, length)
+    at = torch.arange(length, device=segments.bounds.device)
+    return at - segments.bounds[:-1].long()[sample] + sample * segments.longest
+
+
+# ---------------------------------------------------------------------------------------------- fused: on accelerators
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
+    extents = (q_segments.bounds, k_segments.bounds, q_segments.extent, k_segments.extent)
+    out: Tensor = _forward(q, k, v, *extents, scale)[0]
+    return out
+
+
+@torch.library.custom_op("tessera::packed_cross_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    key_bounds: Tensor,
+    extent: Tensor,
+    key_extent: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the output and log-sum-exp. The longest segments are tensors: numbers would be compiled as constants."""
+    longest, size = (int(extent[0]), int(key_extent[0])), q.shape[-1]
+    q, k, v = (pad_heads(x) for x in (q, k, v))
+    out, lse = flash_attention_forward(q, k, v, (bounds, key_bounds), longest, False, scale)
+    return out[..., :size].contiguous(), lse.contiguous()
+
+
+@torch.library.custom_op("tessera::packed_cross_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Tensor,
+    key_bounds: Tensor,
+    extent: Tensor,
+    key_extent: Tensor,
+    scale: float,
+) -> Gradients:
+    longest, size = (int(extent[0]), int(key_extent[0])), q.shape[-1]
+    grad, q, k, v, out = (pad_heads(x) for x in (grad, q, k, v, out))
+    found = flash_attention_backward(grad, q, k, v, out, lse, (bounds, key_bounds), longest, False, scale)
+    dq, dk, dv = (x[..., :size].contiguous() for x in found)
+    return dq, dk, dv
+
+
+@_forward.register_fake
+def _(q: Tensor, *others: Tensor | float) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | float) -> Gradients:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, *extents, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, *extents)
+
+
+def _differentiate(ctx, grad: Tensor, _: Tensor):  # type: ignore[no-untyped-def]
+    return (*_backward(grad, *ctx.saved_tensors, ctx.scale), None, None, None, None, None)
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+
+PACKED_CROSS_ATTENTION = DispatchedOp(
+    "packed_cross_attention",
+    (
+        Implementation("fused", _fused, needs=("flash_attention",), dtypes=(torch.bfloat16, torch.float16)),
+        Implementation("sdpa", _sdpa),
+        Implementation("eager", _eager),
+    ),
+)
