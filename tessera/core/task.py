@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tessera.core.dist import World
-from tessera.core.types import Batch, Residence
+from tessera.core.types import Batch, ModelSpec, Residence
 
 if TYPE_CHECKING:
     from tessera.core.run_config import RunConfig
@@ -97,9 +97,12 @@ class FrozenModule:
 class Task(ABC):
     """Define an objective. Subclasses write `counts` and `losses`; everything else has a default.
 
-    The order of calls: `check` on the whole model before it is sharded; `setup` once the parts of this rank exist;
-    then for each micro-batch `counts`, `inputs`, `forward` and `losses`.
+    The order of calls: `bind`; `check` on the whole model before it is sharded; `setup` once the parts of this rank
+    exist; then for each micro-batch `counts`, `inputs`, `forward` and `losses`.
     """
+
+    def bind(self, spec: ModelSpec, config: Any) -> None:  # noqa: B027
+        """Keep what the task needs to know of the model family and the model's configuration."""
 
     def check(self, config: RunConfig, module: nn.Module) -> None:  # noqa: B027, not every task has something to check
         """Raise a `TesseraError` where this objective cannot train the model. `module` is whole, on the meta device."""

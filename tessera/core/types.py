@@ -20,6 +20,7 @@ from tessera.core.errors import TesseraError
 
 if TYPE_CHECKING:
     from tessera.core.config import Section
+    from tessera.core.generation import GenerationForm
     from tessera.core.megatron_form import MegatronForm
 from tessera.core.weightmap import WeightMap
 
@@ -435,6 +436,8 @@ class ModelSpec:
     # (config, tokens) -> a micro-batch of so many tokens, made up: what forecasts and dry runs work on.
     example: Callable[[Any, int], Batch] | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # (config) -> how a family that generates images or videos reads latents and captions.
+    generation: Callable[[Any], GenerationForm] | None = None
     task: str = "language"  # the objective when the recipe names none
     needs_processor_files: bool = True  # off: a run without tokenizer files goes on without a processor
     hf_types: tuple[str, ...] = ()  # values of "model_type" in config.json that mean this family

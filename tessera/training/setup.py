@@ -147,6 +147,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
         workload=_workload(config, spec, model_config),
     )
     task = objects.task or build_task(config.train.task or spec.task, config.train.task_options)
+    task.bind(spec, model_config)
     task.check(config, module)
     frozen = {
         name: _frozen_copy(name, config, spec, model_config, world_size) for name in task.frozen_components(config)

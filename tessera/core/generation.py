@@ -1,0 +1,60 @@
+"""Describe image and video generation families to what surrounds them: data, objective, encoders and sampling.
+
+A family says how latents of its VAE become tokens and how captions become embeddings. Everything here is plain data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# What the model predicts from latents with noise: the velocity from data to noise, the noise, or v.
+Objective = Literal["flow", "epsilon", "v"]
+# How a model reads given images: not at all; as channels beside the noisy latents, after a mask of the frames that are
+# given; as channels alone; or in place of the noisy latents, with a time of zero.
+ImageCondition = Literal["none", "mask_channels", "channels", "replace"]
+# What follows the embeddings of a short caption, up to `TextForm.length`: nothing, zeros, or what the encoder makes of
+# padding tokens.
+TextPadding = Literal["none", "zeros", "encoded"]
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """Describe how a family reads captions with one of its text encoders."""
+
+    encoder: str = "text_encoder"  # a component of a diffusers folder, as is the tokenizer
+    tokenizer: str = "tokenizer"
+    length: int = 512  # tokens of a caption at most, without those that `skip` leaves out; longer ones are cut
+    template: str = "{}"  # what is tokenised: the caption stands for {}
+    skip: int = 0  # embeddings at the beginning that are left out: those of the template
+    padding: TextPadding = "none"
+    masked: bool = True  # whether the encoder is told which tokens are padding
+    layer: int = -1  # which of the encoder's hidden states are the embeddings; -1: its output
+    tokens: bool = True  # whether the model reads the embeddings of tokens
+    pooled: bool = False  # whether the model reads the embedding of the whole caption
+
+    def embeddings(self, ids: int) -> int:
+        """Return how many embeddings a caption of so many token ids gives, with its template."""
+        if not self.tokens:
+            return 0
+        return self.length if self.padding != "none" else max(0, min(ids, self.length + self.skip) - self.skip)
+
+
+@dataclass(frozen=True)
+class GenerationForm:
+    """Describe what a generation model reads and predicts. `timesteps` of a batch run from 0 (data) to 1000 (noise)."""
+
+    channels: int  # of the VAE's latents, which is what the model predicts; its input may have more, as conditions
+    patch: tuple[int, int, int]  # frames, rows and columns of latents that make one token
+    joint: bool = False  # whether tokens of text and latents are one sequence; if not, latents attend to the text
+    text: tuple[TextForm, ...] = (TextForm(),)
+    objective: Objective = "flow"
+    condition: ImageCondition = "none"
+    token_times: bool = False  # `timesteps` has an entry for each element of the main sequence, not for each sample
+    guidance: bool = False  # whether the model reads the guidance scale that it was distilled for
+
+    @property
+    def patch_values(self) -> int:
+        """Return the numbers in one token of latents."""
+        frames, rows, columns = self.patch
+        return self.channels * frames * rows * columns
