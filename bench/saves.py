@@ -23,7 +23,7 @@ from vlm import FAMILY, LENGTH, PICTURES, TESSERA
 import tessera
 from tessera.core.callback import Callback
 
-STEPS, FIRST = 24, 8  # the save is behind step FIRST; steps before it compile and warm up
+STEPS, FIRST = 15, 8  # one save, behind step FIRST; steps before it compile and warm up
 
 
 class Clock(Callback):

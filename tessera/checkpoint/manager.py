@@ -43,7 +43,7 @@ from tessera.checkpoint.files import (
 )
 from tessera.checkpoint.frozen import STATE_KEY, FrozenSource, FrozenWeights
 from tessera.checkpoint.state import read_state, state_to_json
-from tessera.checkpoint.storage import TensorSave, load_tensors, plan_save, read_table, total_bytes
+from tessera.checkpoint.storage import SaveLayout, TensorSave, load_tensors, plan_save, read_table, total_bytes
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError, few_names
 
@@ -97,6 +97,7 @@ class CheckpointManager:
         self.newest: Path | None = None  # what was saved or resumed from last: its bytes are known to be good
         self._frozen_source = frozen_source
         self._frozen: FrozenWeights | None = None  # what the checkpoints of this run do not store
+        self._layout: SaveLayout | None = None  # of the saves of this run
         self._keep = keep
         self._fault = fault
         self._free = free
@@ -105,6 +106,10 @@ class CheckpointManager:
         self._thread_ranks: Ranks | None = None
 
     # ------------------------------------------------------------------------------------------ saving
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Decide which rank writes what, before the first save: training would wait for it there."""
+        self._layout = plan_save(Ranks.current(), self._stored(tensors))
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config_text: str) -> Path:
         """Write and publish a checkpoint, then remove what is beyond `keep`. `state` and `config_text`: of rank 0.
@@ -194,13 +199,24 @@ class CheckpointManager:
         config_text: str,
     ) -> _Request:
         started = time.perf_counter()
+        tensors = self._stored(tensors)
         if self._frozen is not None:
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in self._frozen.names}
             state = {**state, STATE_KEY: self._frozen.dump()}
         files: dict[str, bytes] = {}
         # Written down now: what is trained on meanwhile changes the state.
         ranks.on_rank0(lambda: files.update({STATE: state_to_json(state), CONFIG: config_text.encode()}))
-        return _Request(step, plan_save(ranks, tensors), total_bytes(tensors), files, started)
+        layout = self._layout
+        if not all(ranks.on_all(lambda: layout is not None and layout.fits(tensors))):
+            layout = plan_save(ranks, tensors)
+        assert layout is not None
+        self._layout = layout
+        return _Request(step, layout.save_of(tensors), total_bytes(tensors), files, started)
+
+    def _stored(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors that a checkpoint of this run holds."""
+        if self._frozen is None:
+            return tensors
+        return {name: tensor for name, tensor in tensors.items() if name not in self._frozen.names}
 
     def _complete(self, ranks: Ranks, request: _Request, paused: float | None) -> SaveReport:
         """Write a checkpoint, if need be a second time after older ones were removed."""

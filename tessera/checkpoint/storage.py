@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,9 +45,11 @@ from tessera.checkpoint.files import (
 from tessera.checkpoint.legacy.dcp import TensorInParts, TensorPart, check_cover
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.torch_internals import foreach_copy_
 
 TABLE = "tensors.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
+_log = logging.getLogger("tessera")
 _MARGIN, _LEFT_FREE = 1.1, 1 << 30  # of device memory, for copies that are written in the background
 
 
@@ -67,18 +70,15 @@ class TensorSave:
         Copies on the device are made at the speed of its memory, and go to the host from there while training goes on.
         They are made if they fit into memory that was never used; otherwise they are made in host memory.
         """
-        for device in {chunk.device for chunk in self.chunks.values()}:
-            here = {key: chunk for key, chunk in self.chunks.items() if chunk.device == device}
-            size = sum(chunk.nbytes for chunk in here.values())
-            fits = device.type == "cpu" or devices.free_memory(device) > _MARGIN * size + _LEFT_FREE
-            for key, chunk in here.items():
-                if fits:
-                    try:
-                        self.chunks[key] = chunk.detach().clone()
-                        continue
-                    except torch.OutOfMemoryError:  # free memory may be in parts that are too small
-                        fits = False
-                self.chunks[key] = chunk.detach().to("cpu", copy=True)
+        groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = defaultdict(dict)
+        for key, chunk in self.chunks.items():
+            groups[chunk.device, chunk.dtype][key] = chunk.detach()
+        for (device, _), chunks in groups.items():
+            copies = _copies(chunks)
+            if copies is None:
+                _log.debug("no memory on %s for copies of its tensors: they are made in host memory", device)
+                copies = {key: chunk.to("cpu", copy=True) for key, chunk in chunks.items()}
+            self.chunks |= copies
 
     def host_bytes(self) -> int:
         """Return how much host memory copies of all chunks need at most."""
@@ -99,8 +99,61 @@ class TensorSave:
         return write_file(folder / TABLE, self._table, fault)
 
 
-def plan_save(ranks: Ranks, tensors: Mapping[str, Tensor]) -> TensorSave:
-    """Return what this rank writes of the given tensors. Every rank calls this; nothing is copied or written yet."""
+def _copies(chunks: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return copies of tensors of one device and dtype; None where its memory does not suffice.
+
+    They share one allocation: asking a driver for memory a thousand times takes longer than the copying.
+    """
+    first = next(iter(chunks.values()))
+    size = sum(chunk.nbytes for chunk in chunks.values())
+    if first.device.type != "cpu" and devices.free_memory(first.device) <= _MARGIN * size + _LEFT_FREE:
+        return None
+    try:
+        buffer = first.new_empty(sum(chunk.numel() for chunk in chunks.values()))
+    except torch.OutOfMemoryError:
+        return None
+    parts = buffer.split([chunk.numel() for chunk in chunks.values()])
+    copies = {key: part.view(chunk.shape) for (key, chunk), part in zip(chunks.items(), parts, strict=True)}
+    foreach_copy_(list(copies.values()), list(chunks.values()))
+    return copies
+
+
+class SaveLayout:
+    """Say which chunks of which tensors this rank writes. All ranks ask each other for it, which takes time, and it is
+    the same for every save of a run."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        planner: DefaultSavePlanner,
+        plan: SavePlan,
+        table: bytes | None,
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        self._ranks, self._planner, self._plan, self._table = ranks, planner, plan, table
+        self._described = _described(tensors)
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether it was made for tensors of these names, shapes and dtypes."""
+        return self._described == _described(tensors)
+
+    def save_of(self, tensors: Mapping[str, Tensor]) -> TensorSave:
+        """Return what this rank writes of tensors that fit. Nothing is copied or written yet."""
+        self._planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=self._ranks.rank == 0)
+        chunks: dict[str, Tensor] = {}
+        for item in self._plan.items:
+            chunk = self._planner.resolve_data(item)
+            assert isinstance(chunk, Tensor), "only tensors are stored"
+            chunks[_key(item)] = chunk
+        return TensorSave(_shard_file(self._ranks.rank), chunks, self._table)
+
+
+def _described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def plan_save(ranks: Ranks, tensors: Mapping[str, Tensor]) -> SaveLayout:
+    """Return what this rank writes of such tensors, now and later. Every rank calls this."""
     assert all(isinstance(tensor, Tensor) for tensor in tensors.values()), "only tensors are stored"
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
@@ -117,12 +170,7 @@ def plan_save(ranks: Ranks, tensors: Mapping[str, Tensor]) -> TensorSave:
         return [(plan, table if rank == 0 else None) for rank, plan in enumerate(plans)]
 
     plan, table = ranks.through_rank0(local_plan, global_plan)
-    chunks: dict[str, Tensor] = {}
-    for item in planner.finish_plan(plan).items:
-        chunk = planner.resolve_data(item)
-        assert isinstance(chunk, Tensor), "only tensors are stored"
-        chunks[_key(item)] = chunk
-    return TensorSave(_shard_file(ranks.rank), chunks, table)
+    return SaveLayout(ranks, planner, planner.finish_plan(plan), table, tensors)
 
 
 def _table_to_json(metadata: Metadata, locations: Mapping[MetadataIndex, tuple[str, str]]) -> bytes:

@@ -142,6 +142,11 @@ def foreach_add_(tensors: list[Tensor], value: float) -> None:
     torch._foreach_add_(tensors, value)
 
 
+def foreach_copy_(tensors: list[Tensor], others: list[Tensor]) -> None:
+    """Copy the tensors of a second list into those of the first."""
+    torch._foreach_copy_(tensors, others)
+
+
 def foreach_sub_(tensors: list[Tensor], others: list[Tensor]) -> None:
     """Subtract the tensors of a second list, in place."""
     torch._foreach_sub_(tensors, others)

@@ -36,6 +36,7 @@ class Saves:
         self.settings = settings
         self.step = -1  # the last one that was saved, or is being saved
         self._collect, self._paused, self._on_save = collect, paused, on_save
+        self._prepared = False
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -52,6 +53,16 @@ class Saves:
         minutes, report = self.settings.minutes_between, self.checkpoints.report
         wait = max(60 * minutes, 0.0 if report is None else max(20 * report.paused_seconds, report.seconds))
         return minutes > 0 and time.monotonic() - self._at >= wait
+
+    def prepare(self, has_state: bool) -> None:
+        """Do once, ahead of the first save, what does not depend on the step: training waits for less then.
+
+        `has_state`: whether the optimizer has updated weights, so that its state exists.
+        """
+        if has_state and self.settings.asynchronous and not self._prepared:
+            _, tensors, _, _ = self._collect()
+            self.checkpoints.prepare(tensors)
+            self._prepared = True
 
     def save(self, step: int) -> Path | None:
         """Save a step, unless it is saved already, and wait until it is written."""

@@ -122,8 +122,9 @@ class Trainer:
             self.phase = "loading data"
             assert self.loader is not None
             microbatches = next(self.loader)
-            if self.train_step(microbatches) is None:
+            if (result := self.train_step(microbatches)) is None:
                 continue
+            self._saves.prepare(result.applied)
             last = self.step == settings.steps
             if self._eval_batches is not None and _due(self.step, settings.eval_every) and not last:
                 self.evaluate()

@@ -46,7 +46,7 @@ def test_a_small_model_leaves_the_device_idle_and_the_profile_says_so(tmp_path: 
     for direction in ("forward", "backward"):
         assert shares(told)["text.layers.*.attn", direction] > 0
         assert shares(told)["vision.blocks.*.mlp", direction] > 0
-    held = {row["name"] for row in told["memory"]["held_by"]}
+    held = {row["name"] for row in told["memory"]["used_by"]}
     assert {"weights", "optimizer state"} <= held
 
 

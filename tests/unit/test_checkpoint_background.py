@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from test_checkpoint_manager import blank, in_child, same_bits, save, tensors
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import tessera
 from tessera.checkpoint.manager import CheckpointManager
@@ -64,6 +65,35 @@ def test_what_is_written_is_the_state_at_the_moment_of_the_save(tmp_path: Path) 
     into = blank()
     assert CheckpointManager(tmp_path, 2).resume(into) == (3, {"losses": [1.0]})
     assert same_bits(into, tensors(3))
+
+
+def test_a_prepared_save_does_not_plan_again_unless_the_tensors_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[int] = []
+    original = DefaultSavePlanner.create_local_plan
+
+    def counted(planner: DefaultSavePlanner) -> Any:
+        plans.append(1)
+        return original(planner)
+
+    monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", counted)
+    manager = CheckpointManager(tmp_path, 3)
+    manager.prepare(tensors(0))
+    for step in (1, 2):  # other tensors of the same names: what is written is theirs
+        manager.save_in_background(step, tensors(step), {}, "recipe\n")
+        manager.finish_background()
+        into = blank()
+        assert CheckpointManager(tmp_path, 3).resume(into) == (step, {})
+        assert same_bits(into, tensors(step))
+    assert len(plans) == 1
+    grown = {**tensors(3), "optim.extra": torch.ones(2)}
+    manager.save_in_background(3, grown, {}, "recipe\n")
+    manager.finish_background()
+    into = {**blank(), "optim.extra": torch.zeros(2)}
+    assert CheckpointManager(tmp_path, 3).resume(into) == (3, {})
+    assert same_bits(into, grown)
+    assert len(plans) == 2
 
 
 def test_a_failed_write_is_raised_when_it_is_finished(tmp_path: Path) -> None:
