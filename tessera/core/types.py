@@ -87,6 +87,29 @@ class Encoded:
     media: dict[str, Tensor] = field(default_factory=dict)  # private to a family: its own `collate` reads them
     counts: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def length(self) -> int:
+        """Return how many tokens of a row the sample takes."""
+        return len(self.tokens)
+
+
+@dataclass
+class EncodedMedia:
+    """Hold one sample of a generation model, not yet packed: an image or video that the model learns to make, and what
+    it is made from. A sample that could not be read has a length and nothing else.
+
+    `tensors` has `text_ids` (also `text_ids_2`, `text_ids_3`) and `frames` uint8 [F, H, W, 3]; or what encoders made of
+    them: `clean` [patches, P], `text` [L, D] and the like.
+    """
+
+    id: str
+    length: int  # elements of the main sequence
+    grid: tuple[int, int, int] = (0, 0, 0)  # of the latents, in patches: frames, rows, columns
+    text: int = 0  # text tokens in the main sequence; 0 where the model reads text by cross attention
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    references: tuple[tuple[Tensor, tuple[int, int, int]], ...] = ()  # images to edit, each with its grid
+    counts: dict[str, int] = field(default_factory=dict)
+
 
 # ---------------------------------------------------------------------------------------------- batches
 
@@ -317,13 +340,27 @@ class Processor(Protocol):
         """Return the cost from headers alone: {"tokens": n, "patches": m, ...}; it equals what `encode` will give."""
         ...
 
-    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Encoded:
-        """Tokenise a sample. `media`: one decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in
-        order. `sizes`: what their headers tell, where images were made smaller while they were decoded."""
+    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Any:
+        """Return a sample ready to be packed: `Encoded` of conversations, `EncodedMedia` of generation. `media`: one
+        decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order. `sizes`: what their headers
+        tell, where images were made smaller while they were decoded."""
         ...
 
-    def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
+    def collate(self, rows: Sequence[Sequence[Any]], length: int) -> Batch:
         """Pack each row's samples into `length` tokens (padded), rows one after another."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer and preprocessor files that `transformers` reads."""
+        ...
+
+
+@runtime_checkable
+class LanguageProcessor(Processor, Protocol):
+    """Turn conversations into batches, and tokens that a model generates back into text."""
+
+    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Encoded:
+        """Tokenise a sample; see `Processor`."""
         ...
 
     def prompt(
@@ -340,10 +377,6 @@ class Processor(Protocol):
 
     @property
     def stop_tokens(self) -> tuple[int, ...]: ...
-
-    def save(self, folder: Path) -> None:
-        """Write tokenizer and preprocessor files that `transformers` reads."""
-        ...
 
 
 @runtime_checkable

@@ -25,7 +25,7 @@ from tessera.core.layouts import folder_layout
 from tessera.core.modules import computed_buffers, put_back_buffers
 from tessera.core.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
 from tessera.core.trust import Trust, check_trusted, find_code, model_code
-from tessera.core.types import Batch, ModelPlan, ModelSpec, Processor, Sample
+from tessera.core.types import Batch, LanguageProcessor, ModelPlan, ModelSpec, Processor, Sample
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.inference.generate import Sampling, TextStream, generate_tokens
@@ -319,7 +319,9 @@ def allocated(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn
     return module.eval()
 
 
-def _needed(processor: Processor | None, spec: ModelSpec) -> Processor:
+def _needed(processor: Processor | None, spec: ModelSpec) -> LanguageProcessor:
+    if processor is not None and not isinstance(processor, LanguageProcessor):
+        raise TesseraError(f"{spec.name} generates images or videos, not text", fix="use `tessera generate`")
     if processor is None:
         raise TesseraError(
             f"no processor for this {spec.name} model: words cannot be made into tokens",

@@ -14,7 +14,7 @@ from tessera.core.callback import Callback
 from tessera.core.modules import clean_name, local_shard
 from tessera.core.types import Batch, Encoded, RowSource
 from tessera.data.kinds import RowRequest, chat
-from tessera.data.order.chat_rows import ChatRows
+from tessera.data.order.packed_rows import PackedRows
 
 
 class Spoiled:
@@ -55,7 +55,7 @@ class Spoiled:
 
 def build(request: RowRequest) -> RowSource:
     rows = chat.build(request)
-    assert isinstance(rows, ChatRows)
+    assert isinstance(rows, PackedRows)
     options = request.section.options
     if request.split == "train":
         processor: Any = Spoiled(rows.processor, options.get("nan_pixels", []), options.get("absurd_labels", []))

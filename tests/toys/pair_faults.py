@@ -10,13 +10,13 @@ from typing import Any
 
 from tessera.core.types import RowSource
 from tessera.data.kinds import RowRequest, preference
-from tessera.data.order.chat_rows import ChatRows
+from tessera.data.order.packed_rows import PackedRows
 from tests.toys.faults import Spoiled
 
 
 def build(request: RowRequest) -> RowSource:
     rows = preference.build(request)
-    assert isinstance(rows, ChatRows)
+    assert isinstance(rows, PackedRows)
     assert isinstance(rows.processor, preference.PairProcessor)
     spoiled: Any = Spoiled(rows.processor.inner, request.section.options.get("nan_pixels", []), [])
     rows.processor = replace(rows.processor, inner=spoiled)

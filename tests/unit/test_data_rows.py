@@ -18,7 +18,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import DataSection
 from tessera.core.types import Batch, RowSource
 from tessera.data.kinds import KINDS, RowRequest, Work
-from tessera.data.order.chat_rows import ChatRows
+from tessera.data.order.packed_rows import PackedRows
 from tessera.parallel.mesh import CONTEXT, Axes
 from tessera.parallel.sequence_sharding import RankDataset
 
@@ -32,12 +32,12 @@ def build(
     weights: tuple[float, ...] | None = None,
     work: Work | None = None,
     **options: Any,
-) -> ChatRows:
+) -> PackedRows:
     paths = path if isinstance(path, list) else [path]
     sets = [{"path": p, **({"weight": weights[at]} if weights else {})} for at, p in enumerate(paths)]
     section = DataSection.model_validate({"length": 64, **options, split: sets})
     rows = KINDS.get("chat")(RowRequest(section, split, LetterProcessor(), seed, cache, work))
-    assert isinstance(rows, ChatRows)
+    assert isinstance(rows, PackedRows)
     return rows
 
 
@@ -45,7 +45,7 @@ def letters_and_pictures(measures: Mapping[str, np.ndarray]) -> dict[str, np.nda
     return {"text": 2.0 * measures["tokens"], "vision": 100.0 * measures["images"]}
 
 
-def epoch_ids(rows: ChatRows, epoch: int) -> list[str]:
+def epoch_ids(rows: PackedRows, epoch: int) -> list[str]:
     return [i for r in range(epoch * len(rows), (epoch + 1) * len(rows)) for i in rows.batch([r]).sample_ids]
 
 

@@ -21,7 +21,7 @@ from tessera.core.run_config import DataSection
 from tessera.core.types import Batch, Encoded, Processor, Sample
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
-from tessera.data.order.chat_rows import COUNTS, hole
+from tessera.data.order.packed_rows import COUNTS, hole
 from tessera.data.sources.container import RecordError, bad_sample_error, reason_of
 from tessera.data.sources.formats import RecordSchema, parse
 from tessera.data.workers.worker import time_limit

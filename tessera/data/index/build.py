@@ -34,7 +34,7 @@ from tessera.data.index.split import (
     with_cuts,
 )
 from tessera.data.media.files import Limits
-from tessera.data.media.read import ChatProcessor
+from tessera.data.media.read import MediaProcessor
 from tessera.data.sources.container import bad_sample_error
 from tessera.data.sources.source import Source, open_source
 from tessera.data.tables import AnyTables, MemoryTables, keep_tables, open_tables
@@ -48,7 +48,7 @@ _NOT_MEASURED = ("jpeg_draft",)  # limits that change how media is decoded, and 
 
 def build_index(
     sections: Sequence[SourceSection],
-    processor: ChatProcessor,
+    processor: MediaProcessor,
     *,
     length: int,
     limits: Limits,
@@ -80,7 +80,7 @@ def build_index(
 
 @dataclass(frozen=True)
 class _Maker:
-    processor: ChatProcessor
+    processor: MediaProcessor
     length: int
     truncate: Truncate
     limits: Limits

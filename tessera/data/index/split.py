@@ -17,7 +17,7 @@ import numpy as np
 from tessera.core.errors import TesseraError
 from tessera.core.types import PLAIN, MediaSize, Message, Part, Sample
 from tessera.data.index.measure import MAX_BAD, BadRow, Measured, bad_rows, content_hash, id_hash
-from tessera.data.media.read import ChatProcessor
+from tessera.data.media.read import MediaProcessor
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import Source
 from tessera.data.tables import AnyTables, MemoryTables, narrow
@@ -93,7 +93,7 @@ class Truncation:
 class TruncateToLength:
     """Measure a sample after the truncation that makes it fit; two further measures describe the truncation."""
 
-    processor: ChatProcessor
+    processor: MediaProcessor
     length: int
 
     def __call__(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:

@@ -15,8 +15,8 @@ from tessera.data.index.split import SplitIndex
 from tessera.data.kinds import RowRequest, Work
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor
-from tessera.data.order.chat_rows import ChatRows
 from tessera.data.order.order import Order, PackingConfig, Samples, row_table
+from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.columns import ROLES
 
 log = logging.getLogger("tessera")
@@ -51,7 +51,7 @@ def build(request: RowRequest) -> RowSource:
     packing = PackingConfig(section.length, seed, section.pack, section.shuffle, section.balance)
     table = row_table(weigh(index, sections, request.work), packing, request.cache_folder)
     log.info("%s: %s", "rows" if request.split == "train" else "held-out rows", table.stats.summary())
-    return ChatRows(
+    return PackedRows(
         index,
         Order(table, seed, section.shuffle),
         processor,

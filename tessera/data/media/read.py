@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from tessera.core.errors import TesseraError
-from tessera.core.types import MediaSize, Part, PartKind, Processor, Sample
+from tessera.core.types import LanguageProcessor, MediaSize, Part, PartKind, Processor, Sample
 from tessera.data.media import audio, video
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits, Target, folder_of, opened, refusing
@@ -27,8 +27,8 @@ KindTarget = Callable[[PartKind, MediaSize], "tuple[int, int] | None"]  # as `Ch
 
 
 @runtime_checkable
-class ChatProcessor(Processor, Protocol):
-    """Declare what conversations need of a family's processor beyond `Processor`."""
+class MediaProcessor(Processor, Protocol):
+    """Declare what an index of samples with media needs of a family's processor beyond `Processor`."""
 
     @property
     def fingerprint(self) -> str:
@@ -44,6 +44,11 @@ class ChatProcessor(Processor, Protocol):
         Decoders use it to decode no more than is used.
         """
         ...
+
+
+@runtime_checkable
+class ChatProcessor(LanguageProcessor, MediaProcessor, Protocol):
+    """Declare what conversations need of a family's processor."""
 
     def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> Self:
         """Return the same processor with other roles to train on; `last_only`: on the last turn of those roles."""
@@ -98,7 +103,7 @@ def decode(
 
 
 def read_media(
-    sample: Sample, root: Path, limits: Limits, processor: ChatProcessor
+    sample: Sample, root: Path, limits: Limits, processor: MediaProcessor
 ) -> tuple[list[Any], list[MediaSize]]:
     """Return all media of a sample, decoded for a processor, and the sizes in their headers."""
     read = [_decode(part, root, limits, processor.sampling, processor.target, _SOUND) for part in sample.media()]

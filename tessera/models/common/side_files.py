@@ -18,7 +18,7 @@ from typing import Any
 
 from tessera.core.errors import TesseraError
 from tessera.core.files import leads_out, read_json, read_json_mapping
-from tessera.core.types import Processor
+from tessera.core.types import LanguageProcessor, Processor
 from tessera.data.media.read import ChatProcessor
 
 IMAGE_FILE = "preprocessor_config.json"
@@ -264,7 +264,7 @@ def _fingerprint(processor: Processor) -> str:
 
 def _stop_where_trained(path: Path, processor: Processor) -> None:
     """Add the words that end a trained turn to the generation settings, unless these know one of them."""
-    stops = list(processor.stop_tokens)
+    stops = list(processor.stop_tokens) if isinstance(processor, LanguageProcessor) else []
     if not stops:
         return
     settings = read_json(path) if path.is_file() else {}

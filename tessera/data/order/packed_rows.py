@@ -1,4 +1,4 @@
-"""Rows of packed conversations: the data set as the loader sees it."""
+"""Rows of packed samples: the data set as the loader sees it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,26 +16,37 @@ from tessera.core.types import IGNORE, Batch, Encoded, RowSource, Sample
 from tessera.data.index.build import Policy
 from tessera.data.index.split import SplitIndex
 from tessera.data.media.files import Limits
-from tessera.data.media.read import ChatProcessor, read_media
+from tessera.data.media.read import MediaProcessor, read_media
 from tessera.data.order.order import Order
 from tessera.data.sources.container import RecordError, bad_sample_error, reason_of
 from tessera.data.workers.worker import time_limit
 
-# Always reported, so that ranks agree on the names.
-COUNTS = ("samples", "tokens", "trained", "images", "frames", "patches")
+COUNTS = ("samples", "tokens", "trained", "images", "frames", "patches")  # of conversations
+
+
+def hole(id: str, length: int) -> Encoded:
+    """Return what stands for a sample that could not be decoded: the same length, nothing to train on, no media."""
+    return Encoded(
+        id,
+        tokens=torch.zeros(length, dtype=torch.int64),
+        labels=torch.full((length,), IGNORE, dtype=torch.int64),
+        positions=torch.arange(length),
+    )
 
 
 @dataclass(eq=False)
-class ChatRows(RowSource):
-    """Read rows of packed conversations. `order` states which samples a row holds, by the number of the row."""
+class PackedRows(RowSource):
+    """Read rows of packed samples. `order` states which samples a row holds, by the number of the row."""
 
     index: SplitIndex
     order: Order
-    processor: ChatProcessor
+    processor: MediaProcessor
     length: int
     limits: Limits
     on_bad_sample: Policy = "skip"
     timeout_s: float | None = None
+    hole: Callable[[str, int], Any] = hole  # (id, length) -> what stands for a sample that could not be decoded
+    count_names: Sequence[str] = COUNTS  # always reported, so that ranks agree on the names
     left_out: Mapping[str, str] = field(default_factory=dict)  # samples to pass over, by name, with the reason
 
     @property
@@ -65,7 +77,7 @@ class ChatRows(RowSource):
     def work(self, rows: Sequence[int]) -> list[float] | None:
         return self.order.work(rows)
 
-    def without(self, samples: Mapping[str, str]) -> ChatRows:
+    def without(self, samples: Mapping[str, str]) -> PackedRows:
         return replace(self, left_out={**self.left_out, **samples})
 
     def batch(self, rows: Sequence[int]) -> Batch:
@@ -79,14 +91,14 @@ class ChatRows(RowSource):
             batch,
             sample_ids=tuple(item.id for row in encoded for item in row),
             rows=tuple((row, len(items)) for row, items in zip(rows, encoded, strict=True)),
-            counts={**dict.fromkeys(COUNTS, 0), **batch.counts},
+            counts={**dict.fromkeys(self.count_names, 0), **batch.counts},
             seeds=tuple(self.order.row_seed(row) for row in rows),
             problems=tuple(problems),
         )
 
     def _encode(
         self, number: int, lost: Mapping[int, str], note: Callable[[int], None], problems: list[tuple[str, str]]
-    ) -> Encoded:
+    ) -> Any:
         sample: Sample | None = None
         try:
             if number in lost:
@@ -97,7 +109,7 @@ class ChatRows(RowSource):
                 sample, root = self.index.read(number)
                 if sample.id in self.left_out:
                     problems.append((sample.id, self.left_out[sample.id]))
-                    return hole(sample.id, self.index.measure("tokens", number))
+                    return self.hole(sample.id, self.index.measure("tokens", number))
                 return self._encode_whole(sample, root, self.index.measure("tokens", number))
         except (TesseraError, RecordError, OSError) as error:
             source, row = self.index.locate(number)
@@ -105,7 +117,7 @@ class ChatRows(RowSource):
             if self.on_bad_sample == "fail":
                 raise bad_sample_error(id, reason_of(error), str(source.path)) from None
             problems.append((id, reason_of(error)))
-            return hole(id, self.index.measure("tokens", number))
+            return self.hole(id, self.index.measure("tokens", number))
 
     def _words_of(self, number: int, lost: Mapping[int, str], note: Callable[[int], None]) -> Sample | None:
         """Read a lost sample again without its media, to report its id; None if reading its row was fatal too.
@@ -118,21 +130,11 @@ class ChatRows(RowSource):
         with time_limit(self.timeout_s):
             return self.index.read(number)[0]
 
-    def _encode_whole(self, sample: Sample, root: Path, promised: int) -> Encoded:
+    def _encode_whole(self, sample: Sample, root: Path, promised: int) -> Any:
         media, sizes = read_media(sample, root, self.limits, self.processor)
         encoded = self.processor.encode(sample, media, sizes)
-        if len(encoded.tokens) != promised:
+        if encoded.length != promised:
             raise TesseraError(
-                f"{len(encoded.tokens)} tokens where headers promised {promised}: the data changed since it was indexed"
+                f"{encoded.length} tokens where headers promised {promised}: the data changed since it was indexed"
             )
         return encoded
-
-
-def hole(id: str, length: int) -> Encoded:
-    """Return what stands for a sample that could not be decoded: the same length, nothing to train on, no media."""
-    return Encoded(
-        id,
-        tokens=torch.zeros(length, dtype=torch.int64),
-        labels=torch.full((length,), IGNORE, dtype=torch.int64),
-        positions=torch.arange(length),
-    )
