@@ -44,6 +44,13 @@ class RowStatistics(nn.Module):
     row_total: nn.Module
 
 
+class FeatureStatistics(nn.Module):
+    """Base of modules that need sums over all features of a token. Where ranks have a part of the features each,
+    `feature_total` adds up over these ranks, and vectors of the module's weights are split like the features."""
+
+    feature_total: nn.Module | None = None
+
+
 class ExpertBalance(RowStatistics):
     """Base of modules that keep the load of experts even: by a loss of weight `coefficient`, and by a bias on the
     router's choice, which moves by `rate` against the error of `loads`, once a step."""

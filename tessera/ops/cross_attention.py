@@ -51,8 +51,8 @@ def _by_sample(
     q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return queries, keys and values of each sample that has queries."""
-    counts, key_counts = (s.lengths or tuple(s.bounds.diff().tolist()) for s in (q_segments, k_segments))
-    parts = zip(q.split(counts), k.split(key_counts), v.split(key_counts), strict=True)
+    counts, key_counts = (list(s.lengths) or s.bounds.diff().tolist() for s in (q_segments, k_segments))
+    parts = zip(*(torch.split(x, n) for x, n in ((q, counts), (k, key_counts), (v, key_counts))), strict=True)
     return [part for part in parts if len(part[0])]
 
 

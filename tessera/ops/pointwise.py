@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tessera.core.device import sum_dtype
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 
 
@@ -201,12 +203,22 @@ def axial_angles(positions: Tensor, dim: int, theta: float) -> Angles:
     return _angles(angles.flatten(1))
 
 
-def rotate(x: Tensor, angles: Angles, *, implementation: str = AUTO) -> Tensor:
-    """Return `x` [T, H, D] rotated by the angles of its positions, with the two halves of a head as coordinates.
+def axes_angles(positions: Tensor, sizes: Sequence[int], theta: float) -> Angles:
+    """Return angles for `positions` [A, T]: axis a has `sizes[a]` dimensions of a head to itself, and their frequencies
+    begin at one on every axis. Products are taken in fp64, as diffusers does for its tables."""
+    wide = positions.to(sum_dtype(positions.device)).unsqueeze(-1)
+    parts = [at * _frequencies(size, theta, at.device, at.dtype) for at, size in zip(wide, sizes, strict=True)]
+    angles = torch.cat(parts, dim=-1)
+    return Angles(angles.cos().float(), angles.sin().float())
+
+
+def rotate(x: Tensor, angles: Angles, *, pairs: bool = False, implementation: str = AUTO) -> Tensor:
+    """Return `x` [T, H, D] rotated by the angles of its positions, with the two halves of a head as coordinates, or,
+    with `pairs`, neighbouring dimensions.
 
     With fewer angles than D / 2, only the first dimensions of each head are rotated.
     """
-    run = ROTATE.choose(implementation, "plain", x.device, x.dtype)
+    run = ROTATE.choose(implementation, "pairs" if pairs else "plain", x.device, x.dtype)
     rotated = 2 * angles.cos.shape[-1]
     if rotated == x.shape[-1]:
         out: Tensor = run(x, angles)
@@ -214,8 +226,8 @@ def rotate(x: Tensor, angles: Angles, *, implementation: str = AUTO) -> Tensor:
     return torch.cat([run(x[..., :rotated], angles), x[..., rotated:]], dim=-1)
 
 
-def _frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
-    exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
+def _frequencies(dim: int, theta: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    exponents = torch.arange(0, dim, 2, device=device, dtype=dtype) / dim
     return 1.0 / (theta**exponents)
 
 
@@ -229,4 +241,12 @@ def _rotate_eager(x: Tensor, angles: Angles) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-ROTATE = DispatchedOp("rotate", (Implementation("eager", _rotate_eager),))
+def _rotate_pairs_eager(x: Tensor, angles: Angles) -> Tensor:
+    first, second = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
+    cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2).to(x.dtype)
+
+
+ROTATE = DispatchedOp(
+    "rotate", (Implementation("eager", _rotate_eager), Implementation("eager", _rotate_pairs_eager, ("pairs",)))
+)

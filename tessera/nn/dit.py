@@ -1,0 +1,245 @@
+"""Blocks of diffusion transformers: time embeddings, modulation by sample, attention to latents and to text.
+
+A packed sequence holds tokens of several samples. What is computed once per sample (modulation by its time) has one
+entry per sample, and `spread` brings it to the tokens by an index. Where all tokens share one entry, it is broadcast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tessera.core.modules import FeatureStatistics, local_shard
+from tessera.core.types import Batch, Segments
+from tessera.nn.layers import PackedAttention, RMSNorm
+from tessera.nn.vit import gelu_tanh
+from tessera.ops.cross_attention import packed_cross_attention
+from tessera.ops.pointwise import Angles, rms_norm, rotate
+from tessera.ops.registry import AUTO
+
+# Norm of queries and keys before rotation: over each head, over all heads together, or none.
+QKNorm = Literal["per_head", "across_heads"] | None
+
+
+# ---------------------------------------------------------------------------------------------- time
+
+
+def timestep_features(timesteps: Tensor, size: int, *, shift: float = 0.0, cosine_first: bool = True) -> Tensor:
+    """Return cosines and sines [S, size] of `timesteps` [S] in fp32, at frequencies from 1 down to about 1 / 10000."""
+    half = size // 2
+    exponents = torch.arange(half, device=timesteps.device, dtype=torch.float32) / (half - shift)
+    angles = timesteps.float().unsqueeze(-1) * torch.exp(-math.log(10_000) * exponents)
+    parts = (angles.cos(), angles.sin()) if cosine_first else (angles.sin(), angles.cos())
+    return F.pad(torch.cat(parts, dim=-1), (0, size % 2))
+
+
+class FeedForward(nn.Module):
+    """Compute two linear layers with an activation between."""
+
+    def __init__(
+        self,
+        size: int,
+        inner: int,
+        out: int | None = None,
+        activation: Callable[[Tensor], Tensor] = gelu_tanh,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.up = nn.Linear(size, inner, bias=bias)
+        self.down = nn.Linear(inner, size if out is None else out, bias=bias)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.activation(self.up(x)))
+        return out
+
+
+class TimeEmbedding(FeedForward):
+    """Embed timesteps [S], in the type of its weights."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__(features, hidden, hidden, F.silu)
+        self.features = features
+
+    def forward(self, timesteps: Tensor) -> Tensor:
+        return super().forward(timestep_features(timesteps, self.features).to(self.up.weight.dtype))
+
+
+def time_index(batch: Batch) -> Tensor:
+    """Return which of `timesteps` belongs to each element of the main sequence: that of its sample, unless the batch
+    has a `time_index` (tokens of one sample at different times) or a time for each element."""
+    found = batch.get("time_index")
+    if found is not None:
+        return found
+    samples = batch["sample_index"]
+    times = batch["timesteps"].shape[0]
+    if times > 1 and times == samples.shape[0]:
+        return torch.arange(times, device=samples.device)
+    return samples
+
+
+# ---------------------------------------------------------------------------------------------- modulation
+
+
+class _Spread(torch.autograd.Function):
+    """Select entries; backward is a product, which adds in one order, and not a scatter, which does not."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.entries = values.shape[0]
+        return values.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        entries = torch.arange(ctx.entries, device=index.device)
+        chosen = (entries.unsqueeze(1) == index).to(grads[0].dtype)  # [S, T]
+        return chosen @ grads[0], None
+
+
+def spread(values: Tensor, index: Tensor) -> Tensor:
+    """Return `values` [S, D] as [T, D] by `index` [T]; a single entry stays [1, D] and is broadcast."""
+    if values.shape[0] == 1:
+        return values
+    found: Tensor = _Spread.apply(values, index)  # type: ignore[no-untyped-call]
+    return found
+
+
+class Modulation(nn.Module):
+    """Add a learned table to the modulation that the time gives: `count` vectors, in fp32."""
+
+    def __init__(self, count: int, hidden: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(count, hidden))
+
+    def forward(self, values: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+        """Return the vectors for every token ([T, D], or [1, D] for all), from `values` [S, count, D] or [S, 1, D]."""
+        return tuple(spread(part, index) for part in (self.table.float() + values.float()).unbind(1))
+
+
+def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return the layer norm of `x` times (1 + scale) plus shift, computed in the type of these two."""
+    normed = F.layer_norm(x.to(scale.dtype), x.shape[-1:], eps=eps)
+    return (normed * (1 + scale) + shift).to(x.dtype)
+
+
+def gated_sum(x: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+    """Return `x` + update * gate, computed in the widest type of the three and returned in that of `x`."""
+    return (x + update * gate).to(x.dtype)
+
+
+class WideLayerNorm(nn.LayerNorm):
+    """Compute a layer norm in fp32 and return it in the type of the input, whatever type the weights have."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+
+class FeatureRMSNorm(FeatureStatistics):
+    """Compute the RMS norm over all heads of a token together, of which a rank may have a part."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.feature_total is None:
+            return rms_norm(x, self.weight, self.eps)
+        wide = x.float()
+        mean = self.feature_total(wide.square().sum(-1, keepdim=True)) / self.weight.shape[0]
+        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * local_shard(self.weight)
+
+
+def make_qk_norm(kind: QKNorm, heads: int, head_dim: int, eps: float) -> nn.Module | None:
+    if kind is None:
+        return None
+    return RMSNorm(head_dim, eps) if kind == "per_head" else FeatureRMSNorm(heads * head_dim, eps)
+
+
+def by_head(x: Tensor, norm: Callable[[Tensor], Tensor] | None, head_dim: int) -> Tensor:
+    """Return `x` [T, H * D] as [T, H, D], normed. How many heads there are is left to the weights: a rank may have some
+    of them."""
+    if isinstance(norm, FeatureRMSNorm):
+        x = norm(x)
+    heads = x.view(*x.shape[:-1], -1, head_dim)
+    return heads if norm is None or isinstance(norm, FeatureRMSNorm) else norm(heads)
+
+
+class Projections(nn.Module):
+    """Apply several linear layers to one input: under tensor parallelism it enters all of them at once."""
+
+    def __init__(self, size: int, **outputs: int) -> None:
+        super().__init__()
+        for name, out in outputs.items():
+            self.add_module(name, nn.Linear(size, out))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(layer(x) for layer in self.children())
+
+
+class PackedSelfAttention(nn.Module):
+    """Attend inside each sample, without a mask; positions rotate neighbouring dimensions of queries and keys."""
+
+    def __init__(
+        self, size: int, heads: int, head_dim: int, norm: QKNorm, eps: float = 1e-6, attention: str = AUTO
+    ) -> None:
+        super().__init__()
+        self.head_dim, inner = head_dim, heads * head_dim
+        self.qkv = Projections(size, q=inner, k=inner, v=inner)
+        self.q_norm, self.k_norm = (make_qk_norm(norm, heads, head_dim, eps) for _ in range(2))
+        self.core = PackedAttention(False, attention, head_dim)
+        self.out = nn.Linear(inner, size)
+
+    def forward(self, x: Tensor, angles: Angles, segments: Segments) -> Tensor:
+        q, k, v = self.qkv(x)
+        q, k = by_head(q, self.q_norm, self.head_dim), by_head(k, self.k_norm, self.head_dim)
+        q, k = rotate(q, angles, pairs=True), rotate(k, angles, pairs=True)
+        attended = self.core(q, k, by_head(v, None, self.head_dim), segments)
+        out: Tensor = self.out(attended.flatten(1))
+        return out
+
+
+class CrossAttention(nn.Module):
+    """Attend to a second packed sequence with one segment per sample, such as text."""
+
+    def __init__(
+        self, size: int, heads: int, head_dim: int, norm: QKNorm, eps: float = 1e-6, attention: str = AUTO
+    ) -> None:
+        super().__init__()
+        self.head_dim, inner, self.implementation = head_dim, heads * head_dim, attention
+        self.q = nn.Linear(size, inner)
+        self.kv = Projections(size, k=inner, v=inner)
+        self.q_norm, self.k_norm = (make_qk_norm(norm, heads, head_dim, eps) for _ in range(2))
+        self.out = nn.Linear(inner, size)
+
+    def forward(self, x: Tensor, context: Tensor, segments: Segments, context_segments: Segments) -> Tensor:
+        """`segments` are those of the tokens in `x`, which may be a rank's part of the sequence."""
+        q = by_head(self.q(x), self.q_norm, self.head_dim)
+        attended = self.attend(q, self.kv(context), self.k_norm, segments, context_segments)
+        out: Tensor = self.out(attended.flatten(1))
+        return out
+
+    def attend(
+        self,
+        q: Tensor,
+        kv: tuple[Tensor, Tensor],
+        norm: nn.Module | None,
+        segments: Segments,
+        context_segments: Segments,
+    ) -> Tensor:
+        k, v = by_head(kv[0], norm, self.head_dim), by_head(kv[1], None, self.head_dim)
+        return packed_cross_attention(q, k, v, segments, context_segments, implementation=self.implementation)
