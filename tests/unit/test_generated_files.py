@@ -1,0 +1,132 @@
+"""Files of generated samples: PNG, GIF and MP4, and the metadata from which they are made again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from tessera.core.errors import TesseraError
+from tessera.inference.diffusion.files import Generated, check_out, metadata_path, read_record, write_samples
+from tessera.inference.diffusion.request import Request, read_prompts
+
+
+def moving_square(frames: int = 5, height: int = 32, width: int = 48) -> np.ndarray:
+    video = np.full((frames, height, width, 3), 40, np.uint8)
+    for number in range(frames):
+        video[number, 8:24, 4 * number : 4 * number + 16] = (230, 60, 20)
+    return video
+
+
+def samples(*videos: np.ndarray) -> list[Generated]:
+    return [Generated(f"a square {number}", 7 + number, video) for number, video in enumerate(videos)]
+
+
+def test_a_png_holds_the_pixels_and_its_metadata_the_request(tmp_path: Path) -> None:
+    image = moving_square(1)
+    request = Request(prompts=["a square"], steps=3, seed=7, height=32, width=48, frames=1)
+    written = write_samples(tmp_path / "new" / "x.png", Path("model"), request, samples(image), {"dtype": "float32"})
+    assert written == tmp_path / "new" / "x.json"
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "new" / "x.png")), image[0])
+    record = read_record(written)
+    assert record.request == request
+    assert record.model == Path("model").absolute()
+    assert record.digests == (samples(image)[0].digest,)
+    assert json.loads(written.read_text())["made_with"]["dtype"] == "float32"
+    assert not list(tmp_path.rglob("*.new"))
+
+
+def test_a_gif_has_every_frame_at_its_rate(tmp_path: Path) -> None:
+    video = np.concatenate([moving_square(4), moving_square(4)[-1:]])  # the last frame twice: it must not be dropped
+    write_samples(tmp_path / "x.gif", tmp_path, Request(prompts=["a"], fps=10.0), samples(video))
+    with Image.open(tmp_path / "x.gif") as image:
+        lengths = []
+        for number in range(image.n_frames):  # type: ignore[attr-defined]
+            image.seek(number)
+            lengths.append(image.info["duration"])
+            error = np.abs(np.asarray(image.convert("RGB")).astype(int) - video[number].astype(int)).mean()
+            assert error < 2
+        assert sum(lengths) == 500  # five frames of a tenth of a second; equal ones may be stored as one
+
+
+def test_an_mp4_has_every_frame_at_its_rate(tmp_path: Path) -> None:
+    video = moving_square(5)
+    write_samples(tmp_path / "x.mp4", tmp_path, Request(prompts=["a"], fps=12.0), samples(video))
+    with av.open(str(tmp_path / "x.mp4")) as container:
+        assert container.streams.video[0].average_rate == 12
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    assert frames.shape == video.shape
+    assert np.abs(frames.astype(int) - video.astype(int)).mean() < 6  # colours at half resolution blur its edges
+
+
+def test_several_samples_are_numbered_beside_one_metadata_file(tmp_path: Path) -> None:
+    made = samples(*[moving_square(1)] * 11)
+    write_samples(tmp_path / "x.png", tmp_path, Request(prompts=["a"] * 11), made)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["x-00.png", *(f"x-{n:02d}.png" for n in range(1, 11)), "x.json"]
+    described = json.loads(metadata_path(tmp_path / "x.png").read_text())["samples"]
+    assert [(one["file"], one["seed"]) for one in described[:2]] == [("x-00.png", 7), ("x-01.png", 8)]
+
+
+def test_pixels_and_shape_make_the_digest() -> None:
+    video = moving_square(4)
+    changed = video.copy()
+    changed[2, 3, 3, 1] += 1
+    digests = {one.digest for one in samples(video, changed, video.reshape(4, 48, 32, 3))}
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "word"),
+    [("x.avi", 1, "known format"), ("x.mp5", 1, ".mp4"), ("x", 1, "known format"), ("x.png", 5, "5 frames")],
+)
+def test_names_that_cannot_hold_the_sample_are_refused_before_the_work(name: str, frames: int, word: str) -> None:
+    with pytest.raises(TesseraError, match=word):
+        check_out(Path(name), frames)
+
+
+def test_odd_sizes_and_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    odd = samples(moving_square(2, height=31))
+    with pytest.raises(TesseraError, match="even sizes"):
+        write_samples(tmp_path / "x.mp4", tmp_path, Request(prompts=["a"]), odd)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TesseraError, match="cannot be written"):
+        write_samples(tmp_path / "file" / "x.gif", tmp_path, Request(prompts=["a"]), odd)
+    (tmp_path / "y.gif").mkdir()
+    with pytest.raises(TesseraError, match="is a folder"):
+        check_out(tmp_path / "y.gif", 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ("[]", "a mapping is needed"),
+        ("{}", "not the metadata file"),
+        ({"version": 2, "model": "m", "request": {"prompts": ["a"]}, "samples": []}, "not the metadata file"),
+        ({"version": 1, "model": "m", "request": {"prompts": ["a"], "step": 3}, "samples": []}, "step"),
+        ({"version": 1, "model": "m", "request": {"prompts": []}, "samples": []}, "prompts"),
+        ({"version": 1, "model": "m", "request": {"prompts": ["a"], "height": 10**9}, "samples": []}, "height"),
+    ],
+)
+def test_metadata_of_somebody_else_is_checked(tmp_path: Path, content: Any, word: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(TesseraError, match=word):
+        read_record(path)
+
+
+def test_prompts_of_a_file_are_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("a cat\n\n  a dog \n", encoding="utf-8")
+    assert read_prompts(path) == ["a cat", "a dog"]
+    assert Request(prompts=["a", "b"], count=2).texts == ["a", "a", "b", "b"]
+    path.write_text("\n \n")
+    with pytest.raises(TesseraError, match="no prompt"):
+        read_prompts(path)
+    with pytest.raises(TesseraError, match="cannot be opened"):
+        read_prompts(tmp_path / "none.txt")
