@@ -1,12 +1,19 @@
 """Describe image and video generation families to what surrounds them: data, objective, encoders and sampling.
 
-A family says how latents of its VAE become tokens and how captions become embeddings. Everything here is plain data.
+A family says how latents of its VAE become tokens and how captions become embeddings. What a family says is plain
+data.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
 
 # What the model predicts from latents with noise: the velocity from data to noise, the noise, or v.
 Objective = Literal["flow", "epsilon", "v"]
@@ -16,6 +23,13 @@ ImageCondition = Literal["none", "mask_channels", "channels", "replace"]
 # What follows the embeddings of a short caption, up to `TextForm.length`: nothing, zeros, or what the encoder makes of
 # padding tokens.
 TextPadding = Literal["none", "zeros", "encoded"]
+# How frames, rows and columns of latents are counted, and where text lies:
+# grid      from 0, the first reference image in the frames behind those of the sample; text at 0
+# centered  rows and columns from the middle; text on the diagonal, behind the largest of them
+# layered   as centered, with the last image at frame -1: the layers of an image, and then the image
+# table     as grid, in the middle of a square table of `table` rows; text at 0
+PositionStyle = Literal["grid", "centered", "layered", "table"]
+Grid = tuple[int, int, int]  # frames, rows and columns, in tokens
 
 
 @dataclass(frozen=True)
@@ -52,9 +66,39 @@ class GenerationForm:
     condition: ImageCondition = "none"
     token_times: bool = False  # `timesteps` has an entry for each element of the main sequence, not for each sample
     guidance: bool = False  # whether the model reads the guidance scale that it was distilled for
+    positions: PositionStyle = "grid"
+    table: int = 0  # rows and columns of a table of positions
 
     @property
     def patch_values(self) -> int:
         """Return the numbers in one token of latents."""
         frames, rows, columns = self.patch
         return self.channels * frames * rows * columns
+
+
+def sample_positions(form: GenerationForm, text: int, grids: Sequence[Grid]) -> Tensor:
+    """Return frame, row and column [3, T] of each element of a sample: `text` tokens of text, then the latents of its
+    image or video and of its reference images, whose sizes are `grids`."""
+    centered = form.positions in ("centered", "layered")
+    parts, first = [], 0
+    for number, (frames, rows, columns) in enumerate(grids):
+        start = -1 if form.positions == "layered" and number == len(grids) - 1 else first
+        row, column = (-(size - size // 2) if centered else 0 for size in (rows, columns))
+        if form.positions == "table":
+            if max(rows, columns) > form.table:
+                raise TesseraError(
+                    f"an image of {rows} x {columns} tokens: the model has positions for {form.table} x {form.table}",
+                    where="latents",
+                    fix="make the image smaller",
+                )
+            row, column = (form.table - rows) // 2, (form.table - columns) // 2
+        axes = ((start, frames), (row, rows), (column, columns))
+        ranges = (torch.arange(begin, begin + size) for begin, size in axes)
+        parts.append(torch.stack(torch.meshgrid(*ranges, indexing="ij")).flatten(1))
+        first = number + 1 if centered else first + frames
+    words = torch.zeros(3, text, dtype=torch.int64)
+    if centered:
+        begin = max((max(rows // 2, columns // 2) for _, rows, columns in grids), default=0)
+        begin = max(begin, len(grids) - 1) if form.positions == "layered" else begin
+        words = torch.arange(begin, begin + text).expand(3, -1)
+    return torch.cat([words, *parts], dim=1)
