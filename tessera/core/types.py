@@ -125,13 +125,14 @@ class Segments:
     # If not 0: these are so many rows of one length, each with one segment and then padding, whose results nobody
     # reads. Causal attention over whole rows is then as good, and has the same shape in every step.
     rows: int = 0
-    # [2] int64, on the host: `longest` and `rows` for an operation that is to be compiled once for all batches; a
-    # compiler takes plain numbers for constants. Always computed; it can be passed, because torch copies dataclasses
-    # field by field when it casts what enters a module.
+    # [3] int64, on the host: `longest`, `rows` and the first length (0: unknown) for an operation that is to be
+    # compiled once for all batches; a compiler takes plain numbers for constants. Always computed; it can be passed,
+    # because torch copies dataclasses field by field when it casts what enters a module.
     extent: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "extent", torch.tensor([self.longest, self.rows], device="cpu"))
+        first = self.lengths[0] if self.lengths else 0
+        object.__setattr__(self, "extent", torch.tensor([self.longest, self.rows, first], device="cpu"))
 
     @staticmethod
     def of(lengths: Sequence[int], rows: int = 0) -> Segments:

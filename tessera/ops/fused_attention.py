@@ -2,8 +2,9 @@
 
 The kernel is chosen at run time by values on the host, so that another kind of batch compiles nothing again. cuDNN is
 the fastest on Hopper and builds a plan on the host for every new shape: it serves shapes that are likely to recur, rows
-of the training length with one segment each and long segments of one length (images of one size). Short segments
-(windows of an image) have a Triton kernel in `short_attention`; all others use flash attention.
+of the training length with one segment each, long segments of one length (images of one size), and a very long
+segment at the beginning (the video of a row, before its padding). Short segments (windows of an image) have a Triton
+kernel in `short_attention`; all others use flash attention.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from tessera.core.types import Segments
 from tessera.ops.block_attention import block_attention, block_attention_backward
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-Kernel = Literal["cudnn", "short", "flash"]
+Kernel = Literal["cudnn", "cudnn and flash", "short", "flash"]
 
 _LONG = 512  # tokens of a segment from which cuDNN is faster
+_VERY_LONG = 4096  # tokens of a segment that is worth a plan of its own
 _SHORT = 64  # tokens of a segment that fit into the registers of a thread block
 
 
@@ -37,9 +39,11 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, extent: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and log-sum-exp flattened in the layout of the chosen kernel."""
-    longest, rows = extent.tolist()
-    kernel, count = _select_kernel(q, k, bounds, longest, rows, causal)
-    if kernel == "cudnn":
+    longest, rows, first = extent.tolist()
+    kernel, count = _select_kernel(q, k, bounds, longest, rows, first, causal)
+    if kernel == "cudnn and flash":
+        out, lse = _first_and_rest(q, k, v, first, scale)
+    elif kernel == "cudnn":
         q_rows, k_rows, v_rows = (_split(x, count).transpose(1, 2) for x in (q, k, v))
         out, lse = cudnn_attention_forward(q_rows, k_rows, v_rows, causal, scale)
         out = out.transpose(1, 2)
@@ -65,11 +69,13 @@ def _backward(
     causal: bool,
     scale: float,
 ) -> Gradients:
-    longest, rows = extent.tolist()
-    kernel, count = _select_kernel(q, k, bounds, longest, rows, causal)
+    longest, rows, first = extent.tolist()
+    kernel, count = _select_kernel(q, k, bounds, longest, rows, first, causal)
     heads, length = q.shape[1], q.shape[0] // count
     found: Gradients
-    if kernel == "cudnn":
+    if kernel == "cudnn and flash":
+        dq, dk, dv = _first_and_rest_backward(grad, q, k, v, out, lse, first, scale)
+    elif kernel == "cudnn":
         per_row = [_split(x, count).transpose(1, 2) for x in (grad, q, k, v, out)]
         found = cudnn_attention_backward(per_row, lse.view(count, heads, length, 1), causal, scale)
         dq, dk, dv = (x.transpose(1, 2) for x in found)
@@ -87,7 +93,39 @@ def _backward(
     )
 
 
-def _select_kernel(q: Tensor, k: Tensor, bounds: Tensor, longest: int, rows: int, causal: bool) -> tuple[Kernel, int]:
+def _first_and_rest(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return attention inside the first segment by cuDNN, and inside the second, if there is one, by flash."""
+    rows = [x[None, :first].transpose(1, 2) for x in (q, k, v)]
+    out, lse = cudnn_attention_forward(rows[0], rows[1], rows[2], False, scale)
+    out, lse = out.transpose(1, 2)[0], lse.flatten()
+    if first == q.shape[0]:
+        return out, lse
+    q, k, v = (x[first:] for x in (q, k, v))
+    rest, rest_lse = block_attention(q, k, v, segments=None, causal=False, scale=scale)
+    return torch.cat([out, rest]), torch.cat([lse, rest_lse.flatten()])
+
+
+def _first_and_rest_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: int, scale: float
+) -> Gradients:
+    heads = q.shape[1]
+    rows = [x[None, :first].transpose(1, 2) for x in (grad, q, k, v, out)]
+    sums, rest_sums = lse[: heads * first], lse[heads * first :]
+    found = cudnn_attention_backward(rows, sums.view(1, heads, first, 1), False, scale)
+    dq, dk, dv = (x.transpose(1, 2)[0] for x in found)
+    if first == q.shape[0]:
+        return dq, dk, dv
+    grad, q, k, v, out = (x[first:] for x in (grad, q, k, v, out))
+    rest = block_attention_backward(
+        grad, q, k, v, out, rest_sums.view(heads, -1), segments=None, causal=False, scale=scale
+    )
+    rest_dq, rest_dk, rest_dv = (x.to(q.dtype) for x in rest)
+    return torch.cat([dq, rest_dq]), torch.cat([dk, rest_dk]), torch.cat([dv, rest_dv])
+
+
+def _select_kernel(
+    q: Tensor, k: Tensor, bounds: Tensor, longest: int, rows: int, first: int, causal: bool
+) -> tuple[Kernel, int]:
     """Return the kernel and its batch size: number of segments, or of rows."""
     count, size = bounds.numel() - 1, q.shape[-1]
     planned = size % 8 == 0 and size <= 128 and _supports(q.device, "cudnn_attention")
@@ -95,6 +133,8 @@ def _select_kernel(q: Tensor, k: Tensor, bounds: Tensor, longest: int, rows: int
         return "cudnn", rows
     if planned and longest >= _LONG and count > 1 and count * longest == q.shape[0]:
         return "cudnn", count
+    if planned and not causal and count <= 2 and first >= _VERY_LONG:
+        return "cudnn and flash", count
     # The short kernel does not support grouped heads, which vision encoders do not have.
     if 0 < longest <= _SHORT and size <= 128 and q.shape == k.shape and _supports(q.device, "triton"):
         return "short", count

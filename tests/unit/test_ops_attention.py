@@ -218,18 +218,21 @@ KINDS = {
     "several segments": Kind("flash", Segments.of([300, 200, 1, 523]), True, 128, 2),
     "odd heads": Kind("flash", Segments.of([512, 512]), True, 36, 2),
     "one segment": Kind("flash", Segments.of([1024]), False, 80),
+    "one video": Kind("cudnn and flash", Segments.of([4096]), False, 128),
+    "one video, padded": Kind("cudnn and flash", Segments.of([4104, 56]), False, 128, 4),
+    "a prompt": Kind("flash", Segments.of([4096]), True, 128),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_batch_has_its_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, segments, causal, size, kv_heads, _ = KINDS[kind]
-    q, k, _ = inputs(1024, kv_heads=kv_heads, dim=size)
+    q, k, _ = inputs(sum(segments.lengths), kv_heads=kv_heads, dim=size)
     monkeypatch.setattr(fused, "_supports", lambda device, what: True)
-    longest, rows = segments.extent.tolist()
-    assert fused._select_kernel(q, k, segments.bounds, longest, rows, causal)[0] == way
+    extent = segments.extent.tolist()
+    assert fused._select_kernel(q, k, segments.bounds, *extent, causal)[0] == way
     monkeypatch.setattr(fused, "_supports", lambda device, what: False)
-    assert fused._select_kernel(q, k, segments.bounds, longest, rows, causal)[0] == "flash"
+    assert fused._select_kernel(q, k, segments.bounds, *extent, causal)[0] == "flash"
 
 
 @pytest.mark.gpu
@@ -242,9 +245,10 @@ def test_every_way_of_fused_equals_eager(kind: str, compiled: bool) -> None:
     if not supports(device, "flash_attention"):
         pytest.skip("has no kernels for it")
     _, segments, causal, size, kv_heads, padding = KINDS[kind]
-    made = inputs(1024, kv_heads=kv_heads, dim=size)
+    length = sum(segments.lengths)
+    made = inputs(length, kv_heads=kv_heads, dim=size)
     narrow = tuple(x.detach().to(device, torch.bfloat16).requires_grad_() for x in made)
-    read = torch.ones(1024, dtype=torch.bool, device=device)
+    read = torch.ones(length, dtype=torch.bool, device=device)
     read[padding] = False
 
     def run(name: str, dtype: torch.dtype) -> list[Tensor]:
