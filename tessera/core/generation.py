@@ -42,10 +42,12 @@ class TextForm:
     template: str = "{}"  # what is tokenised: the caption stands for {}
     skip: int = 0  # embeddings at the beginning that are left out: those of the template
     padding: TextPadding = "none"
+    pad: int | None = None  # the id of padding tokens; None: as the encoder's config.json says
     masked: bool = True  # whether the encoder is told which tokens are padding
     layer: int = -1  # which of the encoder's hidden states are the embeddings; -1: its output
     tokens: bool = True  # whether the model reads the embeddings of tokens
     pooled: bool = False  # whether the model reads the embedding of the whole caption
+    beside: bool = False  # whether its embeddings are further features of those of the encoder before it
 
     def embeddings(self, ids: int) -> int:
         """Return how many embeddings a caption of so many token ids gives, with its template."""

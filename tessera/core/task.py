@@ -11,7 +11,7 @@ with five.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from tessera.core import device as devices
 from tessera.core.dist import World
 from tessera.core.types import Batch, ModelSpec, Residence
 
@@ -70,19 +71,31 @@ class Reference(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class FrozenPart:
+    """Describe a frozen component that a task reads from files of its own, such as a VAE. No checkpoint stores it."""
+
+    describe: Callable[[], nn.Module]  # on the meta device: what plans count
+    load: Callable[[], nn.Module]  # with its weights, on the host
+    residence: Residence = "device"
+
+
 class FrozenModule:
     """Hold a frozen component on this rank. Outside of `use` it takes no more memory than its residence says."""
 
     def __init__(self, module: nn.Module, device: torch.device, residence: Residence) -> None:
         self._module = module.requires_grad_(False).eval()
         self._device = device
-        self._offloaded = residence == "offloaded"
+        self._host: dict[nn.Parameter, Tensor] = {}
+        if residence == "offloaded":
+            pin = devices.supports(device, "pinned_memory")
+            self._host = {p: p.data.pin_memory() if pin else p.data for p in module.parameters()}
 
     @contextmanager
     def use(self) -> Iterator[nn.Module]:
         """Return a context in which the module can be called on the device, without gradient."""
-        if self._offloaded:
-            self._module.to(self._device)
+        for parameter, kept in self._host.items():
+            parameter.data = kept.to(self._device, non_blocking=True)
         try:
             with torch.no_grad():
                 yield self._module
@@ -90,8 +103,8 @@ class FrozenModule:
             for part in self._module.modules():
                 if isinstance(part, FSDPModule):  # without a backward pass the root keeps its gathered weights
                     part.reshard()
-            if self._offloaded:
-                self._module.to("cpu")
+            for parameter, kept in self._host.items():  # weights do not change: nothing is copied back
+                parameter.data = kept
 
 
 class Task(ABC):
@@ -111,6 +124,10 @@ class Task(ABC):
         """Return the names of the frozen components that the task uses: those of the family, and "reference", which is
         a second copy of the model with its initial weights."""
         return ()
+
+    def frozen_parts(self, config: RunConfig) -> Mapping[str, FrozenPart]:
+        """Return further frozen components, by name, which the task describes itself."""
+        return {}
 
     def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:  # noqa: B027
         """Keep what the task needs of the frozen components, which have their weights."""

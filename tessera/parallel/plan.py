@@ -20,6 +20,7 @@ from tessera.core.types import ModelPlan
 from tessera.parallel.communication import CommVolume, Kind
 from tessera.parallel.context_parallel import ContextPlan, plan_context
 from tessera.parallel.experts import ExpertPlan, plan_experts
+from tessera.parallel.frozen import FrozenBytes
 from tessera.parallel.memory_estimate import (
     MemoryBytes,
     ParamShard,
@@ -92,7 +93,7 @@ class Plan:
     )  # every parameter, as the rank that has it computes with it
     memory: tuple[MemoryBytes, ...]  # by position in the pipeline, on the rank there that has the most
     whole_gradient_bytes: int  # on top of these while micro-batches accumulate locally
-    frozen_components: Mapping[str, int] = field(default_factory=dict)  # name -> bytes on the rank that holds most
+    frozen_components: Mapping[str, FrozenBytes] = field(default_factory=dict)  # on the rank that holds most
 
     @property
     def batch_sharding(self) -> BatchSharding | None:

@@ -12,6 +12,7 @@ import torch
 from tessera.parallel.communication import CommVolume, comm_text, merge_volumes, readable
 from tessera.parallel.context_parallel import context_communication
 from tessera.parallel.experts import expert_communication
+from tessera.parallel.frozen import FrozenBytes
 from tessera.parallel.fsdp import fsdp_communication
 from tessera.parallel.memory_estimate import shards_of_stage
 from tessera.parallel.mesh import CONTEXT, DATA, EP, PP, RING, TENSOR, ULYSSES
@@ -36,7 +37,7 @@ def plan_text(plan: Plan) -> str:
         ("gradients", _gradients(plan)),
         ("types", _types(plan)),
         ("per rank", _memory(plan)),
-        *((name, f"frozen, {readable(size)} per rank") for name, size in plan.frozen_components.items()),
+        *((name, f"frozen, {_frozen(kept)}") for name, kept in plan.frozen_components.items()),
         *_communication(plan),
     ]
     return "\n".join(f"{name:<13} {text}" for name, text in rows)
@@ -78,6 +79,11 @@ def _axes(plan: Plan) -> list[tuple[str, str]]:
         if pipeline.copies:
             rows.append(("  copied", f"{', '.join(pipeline.copies)} in the last stage as well"))
     return rows
+
+
+def _frozen(kept: FrozenBytes) -> str:
+    where = ", while it is used; otherwise in host memory" if kept.residence == "offloaded" else ""
+    return f"{readable(kept.size)} per rank{where}"
 
 
 def _memory(plan: Plan) -> str:
@@ -185,6 +191,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "parameters": plan.parameters,
         "trained": plan.trained,
         "memory": [{**asdict(memory), "total": memory.total} for memory in plan.memory],
+        "frozen_components": {name: asdict(kept) for name, kept in plan.frozen_components.items()},
         "whole_gradient_bytes": plan.whole_gradient_bytes,
         "communication": [
             [asdict(line) for line in estimate_communication(plan, position)] for position in range(plan.axes.size(PP))

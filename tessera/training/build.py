@@ -34,6 +34,7 @@ from tessera.observe.report import Report
 from tessera.observe.watchdog.watchdog import Watchdog
 from tessera.optim.optimizer import build_optimizer, clip_gradients
 from tessera.parallel.apply import build_engine, counted_elsewhere, parallelize
+from tessera.parallel.frozen import place_frozen
 from tessera.parallel.mesh import DATA, PP, Mesh
 from tessera.parallel.plan import Plan
 from tessera.parallel.sequence_sharding import RankDataset
@@ -152,6 +153,9 @@ def _frozen_components(config: RunConfig, setup: ModelSetup, mesh: Mesh, world: 
         module = parallelize(frozen.module, frozen.plan, mesh, world.device)
         fill_copy(module, config, setup, world.device)
         found[name] = FrozenModule(module, world.device, "sharded")
+    for name, part in setup.parts.items():
+        module = place_frozen(part.load(), part.residence, mesh, world.device)
+        found[name] = FrozenModule(module, world.device, part.residence)
     return found
 
 

@@ -18,11 +18,12 @@ from tessera.core.adapters import Adapters, spelled_out
 from tessera.core.errors import TesseraError
 from tessera.core.layouts import detect_layout
 from tessera.core.run_config import LoraSection, PrecisionSection, RunConfig
-from tessera.core.task import Task
+from tessera.core.task import FrozenPart, Task
 from tessera.core.types import ModelSpec, Training
 from tessera.models import build_on_meta, resolve
 from tessera.models.module import spec_of_object
 from tessera.nn.lora import add_adapters, find_adapters, with_adapters
+from tessera.parallel.frozen import FrozenBytes, frozen_bytes
 from tessera.parallel.passes import training_of
 from tessera.parallel.plan import Plan, Workload, make_plan, parameter_bytes
 from tessera.tasks import REFERENCE_MODEL, build_task
@@ -104,6 +105,7 @@ class ModelSetup:
     adapters: Adapters = field(default_factory=dict)
     task: Task = field(default_factory=LanguageTask)
     frozen: Mapping[str, FrozenCopy] = field(default_factory=dict)  # what the task needs besides the trained model
+    parts: Mapping[str, FrozenPart] = field(default_factory=dict)  # and what it reads from files of its own
 
     @cached_property
     def training(self) -> Training:
@@ -152,8 +154,12 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     frozen = {
         name: _frozen_copy(name, config, spec, model_config, world_size) for name in task.frozen_components(config)
     }
-    plan = replace(plan, frozen_components={name: parameter_bytes(copy.plan) for name, copy in frozen.items()})
-    return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen)
+    parts = task.frozen_parts(config)
+    counted = {name: FrozenBytes(parameter_bytes(copy.plan), "sharded") for name, copy in frozen.items()}
+    for name, part in parts.items():
+        counted[name] = frozen_bytes(part.describe(), part.residence, plan.axes)
+    plan = replace(plan, frozen_components=counted)
+    return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen, parts)
 
 
 def resolve_precision(config: RunConfig) -> PrecisionSection:
