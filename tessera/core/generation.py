@@ -6,6 +6,7 @@ data.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -40,6 +41,7 @@ class TextForm:
     tokenizer: str = "tokenizer"
     length: int = 512  # tokens of a caption at most, without those that `skip` leaves out; longer ones are cut
     template: str = "{}"  # what is tokenised: the caption stands for {}
+    tidy: bool = False  # whether entities of HTML and runs of spaces in a caption are resolved first
     skip: int = 0  # embeddings at the beginning that are left out: those of the template
     padding: TextPadding = "none"
     pad: int | None = None  # the id of padding tokens; None: as the encoder's config.json says
@@ -55,6 +57,29 @@ class TextForm:
             return 0
         return self.length if self.padding != "none" else max(0, min(ids, self.length + self.skip) - self.skip)
 
+    def prompt(self, caption: str) -> str:
+        """Return the text that is tokenised for a caption."""
+        if self.tidy:
+            caption = " ".join(html.unescape(html.unescape(caption)).split())
+        return self.template.replace("{}", caption, 1)
+
+
+@dataclass(frozen=True)
+class SamplingForm:
+    """Describe how a family's published pipeline samples: its defaults, and what differs between families."""
+
+    height: int = 480  # in pixels
+    width: int = 832
+    frames: int = 1
+    fps: float = 16.0
+    steps: int = 50
+    guidance: float = 5.0
+    negative: str | None = ""  # the negative prompt where none is given; None: then nothing is led away from
+    even_levels: bool = False  # whether noise levels are even before they are shifted, or spaced by the scheduler
+    keep_norm: bool = False  # whether guidance leaves the length of a prediction as it is with the prompt
+    frames_first: bool = False  # whether noise is drawn as [frames, channels, rows, columns]
+    noise_in_float32: bool = True  # or in the type that the model computes in
+
 
 @dataclass(frozen=True)
 class GenerationForm:
@@ -64,10 +89,13 @@ class GenerationForm:
     patch: tuple[int, int, int]  # frames, rows and columns of latents that make one token
     joint: bool = False  # whether tokens of text and latents are one sequence; if not, latents attend to the text
     text: tuple[TextForm, ...] = (TextForm(),)
+    edit: TextForm | None = None  # in place of `text` where the text encoder reads reference images, too
     objective: Objective = "flow"
     condition: ImageCondition = "none"
+    image_embeds: bool = False  # whether it reads embeddings of given frames, too, which an image encoder makes
     token_times: bool = False  # `timesteps` has an entry for each element of the main sequence, not for each sample
     guidance: bool = False  # whether the model reads the guidance scale that it was distilled for
+    sampling: SamplingForm = SamplingForm()
     positions: PositionStyle = "grid"
     table: int = 0  # rows and columns of a table of positions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tessera.core.errors import TesseraError
-from tessera.core.generation import GenerationForm, Grid, PositionStyle, sample_positions
+from tessera.core.generation import GenerationForm, Grid, PositionStyle, TextForm, sample_positions
 
 
 def positions(style: PositionStyle, text: int, *grids: Grid, table: int = 0) -> list[list[int]]:
@@ -33,3 +33,9 @@ def test_a_table_is_read_in_its_middle_and_has_an_end() -> None:
     assert positions("table", 1, (1, 1, 2), table=5) == [[0, 0, 0], [0, 2, 1], [0, 2, 2]]
     with pytest.raises(TesseraError, match="positions for 5 x 5"):
         positions("table", 1, (1, 6, 2), table=5)
+
+
+def test_a_caption_stands_in_its_template_once_whatever_it_holds() -> None:
+    form = TextForm(template="Make: {} Now.")
+    assert form.prompt("a {} of  {0}") == "Make: a {} of  {0} Now."
+    assert TextForm(tidy=True).prompt(" red &amp;amp;\n  blue ") == "red & blue"
