@@ -2,8 +2,9 @@
 
     python bench/saves.py            # 3B in bf16: one JSON line with saves in the background, one without
 
-A step is timed from the end of the step before it to its own end, with the device idle at both, so that the pause of a
-save is counted to the step behind it.
+A step is timed from the end of the step before it to its own end, with training's stream idle at both, so that the
+pause of a save is counted to the step behind it. The copies of the save have a stream of their own, for which training
+never waits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Clock(Callback):
         self._last = time.perf_counter()
 
     def on_step_end(self, trainer: Any, result: Any) -> None:
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
         now = time.perf_counter()
         self.seconds.append(now - self._last)
         self._last = now
