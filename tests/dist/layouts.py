@@ -13,6 +13,7 @@ import io
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -170,8 +171,13 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
 
 
-def measure(cases: list[Case], folder: Path, steps: int = TEST_STEPS) -> dict[str, dict[str, float]]:
-    """The worst of every kind over all ranks, by the name of the case."""
+def measure(
+    cases: list[Case],
+    folder: Path,
+    steps: int = TEST_STEPS,
+    done: Callable[[Case, dict[str, float]], None] = lambda case, row: None,
+) -> dict[str, dict[str, float]]:
+    """The worst of every kind over all ranks, by the name of the case. `done` is called for each as it is known."""
     write_chat_set(folder / "data")
     expected: dict[str, Path] = {}
     for case in cases:
@@ -184,6 +190,7 @@ def measure(cases: list[Case], folder: Path, steps: int = TEST_STEPS) -> dict[st
         by_rank = run_ranks(run_cases, world, folder, here, steps, timeout=60.0 + 20.0 * len(here))
         for number, (case, path) in enumerate(here):
             found[case.name] = summed_up([results[number] for results in by_rank], path)
+            done(case, found[case.name])
     return found
 
 
@@ -218,16 +225,16 @@ def main() -> int:
     torch.set_num_threads(1)
     width = max(len(case.name) for case in EVERY)
     print(f"{'layout':<{width}}  ranks      loss      norm  gradient    weight  plan's bytes")
-    failed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(EVERY, Path(folder), STEPS)
-    for case in EVERY:
-        row = found[case.name]
-        failed += not good(row)
+
+    def show(case: Case, row: dict[str, float]) -> None:
         numbers = "  ".join(f"{row[key]:8.1e}" for key in KINDS if key != "bias")
         bias = f"  bias {row['bias']:.1e}" if "bias" in row else ""
         verdict = "" if good(row) else "  FAILED"
-        print(f"{case.name:<{width}}  {case.world:>5}  {numbers}  {row['bytes']:11.2%}{bias}{verdict}")
+        print(f"{case.name:<{width}}  {case.world:>5}  {numbers}  {row['bytes']:11.2%}{bias}{verdict}", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(EVERY, Path(folder), STEPS, show)
+    failed = sum(not good(row) for row in found.values())
     print(
         f"{len(EVERY) - failed} of {len(EVERY)} within {LIMIT:g} of one process (three steps, fp32), bytes within 1 %"
     )
