@@ -45,7 +45,7 @@ class TextForm:
     skip: int = 0  # embeddings at the beginning that are left out: those of the template
     padding: TextPadding = "none"
     pad: int | None = None  # the id of padding tokens; None: as the encoder's config.json says
-    masked: bool = True  # whether the encoder is told which tokens are padding
+    masked: bool = True  # whether the encoder gets a mask of padding
     layer: int = -1  # which of the encoder's hidden states are the embeddings; -1: its output
     tokens: bool = True  # whether the model reads the embeddings of tokens
     pooled: bool = False  # whether the model reads the embedding of the whole caption

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.errors import TesseraError, first_line, foreign_values, nearest
-from tessera.core.generation import TextForm
+from tessera.core.generation import GenerationForm, TextForm
 from tessera.core.layouts import DiffusersFolder
+from tessera.data.tokenizer import load_tokenizer
 
 VAE = "vae"
 VAES = (
@@ -101,12 +102,14 @@ class Autoencoder(nn.Module):
         return next(self.vae.parameters()).dtype
 
     def encode(self, videos: Sequence[Tensor]) -> list[Tensor]:
-        """Return the latents [C, f, h, w] in fp32 of each video, uint8 [F, H, W, 3]. Videos of one shape share a
-        call."""
+        """Return the latents [C, f, h, w] in fp32 of each video [F, H, W, 3]: uint8, or pixels between -1 and 1. Videos
+        of one shape share a call."""
         found: dict[int, Tensor] = {}
         for numbers in self._together(videos, 1):
             frames = torch.stack([videos[n] for n in numbers])
-            pixels = (frames.permute(0, 4, 1, 2, 3).to(torch.float32) / 127.5 - 1).to(self.dtype)
+            if not frames.is_floating_point():
+                frames = frames.to(torch.float32) / 127.5 - 1
+            pixels = frames.permute(0, 4, 1, 2, 3).to(self.dtype)
             found.update(zip(numbers, self(pixels).unbind(), strict=True))
         return [found[n] for n in range(len(videos))]
 
@@ -266,6 +269,13 @@ class PipelineFolder:
         encoder = self._component(form.encoder, "transformers", ENCODERS, dtype, meta)
         pad = form.pad if form.pad is not None else self._layout().config(form.encoder).get("pad_token_id")
         return TextEncoder(encoder, form, pad if isinstance(pad, int) else 0)
+
+    def empty_caption(self, form: GenerationForm) -> list[list[int]]:
+        """Return the token ids of the empty caption for each text encoder."""
+        return [
+            list(load_tokenizer(self.folder / text.tokenizer).encode(text.template.replace("{}", "")).ids)
+            for text in form.text
+        ]
 
     def _layout(self) -> DiffusersFolder:
         if not DiffusersFolder.detect(self.folder):

@@ -1,0 +1,181 @@
+"""Encode the media and captions of a packed batch with frozen encoders: what features hold, made in every step.
+
+`frames`, `references` and `text_ids` of the batch become `clean`, `text`, `pooled` and `condition`. Padding, and
+samples that could not be read, have zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
+from tessera.core.generation import GenerationForm
+from tessera.core.task import FrozenModule
+from tessera.core.types import Batch, Segments
+from tessera.models.common.pipeline_parts import VAE, Autoencoder, TextEmbedding, TextEncoder, VaeForm, joined
+
+# Which frames of a video are given to a model that continues images: none, the first, or the first and the last.
+Given = Literal["none", "first", "first_last"]
+
+
+def patchify(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
+    """Return latents [C, f, h, w] as tokens [n, C x patch], values in the order channel, frame, row, column."""
+    channels, *sizes = latents.shape
+    pairs = [number for size, side in zip(sizes, patch, strict=True) for number in (size // side, side)]
+    return latents.reshape(channels, *pairs).permute(1, 3, 5, 0, 2, 4, 6).flatten(3).flatten(0, 2)
+
+
+def id_names(form: GenerationForm) -> list[str]:
+    """Return the batch tensors that hold the token ids of captions, one for each text encoder."""
+    return ["text_ids" + (f"_{number + 1}" if number else "") for number in range(len(form.text))]
+
+
+@dataclass(frozen=True)
+class SampleEncoders:
+    """Encode batches. `empty`: token ids of the empty caption for each text encoder, where captions are dropped."""
+
+    form: GenerationForm
+    parts: Mapping[str, FrozenModule]
+    given: Given = "none"
+    empty: Sequence[Sequence[int]] = ()
+
+    def encode(self, batch: Batch, dropped: Collection[int]) -> Batch:
+        """Return the batch with features; samples whose numbers are in `dropped` get the empty caption."""
+        batch = self._with_text(batch, dropped)
+        with self.parts[VAE].use() as vae:
+            assert isinstance(vae, Autoencoder)
+            return self._with_latents(batch, vae)
+
+    # ------------------------------------------------------------------------------------------ latents
+
+    def _with_latents(self, batch: Batch, vae: Autoencoder) -> Batch:
+        shapes, sizes = batch.shapes["frames"], latent_lengths(batch, self.form)
+        numbers = [number for number, shape in enumerate(shapes) if shape[0]]
+        videos = _split(batch["frames"], [shapes[number] for number in numbers])
+        latents = vae.encode(videos)
+        tokens = {number: [patchify(one, self.form.patch)] for number, one in zip(numbers, latents, strict=True)}
+        if "references" in batch:
+            owners = batch["reference_sample"].tolist()
+            images = vae.encode(_split(batch["references"], batch.shapes["references"]))
+            for owner, image in zip(owners, images, strict=True):
+                tokens[owner].append(patchify(image, self.form.patch))
+        clean = _joined_rows(tokens, sizes, self.form.patch_values, batch["frames"].device)
+        found = {"clean": clean}
+        if self.given != "none" and self.form.condition in ("mask_channels", "channels"):
+            conditions = [
+                given_channels(self.form, vae, video, latent.shape, self.given)
+                for video, latent in zip(videos, latents, strict=True)
+            ]
+            width = conditions[0].shape[1] if conditions else 0
+            by_number = {number: [one] for number, one in zip(numbers, conditions, strict=True)}
+            found["condition"] = _joined_rows(by_number, sizes, width, clean.device)
+        return batch.with_tensors(**found)
+
+    # ------------------------------------------------------------------------------------------ captions
+
+    def _with_text(self, batch: Batch, dropped: Collection[int]) -> Batch:
+        names = id_names(self.form)
+        found: list[list[TextEmbedding]] = []
+        for number, name in enumerate(names):
+            captions = list(torch.split(batch[name], [*batch.segments[name].lengths]))
+            # One caption more: a sharded encoder is called on every rank, also on one that has only padding.
+            extra = captions[0].new_tensor(self.empty[number] if self.empty else [0])
+            with self.parts[self.form.text[number].encoder].use() as encoder:
+                assert isinstance(encoder, TextEncoder)
+                some = encoder.encode([*(ids for ids in captions if len(ids)), extra])
+            rest = iter(some)
+            blank = some[-1]
+            by_sample = [next(rest) if len(ids) else _no_text(blank) for ids in captions]
+            found.append([_fitted(blank, one) if at in dropped else one for at, one in enumerate(by_sample)])
+        whole = [joined(self.form.text, some) for some in zip(*found, strict=True)]
+        tensors, segments = {}, dict(batch.segments)
+        texts = [one.tokens for one in whole if one.tokens is not None]
+        if texts:
+            tensors["text"] = torch.cat(texts)
+            segments["text"] = Segments.of([len(text) for text in texts]).to(tensors["text"].device)
+        pooled = [one.pooled for one in whole if one.pooled is not None]
+        if pooled:
+            tensors["pooled"] = torch.stack(pooled)
+        return replace(batch.with_tensors(**tensors), segments=segments)
+
+
+def _no_text(like: TextEmbedding) -> TextEmbedding:
+    tokens = None if like.tokens is None else like.tokens[:0]
+    return TextEmbedding(tokens, None if like.pooled is None else torch.zeros_like(like.pooled))
+
+
+def _fitted(empty: TextEmbedding, own: TextEmbedding) -> TextEmbedding:
+    """Return the empty caption with as many embeddings as the sample's own has: rows are packed by their number."""
+    if own.tokens is None or empty.tokens is None:
+        return empty
+    tokens = torch.zeros_like(own.tokens)
+    count = min(len(tokens), len(empty.tokens))
+    tokens[:count] = empty.tokens[:count]
+    return TextEmbedding(tokens, empty.pooled)
+
+
+def latent_lengths(batch: Batch, form: GenerationForm) -> list[int]:
+    """Return the latent tokens of each segment of the main sequence, in which joint families have text as well."""
+    lengths = batch.segments["latents"].lengths
+    if not form.joint:
+        return list(lengths)
+    return [whole - text for whole, text in zip(lengths, batch.segments["text"].lengths, strict=True)]
+
+
+def _split(pixels: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Return images and videos [F, H, W, 3] of packed pixels."""
+    counts = [frames * height * width for frames, height, width in shapes]
+    return [part.view(*shape, 3) for part, shape in zip(torch.split(pixels, counts), shapes, strict=True)]
+
+
+def _joined_rows(
+    tokens: Mapping[int, Sequence[Tensor]], sizes: Sequence[int], width: int, device: torch.device
+) -> Tensor:
+    """Return the tokens of all segments as one tensor; what segments lack is zero."""
+    found = torch.zeros(sum(sizes), width, device=device)
+    at = 0
+    for number, size in enumerate(sizes):
+        own = torch.cat(list(tokens[number])) if number in tokens else found[:0]
+        if len(own) > size:
+            raise TesseraError(f"a sample of {len(own)} latent tokens in a segment of {size}", where="data.processor")
+        found[at : at + len(own)] = own
+        at += size
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- given frames
+
+
+def given_channels(
+    form: GenerationForm, vae: Autoencoder, video: Tensor, latents: Sequence[int], given: Given
+) -> Tensor:
+    """Return the channels that tell a model the given frames of a video, as tokens."""
+    pixels = video.float() / 127.5 - 1
+    if form.condition == "channels":  # the latents of the first image, and zeros for later frames
+        (first,) = vae.encode([pixels[:1]])
+        whole = first.new_zeros(*latents)
+        whole[:, : first.shape[1]] = first
+        return patchify(whole, form.patch)
+    kept = torch.zeros_like(pixels)  # in the middle between black and white
+    kept[0] = pixels[0]
+    if given == "first_last":
+        kept[-1] = pixels[-1]
+    (encoded,) = vae.encode([kept])
+    mask = given_mask(vae.form, len(video), latents[2:], given).to(encoded)
+    return patchify(torch.cat([mask, encoded]), form.patch)
+
+
+def given_mask(vae: VaeForm, frames: int, size: Sequence[int], given: Given) -> Tensor:
+    """Return [time_stride, f, h, w] with 1 where a frame is given: a channel for each frame of a latent frame. The
+    first latent frame stands for one frame, which fills all channels."""
+    given_frames = torch.zeros(frames + vae.time_stride - 1)
+    given_frames[: vae.time_stride] = 1
+    if given == "first_last":
+        given_frames[-1] = 1
+    by_latent = given_frames.view(-1, vae.time_stride).T
+    return by_latent[:, :, None, None].expand(-1, -1, *size)

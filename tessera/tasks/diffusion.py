@@ -1,0 +1,370 @@
+"""Train image and video generation: predict what takes noise out of latents, at noise levels of all strengths.
+
+The loss is a sum of squared errors over the latents that are trained on, divided once by their number in the global
+batch: any split of it trains alike. Noise, level and dropped captions of a sample follow from the seed of its row and
+its place there, so that no layout changes them. They are drawn on the host for whole samples; where ranks share a
+sequence, each takes its part.
+
+Latents and embeddings come with the batch as features, or from frozen encoders (`encoders`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from tessera.core import device as devices
+from tessera.core.config import Section, build
+from tessera.core.dist import World
+from tessera.core.errors import TesseraError
+from tessera.core.generation import GenerationForm, Objective
+from tessera.core.rng import generator
+from tessera.core.run_config import RunConfig
+from tessera.core.task import Counts, FrozenModule, FrozenPart, Losses, LossTerm, Metric, Task
+from tessera.core.types import Batch, ModelSpec, Prediction, Stream
+from tessera.models.common.noise_levels import NoiseLevel, NoiseLevels, TimeOptions, training_target
+from tessera.models.common.pipeline_parts import VAE, PipelineFolder
+from tessera.models.common.sample_encoders import Given, SampleEncoders, latent_lengths
+
+LATENTS = "latents"  # the count: numbers in the latents that are trained on
+LOSS = "diffusion_loss"
+BANDS = ("low", "middle", "high")  # thirds of the times, by noise
+ELEMENTS = "element_index"  # which elements of the main sequence a rank has that shares it with others
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class VaeOptions(Section):
+    """Declare where the VAE lives and how it encodes."""
+
+    residence: Literal["device", "offloaded"] = "device"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    tiling: bool = Field(False, description="encode large frames in overlapping tiles")
+    slicing: bool = Field(False, description="encode videos of one shape one after another")
+
+
+class TextEncoderOptions(Section):
+    """Declare where text encoders live."""
+
+    residence: Literal["device", "sharded", "offloaded"] = "sharded"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+class EncoderOptions(Section):
+    """Declare the frozen encoders of a run that reads images and videos, not features of them."""
+
+    folder: Path | None = Field(None, description="diffusers folder with vae and text encoders; default: model.path")
+    vae: VaeOptions = Field(default_factory=VaeOptions)
+    text: TextEncoderOptions = Field(default_factory=TextEncoderOptions)
+
+
+class DiffusionOptions(TimeOptions):
+    """Declare `train.task_options` of `DiffusionTask`."""
+
+    objective: Objective | None = Field(None, description="what the model predicts; default: as the family does")
+    caption_dropout: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of samples without their caption, for classifier-free guidance: they get the empty caption, "
+        "or zeros where features are read",
+    )
+    given: Given = Field(
+        "none", description="frames of a video that the model is given: none, the first, or the first and the last"
+    )
+    guidance: float = Field(1.0, ge=0, le=100, description="guidance scale that a distilled model reads")
+    encoders: EncoderOptions | None = Field(
+        None, description="encode images, videos and captions in every step; default: the data are features of them"
+    )
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Hold one segment of the main sequence, as the host knows it."""
+
+    seed: int  # of its row
+    place: int  # in its row
+    latents: int  # latent tokens
+
+    def generator(self, purpose: str) -> torch.Generator:
+        return generator("cpu", self.seed, purpose, self.place)
+
+
+class DiffusionTask(Task):
+    """Train a generation model by flow matching, or to predict noise or v. Options: `DiffusionOptions`."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = build(DiffusionOptions, options, "train.task_options")
+        self._form: GenerationForm | None = None
+        self._objective: Objective = self.options.objective or "flow"
+        self._levels = NoiseLevels(self.options, self._objective)
+        self._encoders: SampleEncoders | None = None
+        self._empty: Callable[[], Sequence[Sequence[int]]] = tuple
+
+    # ------------------------------------------------------------------------------------------ the run
+
+    @property
+    def form(self) -> GenerationForm:
+        assert self._form is not None, "the task is bound to a family before it is used"
+        return self._form
+
+    def bind(self, spec: ModelSpec, config: Any) -> None:
+        if spec.generation is None:
+            raise TesseraError(
+                f"family {spec.name} generates no images or videos",
+                where="train.task=diffusion",
+                fix=f"leave train.task out: the family's own is {spec.task}",
+            )
+        self._form = spec.generation(config)
+        self._objective = self.options.objective or self._form.objective
+        self._check_options()
+        self._levels = NoiseLevels(self.options, self._objective)
+
+    def _check_options(self) -> None:
+        flow, weighting = self._objective == "flow", self.options.weighting
+        if weighting != "none" and flow != (weighting != "min_snr"):
+            raise TesseraError(
+                f"{weighting} weighs no levels of the objective {self._objective}",
+                where="train.task_options.weighting",
+                allowed=["none", "sigma_sqrt", "cosmap"] if flow else ["none", "min_snr"],
+            )
+        if not flow:
+            moved = {"shift": self.options.shift != 1, "shift_by_tokens": self.options.shift_by_tokens is not None}
+            for key, changed in {**moved, "steps": self.options.steps is None}.items():
+                if changed:
+                    raise TesseraError(
+                        f"the objective {self._objective} has the levels of `betas`, which {key} does not change",
+                        where=f"train.task_options.{key}",
+                        fix="leave it out; betas.snr_shift moves these levels towards noise",
+                    )
+        given = self.options.given
+        if given != "none" and (self.form.condition == "none" or (given == "first_last" and not self._reads_last)):
+            allowed: list[str] = ["none", "first"] if self.form.condition != "none" else ["none"]
+            raise TesseraError(
+                "this model reads no such frames of a video", where="train.task_options.given", allowed=allowed
+            )
+        if given == "none" and self.form.condition in ("mask_channels", "channels"):
+            raise TesseraError(
+                "this model continues given images",
+                where="train.task_options.given",
+                allowed=["first", "first_last"] if self._reads_last else ["first"],
+                fix="train.task_options.given=first",
+            )
+
+    @property
+    def _reads_last(self) -> bool:
+        return self.form.condition == "mask_channels"
+
+    def frozen_parts(self, config: RunConfig) -> Mapping[str, FrozenPart]:
+        chosen = self.options.encoders
+        if chosen is None:
+            return {}
+        folder = chosen.folder or config.model.path
+        if folder is None:
+            raise TesseraError(
+                "online encoding needs a VAE and text encoders",
+                where="train.task_options.encoders.folder",
+                fix="name a diffusers folder that has them, here or as model.path",
+            )
+        parts, vae, text = PipelineFolder(folder), chosen.vae, chosen.text
+        if self.options.caption_dropout:
+            self._empty = partial(parts.empty_caption, self.form)
+        make = partial(parts.autoencoder, dtype=_DTYPES[vae.dtype], tiling=vae.tiling, slicing=vae.slicing)
+        found = {VAE: FrozenPart(partial(make, meta=True), make, vae.residence)}
+        for form in self.form.text:
+            made = partial(parts.text_encoder, form, dtype=_DTYPES[text.dtype])
+            found[form.encoder] = FrozenPart(partial(made, meta=True), made, text.residence)
+        return found
+
+    def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:
+        if self.options.encoders is not None:
+            self._encoders = SampleEncoders(self.form, components, self.options.given, self._empty())
+
+    # ------------------------------------------------------------------------------------------ counts
+
+    def counts(self, batch: Batch) -> Counts:
+        trained, level = self._trained(batch), self._level_of_latents(batch, [_band(one) for one in self._drawn(batch)])
+        values = self.form.patch_values
+        found: dict[str, int | Tensor] = {LATENTS: trained.sum() * values}
+        for number, band in enumerate(BANDS):
+            found[f"{LATENTS}_{band}"] = (trained & (level == number)).sum() * values
+        return found
+
+    def _samples(self, batch: Batch) -> list[_Sample]:
+        """Return the segments of the main sequence: rows of one length follow each other."""
+        lengths, latents = batch.segments["latents"].lengths, latent_lengths(batch, self.form)
+        row = max(1, sum(lengths) // max(1, len(batch.seeds)))
+        found, at, places = [], 0, [0] * len(batch.seeds)
+        for length, own in zip(lengths, latents, strict=True):
+            number = min(at // row, len(places) - 1)
+            found.append(_Sample(batch.seeds[number], places[number], own))
+            places[number] += 1
+            at += length
+        return found
+
+    def _drawn(self, batch: Batch) -> list[NoiseLevel]:
+        samples = self._samples(batch)
+        sizes = batch.shapes["latents"]
+        tokens = [frames * rows * columns for frames, rows, columns in sizes]
+        return [self._levels.draw(one.generator("level"), count) for one, count in zip(samples, tokens, strict=True)]
+
+    def _dropped(self, batch: Batch) -> set[int]:
+        share = self.options.caption_dropout
+        if not share:
+            return set()
+        drawn = [float(torch.rand((), generator=one.generator("caption"))) for one in self._samples(batch)]
+        return {number for number, value in enumerate(drawn) if value < share}
+
+    # ------------------------------------------------------------------------------------------ parts of a sequence
+
+    def _own(self, batch: Batch) -> Tensor | None:
+        """Return which of all latent tokens this rank computes; None: all of them."""
+        return batch.get(Stream.sources("latent_index") if self.form.joint else ELEMENTS)
+
+    def _part(self, batch: Batch, whole: Tensor) -> Tensor:
+        own = self._own(batch)
+        return whole if own is None else whole.index_select(0, own)
+
+    def _still(self, batch: Batch) -> Tensor:
+        """Return which of all latent tokens belong to frames that are given in place of noise."""
+        found = torch.zeros(sum(latent_lengths(batch, self.form)), dtype=torch.bool)
+        if self.options.given != "none" and self.form.condition == "replace":
+            at = 0
+            for (frames, rows, columns), length in zip(
+                batch.shapes["latents"], latent_lengths(batch, self.form), strict=True
+            ):
+                found[at : at + (rows * columns if frames > 1 else 0)] = True
+                at += length
+        return found.to(batch["trained"].device, non_blocking=True)
+
+    def _trained(self, batch: Batch) -> Tensor:
+        """Return which of this rank's latent tokens are trained on."""
+        still = self._still(batch)
+        chosen = torch.zeros_like(still).index_fill(0, batch["trained"], True)
+        return self._part(batch, chosen & ~still)
+
+    def _level_of_latents(self, batch: Batch, values: Sequence[float]) -> Tensor:
+        """Return one value for each of this rank's latent tokens, given one for each sample."""
+        by_sample = devices.send(values, torch.float32, batch["sample_index"].device)
+        return by_sample.index_select(0, self._sample_of_latents(batch))
+
+    def _sample_of_latents(self, batch: Batch) -> Tensor:
+        index = batch["sample_index"]
+        return index.index_select(0, batch["latent_index"]) if self.form.joint else index
+
+    # ------------------------------------------------------------------------------------------ inputs
+
+    def inputs(self, batch: Batch) -> Batch:
+        dropped = self._dropped(batch)
+        if self._encoders is not None:
+            batch = self._encoders.encode(batch, dropped)
+        else:
+            batch = self._features(batch, dropped)
+        device, levels = batch["clean"].device, self._drawn(batch)
+        noise = self._noise(batch, device)
+        clean, noise = (self._part(batch, whole.to(torch.float32)) for whole in (batch["clean"], noise))
+        trained = self._trained(batch)
+        clean_share, noise_share, weight = (
+            self._level_of_latents(batch, values).unsqueeze(1)
+            for values in zip(*((one.clean_share, one.noise_share, one.weight) for one in levels), strict=True)
+        )
+        noisy = torch.where(trained.unsqueeze(1), clean_share * clean + noise_share * noise, clean)
+        if "condition" in batch:
+            noisy = torch.cat([noisy, self._part(batch, batch["condition"]).to(noisy)], -1)
+        times = [one.time for one in levels]
+        found = {
+            "latents": noisy,
+            "target": training_target(self._objective, clean, noise, clean_share, noise_share),
+            "token_weights": weight.squeeze(1) * trained,
+            "trained_here": trained,
+        }
+        if self.form.token_times:  # frames that are given have a time of zero, the last entry
+            still = self._part(batch, self._still(batch))
+            found["time_index"] = torch.where(still, len(times), batch["sample_index"])
+            times.append(0.0)
+        found["timesteps"] = devices.send(times, torch.float32, device)
+        if self.form.guidance:
+            found["guidance"] = torch.full((len(levels),), self.options.guidance, device=device)
+        if "text" in batch and self.form.joint:
+            sources = batch.get(Stream.sources("text_index"))
+            found["text"] = batch["text"] if sources is None else batch["text"].index_select(0, sources)
+        return batch.with_tensors(**found)
+
+    def _features(self, batch: Batch, dropped: set[int]) -> Batch:
+        if "clean" not in batch:
+            raise TesseraError(
+                "the batch has images or videos, and no latents of them",
+                where="train.task_options.encoders",
+                fix="train.task_options.encoders={} encodes them in every step, with the parts of a diffusers folder; "
+                "`tessera data features` writes latents once",
+            )
+        values, found = self.form.patch_values, batch["clean"].shape[1]
+        if found != values:
+            raise TesseraError(
+                f"tokens of {found} numbers in the data; the model reads {values}: {self.form.channels} channels in "
+                f"patches of {self.form.patch}",
+                where="data.train",
+                fix="write features with the VAE that belongs to this model",
+            )
+        batch = batch.with_tensors(**{name: self._spread(batch, name) for name in ("condition",) if name in batch})
+        if not dropped:
+            return batch
+        changed = {}
+        for name in ("text", "pooled"):
+            if name in batch:
+                lengths = batch.segments["text"].lengths if name == "text" else (1,) * len(batch[name])
+                kept = torch.tensor([number not in dropped for number in range(len(lengths))])
+                rows = kept.repeat_interleave(torch.tensor(lengths)).to(batch[name].device, non_blocking=True)
+                changed[name] = batch[name] * rows.unsqueeze(1)
+        return batch.with_tensors(**changed)
+
+    def _spread(self, batch: Batch, name: str) -> Tensor:
+        """Return features of samples as features of all latent tokens: padding has zeros."""
+        some, sizes = batch[name], latent_lengths(batch, self.form)
+        if name not in batch.segments or len(some) == sum(sizes):
+            return some
+        whole, parts = some.new_zeros(sum(sizes), some.shape[1]), torch.split(some, [*batch.segments[name].lengths])
+        for into, part in zip(torch.split(whole, sizes), parts, strict=True):
+            into[: len(part)] = part
+        return whole
+
+    def _noise(self, batch: Batch, device: torch.device) -> Tensor:
+        """Return noise for all latent tokens, of whole samples: a sample's noise depends on no other."""
+        values = self.form.patch_values
+        drawn = [torch.randn(one.latents, values, generator=one.generator("noise")) for one in self._samples(batch)]
+        noise = torch.cat(drawn)
+        return (noise.pin_memory() if devices.supports(device, "pinned_memory") else noise).to(
+            device, non_blocking=True
+        )
+
+    # ------------------------------------------------------------------------------------------ losses
+
+    def losses(self, outputs: Prediction, batch: Batch) -> Losses:
+        error = (outputs.latents.to(torch.float32) - batch["target"]).square().sum(1)
+        weights = batch["token_weights"]
+        metrics = {}
+        with torch.no_grad():
+            plain = error * batch["trained_here"]
+            times = batch["timesteps"].index_select(0, self._sample_of_latents(batch))
+            for number, band in enumerate(BANDS):
+                own = plain * (_bands(times) == number)
+                metrics[f"error_at_{band}_noise"] = Metric(own.sum(), f"{LATENTS}_{band}")
+        return Losses([LossTerm(LOSS, (error * weights).sum(), LATENTS)], metrics)
+
+
+def _band(level: NoiseLevel) -> float:
+    return float(_bands(torch.tensor(level.time, dtype=torch.float32)))
+
+
+def _bands(times: Tensor) -> Tensor:
+    """Return the number of the third that each time lies in."""
+    return (times * (len(BANDS) / 1000)).floor().clamp(0, len(BANDS) - 1)
+
+
+TASK = DiffusionTask

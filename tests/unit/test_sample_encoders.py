@@ -1,0 +1,161 @@
+"""Encoding in every step gives what features would hold; models read given frames as in diffusers' pipelines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tessera.core.errors import TesseraError
+from tessera.core.generation import GenerationForm, TextForm
+from tessera.core.task import FrozenModule
+from tessera.core.types import Batch, Segments
+from tessera.models.common.pipeline_parts import PipelineFolder
+from tessera.models.common.sample_encoders import Given, given_channels, patchify
+from tessera.tasks.diffusion import DiffusionTask
+from tests.toys.pipeline_folder import write_pipeline_folder
+from tests.unit.test_task_diffusion import spec_of
+
+FORM = GenerationForm(channels=4, patch=(1, 2, 2), text=(TextForm(length=5, padding="zeros"),))
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pipeline_folder(tmp_path_factory.mktemp("pipeline"))
+
+
+def online_task(folder: Path, form: GenerationForm, **options: Any) -> DiffusionTask:
+    task = DiffusionTask(encoders={"text": {"dtype": "float32"}}, **options)
+    task.bind(spec_of(form), None)
+    config: Any = SimpleNamespace(model=SimpleNamespace(path=folder))
+    parts = task.frozen_parts(config)
+    world: Any = SimpleNamespace(device=CPU)
+    task.setup({name: FrozenModule(part.load(), CPU, part.residence) for name, part in parts.items()}, world)
+    return task
+
+
+def media_batch(form: GenerationForm) -> tuple[Batch, list[torch.Tensor], list[torch.Tensor]]:
+    """One row: a video of 5 frames, one that could not be read, an image with the size of its frames, and padding."""
+    generator = torch.Generator().manual_seed(3)
+    videos = [torch.randint(0, 256, (frames, 32, 32, 3), dtype=torch.uint8, generator=generator) for frames in (5, 1)]
+    captions = [torch.tensor([3, 4, 5, 1]), torch.tensor([6, 1])]
+    text = [4, 0, 2, 0] if form.text[0].padding == "none" else [5, 0, 5, 0]
+    own = text if form.joint else [0] * 4
+    lengths = [8 + own[0], 3, 4 + own[2], 5]
+    kinds = torch.cat([torch.arange(length) < words for length, words in zip(lengths, own, strict=True)])
+    tensors = {
+        "frames": torch.cat([video.reshape(-1, 3) for video in videos]),
+        "text_ids": torch.cat(captions),
+        "sample_index": torch.repeat_interleave(torch.tensor(lengths)),
+        "trained": torch.cat([torch.arange(8), torch.arange(11, 15)]),
+    }
+    if form.joint:
+        tensors |= {"text_index": kinds.nonzero().flatten(), "latent_index": (~kinds).nonzero().flatten()}
+    segments = {
+        "latents": Segments.of(lengths),
+        "text": Segments.of(text),
+        "text_ids": Segments.of([4, 0, 2, 0]),
+    }
+    shapes: dict[str, Any] = {
+        "latents": ((2, 2, 2), (1, 1, 3), (1, 2, 2), (1, 1, 5)),
+        "frames": ((5, 32, 32), (0, 0, 0), (1, 32, 32), (0, 0, 0)),
+    }
+    return Batch(tensors, segments, shapes=shapes, seeds=(7,)), videos, captions
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("padding", ["none", "zeros"])
+def test_what_is_encoded_online_is_what_features_hold(folder: Path, joint: bool, padding: Any) -> None:
+    form = replace(FORM, joint=joint, text=(TextForm(length=5, padding=padding),))
+    batch, videos, captions = media_batch(form)
+    made = online_task(folder, form).inputs(batch)
+    parts = PipelineFolder(folder)
+    with torch.no_grad():
+        latents = [patchify(one, form.patch) for one in parts.autoencoder().encode(videos)]
+        texts = [one.tokens for one in parts.text_encoder(form.text[0]).encode(captions)]
+    clean = torch.zeros(20, form.patch_values)
+    clean[:8], clean[11:15] = latents
+    features = replace(batch.with_tensors(clean=clean, text=torch.cat([t for t in texts if t is not None])))
+    task = DiffusionTask()
+    task.bind(spec_of(form), None)
+    wanted = task.inputs(features)
+    for name in ("latents", "target", "text", "timesteps", "token_weights"):
+        assert torch.allclose(made[name], wanted[name], atol=1e-5), name
+    assert made.segments["text"].lengths == batch.segments["text"].lengths
+
+
+def test_a_dropped_caption_is_the_empty_caption(folder: Path) -> None:
+    batch, _, _ = media_batch(FORM)
+    made = online_task(folder, FORM, caption_dropout=1.0).inputs(batch)
+    with torch.no_grad():
+        (empty,) = PipelineFolder(folder).text_encoder(FORM.text[0]).encode([torch.tensor([1])])
+    assert empty.tokens is not None
+    assert empty.tokens[0].any()
+    for text in made["text"].split((5, 5)):
+        assert torch.allclose(text, empty.tokens, atol=1e-5)
+
+
+def test_images_to_edit_follow_what_is_made_of_them(folder: Path) -> None:
+    form = replace(FORM, joint=True, text=(TextForm(length=5),))
+    image = torch.full((1, 32, 32, 3), 99, dtype=torch.uint8)
+    tensors = {
+        "frames": torch.zeros(32 * 32, 3, dtype=torch.uint8),
+        "references": image.view(-1, 3),
+        "reference_sample": torch.tensor([0]),
+        "text_ids": torch.tensor([4, 1]),
+        "sample_index": torch.zeros(10, dtype=torch.int64),
+        "text_index": torch.arange(2),
+        "latent_index": torch.arange(2, 10),
+        "trained": torch.arange(4),
+    }
+    bounds = {"latents": Segments.of([10]), "text": Segments.of([2]), "text_ids": Segments.of([2])}
+    shapes = {"latents": ((1, 2, 2),), "frames": ((1, 32, 32),), "references": ((1, 32, 32),)}
+    made = online_task(folder, form).inputs(Batch(tensors, bounds, shapes=shapes, seeds=(1,)))  # type: ignore[arg-type]
+    with torch.no_grad():
+        (wanted,) = PipelineFolder(folder).autoencoder().encode([image])
+    assert torch.allclose(made["latents"][4:], patchify(wanted, form.patch), atol=1e-5)
+    assert made["trained_here"].tolist() == [True] * 4 + [False] * 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("given", ["first", "first_last"])
+def test_given_frames_are_channels_as_in_the_published_pipeline(folder: Path, given: Given) -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
+
+    form = replace(FORM, condition="mask_channels")
+    coder = PipelineFolder(folder).autoencoder()
+    pipeline = WanImageToVideoPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=coder.vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        image_processor=None,
+        image_encoder=None,
+        transformer=None,
+    )
+    video = torch.randint(0, 256, (9, 32, 32, 3), dtype=torch.uint8)
+    pixels = video.permute(0, 3, 1, 2).float() / 127.5 - 1
+    last = pixels[-1:] if given == "first_last" else None
+    _, condition = pipeline.prepare_latents(
+        pixels[:1], 1, 4, 32, 32, 9, dtype=torch.float32, device=CPU, last_image=last
+    )
+    found = given_channels(form, coder, video, (4, 3, 4, 4), given)
+    assert condition.shape == (1, 8, 3, 4, 4)
+    assert torch.allclose(found, patchify(condition[0], form.patch), atol=1e-4)
+    alone = given_channels(replace(FORM, condition="channels"), coder, video, (4, 3, 4, 4), "first")
+    (first,) = coder.encode([video[:1]])
+    assert torch.allclose(alone[:4], patchify(first, form.patch), atol=1e-5)
+    assert not alone[4:].any()
+
+
+def test_online_encoding_without_a_folder_is_refused() -> None:
+    task = DiffusionTask(encoders={})
+    task.bind(spec_of(FORM), None)
+    config: Any = SimpleNamespace(model=SimpleNamespace(path=None))
+    with pytest.raises(TesseraError, match="VAE and text encoders"):
+        task.frozen_parts(config)
