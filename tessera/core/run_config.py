@@ -84,12 +84,12 @@ class ModelSection(Section):
         return self
 
 
-RecordFormat = Literal["messages", "sharegpt", "llava", "alpaca", "text", "preference"]
+RecordFormat = Literal["messages", "sharegpt", "llava", "alpaca", "text", "preference", "generation"]
 
 
 class SourceSection(Section):
     path: Path = Field(
-        description="JSON, JSONL, Parquet or text file, tar shards, or a folder; {000..127} and * name several"
+        description="JSON, JSONL, Parquet, CSV, TSV or text file, tar shards, a folder; {000..127} and * name several"
     )
     root: Path | None = Field(
         None, description="media paths must lie under this folder; default: the file's own folder"
@@ -165,7 +165,7 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _says_nothing_in_vain(self) -> DataSection:
-        if self.kind in ("chat", "preference") and self.options:
+        if self.kind in ("chat", "preference", "generation") and self.options:
             raise ValueError(f"`options` has no effect with kind {self.kind}; it is for a data kind of your own")
         if self.kind == "custom" and (self.train or self.eval):
             raise ValueError(

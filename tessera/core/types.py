@@ -29,7 +29,7 @@ IGNORE = -100  # the label of a position that is not trained on
 # ---------------------------------------------------------------------------------------------- samples
 
 
-PartKind = Literal["text", "image", "video", "audio"]
+PartKind = Literal["text", "image", "video", "audio", "features"]  # features: what encoders made of a whole sample
 PLAIN = "text"  # the role of text that nobody says: no header, no end of turn, all of it trained on
 
 
@@ -107,8 +107,9 @@ class EncodedMedia:
     grid: tuple[int, int, int] = (0, 0, 0)  # of the latents, in patches: frames, rows, columns
     text: int = 0  # text tokens in the main sequence; 0 where the model reads text by cross attention
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    references: tuple[tuple[Tensor, tuple[int, int, int]], ...] = ()  # images to edit, each with its grid
+    reference_grids: tuple[tuple[int, int, int], ...] = ()  # of images to edit, whose latents follow
     counts: dict[str, int] = field(default_factory=dict)
+    references: tuple[Tensor, ...] = ()  # these images, uint8 [1, H, W, 3]; none where `clean` has their latents
 
 
 # ---------------------------------------------------------------------------------------------- batches

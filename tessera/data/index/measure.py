@@ -27,6 +27,7 @@ from tessera.core.process import usable_cpus
 from tessera.core.types import MediaSize, Sample
 from tessera.data.media.files import ArchiveMember, Limits
 from tessera.data.media.read import KindTarget, probe
+from tessera.data.media.stored import StoredSample
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.container import RecordError, reason_of
 from tessera.data.sources.source import Source
@@ -88,6 +89,8 @@ def content_hash(sample: Sample) -> int:
                 crc = zlib.crc32(part.value, crc)
             elif isinstance(part.value, str):
                 words.append(part.value)
+            elif isinstance(part.value, StoredSample):
+                words.append(f"{part.value.key} {part.value.file.name} {part.value.prefix}")
             elif isinstance(part.value, ArchiveMember):  # in the text that indexes on disk hold the hash of
                 member = part.value
                 words.append(
@@ -211,7 +214,7 @@ class MeasureRows:
             yield row, sample, outcome
 
     def _cost(self, sample: Sample) -> dict[str, int] | str:
-        if self.only_images and any(part.kind != "image" for part in sample.media()):
+        if self.only_images and any(part.kind in ("video", "audio") for part in sample.media()):
             raise NeedsWorkerProcess
         sizes = [probe(part, self.source.root, self.limits, self.sampling, self.target) for part in sample.media()]
         measures = self.measure(sample, sizes)

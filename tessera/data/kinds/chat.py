@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +15,9 @@ from tessera.data.index.build import build_index
 from tessera.data.index.split import SplitIndex
 from tessera.data.kinds import RowRequest, Work
 from tessera.data.media.files import Limits
-from tessera.data.media.read import ChatProcessor
+from tessera.data.media.read import ChatProcessor, MediaProcessor
 from tessera.data.order.order import Order, PackingConfig, Samples, row_table
-from tessera.data.order.packed_rows import PackedRows
+from tessera.data.order.packed_rows import COUNTS, PackedRows, hole
 from tessera.data.sources.columns import ROLES
 
 log = logging.getLogger("tessera")
@@ -33,7 +34,18 @@ def build(request: RowRequest) -> RowSource:
         )
     if not section.train_on or any(role not in ROLES for role in section.train_on):
         raise TesseraError(f"not roles to train on: {section.train_on}", where="data.train_on", allowed=ROLES)
-    processor = processor.training_on(section.train_on, last_only=section.mask_history)
+    return pack_rows(request, processor.training_on(section.train_on, last_only=section.mask_history))
+
+
+def pack_rows(
+    request: RowRequest,
+    processor: MediaProcessor,
+    *,
+    hole: Callable[[str, int], Any] = hole,
+    count_names: Sequence[str] = COUNTS,
+) -> PackedRows:
+    """Return the rows of a split: indexed, ordered and packed. `hole`, `count_names`: see `PackedRows`."""
+    section = request.section
     limits = Limits(max_image_pixels=section.max_image_pixels, jpeg_draft=section.jpeg_draft)
     sections = section.train if request.split == "train" else section.eval
     index = build_index(
@@ -59,6 +71,8 @@ def build(request: RowRequest) -> RowSource:
         limits=limits,
         on_bad_sample=section.on_bad_sample,
         timeout_s=section.sample_timeout_s,
+        hole=hole,
+        count_names=count_names,
     )
 
 

@@ -20,6 +20,7 @@ from tessera.data.media import audio, video
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits, Target, folder_of, opened, refusing
 from tessera.data.media.images import check_pixels, decode_image, probe_image, smaller, to_rgb
+from tessera.data.media.stored import StoredSample
 from tessera.data.media.video_frames import VideoSampling
 
 _SOUND = AudioSampling()
@@ -95,7 +96,8 @@ def decode(
     target: KindTarget | None = None,
     sound: AudioSampling | None = None,
 ) -> Any:
-    """Return a decoded media part: an upright RGB image, uint8 frames [F, H, W, 3], or float32 audio [samples].
+    """Return a decoded media part: an upright RGB image, uint8 frames [F, H, W, 3], float32 audio [samples], or tensors
+    by name.
 
     What `target` wants smaller than it is comes in that size.
     """
@@ -120,6 +122,8 @@ def _decode(
 ) -> tuple[Any, MediaSize]:
     wanted: Target | None = None if target is None else partial(target, part.kind)
     given = _given(part, limits)
+    if isinstance(part.value, StoredSample):
+        return part.value.load(), MediaSize(0, 0, 0)
     if given is not None:
         return _shrunk(part.value, given, wanted), given
     folder = folder_of(part.value, root) if part.kind == "video" else None
@@ -136,6 +140,8 @@ def _decode(
 def _given(part: Part, limits: Limits) -> MediaSize | None:
     """Return the size of media that is decoded already; None for what has to be read."""
     value = part.value
+    if part.kind == "features":
+        return MediaSize(0, 0, 0)
     if part.kind == "image" and isinstance(value, Image.Image):
         check_pixels(value.width, value.height, "image", limits)
         return MediaSize(*value.size)

@@ -58,6 +58,9 @@ def decode(
     numbers = sampling.choose(max(1, total), header.rate)
     if len(numbers) != size.frames:  # the header promised that many
         numbers = sampling.spread(size.frames, max(1, total))
+    seconds = packets.seconds()
+    if seconds is not None:
+        numbers = sampling.choose_by_time(seconds, size.frames) or numbers
     chosen = [min(number, packets.shown - 1) for number in numbers]
     max_pixels = 2 * stream_header.width * stream_header.height + (1 << 20)  # of a frame, with edges decoders add
     for attempt in (_decoded_parts, _decoded_all):
@@ -135,6 +138,7 @@ class _Packets(NamedTuple):
     times: list[int | None]  # when what is in it is shown
     keys: list[bool]  # decoding may begin here
     hidden: list[bool]  # it is decoded and not shown
+    time_base: float | None  # seconds of one unit of `times`
 
     @property
     def shown(self) -> int:
@@ -145,6 +149,11 @@ class _Packets(NamedTuple):
         times = [time for time, hidden in zip(self.times, self.hidden, strict=True) if not hidden]
         known = sorted(time for time in times if time is not None)
         return known if len(known) == len(times) == len(set(known)) else None
+
+    def seconds(self) -> list[float] | None:
+        """Return when each shown frame is shown; None when that is not known."""
+        times = self.order()
+        return None if times is None or self.time_base is None else [time * self.time_base for time in times]
 
     def starts(self, times: list[int]) -> list[int]:
         """Return for each frame, by its time, the last key packet from which it can be decoded."""
@@ -159,7 +168,7 @@ class _Packets(NamedTuple):
 
 def _packets(held: Any, stream_header: _StreamHeader, name: str) -> _Packets:
     stream = _stream(held, name)
-    packets = _Packets([], [], [])
+    packets = _Packets([], [], [], float(stream.time_base) if stream.time_base else None)
     end = 0.0
     with refusing("damaged video", name):
         for packet in held.demux(stream):

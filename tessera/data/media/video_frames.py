@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -21,7 +23,12 @@ from tessera.data.media.images import smaller
 #   middles  as steps, from the middle of each part (InternVL)
 #   ends     from the first frame to the last, rounded to the nearest; any number of frames (Qwen3-VL)
 #   clock    at every tick of `fps`, rounded up; from a video that is too long, evenly over its seconds (GLM-4.1V)
-Rule = Literal["even", "steps", "middles", "ends", "clock"]
+#   pace     what is shown at every tick of `fps` from the beginning on, so that motion keeps its speed, up to
+#            `max_frames`; one frame and a multiple of `multiple` more; `fps` 0: every frame (generation)
+Rule = Literal["even", "steps", "middles", "ends", "clock", "pace"]
+
+
+_CLOSE = 1e-4  # times in files are rounded
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,9 @@ class VideoSampling:
         """Return how many of `total` frames at `rate` a second are taken; without a rate: of a sampled video."""
         if self.rule == "clock" and self.frames is None and rate is not None:
             return len(self._ticks(total, rate))
+        if self.rule == "pace":
+            shown = max(1, math.ceil(total / self._step(rate) - _CLOSE))  # ticks while the video lasts
+            return (min(shown, self.max_frames) - 1) // self.multiple * self.multiple + 1
         if self.frames is not None:
             taken = min(self.frames, total)
         else:
@@ -54,11 +64,26 @@ class VideoSampling:
         """Return the numbers of the frames that are taken."""
         if self.rule == "clock" and self.frames is None and rate is not None:
             return self._ticks(total, rate)
+        if self.rule == "pace":
+            step = self._step(rate)
+            return [int(i * step + _CLOSE) for i in range(self.count(total, rate))]
         return self.spread(self.count(total, rate), total)
+
+    def choose_by_time(self, seconds: Sequence[float], count: int) -> list[int] | None:
+        """Return the numbers of `count` frames by the times at which frames are shown, rising; None where only their
+        number matters. Frames of one video may be shown for different times."""
+        if self.rule != "pace" or self.fps <= 0:
+            return None
+        ticks = (seconds[0] + i / self.fps + _CLOSE for i in range(count))
+        return [max(0, bisect_right(seconds, tick) - 1) for tick in ticks]
+
+    def _step(self, rate: float | None) -> float:
+        """Return how many frames of a video lie between two ticks."""
+        return 1.0 if rate is None or self.fps <= 0 else rate / self.fps
 
     def spread(self, count: int, total: int) -> list[int]:
         """Return the numbers of `count` frames spread over a video; some come twice where it has fewer."""
-        if self.rule == "ends":
+        if self.rule in ("ends", "pace"):
             return [int(n) for n in np.linspace(0, total - 1, count).round()]
         if self.rule in ("steps", "middles"):
             step = total / count

@@ -11,7 +11,7 @@ from tessera.core.types import PartKind
 
 ROLES = ("system", "user", "assistant", "tool")
 MEDIA: tuple[PartKind, ...] = ("image", "video", "audio")
-FORMATS: tuple[RecordFormat, ...] = ("messages", "sharegpt", "llava", "alpaca", "text", "preference")
+FORMATS: tuple[RecordFormat, ...] = ("messages", "sharegpt", "llava", "alpaca", "text", "preference", "generation")
 
 # Speaker -> role. Calls of functions are the assistant's words, their results are the tool's.
 _SPEAKERS = {
@@ -36,7 +36,9 @@ _TAGS = {
 _KEYS = ("id", "messages", "role_tag", "content_tag", "system", "tools", "images", "videos", "audios")
 _ALPACA_KEYS = ("prompt", "query", "response", "history")
 _PAIR_KEYS = ("chosen", "rejected")
-COLUMNS = (*_KEYS, *_TAGS, *_ALPACA_KEYS, *_PAIR_KEYS, "text")
+_TEXT_KEYS = ("text", "content")
+_CAPTION_KEYS = ("cap", "caption", "text", "prompt", "content")
+COLUMNS = (*_KEYS, *_TAGS, *_ALPACA_KEYS, *_PAIR_KEYS, "text", "path", "references")
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,23 @@ class ColumnMap:
     query: str = "input"
     response: str = "output"
     history: str = "history"
-    text: tuple[str, ...] = ("text", "content")
+    text: tuple[str, ...] = _TEXT_KEYS
+    path: str = "path"  # an image or video, by the end of its name
+    references: str = "references"  # images that are to be edited
     chosen: str = "chosen"
     rejected: str = "rejected"
 
 
 def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> ColumnMap:
     """Return the keys of a format, with those that `columns` (checked before) gives another name."""
-    renamed = {key: columns[key] for key in ("id", "system", "tools", *_ALPACA_KEYS, *_PAIR_KEYS) if key in columns}
+    renamed = {
+        key: columns[key]
+        for key in ("id", "system", "tools", *_ALPACA_KEYS, *_PAIR_KEYS, "path", "references")
+        if key in columns
+    }
     chat = record_format in ("sharegpt", "llava")
     speakers = {**_SPEAKERS, **{columns[tag]: role for tag, role in _TAGS.items() if tag in columns}}
+    texts = _CAPTION_KEYS if record_format == "generation" else _TEXT_KEYS
     callers = (*_CALLERS, *([columns["function_tag"]] if "function_tag" in columns else []))
     return ColumnMap(
         messages=columns.get("messages", "conversations" if chat else "messages"),
@@ -74,7 +83,7 @@ def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> Colum
         media={kind: _media_keys(record_format, kind, columns) for kind in MEDIA},
         speakers=speakers,
         callers=callers,
-        text=(columns["text"],) if "text" in columns else ("text", "content"),
+        text=(columns["text"],) if "text" in columns else texts,
         **renamed,
     )
 
@@ -84,7 +93,7 @@ def _media_keys(record_format: RecordFormat, kind: PartKind, columns: Mapping[st
         return (columns[f"{kind}s"],)
     if record_format == "llava":
         return (kind,)
-    return (f"{kind}s", kind) if record_format in ("alpaca", "text") else (f"{kind}s",)
+    return (f"{kind}s", kind) if record_format in ("alpaca", "text", "generation") else (f"{kind}s",)
 
 
 def check_columns(columns: Mapping[str, str], where: str) -> None:

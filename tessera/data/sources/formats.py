@@ -12,6 +12,10 @@ preference a question with a better and a worse answer, in one of these spelling
     {"messages": [messages], "chosen": {"role": "assistant", ...} or "better", "rejected": ...}
     {"conversations": [turns], "chosen": {"from": "gpt", "value": "better"}, "rejected": ...}, with images or image
     {"instruction": "ask", "input": "about", "chosen": "better", "rejected": "worse"}
+generation a caption with the image or video it describes, in one of these spellings:
+    {"path": "a.mp4", "cap": "a caption", or ["a caption", another, ...], of which the first counts}
+    {"image": "a.jpg" or "video": "a.mp4", "text", "caption" or "prompt": "a caption", "references": ["to edit.jpg"]}
+    {"messages": [{"role": "user", ... text and images to edit}, {"role": "assistant", ... one image or video}]}
 """
 
 from __future__ import annotations
@@ -26,10 +30,13 @@ from PIL import Image
 from tessera.core.run_config import RecordFormat
 from tessera.core.types import PLAIN, Message, Part, PartKind
 from tessera.data.media.files import ArchiveMember
+from tessera.data.media.stored import StoredSample
 from tessera.data.sources.columns import FORMATS, MEDIA, ColumnMap, column_map
 from tessera.data.sources.container import RecordError
+from tessera.data.sources.file_groups import media_kind
 from tessera.data.tool_calls import format_calls, format_spoken_calls, with_tools
 
+FEATURES = "features"  # key of what encoders made of a sample
 CHOSEN, REJECTED = "chosen", "rejected"  # roles of the last two turns of a preference sample
 _PROMPT = "prompt"
 _PLACEHOLDER = re.compile(r"<(image|video|audio)>")
@@ -64,6 +71,8 @@ class RecordSchema:
         names = self.names[record_format]
         if record_format == "preference":
             return _has(record, names.chosen) and _has(record, names.rejected)
+        if record_format == "generation":  # whatever is missing is a fault of that record alone
+            return True
         if record_format == "text":
             return any(_has(record, key) for key in names.text)
         if record_format == "alpaca":
@@ -202,8 +211,57 @@ def _as_turns(value: Any, names: ColumnMap, role: str) -> list[Any]:
     return [dict(value)] if isinstance(value, Mapping) else list(value)
 
 
+def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
+    """Return what is asked for, a caption and perhaps images to edit, and the image or video that answers it."""
+    features = record.get(FEATURES)
+    if isinstance(features, StoredSample):  # of our own folders: no JSON makes such an object
+        return (Message("assistant", (Part("features", features),)),)
+    sharegpt = column_map("sharegpt", {})
+    if _has(record, names.messages):
+        return _checked_pair(_parse_messages(record, names))
+    if _has(record, sharegpt.messages):
+        chat: RecordFormat = "llava" if _has(record, "image") else "sharegpt"
+        return _checked_pair(_parse_conversations(record, column_map(chat, {})))
+    caption = next((record[key] for key in names.text if _has(record, key)), None)
+    if isinstance(caption, list):
+        caption = next((one for one in caption if isinstance(one, str) and one.strip()), "")
+    if caption is None:
+        _fail(f"no caption under {' or '.join(repr(key) for key in names.text)}")
+    wanted = [Part(kind, value) for kind in ("image", "video") for value in _listed(record, names.media[kind])]
+    if not wanted and _has(record, names.path):
+        value = _value(record[names.path], names.path)
+        kind = media_kind(value) if isinstance(value, str) else None
+        if kind == "audio":
+            _fail(f"{names.path}: an image or a video is expected, got {value!r:.80}")
+        wanted = [Part(kind or "video", value)]  # without a suffix: a folder of frames
+    references = tuple(Part("image", value) for value in _listed(record, (names.references,)))
+    asked = Message("user", (*references, Part("text", _text(caption))))
+    return _checked_pair((asked, Message("assistant", tuple(wanted))))
+
+
+def _checked_pair(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    if [message.role for message in messages] != ["user", "assistant"]:
+        said = ", ".join(message.role for message in messages)
+        _fail(f"a caption by the user and its image or video by the assistant are expected, not turns of {said:.80}")
+    asked, answer = messages
+    answered = [part for part in answer.parts if part.kind != "text" or part.value.strip()]
+    if len(answered) != 1 or answered[0].kind not in ("image", "video"):
+        _fail(f"one image or video to learn is expected, found {len(answered)} parts in the answer")
+    if any(part.kind not in ("text", "image") for part in asked.parts):
+        _fail("a request has text and images; it cannot have videos or audio")
+    if not "".join(part.value for part in asked.parts if part.kind == "text").strip():
+        _fail("the caption is empty")
+    return (asked, Message("assistant", tuple(answered)))
+
+
+def _listed(record: Mapping[str, Any], keys: Iterable[str]) -> list[Any]:
+    key = next((key for key in keys if _has(record, key)), None)
+    return [] if key is None else _values(record[key], key)
+
+
 _PARSERS: dict[RecordFormat, Callable[[Mapping[str, Any], ColumnMap], tuple[Message, ...]]] = {
     "preference": _parse_preference,
+    "generation": _parse_generation,
     "messages": _parse_messages,
     "sharegpt": _parse_conversations,
     "llava": _parse_conversations,

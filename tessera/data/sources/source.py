@@ -33,7 +33,7 @@ _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_FILES = 1_000_000
 _FIRST_RECORDS = 1000  # records at the beginning whose keys are asked for the format
 _LATER_RECORDS = 16  # and so many of the rest
-_RECORD_FILES = ("json", "jsonl", "parquet", "csv", "tar")
+_RECORD_FILES = ("json", "jsonl", "parquet", "csv", "tsv", "tar")
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -170,7 +170,7 @@ def _no_such(path: Path, missing: list[Path]) -> NoReturn:
         f"no such data file: {one}{more}",
         where="data",
         nearest=nearest(one.name, beside),
-        fix="give the path of a JSON, JSONL, Parquet, CSV or text file, of tar shards, or of a folder",
+        fix="give the path of a JSON, JSONL, Parquet, CSV, TSV or text file, of tar shards, or of a folder",
     )
 
 
@@ -199,7 +199,8 @@ def _open_file(
         return open_tar(path, name, limit, cache_folder, columns)
     if media_kind(path.name) is not None:
         raise TesseraError(f"{path.name} is media, not records about it", where=str(path), fix="give its folder")
-    kind: TextKind = "csv" if suffix == "csv" else "text" if suffix in ("txt", "text") else "json"
+    kinds: dict[str, TextKind] = {"csv": "csv", "tsv": "tsv", "txt": "text", "text": "text"}
+    kind = kinds.get(suffix, "json")
     return open_text_file(path, name, kind, limit, cache_folder)
 
 
@@ -236,7 +237,7 @@ def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None
         where="data",
         allowed=[
             "metadata.jsonl or metadata.csv",
-            "JSON, JSONL, Parquet, CSV or tar files",
+            "JSON, JSONL, Parquet, CSV, TSV or tar files",
             "a.jpg with a.txt or a.json",
             "*.txt",
         ],

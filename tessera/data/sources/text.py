@@ -1,4 +1,4 @@
-"""JSONL, JSON arrays, CSV and plain text: files in which a record is a span of bytes.
+"""JSONL, JSON arrays, CSV, TSV and plain text: files in which a record is a span of bytes.
 
 Opening a file finds the spans of its records and nothing more. Whether a record can be parsed shows when it is read,
 so that a broken one does not spoil the others.
@@ -22,7 +22,8 @@ from tessera.core.errors import TesseraError
 from tessera.data.sources.container import MAX_RECORD_BYTES, Container, RawRecord, RecordError, file_facts
 from tessera.data.tables import AnyTables, cached_tables
 
-TextKind = Literal["json", "csv", "text"]
+TextKind = Literal["json", "csv", "tsv", "text"]
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
 CHUNK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _QUOTE, _NEWLINE = 34, 10
@@ -42,7 +43,7 @@ class TextFile(Container):
         self.path = path
         self.kind = kind
         self.tables = tables
-        self.header = _csv_header(path, name) if kind == "csv" else []
+        self.header = _csv_header(path, name, _DELIMITERS[kind]) if kind in _DELIMITERS else []
 
     def location(self, number: int) -> str:
         return f"{self.name}:{int(self.tables['spans'][number, 2])}"
@@ -77,7 +78,7 @@ class TextFile(Container):
 
     def _csv_fields(self, text: str, location: str) -> dict[str, Any]:
         try:
-            fields = next(csv.reader(io.StringIO(text), strict=True))
+            fields = next(csv.reader(io.StringIO(text), strict=True, delimiter=_DELIMITERS[self.kind]))
         except (csv.Error, StopIteration) as error:
             raise RecordError(location, f"not readable as CSV: {error}") from None
         if len(fields) != len(self.header):
@@ -116,7 +117,7 @@ def open_text_file(path: Path, name: str, kind: TextKind, limit: int | None, cac
     def find_spans() -> dict[str, np.ndarray]:
         if kind == "json" and _is_array(path):
             return {"spans": find_elements(path, limit)}
-        if kind == "csv":  # without its header
+        if kind in _DELIMITERS:  # without its header
             return {"spans": find_lines(path, None if limit is None else limit + 1, quoted=True)[1:]}
         return {"spans": find_lines(path, limit)}
 
@@ -129,7 +130,7 @@ def open_text_file(path: Path, name: str, kind: TextKind, limit: int | None, cac
     return TextFile(path, name, kind, tables, facts)
 
 
-def _csv_header(path: Path, name: str) -> list[str]:
+def _csv_header(path: Path, name: str, delimiter: str) -> list[str]:
     first = find_lines(path, 1, quoted=True)
     if not len(first):
         return []
@@ -139,7 +140,7 @@ def _csv_header(path: Path, name: str) -> list[str]:
     with path.open("rb") as file:
         file.seek(start)
         try:
-            return next(csv.reader(io.StringIO(load_text(file.read(size), name)), strict=True))
+            return next(csv.reader(io.StringIO(load_text(file.read(size), name)), strict=True, delimiter=delimiter))
         except (RecordError, csv.Error) as error:
             raise TesseraError(f"the header cannot be read: {error}", where=str(path)) from None
 

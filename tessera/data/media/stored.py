@@ -1,0 +1,47 @@
+"""What encoders made of samples, in safetensors files: read sample by sample, never a whole file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
+from tessera.core.files import check_regular
+
+KEY = "key"  # entry of a shard's metadata: the hash of all that its content depends on
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """Locate the tensors of one sample in a shard, and say what their header says of them."""
+
+    file: Path
+    key: str  # that the shard must have
+    prefix: str  # of the names of its tensors
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of its tensors, by their names without the prefix
+    grids: tuple[tuple[int, int, int], ...]  # of the latents, in patches: what is made, then images to edit
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return dict(self.shapes).get(name)
+
+    def load(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        try:
+            check_regular(self.file)
+            with safe_open(self.file, framework="pt") as shard:
+                if (shard.metadata() or {}).get(KEY) != self.key:
+                    raise TesseraError(
+                        f"the shard {self.file.name} was made with another model, other options or other data",
+                        where=str(self.file.parent),
+                        fix="make the features again: tessera data features",
+                    )
+                found = {name: shard.get_tensor(f"{self.prefix}{name}") for name, _ in self.shapes}
+        except (SafetensorError, OSError) as error:
+            raise TesseraError(f"damaged features: {self.file.name} ({error})") from None
+        for name, shape in self.shapes:
+            if tuple(found[name].shape) != shape:
+                raise TesseraError(f"damaged features: {name} in {self.file.name} is {tuple(found[name].shape)}")
+        return found

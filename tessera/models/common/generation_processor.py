@@ -1,0 +1,410 @@
+"""Processor of generation families: images and videos with captions, or features of them, as packed batches.
+
+A sample asks for something (a caption, perhaps with images to edit) and has the image or video that answers it. Media
+are resized to cover their target size and cropped around their middle; sizes follow from headers alone. A row is packed
+by elements of the main sequence: latents, and in joint families the text before them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from PIL import Image
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from tessera.core.config import Section, build
+from tessera.core.errors import TesseraError
+from tessera.core.files import read_json_mapping
+from tessera.core.generation import GenerationForm, Grid, sample_positions
+from tessera.core.types import Batch, EncodedMedia, MediaSize, Part, PartKind, Sample, Segments
+from tessera.data.captions import CaptionEncoder
+from tessera.data.media.images import to_rgb
+from tessera.data.media.stored import StoredSample
+from tessera.data.media.video_frames import VideoSampling
+from tessera.models.common.media_layout import media_size
+from tessera.models.common.pipeline_parts import VaeForm
+from tessera.models.common.side_files import copy_side_files
+
+VAE = "vae"
+_LATENTS = "latents"
+
+
+class GenerationOptions(Section):
+    """Declare the keys of `data.processor` of a generation family."""
+
+    height: int | None = Field(None, gt=0, le=2**16, description="of every image and frame; give width too")
+    width: int | None = Field(None, gt=0, le=2**16, description="of every image and frame; give height too")
+    max_pixels: int = Field(
+        480 * 832, gt=0, le=10**9, description="larger images and frames are scaled down, in their own aspect ratio"
+    )
+    num_frames: int = Field(81, gt=0, le=10**6, description="frames taken from a video at most, from its beginning")
+    min_frames: int = Field(1, gt=0, le=10**6, description="videos that give fewer frames are left out")
+    fps: float = Field(
+        0.0,
+        ge=0,
+        le=1000,
+        description="frames taken from each second of a video, so that motion keeps its speed; 0: every frame",
+    )
+    long_captions: Literal["cut", "leave_out"] = Field(
+        "cut", description="captions with more tokens than the model reads: cut as published pipelines do, or left out"
+    )
+    vae_stride: tuple[int, int] | None = Field(
+        None, description="frames and pixels that one latent stands for, where no folder with a VAE tells it"
+    )
+
+    @model_validator(mode="after")
+    def _both_sides(self) -> GenerationOptions:
+        if (self.height is None) != (self.width is None):
+            raise ValueError("give height and width together; or max_pixels alone, which keeps the aspect ratio")
+        if self.min_frames > self.num_frames:
+            raise ValueError(f"min_frames {self.min_frames} is more than num_frames {self.num_frames}")
+        return self
+
+
+@dataclass(frozen=True)
+class CaptionedSample:
+    """Hold the parts of a sample: a caption, images to edit, and what to make of them."""
+
+    caption: str
+    references: tuple[int, ...]  # indices into the sample's media
+    wanted: Part
+
+    @staticmethod
+    def of(sample: Sample) -> CaptionedSample:
+        media = sample.media()
+        said = [part.value for message in sample.messages for part in message.parts if part.kind == "text"]
+        return CaptionedSample("".join(said).strip(), tuple(range(len(media) - 1)), media[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationProcessor:
+    """Turn captions and media into batches of a generation model."""
+
+    version: ClassVar[str] = "generation 1"  # raised when the same options give other batches than before
+
+    form: GenerationForm
+    options: GenerationOptions
+    stride: tuple[int, int] | None  # of the VAE, along time and along space; None: unknown, which features do not need
+    encoders: tuple[CaptionEncoder, ...]  # one for each of `form.text`; none where a folder has no tokenizers
+    folder: Path | None = None  # where all this was read from
+
+    @classmethod
+    def load(cls, form: GenerationForm, folder: Path | None, **options: Any) -> Self:
+        """Return the processor of a diffusers folder. A folder of the transformer alone serves training on features."""
+        options.pop("train_on", None)  # of conversations
+        chosen = build(GenerationOptions, options, "data.processor")
+        stride, encoders = chosen.vae_stride, []
+        if folder is not None and stride is None and (folder / VAE / "config.json").is_file():
+            config = folder / VAE / "config.json"
+            vae = VaeForm.of(read_json_mapping(config), str(config))
+            stride = (vae.time_stride, vae.space_stride)
+        if folder is not None and any((folder / text.tokenizer).is_dir() for text in form.text):
+            encoders = [CaptionEncoder.load(folder, text) for text in form.text]
+        processor = cls(form, chosen, stride, tuple(encoders), folder)
+        if stride is not None and chosen.height is not None and chosen.width is not None:
+            processor.fit(chosen.width, chosen.height)  # raises where these are no sizes of the model
+        return processor
+
+    # ------------------------------------------------------------------------------------------ sizes
+
+    @cached_property
+    def sampling(self) -> VideoSampling:
+        """Return which frames of a video are taken: one, and a whole number of latent frames more."""
+        time = 1 if self.stride is None else self.stride[0]
+        return VideoSampling(self.options.fps, 1, self.options.num_frames, multiple=time, rule="pace")
+
+    @property
+    def _strides(self) -> tuple[int, int]:
+        if self.stride is None:
+            raise TesseraError(
+                "how many pixels a latent stands for is not known: no VAE lies beside the model",
+                where="model.path",
+                fix="name the folder of a diffusers pipeline; or set data.processor.vae_stride=[4,8]; or train on "
+                "features (tessera data features)",
+            )
+        return self.stride
+
+    @property
+    def _unit(self) -> tuple[int, int]:
+        """Return the height and width in pixels of one patch."""
+        space = self._strides[1]
+        return space * self.form.patch[1], space * self.form.patch[2]
+
+    def fit(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height that an image or frame of this size is resized and cropped to."""
+        tall, wide = self._unit
+        options = self.options
+        if options.height is not None and options.width is not None:
+            if options.height % tall or options.width % wide:
+                near = [
+                    max(1, round(side / unit)) * unit for side, unit in ((options.height, tall), (options.width, wide))
+                ]
+                raise TesseraError(
+                    f"{options.width}x{options.height} pixels are no whole patches of {wide}x{tall}",
+                    where="data.processor.height",
+                    fix=f"height={near[0]} width={near[1]}",
+                )
+            return options.width, options.height
+        scale = min(1.0, math.sqrt(options.max_pixels / (width * height)))
+        found = int(width * scale + 1e-6) // wide * wide, int(height * scale + 1e-6) // tall * tall
+        if 0 in found:
+            raise TesseraError(
+                f"{width}x{height} pixels are less than one patch of {wide}x{tall}",
+                fix="leave such media out, or set data.processor.height and width, which enlarge it",
+            )
+        return found
+
+    def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int]:
+        width, height = self.fit(size.width, size.height)
+        scale = max(width / size.width, height / size.height)
+        return max(width, round(size.width * scale)), max(height, round(size.height * scale))
+
+    def frames(self, taken: int) -> int:
+        """Return how many of the frames taken from a video are used: those that fill whole patches of latents."""
+        time, patch = self._strides[0], self.form.patch[0]
+        latents = ((taken - 1) // time + 1) // patch * patch
+        if latents == 0:
+            raise TesseraError(f"{taken} frames are less than one patch, which is of {patch} latent frames")
+        return 1 + time * (latents - 1)
+
+    def grid(self, size: MediaSize) -> Grid:
+        """Return frames, rows and columns of patches of an image or video."""
+        width, height = self.fit(size.width, size.height)
+        tall, wide = self._unit
+        latents = (self.frames(size.frames) - 1) // self._strides[0] + 1
+        return latents // self.form.patch[0], height // tall, width // wide
+
+    @cached_property
+    def fingerprint(self) -> str:
+        facts = [self.version, asdict(self.form), self.options.model_dump(), self.stride]
+        text = json.dumps([*facts, [one.json for one in self.encoders]], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    # ------------------------------------------------------------------------------------------ one sample
+
+    def tokenize(self, caption: str) -> tuple[list[list[int]], bool]:
+        """Return the ids of a caption for each text encoder, and whether the first had to be cut."""
+        if not self.encoders:
+            names = ", ".join(text.tokenizer for text in self.form.text)
+            raise TesseraError(
+                f"captions cannot be read without {names}",
+                where="model.path or model.tokenizer",
+                fix="name the folder of a diffusers pipeline, which has its tokenizers",
+            )
+        whole = [encoder.ids(caption) for encoder in self.encoders]
+        kept = [encoder.cut(ids) for encoder, ids in zip(self.encoders, whole, strict=True)]
+        # Where several encoders read a caption, the longest of them says how much the model can read.
+        main = max(range(len(self.form.text)), key=lambda number: self.form.text[number].length)
+        too_long = len(kept[main]) < len(whole[main])
+        if too_long and self.options.long_captions == "leave_out":
+            raise TesseraError(
+                f"a caption of {len(whole[main])} tokens; the model reads {len(kept[main])}",
+                fix="shorten the caption, or set data.processor.long_captions=cut",
+            )
+        return kept, too_long
+
+    def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
+        request = CaptionedSample.of(sample)
+        if isinstance(request.wanted.value, StoredSample):
+            return self._stored_counts(request.wanted.value)
+        ids, too_long = self.tokenize(request.caption)
+        return {**self._counts(request, ids, sizes), "cut_captions": int(too_long)}
+
+    def _counts(
+        self, request: CaptionedSample, ids: Sequence[Sequence[int]], sizes: Sequence[MediaSize]
+    ) -> dict[str, int]:
+        kind, size = request.wanted.kind, sizes[-1]
+        if kind == "video" and self.frames(size.frames) < self.options.min_frames:
+            raise TesseraError(
+                f"a video of {size.total} frames gives {self.frames(size.frames)}, and {self.options.min_frames} are "
+                "asked for",
+                fix="lower data.processor.min_frames, or raise fps",
+            )
+        grids = self._grids(request, sizes)
+        frames = self.frames(size.frames) if kind == "video" else 0
+        counts = self._sequence_counts(self._text(ids), grids)
+        return {**counts, "images": len(request.references) + int(kind == "image"), "frames": frames}
+
+    def _sequence_counts(self, text: int, grids: Sequence[Grid]) -> dict[str, int]:
+        latents = sum(math.prod(grid) for grid in grids)
+        tokens = latents + (text if self.form.joint else 0)
+        return {
+            "samples": 1,
+            "tokens": tokens,
+            "latents": latents,
+            "text": text,
+            "trained": math.prod(grids[0]),
+            "token_pairs": tokens**2,
+            "text_pairs": 0 if self.form.joint else tokens * text,
+        }
+
+    def _grids(self, request: CaptionedSample, sizes: Sequence[MediaSize]) -> list[Grid]:
+        """Return the grid of what is made, and those of the images to edit."""
+        references = [sizes[index] for index in request.references]
+        if references and not self.form.joint:
+            raise TesseraError(f"this model edits no images, and the sample has {len(references)} to edit")
+        grids = [self.grid(sizes[-1]), *(self.grid(replace(size, frames=1)) for size in references)]
+        if self.form.positions == "table":
+            sample_positions(self.form, 0, grids)  # raises where an image is larger than the table
+        return grids
+
+    def _text(self, ids: Sequence[Sequence[int]]) -> int:
+        """Return how many embeddings of text the model reads."""
+        counted = zip(self.form.text, ids, strict=True)
+        return sum(form.embeddings(len(some)) for form, some in counted if not form.beside)
+
+    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> EncodedMedia:
+        request = CaptionedSample.of(sample)
+        if isinstance(request.wanted.value, StoredSample):
+            return self._encode_stored(sample.id, request.wanted.value, media[-1])
+        sizes = [media_size(item) for item in media] if sizes is None else sizes
+        ids, _ = self.tokenize(request.caption)
+        counts = self._counts(request, ids, sizes)
+        grids = self._grids(request, sizes)
+        tensors = {name: torch.tensor(some, dtype=torch.int64) for name, some in zip(self.text_names, ids, strict=True)}
+        tensors["frames"] = self._frames(media[-1], request.wanted.kind, sizes[-1])
+        images = [self._frames(media[index], "image", sizes[index]) for index in request.references]
+        more = (tuple(grids[1:]), counts, tuple(images))
+        return EncodedMedia(sample.id, counts["tokens"], grids[0], counts["text"], tensors, *more)
+
+    @property
+    def text_names(self) -> list[str]:
+        """Return the names of the tensors with token ids: `text_ids`, `text_ids_2` and so on."""
+        return ["text_ids" + (f"_{number + 1}" if number else "") for number in range(len(self.form.text))]
+
+    def _frames(self, media: Any, kind: PartKind, size: MediaSize) -> Tensor:
+        """Return uint8 [F, H, W, 3], resized to cover the target and cropped around the middle."""
+        width, height = self.fit(size.width, size.height)
+        cover = self.target(kind, size)
+        images = [to_rgb(media)] if isinstance(media, Image.Image) else list(map(Image.fromarray, media))
+        images = images[: self.frames(len(images))]
+        left, top = (cover[0] - width) // 2, (cover[1] - height) // 2
+        frames = np.empty((len(images), height, width, 3), dtype=np.uint8)
+        for into, image in zip(frames, images, strict=True):
+            whole = image if image.size == cover else image.resize(cover, Image.Resampling.BICUBIC)
+            into[:] = np.asarray(whole)[top : top + height, left : left + width]
+        return torch.from_numpy(frames)
+
+    # ------------------------------------------------------------------------------------------ features
+
+    def _stored_counts(self, stored: StoredSample) -> dict[str, int]:
+        clean, text = stored.shape("clean"), stored.shape("text")
+        latents = sum(math.prod(grid) for grid in stored.grids)
+        if clean != (latents, self.form.patch_values) or text is None:
+            raise TesseraError(
+                f"features in {stored.file.name} have latents of {clean}, and the model reads {latents} tokens of "
+                f"{self.form.patch_values} numbers: {self.form.channels} channels in patches of {self.form.patch}",
+                fix="make the features with the VAE of this model: tessera data features",
+            )
+        return {**self._sequence_counts(text[0], stored.grids), "images": 0, "frames": 0, "cut_captions": 0}
+
+    def _encode_stored(self, id: str, stored: StoredSample, found: Mapping[str, Tensor]) -> EncodedMedia:
+        counts = self._stored_counts(stored)
+        return EncodedMedia(
+            id, counts["tokens"], stored.grids[0], counts["text"], dict(found), stored.grids[1:], counts
+        )
+
+    # ------------------------------------------------------------------------------------------ batches
+
+    def collate(self, rows: Sequence[Sequence[EncodedMedia]], length: int) -> Batch:
+        segments: list[EncodedMedia] = []
+        for row in rows:
+            used = sum(item.length for item in row)
+            assert used <= length, "the packer keeps rows within the length"
+            segments += [*row, *([EncodedMedia("", length - used)] if used < length else [])]
+        return self.pack(segments)
+
+    def pack(self, items: Sequence[EncodedMedia]) -> Batch:
+        """Return samples as one packed batch, a segment each. One without a grid is padding, or could not be read: its
+        elements are latents that nobody trains on."""
+        joint = self.form.joint
+        positions, text_index, latent_index, trained, reference_index = [], [], [], [], []
+        shapes: dict[str, list[tuple[int, ...]]] = {_LATENTS: [], "frames": [], "references": []}
+        reference_sample: list[int] = []
+        at = latents = 0
+        for number, item in enumerate(items):
+            text = item.text if joint else 0
+            blank = math.prod(item.grid) == 0
+            grids = [(1, 1, item.length)] if blank else [item.grid, *item.reference_grids]
+            positions.append(
+                torch.zeros(3, item.length, dtype=torch.int64) if blank else sample_positions(self.form, text, grids)
+            )
+            text_index.append(torch.arange(at, at + text))
+            latent_index.append(torch.arange(at + text, at + item.length))
+            own = math.prod(grids[0])
+            trained.append(torch.arange(latents, latents + (0 if blank else own)))
+            reference_index.append(torch.arange(latents + own, latents + item.length - text))
+            shapes[_LATENTS].append(grids[0])
+            frames = item.tensors.get("frames")
+            shapes["frames"].append((0, 0, 0) if frames is None else tuple(frames.shape[:3]))
+            shapes["references"] += [tuple(image.shape[:3]) for image in item.references]
+            reference_sample += [number] * len(item.references)
+            at, latents = at + item.length, latents + item.length - text
+        tensors = {
+            "positions": torch.cat(positions, dim=1),
+            "sample_index": torch.repeat_interleave(torch.tensor([item.length for item in items])),
+            "trained": torch.cat(trained),
+        }
+        bounds = {_LATENTS: Segments.of([item.length for item in items])}
+        bounds["text"] = Segments.of([item.text for item in items])
+        if joint:
+            tensors |= {"text_index": torch.cat(text_index), "latent_index": torch.cat(latent_index)}
+        if reference_sample:
+            images = [image.reshape(-1, 3) for item in items for image in item.references]
+            tensors |= {"references": torch.cat(images), "reference_index": torch.cat(reference_index)}
+            tensors["reference_sample"] = torch.tensor(reference_sample)
+        self._join(items, tensors, bounds)
+        counts: dict[str, int] = {}
+        for item in items:
+            for name, count in item.counts.items():
+                counts[name] = counts.get(name, 0) + count
+        known = {name: tuple(some) for name, some in shapes.items() if name != "references" or some}
+        return Batch(tensors, bounds, known, counts=counts)
+
+    def _join(self, items: Sequence[EncodedMedia], tensors: dict[str, Tensor], bounds: dict[str, Segments]) -> None:
+        """Add what was read of the samples: pixels and token ids, or features."""
+        names = dict.fromkeys(name for item in items for name in item.tensors)
+        sizes = [item.length - (item.text if self.form.joint else 0) for item in items]
+        for name in names:
+            parts = [item.tensors.get(name) for item in items]
+            some = [part for part in parts if part is not None]
+            if name == "frames":
+                tensors[name] = torch.cat([part.reshape(-1, 3) for part in some])
+            elif name in ("clean", "condition"):
+                like = some[0]
+                whole = [
+                    part if part is not None else like.new_zeros(n, like.shape[1])
+                    for part, n in zip(parts, sizes, strict=True)
+                ]
+                tensors[name] = torch.cat(whole)
+            elif name == "pooled":
+                tensors[name] = torch.cat([torch.zeros_like(some[0]) if part is None else part for part in parts])
+            else:
+                tensors[name] = torch.cat(some)
+                bounds[name] = Segments.of([0 if part is None else len(part) for part in parts])
+
+    # ------------------------------------------------------------------------------------------ files
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizers and what is known of the VAE, as a diffusers folder has them."""
+        for encoder in self.encoders:
+            own = folder / encoder.form.tokenizer
+            if self.folder is not None and (self.folder / encoder.form.tokenizer).is_dir():
+                copy_side_files(self.folder / encoder.form.tokenizer, own)
+            own.mkdir(parents=True, exist_ok=True)
+            (own / "tokenizer.json").write_text(encoder.json, encoding="utf-8")
+        config = None if self.folder is None else self.folder / VAE / "config.json"
+        if config is not None and config.is_file() and config.resolve() != (folder / VAE / "config.json").resolve():
+            (folder / VAE).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(config, folder / VAE / "config.json")
