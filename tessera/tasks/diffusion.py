@@ -36,7 +36,7 @@ from tessera.models.common.sample_encoders import Given, SampleEncoders, latent_
 LATENTS = "latents"  # the count: numbers in the latents that are trained on
 LOSS = "diffusion_loss"
 BANDS = ("low", "middle", "high")  # thirds of the times, by noise
-ELEMENTS = "element_index"  # which elements of the main sequence a rank has that shares it with others
+TOKENS = "token_index"  # which elements of the main sequence a rank has that shares it with others
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -225,7 +225,7 @@ class DiffusionTask(Task):
 
     def _own(self, batch: Batch) -> Tensor | None:
         """Return which of all latent tokens this rank computes; None: all of them."""
-        return batch.get(Stream.sources("latent_index") if self.form.joint else ELEMENTS)
+        return batch.get(Stream.sources("latent_index") if self.form.joint else TOKENS)
 
     def _part(self, batch: Batch, whole: Tensor) -> Tensor:
         own = self._own(batch)
@@ -245,9 +245,10 @@ class DiffusionTask(Task):
 
     def _trained(self, batch: Batch) -> Tensor:
         """Return which of this rank's latent tokens are trained on."""
-        still = self._still(batch)
-        chosen = torch.zeros_like(still).index_fill(0, batch["trained"], True)
-        return self._part(batch, chosen & ~still)
+        still, own = self._still(batch), self._part(batch, self._still(batch))
+        if Stream.sources("trained") in batch:  # positions among this rank's own already
+            return torch.zeros_like(own).index_fill(0, batch["trained"], True) & ~own
+        return self._part(batch, torch.zeros_like(still).index_fill(0, batch["trained"], True)) & ~own
 
     def _level_of_latents(self, batch: Batch, values: Sequence[float]) -> Tensor:
         """Return one value for each of this rank's latent tokens, given one for each sample."""

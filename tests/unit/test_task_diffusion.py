@@ -279,14 +279,14 @@ def test_ranks_that_share_a_sequence_have_the_numbers_of_the_whole(form: Generat
     task = bound(form, time="logit_normal", caption_dropout=0.5)
     whole = row_batch(form, [[3, 5], [9]], [1, 2])
     wanted = task.inputs(whole)
-    positions = ("text_index", "latent_index") if form.joint else ()
-    main = Stream(("sample_index", "positions"), "latents", dim=-1, positions=positions, index="element_index")
+    positions = ("text_index", "latent_index") if form.joint else ("trained",)
+    main = Stream(("sample_index", "positions"), "latents", dim=-1, positions=positions, index="token_index")
     found: dict[str, list[Tensor]] = {"latents": [], "target": [], "own": []}
     counted = 0.0
     for rank in range(4):
         part = shard_batch(whole, BatchSharding(main, SequenceSharding(2, 2)), rank, {})
         made = task.inputs(part)
-        found["own"].append(part["latent_index.sources"] if form.joint else part["element_index"])
+        found["own"].append(part["latent_index.sources"] if form.joint else part["token_index"])
         for name in ("latents", "target"):
             found[name].append(made[name])
         counted += float(task.counts(part)["latents"])
