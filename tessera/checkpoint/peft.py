@@ -32,6 +32,7 @@ from tessera.core.files import check_inside
 from tessera.core.pattern import first_matches
 from tessera.core.run_config import LoraSection, load_config
 from tessera.core.weightmap import (
+    ColumnsByHead,
     Concat,
     GroupByHead,
     Identity,
@@ -67,6 +68,9 @@ def to_peft(native: Mapping[str, Factors], weight_map: WeightMap, where: str) ->
                 adapter, a, blocks = _side_by_side(members, [factors.b.shape[0]] * len(members))
                 made[modules[0]] = Factors(adapter, a, rule.op.join_chunks(blocks)[0])
             continue
+        if isinstance(rule.op, ColumnsByHead):
+            made[modules[0]] = Factors(factors.adapter, rule.op.to_foreign(factors.a)[0], factors.b)
+            continue
         for module, b in zip(modules, rule.op.to_foreign(factors.b), strict=True):
             made[module] = Factors(factors.adapter, factors.a, b)
     return made
@@ -95,6 +99,8 @@ def join_to_native(op: Operation, present: Sequence[Factors | None]) -> Factors:
     """Return one native adapter from those of the foreign layers that the native layer is made of."""
     given = [factors for factors in present if factors is not None]
     first = given[0]
+    if isinstance(op, ColumnsByHead):
+        return Factors(first.adapter, op.to_native([first.a]), first.b)
     alike = all(torch.equal(one.a, first.a) and one.adapter == first.adapter for one in given)
     if len(given) == len(present) and alike:
         return Factors(first.adapter, first.a, op.to_native([factors.b for factors in given]))
@@ -104,7 +110,7 @@ def join_to_native(op: Operation, present: Sequence[Factors | None]) -> Factors:
 
 
 def check_operation(op: Operation, path: str, where: str) -> None:
-    if not _of_outputs(op):
+    if not (_of_outputs(op) or isinstance(op, ColumnsByHead)):  # columns are reordered in matrix A
         raise TesseraError(
             f"{path} is no linear layer there ({type(op).__name__}): its adapter has no PEFT form",
             where=where,

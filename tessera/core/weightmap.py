@@ -152,6 +152,23 @@ def _regroup(tensor: Tensor, outer: int, inner: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class ColumnsByHead:
+    """Order the input columns of a layer by head, those of every kind for the first head, then for the second, and so
+    on. Foreign columns are ordered by kind; `sizes`: columns of each."""
+
+    heads: int
+    sizes: tuple[int, ...]
+
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        kinds = foreign[0].split(list(self.sizes), dim=1)
+        return torch.cat([kind.unflatten(1, (self.heads, -1)) for kind in kinds], dim=2).flatten(1)
+
+    def to_foreign(self, native: Tensor) -> list[Tensor]:
+        kinds = native.unflatten(1, (self.heads, -1)).split([size // self.heads for size in self.sizes], dim=2)
+        return [torch.cat([kind.flatten(1) for kind in kinds], dim=1)]
+
+
+@dataclass(frozen=True)
 class InterleavedToHalfRope(RowOrder):
     """Order the rows of a projection for rotary embeddings that rotate the first half against the second, as native
     modules do. Foreign modules rotate neighbouring pairs. Only the first `rotary_dim` of each head are rotated."""

@@ -242,7 +242,7 @@ def _rotate_eager(x: Tensor, angles: Angles) -> Tensor:
 
 
 def _rotate_pairs_eager(x: Tensor, angles: Angles) -> Tensor:
-    first, second = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
+    first, second = x.float().view(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
     cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
     return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2).to(x.dtype)
 

@@ -1,0 +1,221 @@
+"""A transformer over text and latents together: embeddings, conditions, double and single blocks, the prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import Batch, Prediction
+from tessera.nn.dit import FeedForward, TimeEmbedding, modulated_norm, spread
+from tessera.nn.joint_attention import (
+    DoubleBlock,
+    JointLayout,
+    JointShape,
+    SingleBlock,
+    TextRest,
+    joint_layout,
+    segments_by_kind,
+)
+from tessera.nn.layers import RMSNorm
+from tessera.nn.vit import PatchEmbed
+from tessera.ops.pointwise import axes_angles
+
+CARRY = 2  # rows per token between pipeline stages: tokens, then conditions of samples
+TIME_FEATURES = 256
+THETA = 10_000.0
+GUIDANCE_UNIT = 1000.0  # a scale of guidance is embedded like a time, in thousandths
+INITIAL_RANGE = 0.02
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """Hold the sizes and options of a transformer over text and latents."""
+
+    block: JointShape
+    double: int  # blocks with weights for each kind
+    single: int  # blocks with one set of weights
+    latent_values: int  # numbers in a patch of the input
+    out_values: int  # numbers in a patch of the prediction
+    text_width: int
+    pooled_width: int = 0  # of the pooled text embedding; 0: none is read
+    guidance: bool = False  # whether a scale of guidance is read
+    text_norm: bool = False  # RMS norm of text embeddings
+    rope_axes: tuple[int, ...] = ()  # dimensions of a head that each axis of positions rotates; empty: none
+    table: int = 0  # rows and columns of a table of positions; 0: none
+    table_base: int = 0  # rows and columns of the images that it is made for
+    dual_blocks: tuple[int, ...] = ()  # double blocks in which latents attend among themselves, too
+    last_rest: TextRest = "kept"  # for text behind the last attention, where no single block follows
+    reference_time: bool = False  # whether latents of reference images have the time 0
+    sample_kinds: int = 0  # kinds of samples, which `additional_t_cond` tells apart; 0: none
+
+    def rest(self, block: int) -> TextRest:
+        """Return what a double block does with text behind its attention."""
+        return self.last_rest if block == self.double - 1 and not self.single else "computed"
+
+
+class PositionTable(nn.Module):
+    """Add fixed embeddings of rows and columns to latents. Folders have them, so they are a frozen parameter."""
+
+    def __init__(self, side: int, hidden: int) -> None:
+        super().__init__()
+        self.side = side
+        self.weight = nn.Parameter(torch.empty(side * side, hidden), requires_grad=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return (x + self.weight.index_select(0, positions[1] * self.side + positions[2])).to(x.dtype)
+
+
+class Embeddings(nn.Module):
+    """Embed latents, text, and what holds for a whole sample: time, scale of guidance, pooled text, kind."""
+
+    def __init__(self, shape: TransformerShape) -> None:
+        super().__init__()
+        hidden = shape.block.hidden
+        self.reference_time = shape.reference_time
+        self.latents = PatchEmbed(shape.latent_values, hidden, bias=True)
+        self.table = PositionTable(shape.table, hidden) if shape.table else None
+        self.text_norm = RMSNorm(shape.text_width, shape.block.eps) if shape.text_norm else None
+        self.text = nn.Linear(shape.text_width, hidden)
+        self.time = TimeEmbedding(TIME_FEATURES, hidden)
+        self.guidance = TimeEmbedding(TIME_FEATURES, hidden) if shape.guidance else None
+        self.pooled = FeedForward(shape.pooled_width, hidden, hidden, F.silu) if shape.pooled_width else None
+        self.kind = nn.Embedding(shape.sample_kinds, hidden) if shape.sample_kinds else None
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return latents, text, and the conditions of samples, to which modulations are linear."""
+        latents: Tensor = self.latents(batch["latents"])
+        text = batch["text"].to(latents.dtype)
+        text = self.text(text if self.text_norm is None else self.text_norm(text))
+        if self.table is not None:
+            latents = self.table(latents, batch["positions"][:, batch["latent_index"]])
+        return latents, text, F.silu(self._condition(batch, latents.dtype))
+
+    def _condition(self, batch: Batch, dtype: torch.dtype) -> Tensor:
+        times = batch["timesteps"]
+        if self.reference_time:  # every sample has two conditions: by its time, and by time 0
+            times = torch.cat([times, torch.zeros_like(times)])
+        found: Tensor = self.time(times).to(dtype)
+        if self.guidance is not None:
+            found = found + self.guidance(batch["guidance"] * GUIDANCE_UNIT)
+        if self.pooled is not None:
+            found = found + self.pooled(batch["pooled"].to(dtype))
+        if self.kind is not None:
+            kinds: Tensor = self.kind(batch["additional_t_cond"])
+            found = found + (kinds.repeat(2, 1) if self.reference_time else kinds)
+        return found
+
+
+class Head(nn.Module):
+    """Predict patches from latents, normalised, scaled and shifted by the condition of their sample."""
+
+    def __init__(self, shape: TransformerShape) -> None:
+        super().__init__()
+        hidden, self.eps = shape.block.hidden, shape.block.eps
+        self.modulation = nn.Linear(hidden, 2 * hidden)
+        self.proj = nn.Linear(hidden, shape.out_values)
+
+    def forward(self, x: Tensor, condition: Tensor, samples: Tensor) -> Tensor:
+        scale, shift = spread(self.modulation(condition), samples).chunk(2, dim=-1)
+        out: Tensor = self.proj(modulated_norm(x, shift, scale, self.eps))
+        return out
+
+
+class JointTransformer(nn.Module):
+    """Predict latents from noisy ones and text, which are one sequence.
+
+    Batch: `latents` [N, values], `text` [L, width], `latent_index` [N] and `text_index` [L] (their places in the main
+    sequence of N + L elements), `positions` [3, N + L], `sample_index` [N + L], `timesteps` [S] from 0 to 1000,
+    segments "latents" of the main sequence; by options `pooled` [S, width], `guidance` [S], `additional_t_cond` [S],
+    segments "text", of which each precedes the latents of its sample.
+
+    Parts that are None are in another pipeline stage. `carry` holds the activation of the stage before: the main
+    sequence, then the conditions of samples, which are computed once and travel with it.
+    """
+
+    def __init__(self, shape: TransformerShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed: Embeddings | None = Embeddings(shape)
+        self.blocks = nn.ModuleList(
+            DoubleBlock(shape.block, shape.rest(number), number in shape.dual_blocks) for number in range(shape.double)
+        )
+        self.single_blocks = nn.ModuleList(SingleBlock(shape.block) for _ in range(shape.single))
+        self.head: Head | None = Head(shape)
+
+    def forward(self, batch: Batch, carry: Tensor | None = None) -> Prediction | Tensor:
+        layout = self._layout(batch)
+        if self.embed is not None:
+            latents, text, condition = self.embed(batch)
+        else:
+            assert carry is not None, "a stage without embeddings needs the activation of the stage before"
+            joined, condition = self._unpacked(carry, batch)
+            text, latents = layout.split(joined)
+        by_time = self._by_time(layout, batch)
+        for block in self.blocks:
+            if block is not None:
+                latents, text = block(latents, text, condition, by_time)
+        if any(block is not None for block in self.single_blocks):
+            joined = layout.join(text, latents)
+            for block in self.single_blocks:
+                if block is not None:
+                    joined = block(joined, condition, layout)
+            text, latents = layout.split(joined)
+        if self.head is None:
+            return self._packed(layout.join(text, latents), condition)
+        return Prediction(self.head(latents, condition, layout.latent_samples))
+
+    def _layout(self, batch: Batch) -> JointLayout:
+        axes = self.shape.rope_axes
+        layout = joint_layout(batch, axes_angles(batch["positions"], axes, THETA) if axes else None)
+        if not self.shape.dual_blocks:
+            return layout
+        return replace(layout, kinds=segments_by_kind(batch.segments["latents"], batch.segments["text"]))
+
+    def _by_time(self, layout: JointLayout, batch: Batch) -> JointLayout:
+        """Return the layout in which latents of reference images have the second condition of their sample."""
+        if not self.shape.reference_time:
+            return layout
+        reference = batch["positions"][0, batch["latent_index"]] > 0
+        return replace(layout, latent_samples=layout.latent_samples + len(batch["timesteps"]) * reference)
+
+    def _packed(self, joined: Tensor, condition: Tensor) -> Tensor:
+        rows = torch.cat([joined, condition])
+        spare = CARRY * joined.shape[0] - rows.shape[0]
+        if spare < 0:
+            raise TesseraError(
+                f"{condition.shape[0]} samples in {joined.shape[0]} tokens are too many for a pipeline",
+                where="parallel.pp",
+                fix="leave out the pipeline",
+            )
+        return F.pad(rows, (0, 0, 0, spare))
+
+    def _unpacked(self, carry: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        tokens, samples = batch["sample_index"].shape[0], batch["timesteps"].shape[0]
+        conditions = 2 * samples if self.shape.reference_time else samples
+        return carry[:tokens], carry[tokens : tokens + conditions]
+
+    @torch.no_grad()
+    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill the whole tensor of parameter `name` with initial weights: modulations and prediction begin at zero."""
+        *path, kind = name.split(".")
+        if name == "embed.table.weight":
+            tensor.copy_(self._position_table())
+        elif kind == "bias" or path[-1].endswith("modulation") or path == ["head", "proj"]:
+            tensor.zero_()
+        elif path[-1].endswith("norm") or path[-2].endswith("norm"):
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, INITIAL_RANGE, generator=generator)
+
+    def _position_table(self) -> Tensor:
+        """Return sines and cosines of columns, then of rows, as far apart as the images it is made for have them."""
+        side, width = self.shape.table, self.shape.block.hidden // 4
+        at = torch.arange(side, dtype=torch.float32) / (side / self.shape.table_base)
+        angles = at.double().unsqueeze(-1) / THETA ** (torch.arange(width, dtype=torch.float64) / width)
+        axis = torch.cat([angles.sin(), angles.cos()], dim=-1)
+        columns, rows = axis.expand(side, -1, -1), axis.unsqueeze(1).expand(-1, side, -1)
+        return torch.cat([columns, rows], dim=-1).flatten(0, 1).float()
