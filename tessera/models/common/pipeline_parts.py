@@ -6,7 +6,6 @@ are made: a file must not choose what is imported. Weights are read from safeten
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -293,7 +292,7 @@ class PipelineFolder:
         if named not in allowed:
             raise _unknown(name, named, allowed, str(self.folder / layout.marker))
         try:
-            made_by = getattr(importlib.import_module(library), named)
+            made_by = getattr(_classes(library), named)
         except (ImportError, AttributeError) as error:
             raise TesseraError(
                 f"{name} of {self.folder} is a {named} of {library}, which is not installed or too old: "
@@ -310,6 +309,17 @@ class PipelineFolder:
                 folder, use_safetensors=True, local_files_only=True, **{word: dtype}
             )
             return made
+
+
+def _classes(library: str) -> Any:
+    """Return the library that has a class; both are slow to import."""
+    if library == "diffusers":
+        import diffusers
+
+        return diffusers
+    import transformers
+
+    return transformers
 
 
 def _on_meta(made_by: Any, library: str, folder: Path) -> nn.Module:
