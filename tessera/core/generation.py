@@ -19,8 +19,9 @@ from tessera.core.errors import TesseraError
 # What the model predicts from latents with noise: the velocity from data to noise, the noise, or v.
 Objective = Literal["flow", "epsilon", "v"]
 # How a model reads given images: not at all; as channels beside the noisy latents, after a mask of the frames that are
-# given; as channels alone; or in place of the noisy latents, with a time of zero.
-ImageCondition = Literal["none", "mask_channels", "channels", "replace"]
+# given; as channels alone; as channels before a mask of latent frames, which may say that none is given; or in place of
+# the noisy latents, with a time of zero.
+ImageCondition = Literal["none", "mask_channels", "channels", "channels_mask", "replace"]
 # What follows the embeddings of a short caption, up to `TextForm.length`: nothing, zeros, or what the encoder makes of
 # padding tokens.
 TextPadding = Literal["none", "zeros", "encoded"]
@@ -88,6 +89,8 @@ class GenerationForm:
     channels: int  # of the VAE's latents, which is what the model predicts; its input may have more, as conditions
     patch: tuple[int, int, int]  # frames, rows and columns of latents that make one token
     joint: bool = False  # whether tokens of text and latents are one sequence; if not, latents attend to the text
+    # Whether ranks that share a sequence of both read the whole text: the model computes something over all of it.
+    whole_text: bool = False
     text: tuple[TextForm, ...] = (TextForm(),)
     edit: TextForm | None = None  # in place of `text` where the text encoder reads reference images, too
     objective: Objective = "flow"

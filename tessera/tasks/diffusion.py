@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -149,7 +150,8 @@ class DiffusionTask(Task):
             raise TesseraError(
                 "this model reads no such frames of a video", where="train.task_options.given", allowed=allowed
             )
-        if given == "none" and self.form.condition in ("mask_channels", "channels"):
+        always = self.form.condition == "replace" and not self.form.token_times  # first frames have the time 0
+        if given == "none" and (self.form.condition in ("mask_channels", "channels") or always):
             raise TesseraError(
                 "this model continues given images",
                 where="train.task_options.given",
@@ -276,7 +278,9 @@ class DiffusionTask(Task):
             for values in zip(*((one.clean_share, one.noise_share, one.weight) for one in levels), strict=True)
         )
         noisy = torch.where(trained.unsqueeze(1), clean_share * clean + noise_share * noise, clean)
-        if "condition" in batch:
+        if self.form.condition == "channels_mask" and "condition" not in batch:  # no frame is given
+            noisy = F.pad(noisy, (0, noisy.shape[1] + noisy.shape[1] // self.form.channels))
+        elif "condition" in batch:
             noisy = torch.cat([noisy, self._part(batch, batch["condition"]).to(noisy)], -1)
         times = [one.time for one in levels]
         found = {
@@ -292,7 +296,7 @@ class DiffusionTask(Task):
         found["timesteps"] = devices.send(times, torch.float32, device)
         if self.form.guidance:
             found["guidance"] = torch.full((len(levels),), self.options.guidance, device=device)
-        if "text" in batch and self.form.joint:
+        if "text" in batch and self.form.joint and not self.form.whole_text:
             sources = batch.get(Stream.sources("text_index"))
             found["text"] = batch["text"] if sources is None else batch["text"].index_select(0, sources)
         return batch.with_tensors(**found)

@@ -151,6 +151,10 @@ def test_given_frames_are_channels_as_in_the_published_pipeline(folder: Path, gi
     (first,) = coder.encode([video[:1]])
     assert torch.allclose(alone[:4], patchify(first, form.patch), atol=1e-5)
     assert not alone[4:].any()
+    masked = given_channels(replace(FORM, condition="channels_mask"), coder, video, (4, 3, 4, 4), "first")
+    assert torch.equal(masked[:, :16], alone)
+    assert (masked[:4, 16:] == 1).all()  # one channel: the first latent frame is given
+    assert not masked[4:, 16:].any()
 
 
 def test_online_encoding_without_a_folder_is_refused() -> None:

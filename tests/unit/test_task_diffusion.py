@@ -357,6 +357,21 @@ def test_conditions_lie_beside_the_noisy_latents() -> None:
     assert not made["latents"][8:, form.patch_values :].any()
 
 
+def test_a_mask_may_say_that_no_frame_is_given() -> None:
+    form = replace(CROSS, condition="channels_mask")
+    made = bound(form).inputs(row_batch(form, [[3, 5]], [2]))
+    assert made["latents"].shape == (16, 2 * form.patch_values + form.patch_values // form.channels)
+    assert not made["latents"][:, form.patch_values :].any()
+
+
+def test_text_that_a_model_reads_whole_stays_whole_where_ranks_share_a_sequence() -> None:
+    form = replace(JOINT, whole_text=True)
+    whole = row_batch(form, [[3, 5]], [1])
+    main = Stream(("sample_index",), "latents", positions=("text_index", "latent_index"), index="token_index")
+    part = shard_batch(whole, BatchSharding(main, SequenceSharding(2, 1)), 1, {})
+    assert torch.equal(bound(form).inputs(part)["text"], whole["text"])
+
+
 def test_guidance_of_a_distilled_model_is_read() -> None:
     form = replace(JOINT, guidance=True)
     assert bound(form, guidance=3.5).inputs(row_batch(form, [[3]], [1]))["guidance"].tolist() == [3.5, 3.5]
@@ -371,6 +386,8 @@ def test_guidance_of_a_distilled_model_is_read() -> None:
         (CROSS, {"given": "first"}, "given"),
         (replace(CROSS, condition="mask_channels"), {}, "given"),
         (replace(CROSS, condition="replace"), {"given": "first_last"}, "given"),
+        (replace(CROSS, condition="replace"), {}, "given"),
+        (replace(CROSS, condition="channels_mask"), {"given": "first_last"}, "given"),
         (CROSS, {"boundaries": [0.9, 0.1]}, "boundaries"),
         (CROSS, {"shfit": 3.0}, "shfit"),
         (CROSS, {"shift_by_tokens": {"base_tokens": 256, "max_tokens": 256}}, "base_tokens"),

@@ -21,6 +21,7 @@ from tessera.models.common.pipeline_parts import VAE, Autoencoder, TextEmbedding
 
 # Which frames of a video are given to a model that continues images: none, the first, or the first and the last.
 Given = Literal["none", "first", "first_last"]
+CHANNELS = ("mask_channels", "channels", "channels_mask")  # the conditions that are channels beside noisy latents
 
 
 def patchify(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
@@ -66,7 +67,7 @@ class SampleEncoders:
                 tokens[owner].append(patchify(image, self.form.patch))
         clean = _joined_rows(tokens, sizes, self.form.patch_values, batch["frames"].device)
         found = {"clean": clean}
-        if self.given != "none" and self.form.condition in ("mask_channels", "channels"):
+        if self.given != "none" and self.form.condition in CHANNELS:
             conditions = [
                 given_channels(self.form, vae, video, latent.shape, self.given)
                 for video, latent in zip(videos, latents, strict=True)
@@ -156,9 +157,11 @@ def given_channels(
 ) -> Tensor:
     """Return the channels that tell a model the given frames of a video, as tokens."""
     pixels = video.float() / 127.5 - 1
-    if form.condition == "channels":  # the latents of the first image, and zeros for later frames
+    if form.condition != "mask_channels":  # the latents of the first image, and zeros for later frames
         (first,) = vae.encode([pixels[:1]])
-        whole = first.new_zeros(*latents)
+        if form.condition == "channels_mask":
+            first = torch.cat([first, torch.ones_like(first[:1])])
+        whole = first.new_zeros(first.shape[0], *latents[1:])
         whole[:, : first.shape[1]] = first
         return patchify(whole, form.patch)
     kept = torch.zeros_like(pixels)  # in the middle between black and white
