@@ -37,7 +37,6 @@ from tessera.models.common.sample_encoders import Given, SampleEncoders, latent_
 LATENTS = "latents"  # the count: numbers in the latents that are trained on
 LOSS = "diffusion_loss"
 BANDS = ("low", "middle", "high")  # thirds of the times, by noise
-TOKENS = "token_index"  # which elements of the main sequence a rank has that shares it with others
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -103,6 +102,7 @@ class DiffusionTask(Task):
     def __init__(self, **options: Any) -> None:
         self.options = build(DiffusionOptions, options, "train.task_options")
         self._form: GenerationForm | None = None
+        self._index = ""  # the tensor with the elements of the main sequence that a rank has
         self._objective: Objective = self.options.objective or "flow"
         self._levels = NoiseLevels(self.options, self._objective)
         self._encoders: SampleEncoders | None = None
@@ -123,6 +123,8 @@ class DiffusionTask(Task):
                 fix=f"leave train.task out: the family's own is {spec.task}",
             )
         self._form = spec.generation(config)
+        stream = spec.main.plan(config).main
+        self._index = "" if stream is None else stream.index
         self._objective = self.options.objective or self._form.objective
         self._check_options()
         self._levels = NoiseLevels(self.options, self._objective)
@@ -227,7 +229,7 @@ class DiffusionTask(Task):
 
     def _own(self, batch: Batch) -> Tensor | None:
         """Return which of all latent tokens this rank computes; None: all of them."""
-        return batch.get(Stream.sources("latent_index") if self.form.joint else TOKENS)
+        return batch.get(Stream.sources("latent_index") if self.form.joint else self._index)
 
     def _part(self, batch: Batch, whole: Tensor) -> Tensor:
         own = self._own(batch)

@@ -22,6 +22,8 @@ from tessera.tasks.diffusion import DiffusionTask
 CROSS = GenerationForm(channels=3, patch=(1, 2, 1), text=(TextForm(length=4),))
 JOINT = replace(CROSS, joint=True)
 TEXT = 5
+MAIN = Stream(("sample_index", "positions"), "latents", dim=-1, index="token_index")
+JOINT_MAIN = replace(MAIN, positions=("text_index", "latent_index"))
 
 
 def options(**values: Any) -> TimeOptions:
@@ -138,7 +140,8 @@ def test_an_expert_is_trained_between_its_boundaries(objective: Any, bounds: tup
 
 
 def spec_of(form: GenerationForm | None) -> ModelSpec:
-    component = Component(lambda config: nn.Linear(1, 1), lambda config: ModelPlan((), {}))
+    plan = ModelPlan((), {}, streams={"latents": MAIN if form is None or not form.joint else JOINT_MAIN})
+    component = Component(lambda config: nn.Linear(1, 1), lambda config: plan)
     made = None if form is None else (lambda config: form)
     return ModelSpec("toy", type(options()), {"model": component}, generation=made)
 
@@ -274,15 +277,18 @@ def _row(batch: Batch, number: int, rows: int) -> Batch:
     return Batch(tensors, segments, shapes=shapes, seeds=(batch.seeds[number],))
 
 
-@pytest.mark.parametrize("form", [CROSS, JOINT], ids=["cross", "joint"])
-def test_ranks_that_share_a_sequence_have_the_numbers_of_the_whole(form: GenerationForm) -> None:
+@pytest.mark.parametrize(
+    ("form", "local_trained"), [(CROSS, False), (CROSS, True), (JOINT, False)], ids=["cross", "own", "joint"]
+)
+def test_ranks_that_share_a_sequence_have_the_numbers_of_the_whole(form: GenerationForm, local_trained: bool) -> None:
     task = bound(form, time="logit_normal", caption_dropout=0.5)
     whole = row_batch(form, [[3, 5], [9]], [1, 2])
     wanted = task.inputs(whole)
-    positions = ("text_index", "latent_index") if form.joint else ("trained",)
-    main = Stream(("sample_index", "positions"), "latents", dim=-1, positions=positions, index="token_index")
+    main = JOINT_MAIN if form.joint else MAIN
     found: dict[str, list[Tensor]] = {"latents": [], "target": [], "own": []}
     counted = 0.0
+    if local_trained:  # as streams of other families give positions that are trained on
+        main = replace(main, positions=("trained",))
     for rank in range(4):
         part = shard_batch(whole, BatchSharding(main, SequenceSharding(2, 2)), rank, {})
         made = task.inputs(part)
