@@ -291,7 +291,7 @@ class DiffusionTask(Task):
             "token_weights": weight.squeeze(1) * trained,
             "trained_here": trained,
         }
-        if self.form.token_times:  # frames that are given have a time of zero, the last entry
+        if self.form.token_times and self.options.given != "none":  # given frames have a time of zero, the last entry
             still = self._part(batch, self._still(batch))
             found["time_index"] = torch.where(still, len(times), batch["sample_index"])
             times.append(0.0)
