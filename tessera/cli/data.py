@@ -1,4 +1,4 @@
-"""Offer the verbs `tessera data …`: examine data sets before a run does, and convert them."""
+"""Offer the verbs `tessera data …`: examine data sets before a run does, convert and encode them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from tessera.cli.run import TrustFlag, check_output, write_output
+from tessera.cli.run import Overrides, TrustFlag, check_output, write_output
 from tessera.core.errors import TesseraError
 
-data_app = typer.Typer(help="Examine and convert data sets.", no_args_is_help=True)
+data_app = typer.Typer(help="Examine, convert and encode data sets.", no_args_is_help=True)
 
 
 @data_app.command("doctor")
@@ -90,5 +90,37 @@ def convert(
             raise TesseraError(f"{len(sections)} sets are named", where="tessera data convert", fix="one at a time")
         section = sections[0].model_copy(update={"root": root})
         done = as_messages(section, target, check_media=check, overwrite=overwrite)
+    for line in done.lines():
+        typer.echo(line)
+
+
+@data_app.command("features")
+def features(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe of an image or video model: its data and encoders")],
+    folder: Annotated[Path, typer.Option("-o", "--out", help="folder to write, or to go on with")],
+    overrides: Overrides = None,
+    split: Annotated[str, typer.Option("--split", help="train or eval")] = "train",
+    shard: Annotated[int, typer.Option("--shard", min=1, help="samples of a file")] = 64,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="samples that are encoded together")] = 4,
+) -> None:
+    """Write latents and embeddings of a data set once, to train on them instead of encoding in every step.
+
+    Started again, it goes on where it was. Under torchrun the ranks share the work.
+    """
+    from tessera.core import log
+    from tessera.core.config import parse_overrides
+    from tessera.tools.data_features import write_features
+
+    if split not in ("train", "eval"):
+        raise TesseraError(f"no such split: {split!r}", where="--split", allowed=["train", "eval"])
+    log.setup()
+    done = write_features(
+        recipe,
+        folder,
+        parse_overrides(overrides or []),
+        split="train" if split == "train" else "eval",
+        shard=shard,
+        batch=batch,
+    )
     for line in done.lines():
         typer.echo(line)

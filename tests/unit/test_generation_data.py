@@ -334,7 +334,6 @@ def test_several_text_encoders(tmp_path: Path) -> None:
     assert [len(some) for some in ids] == [4, 7, 5]
     assert cut  # by the one that reads most
     assert processor._text(ids) == 6
-    assert processor.text_names == ["text_ids", "text_ids_2", "text_ids_3"]
 
 
 @pytest.mark.slow

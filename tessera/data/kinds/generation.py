@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
+from torch import Tensor
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import EncodedMedia, RowSource
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.chat import pack_rows
-from tessera.data.media.read import ChatProcessor, MediaProcessor
+from tessera.data.media.read import CaptionProcessor
+from tessera.data.media.stored import StoredSample
+from tessera.data.order.packed_rows import PackedRows
+from tessera.data.sources.features import MANIFEST, FeatureManifest
 
 log = logging.getLogger("tessera")
 COUNTS = ("samples", "tokens", "latents", "text", "trained", "images", "frames")
@@ -19,7 +25,7 @@ COUNTS = ("samples", "tokens", "latents", "text", "trained", "images", "frames")
 
 def build(request: RowRequest) -> RowSource:
     section, processor = request.section, request.processor
-    if not isinstance(processor, MediaProcessor) or isinstance(processor, ChatProcessor):
+    if not isinstance(processor, CaptionProcessor):
         raise TesseraError(
             f"{type(processor).__name__} does not serve images and videos with captions",
             where="data.kind=generation",
@@ -32,6 +38,16 @@ def build(request: RowRequest) -> RowSource:
                 where=f"data.{key}",
                 fix=f"leave data.{key} out",
             )
+    sets = section.train if request.split == "train" else section.eval
+    features = [source.path for source in sets if (source.path / MANIFEST).is_file()]
+    for path in features:
+        processor.check_features(FeatureManifest.read(path).facts, str(path))
+    if features and len(features) < len(sets):
+        raise TesseraError(
+            "features and media files cannot be mixed in one run",
+            where=f"data.{request.split}",
+            fix=f"make features of the others too, or leave {features[0]} out",
+        )
     captioned = {
         name: [source.model_copy(update={"format": "generation"}) for source in getattr(section, name)]
         for name in ("train", "eval")
@@ -39,6 +55,8 @@ def build(request: RowRequest) -> RowSource:
     rows = pack_rows(
         replace(request, section=section.model_copy(update=captioned)), processor, hole=EncodedMedia, count_names=COUNTS
     )
+    if features:
+        rows.hole = partial(_feature_hole, _without_elements(rows))
     cut = int(np.sum(rows.index.column("cut_captions")))
     if cut:
         log.warning(
@@ -47,6 +65,20 @@ def build(request: RowRequest) -> RowSource:
             *(cut, len(rows.index)),
         )
     return rows
+
+
+def _without_elements(rows: PackedRows) -> dict[str, Tensor]:
+    """Return features of no elements: they tell the widths and types of all of them."""
+    stored = rows.index.read(0)[0].media()[-1].value
+    assert isinstance(stored, StoredSample)
+    return {name: tensor[:0].clone() for name, tensor in stored.load().items()}
+
+
+def _feature_hole(like: Mapping[str, Tensor], id: str, length: int) -> EncodedMedia:
+    """Return what stands for a sample whose features cannot be read: zeros, which a batch can be made of alone."""
+    counts = {"clean": length, "condition": length, "pooled": 1}
+    tensors = {name: some.new_zeros(counts.get(name, 0), *some.shape[1:]) for name, some in like.items()}
+    return EncodedMedia(id, length, tensors=tensors)
 
 
 KIND = build

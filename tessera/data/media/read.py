@@ -6,7 +6,7 @@ of a sample, be it for training, evaluation or serving, does it by `read_media`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
@@ -57,6 +57,15 @@ class ChatProcessor(LanguageProcessor, MediaProcessor, Protocol):
 
     def spell(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens with special words, for people who want to see what a model sees."""
+        ...
+
+
+@runtime_checkable
+class CaptionProcessor(MediaProcessor, Protocol):
+    """Declare what images and videos with captions need of a family's processor."""
+
+    def check_features(self, facts: Mapping[str, Any], where: str) -> None:
+        """Raise if features that are made from `facts` are not those that this model reads."""
         ...
 
 

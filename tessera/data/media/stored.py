@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -11,7 +13,16 @@ from torch import Tensor
 from tessera.core.errors import TesseraError
 from tessera.core.files import check_regular
 
-KEY = "key"  # entry of a shard's metadata: the hash of all that its content depends on
+ABOUT = "features"  # the only entry of a shard's metadata; several would be written in any order
+KEY = "key"  # in it: the hash of all that the shard depends on
+
+
+def shard_about(shard: Any) -> dict[str, Any]:
+    """Return what an open shard says of itself. Raise ValueError if it is none."""
+    found = json.loads((shard.metadata() or {}).get(ABOUT, "null"))
+    if not isinstance(found, dict):
+        raise ValueError("it does not say what it holds")
+    return found
 
 
 @dataclass(frozen=True)
@@ -32,14 +43,14 @@ class StoredSample:
         try:
             check_regular(self.file)
             with safe_open(self.file, framework="pt") as shard:
-                if (shard.metadata() or {}).get(KEY) != self.key:
+                if shard_about(shard).get(KEY) != self.key:
                     raise TesseraError(
                         f"the shard {self.file.name} was made with another model, other options or other data",
                         where=str(self.file.parent),
                         fix="make the features again: tessera data features",
                     )
                 found = {name: shard.get_tensor(f"{self.prefix}{name}") for name, _ in self.shapes}
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, ValueError, RecursionError) as error:
             raise TesseraError(f"damaged features: {self.file.name} ({error})") from None
         for name, shape in self.shapes:
             if tuple(found[name].shape) != shape:

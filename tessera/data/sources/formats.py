@@ -33,10 +33,10 @@ from tessera.data.media.files import ArchiveMember
 from tessera.data.media.stored import StoredSample
 from tessera.data.sources.columns import FORMATS, MEDIA, ColumnMap, column_map
 from tessera.data.sources.container import RecordError
+from tessera.data.sources.features import FEATURES
 from tessera.data.sources.file_groups import media_kind
 from tessera.data.tool_calls import format_calls, format_spoken_calls, with_tools
 
-FEATURES = "features"  # key of what encoders made of a sample
 CHOSEN, REJECTED = "chosen", "rejected"  # roles of the last two turns of a preference sample
 _PROMPT = "prompt"
 _PLACEHOLDER = re.compile(r"<(image|video|audio)>")

@@ -15,6 +15,7 @@ from tessera.core.types import Message, Part, Sample
 from tessera.data.media.files import ArchiveMember, resolve
 from tessera.data.sources.columns import check_columns
 from tessera.data.sources.container import Container, Joined, RawRecord, RecordError
+from tessera.data.sources.features import MANIFEST, FeatureFolder
 from tessera.data.sources.file_groups import (
     METADATA,
     Metadata,
@@ -219,6 +220,8 @@ def _refuse_compressed(path: Path) -> None:
 def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None) -> Container:
     """Open `metadata.jsonl` or the like first; then files of records; then media with text beside; then documents."""
     limit, columns = section.max_samples, section.columns
+    if (folder / MANIFEST).is_file():
+        return FeatureFolder(folder, limit)
     for name in METADATA:
         if (folder / name).is_file():
             return Metadata(_open_file(folder / name, name, limit, columns, cache_folder), columns)

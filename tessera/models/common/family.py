@@ -13,6 +13,7 @@ from torch import nn
 
 from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
+from tessera.core.generation import GenerationForm
 from tessera.core.megatron_form import MegatronForm
 from tessera.core.types import Batch, Component, ModelPlan, ModelSpec, Processor
 from tessera.core.weightmap import WeightMap
@@ -160,6 +161,20 @@ def _load_processor(family: str, class_name: str, config: Any, folder: Path, **o
     module = importlib.import_module(f"tessera.models.{family}.processor")
     processor: Processor = getattr(module, class_name).load(config, folder, **options)
     return processor
+
+
+def generation_processor(form: Callable[[Any], GenerationForm]) -> Callable[..., Processor]:
+    """Return what makes the processor of a generation family, given what the family says of itself."""
+    return functools.partial(_generation_processor, form)
+
+
+def _generation_processor(
+    form: Callable[[Any], GenerationForm], config: Any, folder: Path | None, **options: Any
+) -> Processor:
+    # Imported when first used, as above.
+    from tessera.models.common.generation_processor import GenerationProcessor
+
+    return GenerationProcessor.load(form(config), None if folder is None else Path(folder), **options)
 
 
 def _text_processor(

@@ -32,11 +32,12 @@ from tessera.data.captions import CaptionEncoder
 from tessera.data.media.images import to_rgb
 from tessera.data.media.stored import StoredSample
 from tessera.data.media.video_frames import VideoSampling
+from tessera.models.common.feature_facts import component_hashes, form_facts
 from tessera.models.common.media_layout import media_size
-from tessera.models.common.pipeline_parts import VaeForm
+from tessera.models.common.pipeline_parts import VAE, VaeForm
+from tessera.models.common.sample_encoders import id_names
 from tessera.models.common.side_files import copy_side_files
 
-VAE = "vae"
 _LATENTS = "latents"
 
 
@@ -217,9 +218,9 @@ class GenerationProcessor:
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
         request = CaptionedSample.of(sample)
         if isinstance(request.wanted.value, StoredSample):
-            return self._stored_counts(request.wanted.value)
+            return self._with_pairs(self._stored_counts(request.wanted.value))
         ids, too_long = self.tokenize(request.caption)
-        return {**self._counts(request, ids, sizes), "cut_captions": int(too_long)}
+        return self._with_pairs(self._counts(request, ids, sizes), too_long)
 
     def _counts(
         self, request: CaptionedSample, ids: Sequence[Sequence[int]], sizes: Sequence[MediaSize]
@@ -245,9 +246,12 @@ class GenerationProcessor:
             "latents": latents,
             "text": text,
             "trained": math.prod(grids[0]),
-            "token_pairs": tokens**2,
-            "text_pairs": 0 if self.form.joint else tokens * text,
         }
+
+    def _with_pairs(self, counts: Mapping[str, int], too_long: bool = False) -> dict[str, int]:
+        """Add what attention costs: pairs of elements, and of elements with text that is not among them."""
+        tokens, text = counts["tokens"], 0 if self.form.joint else counts["text"]
+        return {**counts, "token_pairs": tokens**2, "text_pairs": tokens * text, "cut_captions": int(too_long)}
 
     def _grids(self, request: CaptionedSample, sizes: Sequence[MediaSize]) -> list[Grid]:
         """Return the grid of what is made, and those of the images to edit."""
@@ -272,16 +276,13 @@ class GenerationProcessor:
         ids, _ = self.tokenize(request.caption)
         counts = self._counts(request, ids, sizes)
         grids = self._grids(request, sizes)
-        tensors = {name: torch.tensor(some, dtype=torch.int64) for name, some in zip(self.text_names, ids, strict=True)}
+        tensors = {
+            name: torch.tensor(some, dtype=torch.int64) for name, some in zip(id_names(self.form), ids, strict=True)
+        }
         tensors["frames"] = self._frames(media[-1], request.wanted.kind, sizes[-1])
         images = [self._frames(media[index], "image", sizes[index]) for index in request.references]
         more = (tuple(grids[1:]), counts, tuple(images))
         return EncodedMedia(sample.id, counts["tokens"], grids[0], counts["text"], tensors, *more)
-
-    @property
-    def text_names(self) -> list[str]:
-        """Return the names of the tensors with token ids: `text_ids`, `text_ids_2` and so on."""
-        return ["text_ids" + (f"_{number + 1}" if number else "") for number in range(len(self.form.text))]
 
     def _frames(self, media: Any, kind: PartKind, size: MediaSize) -> Tensor:
         """Return uint8 [F, H, W, 3], resized to cover the target and cropped around the middle."""
@@ -307,13 +308,37 @@ class GenerationProcessor:
                 f"{self.form.patch_values} numbers: {self.form.channels} channels in patches of {self.form.patch}",
                 fix="make the features with the VAE of this model: tessera data features",
             )
-        return {**self._sequence_counts(text[0], stored.grids), "images": 0, "frames": 0, "cut_captions": 0}
+        return {**self._sequence_counts(text[0], stored.grids), "images": 0, "frames": 0}
 
     def _encode_stored(self, id: str, stored: StoredSample, found: Mapping[str, Tensor]) -> EncodedMedia:
         counts = self._stored_counts(stored)
         return EncodedMedia(
             id, counts["tokens"], stored.grids[0], counts["text"], dict(found), stored.grids[1:], counts
         )
+
+    def check_features(self, facts: Mapping[str, Any], where: str) -> None:
+        own = {"form": form_facts(self.form), "components": component_hashes(self.folder, self.form)}
+        made = facts.get("form")
+        if made != own["form"]:
+            known = made if isinstance(made, dict) else {}
+            other = [name for name, value in own["form"].items() if known.get(name) != value]
+            raise TesseraError(
+                f"these features are not for this model: {', '.join(other)} differ ("
+                + "; ".join(f"{known.get(name)} there, {own['form'][name]} here" for name in other)[:300]
+                + ")",
+                where=where,
+                fix="make features with a recipe of this model: tessera data features",
+            )
+        components = facts.get("components")
+        for name, found in own["components"].items():
+            theirs = components.get(name) if isinstance(components, dict) else None
+            if theirs != found:
+                raise TesseraError(
+                    f"these features were made with another {name} than the one in {self.folder}",
+                    where=where,
+                    fix="make features with this one: tessera data features; or name the folder that they were made "
+                    "with as model.path",
+                )
 
     # ------------------------------------------------------------------------------------------ batches
 
@@ -330,7 +355,12 @@ class GenerationProcessor:
         elements are latents that nobody trains on."""
         joint = self.form.joint
         positions, text_index, latent_index, trained, reference_index = [], [], [], [], []
-        shapes: dict[str, list[tuple[int, ...]]] = {_LATENTS: [], "frames": [], "references": []}
+        shapes: dict[str, list[tuple[int, ...]]] = {
+            _LATENTS: [],
+            "frames": [],
+            "references": [],
+            "reference_latents": [],
+        }
         reference_sample: list[int] = []
         at = latents = 0
         for number, item in enumerate(items):
@@ -348,6 +378,7 @@ class GenerationProcessor:
             shapes[_LATENTS].append(grids[0])
             frames = item.tensors.get("frames")
             shapes["frames"].append((0, 0, 0) if frames is None else tuple(frames.shape[:3]))
+            shapes["reference_latents"] += item.reference_grids if item.references else ()
             shapes["references"] += [tuple(image.shape[:3]) for image in item.references]
             reference_sample += [number] * len(item.references)
             at, latents = at + item.length, latents + item.length - text
@@ -369,12 +400,16 @@ class GenerationProcessor:
         for item in items:
             for name, count in item.counts.items():
                 counts[name] = counts.get(name, 0) + count
-        known = {name: tuple(some) for name, some in shapes.items() if name != "references" or some}
+        known = {name: tuple(some) for name, some in shapes.items() if some}
         return Batch(tensors, bounds, known, counts=counts)
 
     def _join(self, items: Sequence[EncodedMedia], tensors: dict[str, Tensor], bounds: dict[str, Segments]) -> None:
         """Add what was read of the samples: pixels and token ids, or features."""
         names = dict.fromkeys(name for item in items for name in item.tensors)
+        if not names:  # no sample of the batch could be read
+            tensors["frames"] = torch.empty(0, 3, dtype=torch.uint8)
+            for name in id_names(self.form):
+                tensors[name], bounds[name] = torch.empty(0, dtype=torch.int64), Segments.of([0] * len(items))
         sizes = [item.length - (item.text if self.form.joint else 0) for item in items]
         for name in names:
             parts = [item.tensors.get(name) for item in items]

@@ -1,0 +1,139 @@
+"""Folders of features: what the encoders of a generation model made of samples, once for all runs.
+
+`features.json` is written when all shards are there. It says what the features depend on, and how many samples each
+shard has; the metadata of a shard says which these are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from tessera.core.errors import TesseraError, first_line
+from tessera.core.files import check_regular, read_json_mapping
+from tessera.data.media.stored import KEY, StoredSample, shard_about
+from tessera.data.sources.container import Container, RawRecord, RecordError
+
+MANIFEST = "features.json"
+SAMPLES = "samples"  # what a shard says of itself: the samples it holds
+PROBLEMS = "problems"  # and those that were left out of it, with the reason
+VERSION = 1
+FEATURES = "features"  # the only key of a record
+
+
+@dataclass(frozen=True)
+class FeatureManifest:
+    """Hold what `features.json` says."""
+
+    key: str  # the hash of `facts`, which every shard repeats
+    facts: Mapping[str, Any]  # the model, the encoders, the options and the data that the features are made from
+    shards: tuple[tuple[str, int, int], ...]  # name, bytes, samples
+
+    @staticmethod
+    def read(folder: Path) -> FeatureManifest:
+        path = folder / MANIFEST
+        data = read_json_mapping(path)
+        if data.get("version") != VERSION:
+            raise TesseraError(
+                f"features of version {data.get('version')!r}; this release reads {VERSION}",
+                where=str(path),
+                fix="make them again: tessera data features",
+            )
+        try:
+            shards = tuple((str(one["file"]), int(one["bytes"]), int(one["samples"])) for one in data["shards"])
+            found = FeatureManifest(str(data["key"]), dict(data["facts"]), shards)
+        except (KeyError, TypeError, ValueError) as error:
+            raise TesseraError(f"not readable as a list of features: {first_line(error)}", where=str(path)) from None
+        for name, _, samples in found.shards:
+            if Path(name).name != name or name in ("", ".", "..") or samples < 0:
+                raise TesseraError(f"names a file outside of its folder: {name!r}", where=str(path))
+        return found
+
+    def text(self) -> str:
+        shards = [{"file": name, "bytes": size, "samples": count} for name, size, count in self.shards]
+        return json.dumps({"version": VERSION, "key": self.key, "facts": self.facts, "shards": shards}, indent=1)
+
+
+def key_of(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def shard_content(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+    """Return what a shard says of its samples, and which were left out of it. Raise an error that names the reason if
+    it is damaged, or of another set of features."""
+    check_regular(file)
+    try:
+        with safe_open(file, framework="pt") as shard:
+            about = shard_about(shard)
+        samples, problems = about[SAMPLES], [(str(id), str(reason)) for id, reason in about[PROBLEMS]]
+        if not isinstance(samples, list) or not all(isinstance(one, dict) for one in samples):
+            raise ValueError("it does not say what it holds")
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TesseraError(f"damaged features: {file.name} ({first_line(error)})") from None
+    if about.get(KEY) != key:
+        raise TesseraError(
+            f"the shard {file.name} was made with another model, other options or other data than the rest",
+            where=str(file.parent),
+            fix="make the features again: tessera data features",
+        )
+    return samples, problems
+
+
+class FeatureFolder(Container):
+    """Read the samples of a folder of features by number."""
+
+    def __init__(self, folder: Path, limit: int | None) -> None:
+        self.manifest = FeatureManifest.read(folder)
+        self.folder = folder
+        for name, size, _ in self.manifest.shards:
+            found = check_regular(folder / name).st_size
+            if found != size:
+                raise TesseraError(
+                    f"damaged features: {name} has {found} bytes, and {MANIFEST} says {size}",
+                    where=str(folder),
+                    fix="remove the shard and make it again: tessera data features",
+                )
+        self.starts = [0, *accumulate(count for _, _, count in self.manifest.shards)]
+        count = self.starts[-1] if limit is None else min(limit, self.starts[-1])
+        super().__init__(folder.name, count, {"path": str(folder.resolve()), "features": self.manifest.key})
+
+    def load(self, number: int) -> RawRecord:
+        shard = bisect_right(self.starts, number) - 1
+        return self._record(self._samples(shard), shard, number)
+
+    def scan(self, numbers: range) -> Iterator[tuple[int, RawRecord | RecordError]]:
+        samples: list[dict[str, Any]] = []
+        read = -1
+        for number in numbers:
+            shard = bisect_right(self.starts, number) - 1
+            try:
+                samples, read = (self._samples(shard), shard) if shard != read else (samples, read)
+                yield number, self._record(samples, shard, number)
+            except RecordError as error:
+                yield number, error
+
+    def _samples(self, shard: int) -> list[dict[str, Any]]:
+        name, _, count = self.manifest.shards[shard]
+        found, _ = shard_content(self.folder / name, self.manifest.key)
+        if len(found) != count:
+            raise TesseraError(f"damaged features: {name} has {len(found)} samples, and {MANIFEST} says {count}")
+        return found
+
+    def _record(self, samples: list[dict[str, Any]], shard: int, number: int) -> RawRecord:
+        at, file = number - self.starts[shard], self.folder / self.manifest.shards[shard][0]
+        one = samples[at]
+        try:
+            shapes = tuple((str(name), tuple(map(int, shape))) for name, shape in one["shapes"].items())
+            grids = tuple((int(f), int(h), int(w)) for f, h, w in one["grids"])
+            stored = StoredSample(file, self.manifest.key, f"{at}.", shapes, grids)
+            return RawRecord({"id": str(one["id"]), FEATURES: stored})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RecordError(self.location(number), f"damaged features: {first_line(error)}") from None

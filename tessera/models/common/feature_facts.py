@@ -1,0 +1,51 @@
+"""What features depend on: how a family reads latents and captions, and the weights of the encoders that made them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tessera.core.generation import GenerationForm
+from tessera.core.layouts import DiffusersFolder
+from tessera.models.common.pipeline_parts import VAE
+
+_BLOCK, _BLOCKS = 1 << 16, 128  # bytes, and how many of them are read of a file of weights
+
+
+def form_facts(form: GenerationForm) -> dict[str, Any]:
+    """Return what a family says about its input, as JSON."""
+    text = [asdict(one) for one in form.text]
+    facts = {"channels": form.channels, "patch": list(form.patch), "joint": form.joint, "text": text}
+    return dict(json.loads(json.dumps(facts)))
+
+
+def component_hashes(folder: Path | None, form: GenerationForm) -> dict[str, str]:
+    """Return a hash of the weights of each encoder that lies in a diffusers folder. Those that are not there, as beside
+    a transformer alone, are left out."""
+    if folder is None or not DiffusersFolder.detect(folder):
+        return {}
+    layout = DiffusersFolder(folder)
+    names = [name for name in (VAE, *(text.encoder for text in form.text)) if name in layout.components()]
+    return {
+        name: weights_hash(layout.weight_files(name)) for name in names if any((folder / name).glob("*.safetensors"))
+    }
+
+
+def weights_hash(files: Sequence[Path]) -> str:
+    """Return a hash of files of weights: their sizes, their headers, and blocks spread over each of them. A text
+    encoder of 20 GB is read in moments, and no fine-tuning leaves all these blocks as they were."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as opened:
+            for number in range(_BLOCKS):
+                opened.seek(number * max(_BLOCK, size // _BLOCKS))
+                digest.update(opened.read(_BLOCK))
+            opened.seek(max(0, size - _BLOCK))
+            digest.update(opened.read(_BLOCK))
+    return digest.hexdigest()

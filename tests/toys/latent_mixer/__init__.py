@@ -1,0 +1,61 @@
+"""A generation family small enough for tests of data and features: latents that are told the mean of their text."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tessera.core.config import Section
+from tessera.core.generation import GenerationForm, TextForm
+from tessera.core.types import Batch, Component, ModelPlan, ModelSpec, Prediction, Stream
+from tessera.models.common.family import generation_processor
+
+
+class MixerConfig(Section):
+    channels: int = 4
+    text: int = 16
+    width: int = 32
+    joint: bool = False
+
+
+def form_of(config: MixerConfig) -> GenerationForm:
+    return GenerationForm(config.channels, (1, 2, 2), config.joint, text=(TextForm(length=8),))
+
+
+class Mixer(nn.Module):
+    def __init__(self, config: MixerConfig) -> None:
+        super().__init__()
+        values = form_of(config).patch_values
+        self.inlet = nn.Linear(values + 1, config.width)
+        self.words = nn.Linear(config.text, config.width)
+        self.outlet = nn.Linear(config.width, values)
+
+    def forward(self, batch: Batch) -> Prediction:
+        index = batch["sample_index"]
+        index = index.index_select(0, batch["latent_index"]) if "latent_index" in batch else index
+        times = batch["timesteps"].index_select(0, index).unsqueeze(1) / 1000
+        x = self.inlet(torch.cat([batch["latents"], times], 1))
+        lengths = torch.tensor(batch.segments["text"].lengths)
+        sums = x.new_zeros(len(lengths), batch["text"].shape[1])
+        sums = sums.index_add(0, torch.repeat_interleave(lengths), batch["text"].to(x))
+        x = x + self.words(sums / lengths.clamp(min=1).unsqueeze(1)).index_select(0, index)
+        return Prediction(self.outlet(nn.functional.silu(x)))
+
+    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        tensor.zero_() if name.endswith("bias") else tensor.normal_(0, 0.1, generator=generator)
+
+
+def _plan(config: MixerConfig) -> ModelPlan:
+    styles = {f"{name}.{{*}}": "replicate" for name in ("inlet", "words", "outlet")}
+    return ModelPlan(blocks=(), tensor=styles, streams={"latents": Stream(("sample_index",), "latents")})  # type: ignore[arg-type]
+
+
+SPEC = ModelSpec(
+    name="latent_mixer",
+    config=MixerConfig,
+    components={"model": Component(build=Mixer, plan=_plan)},
+    processor=generation_processor(form_of),
+    generation=form_of,
+    task="diffusion",
+    needs_processor_files=False,
+)

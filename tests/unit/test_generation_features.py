@@ -1,0 +1,248 @@
+"""Features of images and videos: written once by real encoders, read as what they make in every step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import tessera
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import load_config
+from tessera.data.kinds import KINDS, RowRequest
+from tessera.data.order.packed_rows import PackedRows
+from tessera.data.sources.features import MANIFEST
+from tessera.tools.data_features import PLAN, write_features
+from tessera.training.build import build_processor
+from tessera.training.setup import build_meta_model
+from tests.toys.generation_set import write_image, write_jsonl, write_video
+from tests.toys.pipeline_folder import write_pipeline_folder
+
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline with random weights, and eleven samples of which one cannot be decoded and one is too large."""
+    folder = tmp_path_factory.mktemp("features")
+    write_pipeline_folder(folder / "pipeline")
+    rows: list[dict[str, Any]] = []
+    for number in range(9):
+        if number % 3:
+            write_image(folder / "set" / f"{number}.png", (32, 32 + 16 * (number % 2)), 20 * number)
+        else:
+            write_video(folder / "set" / f"{number}.mp4", 5 + number)
+        name = f"{number}.png" if number % 3 else f"{number}.mp4"
+        rows.append({"path": name, "cap": "a red square moving"[: 5 + number], "id": f"s{number}"})
+    write_jsonl(folder / "set" / "good.jsonl", rows)
+    write_video(folder / "set" / "torn.mkv", 30)
+    data = (folder / "set" / "torn.mkv").read_bytes()
+    (folder / "set" / "torn.mkv").write_bytes(data[: len(data) // 2])
+    write_image(folder / "set" / "large.png", (160, 160))
+    rows += [{"path": "torn.mkv", "cap": "red", "id": "torn"}, {"path": "large.png", "cap": "red", "id": "large"}]
+    write_jsonl(folder / "set" / "all.jsonl", rows)
+    return folder
+
+
+def recipe(world: Path, train: Path | None = None, **changed: Any) -> dict[str, Any]:
+    encoders = {"folder": str(world / "pipeline"), "text": {"dtype": "float32", "residence": "device"}}
+    return {
+        "model": {"family": "tests.toys.latent_mixer", "tokenizer": str(world / "pipeline")},
+        "data": {
+            "kind": "generation",
+            "train": str(train or world / "set" / "all.jsonl"),
+            "length": LENGTH,
+            "workers": 0,
+            "processor": {"num_frames": 9},
+        },
+        "train": {
+            "steps": 3,
+            "global_batch": 2,
+            "micro_batch": 1,
+            "device": "cpu",
+            "task_options": {} if train else {"encoders": encoders},
+        },
+        "optim": {"lr": 0.01},
+        "log": {"every": 1},
+        **changed,
+    }
+
+
+def rows_of(config: dict[str, Any]) -> PackedRows:
+    loaded = load_config(config)
+    setup = build_meta_model(loaded, 1)
+    rows = KINDS.get("generation")(RowRequest(loaded.data, "train", build_processor(loaded, setup), 0))
+    assert isinstance(rows, PackedRows)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def features(world: Path) -> Path:
+    done = write_features(recipe(world), world / "features", shard=4, batch=3)
+    assert (done.samples, done.before, done.shards, done.missing) == (9, 0, 3, 0)
+    assert sorted(id for id, _ in done.bad) == ["large", "torn"]
+    assert dict(done.bad)["large"] == "100 tokens do not fit into data.length 24"
+    return world / "features"
+
+
+def stored_ids(folder: Path) -> list[str]:
+    found = []
+    for file in sorted(folder.glob("shard-*.safetensors")):
+        with safe_open(file, framework="pt") as shard:
+            found += [one["id"] for one in json.loads(shard.metadata()["features"])["samples"]]
+    return found
+
+
+def test_features_are_written_in_the_order_of_the_data(features: Path) -> None:
+    assert stored_ids(features) == [f"s{number}" for number in range(9)]
+    assert sorted(path.name for path in features.iterdir()) == [
+        MANIFEST,
+        *(f"shard-{n:05d}.safetensors" for n in range(3)),
+    ]
+    manifest = json.loads((features / MANIFEST).read_text())
+    assert sum(one["samples"] for one in manifest["shards"]) == 9
+    assert set(manifest["facts"]["components"]) == {"vae", "text_encoder"}
+
+
+def test_training_on_features_equals_training_on_media(world: Path, tmp_path: Path) -> None:
+    """The same rows, seeds and losses; encoders that see other samples beside a sample round otherwise."""
+    media, folder = recipe(world), tmp_path / "features"
+    media["data"]["train"] = str(world / "set" / "good.jsonl")
+    write_features(media, folder)
+    online = tessera.train({**media, "out": str(tmp_path / "a")})
+    offline = tessera.train({**recipe(world, folder), "out": str(tmp_path / "b")})
+    losses = [[row["loss"] for row in run.metrics if row["kind"] == "train"] for run in (online, offline)]
+    assert len(losses[0]) == 3
+    assert torch.allclose(*(torch.tensor(some) for some in losses), rtol=1e-5)
+    assert losses[0][0] != losses[0][1]
+
+
+def test_batches_of_features_are_packed_as_media_are(world: Path, features: Path) -> None:
+    media, stored = rows_of(recipe(world)), rows_of(recipe(world, features))
+    one, other = media.batch(range(len(media))), stored.batch(range(len(media)))
+    assert set(other.sample_ids) <= set(one.sample_ids)
+    assert not stored.decodes_media
+    assert other["clean"].shape == (len(media) * LENGTH, 16)
+    assert "frames" not in other
+    assert other["text"].shape == (sum(other.segments["text"].lengths), 16)
+    padding = torch.ones(len(other["clean"]), dtype=torch.bool)
+    padding[other["trained"]] = False
+    assert not other["clean"][padding].any()
+    assert other["clean"][other["trained"]].abs().min(1).values.gt(0).any()
+
+
+def test_a_start_after_a_kill_makes_only_what_is_missing(world: Path, features: Path, tmp_path: Path) -> None:
+    first = write_features(recipe(world), tmp_path / "f", shard=4, batch=3)
+    assert first.missing == 0
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "f").iterdir()}
+    (tmp_path / "f" / MANIFEST).rename(tmp_path / "f" / PLAN)  # which says the same of what they are made from
+    (tmp_path / "f" / "shard-00001.safetensors").unlink()
+    torn = tmp_path / "f" / "shard-00002.safetensors"
+    torn.write_bytes(whole[torn.name][:-10])
+    (tmp_path / "f" / "shard-00001.safetensors.77.part").write_bytes(b"half")
+    again = write_features(recipe(world), tmp_path / "f", shard=4, batch=3)
+    assert (again.samples, again.before) == (5, 4)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "f").iterdir()} == whole
+    assert sorted(id for id, _ in again.bad) == ["large", "torn"]
+    rest = write_features(recipe(world), tmp_path / "f", shard=4, batch=3)
+    assert (rest.samples, rest.before) == (0, 9)
+
+
+def test_ranks_share_the_shards(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        found.append(write_features(recipe(world), tmp_path / "f", shard=4))
+    assert [(one.samples, one.missing) for one in found] == [(5, 1), (4, 0)]
+    assert "by other ranks" in found[0].lines()[-1]
+    assert stored_ids(tmp_path / "f") == [f"s{number}" for number in range(9)]
+
+
+def test_a_folder_of_other_features_is_left_alone(world: Path, features: Path) -> None:
+    other = recipe(world)
+    other["data"]["processor"] = {"num_frames": 5}
+    with pytest.raises(TesseraError, match="made otherwise; what differs: data, options"):
+        write_features(other, features, shard=4)
+    with pytest.raises(TesseraError, match="what differs: shard"):
+        write_features(recipe(world), features, shard=5)
+    with pytest.raises(TesseraError, match="features already"):
+        write_features({**recipe(world, features)}, world / "again")
+
+
+def test_features_of_another_model_or_vae_are_refused(world: Path, features: Path, tmp_path: Path) -> None:
+    wide = recipe(world, features)
+    wide["model"]["config"] = {"channels": 8}
+    with pytest.raises(TesseraError, match=r"not for this model: channels differ \(4 there, 8 here\)"):
+        rows_of(wide)
+    joint = recipe(world, features)
+    joint["model"]["config"] = {"joint": True}
+    with pytest.raises(TesseraError, match="joint differ"):
+        rows_of(joint)
+    copy = tmp_path / "pipeline"
+    subprocess.run(["cp", "-r", str(world / "pipeline"), str(copy)], check=True)
+    weights = copy / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: tensor + 0.001 for name, tensor in tensors.items()}, weights, {"format": "pt"})
+    other = recipe(world, features)
+    other["model"]["tokenizer"] = str(copy)
+    with pytest.raises(TesseraError, match="made with another vae than the one in"):
+        rows_of(other)
+    with pytest.raises(TesseraError, match="cannot be mixed"):
+        rows_of(
+            {
+                **recipe(world, features),
+                "data": {**recipe(world)["data"], "train": [str(features), str(world / "set/all.jsonl")]},
+            }
+        )
+
+
+def test_damaged_shards_are_named(world: Path, features: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "f"
+    subprocess.run(["cp", "-r", str(features), str(copy)], check=True)
+    shard = copy / "shard-00001.safetensors"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-10])
+    with pytest.raises(TesseraError, match=r"shard-00001.safetensors has \d+ bytes, and features.json says"):
+        rows_of(recipe(world, copy))
+    shard.write_bytes((copy / "shard-00002.safetensors").read_bytes()[: len(data)].ljust(len(data), b"\0"))
+    with pytest.raises(TesseraError, match=r"damaged features|no usable sample|another model"):
+        rows_of(recipe(world, copy))
+    manifest = json.loads((copy / MANIFEST).read_text())
+    manifest["shards"][0]["file"] = "../outside.safetensors"
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(TesseraError, match="outside of its folder"):
+        rows_of(recipe(world, copy))
+
+
+def test_a_shard_that_is_lost_later_is_masked(world: Path, features: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "f"
+    subprocess.run(["cp", "-r", str(features), str(copy)], check=True)
+    rows = rows_of(recipe(world, copy))
+    for file in copy.glob("shard-*"):
+        file.write_bytes(b"")
+    batch = rows.batch([0])
+    assert len(batch.problems) == len(batch.sample_ids)
+    assert len(batch["trained"]) == 0
+    assert batch["clean"].shape == (LENGTH, 16)
+    assert batch["text"].shape == (0, 16)
+
+
+@pytest.mark.slow
+def test_twenty_kills_lose_and_double_no_sample(world: Path, features: Path, tmp_path: Path) -> None:
+    config = tmp_path / "recipe.json"
+    config.write_text(json.dumps(recipe(world)))
+    command = [sys.executable, "-m", "tests.toys.killed_features", str(config), str(tmp_path / "f"), "20"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[-1]) == 20
+    assert stored_ids(tmp_path / "f") == stored_ids(features)
+    assert (tmp_path / "f" / MANIFEST).is_file()
+    assert not list((tmp_path / "f").glob("*.part"))
