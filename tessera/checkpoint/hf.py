@@ -44,7 +44,7 @@ from tessera.checkpoint.weights import (
 )
 from tessera.core.errors import TesseraError
 from tessera.core.file_plan import FilePlan, FolderPlan
-from tessera.core.layouts import CONFIG_FILE, ROOT, FolderLayout, TransformersFolder
+from tessera.core.layouts import CONFIG_FILE, ROOT, FolderLayout, TransformersFolder, single_folder
 from tessera.core.weightmap import WeightMap
 
 _COMPARED = 16 << 20  # numbers of two tables that are compared at a time
@@ -166,8 +166,10 @@ def save_folder(
     config: Mapping[str, Any],
     **options: Any,
 ) -> None:
-    """Write a transformers folder of one component; see `save_components` for the options."""
-    save_components(folder, {ROOT: ComponentWeights(tensors, weight_map, config)}, **options)
+    """Write a folder of one component, of transformers or of diffusers as its configuration says; see
+    `save_components` for the options."""
+    made = {ROOT: ComponentWeights(tensors, weight_map, config)}
+    save_components(folder, made, layout=single_folder(config), **options)
 
 
 def save_components(

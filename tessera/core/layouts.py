@@ -18,6 +18,7 @@ from tessera.core.errors import TesseraError, nearest
 from tessera.core.files import PICKLE_SUFFIXES, check_inside, read_json, read_json_mapping, refuse_pickle
 
 CONFIG_FILE = "config.json"
+CLASS_NAME = "_class_name"  # in the config.json of a component of diffusers
 ROOT = ""  # the name of the only component of a folder without sub-folders
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_INDEX_BYTES = 256 << 20
@@ -126,12 +127,30 @@ class TransformersFolder(FolderLayout):
         return {}
 
 
+class ComponentFolder(TransformersFolder):
+    """Describe one component of a pipeline of diffusers that is written alone."""
+
+    name = "component of diffusers"
+
+    def weights_stem(self, component: str) -> str:
+        return DiffusersFolder.STEM
+
+
+def single_folder(config: Mapping[str, Any]) -> type[TransformersFolder]:
+    """Return the layout in which a single component with this config.json is written."""
+    return ComponentFolder if CLASS_NAME in config else TransformersFolder
+
+
 class DiffusersFolder(FolderLayout):
-    """Describe a pipeline of diffusers. `index` is that of one to be written; otherwise it is read from the folder."""
+    """Describe a pipeline of diffusers. `index` is that of one to be written; otherwise it is read from the folder.
+
+    Without the name of a component, that which is trained is meant: the transformer.
+    """
 
     name = "diffusers"
     marker = "model_index.json"
     STEM = "diffusion_pytorch_model"
+    TRAINED = "transformer"
 
     def __init__(self, folder: Path, index: Mapping[str, Any] | None = None) -> None:
         super().__init__(folder)
@@ -142,7 +161,7 @@ class DiffusersFolder(FolderLayout):
 
     def component_folder(self, component: str) -> Path:
         self._library(component)
-        return self.folder / component
+        return self.folder / (component or self.TRAINED)
 
     def weights_stem(self, component: str) -> str:
         return "model" if self._library(component) == "transformers" else self.STEM
@@ -164,13 +183,14 @@ class DiffusersFolder(FolderLayout):
 
     def _library(self, component: str) -> str:
         classes = self._classes()
+        component = component or self.TRAINED
         if component not in classes:
             raise TesseraError(
-                f"this pipeline has no component {component!r}" if component else "this folder holds a whole pipeline",
+                f"this pipeline has no component {component!r}",
                 where=str(self.folder / self.marker),
                 allowed=list(classes),
                 nearest=nearest(component, classes),
-                fix="name the sub-folder of one component, such as transformer",
+                fix="name the sub-folder of one component",
             )
         return str(classes[component][0])
 

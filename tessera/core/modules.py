@@ -48,7 +48,7 @@ class FeatureStatistics(nn.Module):
     """Base of modules that need sums over all features of a token. Where ranks have a part of the features each,
     `feature_total` adds up over these ranks, and vectors of the module's weights are split like the features."""
 
-    feature_total: nn.Module | None = None
+    feature_total: nn.Module | None
 
 
 class ExpertBalance(RowStatistics):

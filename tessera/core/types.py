@@ -227,8 +227,9 @@ class Prediction(NamedTuple):
 # How a parameter is split over the ranks that compute a layer together. column, row: the output or input features
 # of a linear layer (of stacked experts: of each expert); vocab: entries of a table of tokens; sequence: whole, and
 # applied to a part of the tokens where `parallel.sequence_parallel` is on; heads: whole, and applied to the heads or
-# features that a rank has; replicate: whole, applied to all.
-TensorStyle = Literal["column", "row", "vocab", "sequence", "heads", "replicate"]
+# features that a rank has; features: a vector that is split as the columns that it is applied to, in a norm over all of
+# these; replicate: whole, applied to all.
+TensorStyle = Literal["column", "row", "vocab", "sequence", "heads", "features", "replicate"]
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,7 @@ class Stream:
     windows: str = ""  # key of finer bounds, which never cross those of `segments`
     positions: tuple[str, ...] = ()  # tensors with positions in this sequence, in ascending order
     index: str = ""  # tensor that tells a rank with a part of the sequence which elements it has
+    own_segments: str = ""  # key under which such a rank finds the bounds of the sequences among its own elements
     per_slot: int = 1  # neighbouring elements that make one output, at most
     width: int = 0  # of what the encoder returns for an element; 0: unknown, then its all-gather is not estimated
     blank: Callable[[torch.device], Batch] | None = None  # the smallest input that the encoder takes
@@ -297,6 +299,9 @@ class ModelPlan:
     # Modules that compute attention and nothing else, forward(q, k, v, segments): what context parallelism wraps.
     attention: tuple[str, ...] = ()
     heads: Mapping[str, int] = field(default_factory=dict)  # module pattern -> heads that its columns hold
+    # Modules whose weights stay in float32, whatever type the rest is computed in. They cast by themselves what they
+    # read and return. Those inside of blocks are small: every rank keeps them whole.
+    float32: tuple[str, ...] = ()
     # Modules whose weights are read outside of their own forward (a head that the loss multiplies by): these must be
     # gathered with the root and cannot be a shard group of their own.
     fsdp_root: tuple[str, ...] = ()
@@ -475,7 +480,8 @@ class ModelSpec:
     generation: Callable[[Any], GenerationForm] | None = None
     task: str = "language"  # the objective when the recipe names none
     needs_processor_files: bool = True  # off: a run without tokenizer files goes on without a processor
-    hf_types: tuple[str, ...] = ()  # values of "model_type" in config.json that mean this family
+    # Values of "model_type" (transformers) or "_class_name" (diffusers) in config.json that mean this family.
+    hf_types: tuple[str, ...] = ()
     # The same for folders in the form of a model's makers: (folder, config.json) -> config.json of Hugging Face's form.
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tessera.core.config import Section, apply_overrides, build, read_mapping
 from tessera.core.errors import TesseraError, first_line, foreign_values, nearest
-from tessera.core.layouts import CONFIG_FILE, detect_layout, folder_layout
+from tessera.core.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, folder_layout
 from tessera.core.registry import Instance, Registry
 from tessera.core.run_config import ModelSection, load_config
 from tessera.core.trust import check_trusted, model_code
@@ -23,7 +23,7 @@ FAMILIES: Registry[ModelSpec] = Registry(
 
 
 def family_of(model_type: str) -> ModelSpec:
-    """Return the family that reads folders whose config.json has this `model_type`."""
+    """Return the family that reads folders whose config.json has this `model_type`, or this class of diffusers."""
     known: list[str] = []
     for name in FAMILIES.names():
         spec = FAMILIES.get(name)
@@ -31,7 +31,7 @@ def family_of(model_type: str) -> ModelSpec:
             return spec
         known.extend([*spec.hf_types, *spec.originals])
     raise TesseraError(
-        f"no model family reads model_type {model_type!r}",
+        f"no model family reads models of type {model_type!r}",
         where="config.json",
         allowed=sorted(known),
         nearest=nearest(model_type, known),
@@ -80,7 +80,8 @@ def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
         data = folder_layout(section.path).config()
         if section.preset is not None:
             raise _preset_and_path()
-        spec = FAMILIES.get(section.family) if section.family else family_of(str(data.get("model_type", "")))
+        kind = str(data.get("model_type") or data.get(CLASS_NAME, ""))
+        spec = FAMILIES.get(section.family) if section.family else family_of(kind)
         with foreign_values(str(section.path / CONFIG_FILE)):
             original = spec.originals.get(str(data.get("model_type")))
             read = spec.config.from_hf(data if original is None else original(section.path, data))  # type: ignore[attr-defined]

@@ -32,8 +32,9 @@ QKNorm = Literal["per_head", "across_heads"] | None
 def timestep_features(timesteps: Tensor, size: int, *, shift: float = 0.0, cosine_first: bool = True) -> Tensor:
     """Return cosines and sines [S, size] of `timesteps` [S] in fp32, at frequencies from 1 down to about 1 / 10000."""
     half = size // 2
-    exponents = torch.arange(half, device=timesteps.device, dtype=torch.float32) / (half - shift)
-    angles = timesteps.float().unsqueeze(-1) * torch.exp(-math.log(10_000) * exponents)
+    # In the order of the published code: at times of a thousand, another order of rounding gives other angles.
+    exponents = -math.log(10_000) * torch.arange(half, device=timesteps.device, dtype=torch.float32) / (half - shift)
+    angles = timesteps.float().unsqueeze(-1) * torch.exp(exponents)
     parts = (angles.cos(), angles.sin()) if cosine_first else (angles.sin(), angles.cos())
     return F.pad(torch.cat(parts, dim=-1), (0, size % 2))
 
@@ -70,17 +71,14 @@ class TimeEmbedding(FeedForward):
         return super().forward(timestep_features(timesteps, self.features).to(self.up.weight.dtype))
 
 
-def time_index(batch: Batch) -> Tensor:
+def time_index(batch: Batch) -> Tensor | None:
     """Return which of `timesteps` belongs to each element of the main sequence: that of its sample, unless the batch
-    has a `time_index` (tokens of one sample at different times) or a time for each element."""
+    has a `time_index` (tokens of one sample at few different times). None: every element has one of its own."""
     found = batch.get("time_index")
     if found is not None:
         return found
     samples = batch["sample_index"]
-    times = batch["timesteps"].shape[0]
-    if times > 1 and times == samples.shape[0]:
-        return torch.arange(times, device=samples.device)
-    return samples
+    return None if 1 < batch["timesteps"].shape[0] == samples.shape[0] else samples
 
 
 # ---------------------------------------------------------------------------------------------- modulation
@@ -103,9 +101,10 @@ class _Spread(torch.autograd.Function):
         return chosen @ grads[0], None
 
 
-def spread(values: Tensor, index: Tensor) -> Tensor:
-    """Return `values` [S, D] as [T, D] by `index` [T]; a single entry stays [1, D] and is broadcast."""
-    if values.shape[0] == 1:
+def spread(values: Tensor, index: Tensor | None) -> Tensor:
+    """Return `values` [S, D] as [T, D] by `index` [T]; a single entry stays [1, D] and is broadcast. None: there is a
+    value for each element already."""
+    if values.shape[0] == 1 or index is None:
         return values
     found: Tensor = _Spread.apply(values, index)  # type: ignore[no-untyped-call]
     return found
@@ -118,7 +117,7 @@ class Modulation(nn.Module):
         super().__init__()
         self.table = nn.Parameter(torch.empty(count, hidden))
 
-    def forward(self, values: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, values: Tensor, index: Tensor | None) -> tuple[Tensor, ...]:
         """Return the vectors for every token ([T, D], or [1, D] for all), from `values` [S, count, D] or [S, 1, D]."""
         return tuple(spread(part, index) for part in (self.table.float() + values.float()).unbind(1))
 
@@ -155,6 +154,7 @@ class FeatureRMSNorm(FeatureStatistics):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.feature_total = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.feature_total is None:

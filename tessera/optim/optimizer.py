@@ -49,9 +49,10 @@ def parameter_groups(module: nn.Module, section: OptimSection, names: Collection
                 lr if group.lr is None else group.lr,
                 decay if group.weight_decay is None else group.weight_decay,
             )
-    by_setting: dict[tuple[float, float], list[str]] = {}
+    # What every rank keeps whole has a group of its own: torch updates no mixture of plain and sharded tensors at once.
+    by_setting: dict[tuple[float, float, bool], list[str]] = {}
     for name, setting in settings.items():
-        by_setting.setdefault(setting, []).append(name)
+        by_setting.setdefault((*setting, isinstance(trained[name][0], DTensor)), []).append(name)
     return [
         {
             "params": [p for n in group for p in trained[n]],
@@ -60,7 +61,7 @@ def parameter_groups(module: nn.Module, section: OptimSection, names: Collection
             "base_lr": lr,
             "weight_decay": decay,
         }
-        for (lr, decay), group in by_setting.items()
+        for (lr, decay, _), group in by_setting.items()
     ]
 
 

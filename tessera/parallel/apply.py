@@ -18,6 +18,7 @@ from tessera.core.adapters import is_factor
 from tessera.core.errors import TesseraError
 from tessera.core.gradients import LossScale
 from tessera.core.modules import clean_name, computed_buffers, put_back_buffers, seeded
+from tessera.core.pattern import home
 from tessera.core.rng import generator
 from tessera.core.torch_internals import local_chunks, tensor_of_chunk
 from tessera.core.types import AdjustsAfterInit, InitializesByName
@@ -26,7 +27,7 @@ from tessera.parallel.collectives import PostBackward
 from tessera.parallel.context_parallel import apply_context
 from tessera.parallel.engine import Engine, SimpleEngine
 from tessera.parallel.experts import apply_experts, expert_bias_updates
-from tessera.parallel.fsdp import apply_fsdp, fsdp_arguments, scalar_gradients, sum_gradients
+from tessera.parallel.fsdp import apply_fsdp, fsdp_arguments, sum_gradients, whole_gradients, whole_parameters
 from tessera.parallel.mesh import LOSS, Mesh
 from tessera.parallel.modules import ShardsItself, apply_compile, present
 from tessera.parallel.pipeline_engine import PipelineEngine
@@ -89,8 +90,10 @@ def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, 
 def _set_types(module: nn.Module, plan: Plan) -> None:
     """Set the types of parameters. Buffers keep the type that their author chose."""
     whole = {p for path in plan.ignored for p in module.get_submodule(path).parameters()}
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
+    for name, parameter in module.named_parameters():
+        if home(name, plan.float32) is not None:
+            parameter.data = parameter.data.float()
+        elif parameter.is_floating_point():
             # An ignored module is not cast for computing, and being frozen it needs no master weights.
             parameter.data = parameter.data.to(plan.param_dtype if parameter in whole else plan.storage_dtype)
 
@@ -184,7 +187,7 @@ def build_engine(
     pipeline: type[PipelineEngine] = PipelineEngine,
     loss_scale: LossScale | None = None,
 ) -> Engine:
-    shared: list[PostBackward] = [*scalar_gradients(module, plan, mesh)]
+    shared: list[PostBackward] = [*whole_gradients(module, plan, mesh)]
     if plan.tensor is not None:
         shared += partial_gradients(module, plan.tensor, mesh)
     if plan.experts is not None:
@@ -227,15 +230,14 @@ def allocate(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _move_what_computes(module: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Move buffers, ignored modules and scalars to the device; offloading moves sharded parameters by itself."""
+    """Move buffers, ignored modules and what is whole to the device; offloading moves sharded parameters by itself."""
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))
     for path in present(module, plan.ignored):
         module.get_submodule(path).to(device)
-    for parameter in module.parameters():
-        if parameter.dim() == 0:
-            parameter.data = parameter.data.to(device)
+    for parameter in whole_parameters(module, plan).values():
+        parameter.data = parameter.data.to(device)
 
 
 def _ties(module: nn.Module) -> list[list[Owner]]:

@@ -28,7 +28,7 @@ from tessera.core.types import Segments
 from tessera.ops.block_attention import block_attention, block_attention_backward, join, wide
 from tessera.ops.registry import AUTO
 from tessera.parallel.collectives import all_to_all
-from tessera.parallel.sequence_sharding import Range
+from tessera.parallel.sequence_sharding import Range, lengths_inside
 
 _KEYS, _GRADIENTS = 0, 1  # tags: two kinds of tensors are sent at once in backward
 
@@ -113,11 +113,7 @@ class RingSchedule:
 def own_segments(segments: Segments, ranges: Sequence[Range]) -> Segments:
     """Return the segments of a rank's own tokens. A segment with tokens in both of its chunks stays one segment. Bounds
     are computed on their device, so the host does not wait."""
-    ends = list(accumulate(segments.lengths))
-    lengths = [
-        sum(max(0, min(end, stop) - max(end - length, start)) for start, stop in ranges)
-        for end, length in zip(ends, segments.lengths, strict=True)
-    ]
+    lengths = lengths_inside(segments.lengths, ranges)
     clipped = [(segments.bounds - start).clamp(0, stop - start) for start, stop in ranges]
     return Segments(torch.stack(clipped).sum(0, dtype=segments.bounds.dtype), max(lengths), tuple(lengths))
 

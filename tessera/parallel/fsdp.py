@@ -25,7 +25,7 @@ from tessera.parallel.plan import Plan, ahead
 def fsdp_arguments(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Any]:
     """Return the keywords of `fully_shard` for a block of `module`."""
     ignored = {p for path in present(module, plan.ignored) for p in module.get_submodule(path).parameters()}
-    ignored |= {p for p in module.parameters() if p.dim() == 0}  # cannot be split: see `scalar_gradients`
+    ignored |= set(whole_parameters(module, plan).values())  # see `whole_gradients`
     # Pinning needs a driver to pin for.
     pin = plan.pin_memory and devices.supports(device, "pinned_memory")
     return {
@@ -56,12 +56,18 @@ def shard_modules(
     """
     meshes = meshes or {}
     arguments = {**arguments, **_placement(arguments["mesh"], plan)}
-    other_types = present(module, list(plan.module_dtypes))
+    wide = present(module, [path for path in plan.float32 if path not in plan.float32_whole])
+    other_types = [*present(module, list(plan.module_dtypes)), *wide]
     for path in sorted({*paths, *meshes, *other_types}, key=lambda path: -path.count(".")):
         other = home(path, meshes)
         own = arguments if other is None else {**arguments, "mesh": meshes[other], **_placement(meshes[other], plan)}
         if path in plan.module_dtypes:
             own = {**own, "mp_policy": _policy_of_module(plan.module_dtypes[path], plan)}
+        elif path in wide:  # it casts by itself
+            own = {
+                **own,
+                "mp_policy": MixedPrecisionPolicy(torch.float32, plan.reduce_dtype, cast_forward_inputs=False),
+            }
         fully_shard(module.get_submodule(path), **own)
     # The type of the output is the root's affair alone: a block's output meets weights of the computed type. So does
     # the output of a pipeline stage; the last stage casts its output itself.
@@ -120,16 +126,24 @@ def sum_gradients(module: nn.Module) -> None:
             part.set_force_sum_reduction_for_comms(True)
 
 
-def scalar_gradients(module: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientSync]:
-    """Return the gradient sums of scalars (a temperature, a gate). Every rank has them whole and fully_shard ignores
-    them, so their gradients are summed at the end of a step, over the same ranks as all others."""
+def whole_parameters(module: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
+    """Return the parameters that fully_shard leaves whole on every rank and that may be trained: scalars (a
+    temperature, a gate), which cannot be split, and modules in float32 inside of blocks."""
+    wide = plan.float32_whole
+    named = ((clean_name(name), p) for name, p in module.named_parameters())
+    return {name: p for name, p in named if p.dim() == 0 or home(name, wide) is not None}
+
+
+def whole_gradients(module: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientSync]:
+    """Return the gradient sums of parameters that every rank has whole. They are summed at the end of a step, over the
+    same ranks as all others."""
     if not plan.sharded:
         return []
     views = {shard.name: shard.view for shard in plan.param_shards}
     found: dict[str, list[Tensor]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 0 and parameter.requires_grad:
-            found.setdefault(views[clean_name(name)], []).append(parameter)
+    for name, parameter in whole_parameters(module, plan).items():
+        if parameter.requires_grad:
+            found.setdefault(views[name], []).append(parameter)
     groups = [(mesh.group(axis), some) for view, some in found.items() for axis in (view, REPLICATE)]
     return [GradientSync(group, some) for group, some in groups if group is not None]
 

@@ -116,7 +116,7 @@ def param_shards(
 
 def _tensor_dimension(style: TensorStyle, shape: Sequence[int]) -> int | None:
     """Return the dimension that tp splits: of a weight [out, in], a bias [out], or experts with one more in front."""
-    if style in ("column", "vocab"):
+    if style in ("column", "vocab", "features"):
         return 1 if len(shape) == 3 else 0
     if style == "row":
         return len(shape) - 1
@@ -150,8 +150,12 @@ def _modules_at(pipeline: PipelinePlan, position: int) -> list[str]:
 def memory_bytes(
     parts: Sequence[ParamShard], kept: torch.dtype, computed: torch.dtype, buffers: int = 0
 ) -> MemoryBytes:
-    """Return the bytes of fully sharded training with AdamW. Ignored modules are kept in the type of computation."""
-    sizes = [(shard.local_numel * (computed if shard.whole else kept).itemsize, shard.trained) for shard in parts]
+    """Return the bytes of fully sharded training with AdamW. Ignored modules, which are frozen, are kept in the type
+    of computation."""
+    sizes = [
+        (shard.local_numel * (computed if shard.whole and not shard.trained else kept).itemsize, shard.trained)
+        for shard in parts
+    ]
     trained = [size for size, is_trained in sizes if is_trained]
     optimizer = ADAMW_STATES * sum(trained) + ADAMW_STEP_BYTES * len(trained)
     return MemoryBytes(sum(size for size, _ in sizes), sum(trained), optimizer, buffers)

@@ -85,6 +85,7 @@ class Plan:
     output_dtype: torch.dtype | None
     cast_forward_inputs: bool
     module_dtypes: Mapping[str, torch.dtype]  # modules that compute in another type than the rest
+    float32: tuple[str, ...]  # modules whose weights stay in float32 where the rest is computed in another type
     reshard_after_forward: bool | int
     parameters: int  # of the whole model
     trained: int
@@ -99,6 +100,12 @@ class Plan:
     def batch_sharding(self) -> BatchSharding | None:
         """Return how micro-batches are split over ranks; None where every rank has whole ones."""
         return None if self.context is None else self.context.sharding
+
+    @property
+    def float32_whole(self) -> tuple[str, ...]:
+        """Return those of them inside of blocks. A shard group there would tear a compiled block apart, so every rank
+        keeps them whole."""
+        return tuple(path for path in self.float32 if home(path, self.blocks) is not None)
 
     @property
     def heaviest(self) -> MemoryBytes:
@@ -151,6 +158,7 @@ class Plan:
             ignored=tuple(inside(self.ignored).values()),
             recompute=tuple(replace(one, path=own) for one in self.recompute for own in inside([one.path]).values()),
             module_dtypes={own: self.module_dtypes[one] for one, own in inside(self.module_dtypes).items()},
+            float32=tuple(inside(self.float32).values()),
         )
 
     def ahead(self, block: int, direction: Direction) -> list[str]:
@@ -207,6 +215,9 @@ def make_plan(
     roles = plan_modules(section, model_plan, module, set(frozen))
     kept, computed = DTYPES[precision.weights], DTYPES[precision.resolved(accelerator=False).compute]
     others = _dtypes_of_modules(precision, module)
+    wide: tuple[str, ...] = ()
+    if model_plan.float32 and {kept, computed} != {torch.float32}:
+        wide = tuple(select(model_plan.float32, [path for path, _ in module.named_modules() if path], "float32"))
     # One rank gains nothing from fully_shard, unless it keeps master weights, casts or moves parameters to the host.
     casts = computed != kept or precision.output is not None or precision.cast_inputs or bool(others)
     tensor = plan_tensor(section, model_plan, module, axes, workload.tokens)
@@ -226,7 +237,7 @@ def make_plan(
         tensor=tensor,
         experts=experts,
         frozen=frozen,
-        ignored=roles.ignored,
+        ignored=[*roles.ignored, *(path for path in wide if home(path, roles.blocks) is not None)],
         # Torch cannot keep other shares gathered by fewer ranks; and what a class does itself is its own affair.
         rows_only=not isinstance(reshard, bool) or isinstance(module, ShardsItself),
     )
@@ -264,6 +275,7 @@ def make_plan(
         output_dtype=DTYPES[precision.output] if precision.output else None,
         cast_forward_inputs=precision.cast_inputs,
         module_dtypes=others,
+        float32=wide,
         reshard_after_forward=reshard,
         parameters=sum(p.numel() for p in parameters.values()),
         trained=sum(p.numel() for name, p in parameters.items() if name not in set(frozen)),

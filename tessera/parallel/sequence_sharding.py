@@ -140,6 +140,8 @@ def shard_batch(batch: Batch, plan: BatchSharding, position: int, dp_positions: 
                 tensors[name], tensors[main.sources(name)] = local_positions(tensors[name], ranges)
         if main.index:
             tensors[main.index] = indices(ranges)
+        if main.own_segments:
+            segments[main.own_segments] = Segments.of(lengths_inside(segments[main.segments].lengths, ranges))
     for encoder in plan.encoders:
         stream = encoder.stream
         slots = tensors.get(stream.slots, torch.empty(0, dtype=torch.int64))
@@ -271,6 +273,15 @@ def _inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
             found.append(lengths[number])
             number += 1
     return found
+
+
+def lengths_inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
+    """Return how many elements of each segment lie in some ranges. Ranges are in order, so segments stay whole."""
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return [
+        sum(max(0, min(last, end) - max(first, start)) for first, last in ranges)
+        for start, end in itertools.pairwise(ends)
+    ]
 
 
 class RankDataset(RowSource):

@@ -13,17 +13,18 @@ from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from tessera.core.errors import TesseraError
-from tessera.core.modules import clean_name
+from tessera.core.modules import FeatureStatistics, clean_name
 from tessera.core.pattern import home, matches
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan, TensorStyle
-from tessera.parallel.collectives import GradientSync
+from tessera.parallel.collectives import GradientSync, with_backward
 from tessera.parallel.communication import CommVolume, Kind
 from tessera.parallel.mesh import TENSOR, Axes, Mesh, divisors
 from tessera.parallel.modules import present
@@ -45,6 +46,8 @@ class TensorPlan:
     entries: tuple[str, ...]  # modules at whose input tokens enter layers that are split by columns
     # Children of layers (adapters) whose weight is split as well.
     inner: Mapping[str, Split] = field(default_factory=dict)
+    # Norms over all features, of which each rank has a part.
+    feature_norms: tuple[str, ...] = ()
     decoder: str = ""  # with `sequence`: the module inside of which ranks keep parts of the tokens
 
     def in_decoder(self, path: str) -> bool:
@@ -100,6 +103,7 @@ def plan_tensor(
         layers=layers,
         entries=_entries(layers, module),
         inner=inner,
+        feature_norms=_feature_norms(styles, module),
         decoder=decoder,
     )
 
@@ -123,7 +127,7 @@ def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Seque
     found: dict[str, Split] = {}
     for name, style in styles.items():
         path, _, kind = name.rpartition(".")
-        if style == "sequence" or style == "heads" or style == "replicate" or home(path, experts) is not None:
+        if style not in ("column", "row", "vocab") or home(path, experts) is not None:
             continue
         owner = module.get_submodule(path)
         kinds = (nn.Embedding, nn.Linear) if style == "vocab" else (nn.Linear,)
@@ -137,6 +141,18 @@ def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Seque
         if kind == "weight":
             found[path] = style
     return found
+
+
+def _feature_norms(styles: Mapping[str, TensorStyle], module: nn.Module) -> tuple[str, ...]:
+    """Return the modules whose vectors are split like the features that they are applied to."""
+    found = dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "features")
+    for path in found:
+        if not isinstance(module.get_submodule(path), FeatureStatistics):
+            raise TesseraError(
+                f"{path} does not add up over the features of all ranks: it is no FeatureStatistics",
+                where="the `tensor` table in the model's plan",
+            )
+    return tuple(found)
 
 
 def _inside_layer(path: str, module: nn.Module) -> bool:
@@ -248,6 +264,11 @@ def apply_tensor(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
     for path in present(module, plan.inner):
         if (tokens := tokens_of(path)) is not None:
             _distribute(module.get_submodule(path), tokens, Shard(1 if plan.inner[path] == "row" else 0))
+    for path in present(module, plan.feature_norms):
+        if (tokens := tokens_of(path)) is not None:
+            norm = module.get_submodule(path)
+            _distribute(norm, tokens, Shard(0))
+            norm.feature_total = FeatureTotal(tokens.mesh.get_group())
     for path in present(module, plan.entries):
         if (tokens := tokens_of(path)) is not None:
             # Before the layer's own hook, which expects the entered tensor.
@@ -268,6 +289,23 @@ def partial_gradients(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> list[G
         if partial and group is not None:
             found.append(GradientSync(group, partial))
     return found
+
+
+class FeatureTotal(nn.Module):
+    """Sum over the ranks that have the other features of a token. Each rank uses the sum for its own features, so that
+    its gradient is summed as well."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return with_backward(x, self._sum, self._sum)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
 
 
 class TokenPlacement:

@@ -40,7 +40,7 @@ from tessera.checkpoint.weight_source import origin_of
 from tessera.checkpoint.weights import check_config_numbers
 from tessera.core.config import Section
 from tessera.core.errors import TesseraError, nearest
-from tessera.core.layouts import CONFIG_FILE, TransformersFolder, detect_layout, folder_layout
+from tessera.core.layouts import CONFIG_FILE, detect_layout, folder_layout, single_folder
 from tessera.core.megatron_form import MegatronForm
 from tessera.core.run_config import ModelSection
 from tessera.core.trust import Trust
@@ -294,7 +294,7 @@ def _stream(job: _Job, model: _Model) -> None:
         if shards is not None and job.to == "mm":
             plan = plan_megatron(shards, job.layout, made, str(job.target))
         elif target is not None:
-            layout = TransformersFolder(staging_of(job.target))
+            layout = single_folder(target.config)(staging_of(job.target))
             plan = plan_folder(layout, native.blanks(), weight_map, target.config)
         else:
             plan = (plan_dcp if job.to == "dcp" else plan_dcp_safetensors)(made, job.prefix)

@@ -45,9 +45,8 @@ def hf_target(
     written anew. `tensors`: native ones, maybe without data.
     """
     described = exported_config(config, raw, main_dtype(tensors))
-    if not is_original(spec, folder):
+    if spec.processor is None or not is_original(spec, folder):
         return FolderTarget(table, described, functools.partial(copy_side_files, folder))
-    assert spec.processor is not None, "a family with two forms has a processor"
     read = functools.partial(spec.processor, config)
     files = functools.partial(write_side_files, processor=read(folder), read=read, own=folder, weights=folder)
     return FolderTarget(table, described, files)

@@ -35,6 +35,16 @@ from tests.toys.chat_set import chat_recipe, write_chat_set
 STEPS = 3
 TEST_STEPS = 2  # the second one begins from updated weights and a filled optimizer, as all later ones do
 LIMIT = 1e-5
+TINY_WAN = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 12,
+    "freq_dim": 16,
+    "ffn_dim": 48,
+    "num_layers": 4,
+}
 KINDS = ("loss", "norm", "gradient", "weight", "bias")
 
 
@@ -44,7 +54,7 @@ class Case:
     world: int
     parallel: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)  # overrides that the single process has as well
-    toy: Literal["chat", "experts", "encoders"] = "chat"
+    toy: Literal["chat", "experts", "encoders", "videos"] = "chat"
     split: dict[str, Any] = field(default_factory=dict)  # overrides that it has not: any split of a batch is alike
     slow: bool = False  # in `make test-all`, not in `make test`: others find the same faults
 
@@ -123,6 +133,13 @@ def encoders_recipe(out: Path) -> dict[str, Any]:
     return recipe
 
 
+def videos_recipe(out: Path) -> dict[str, Any]:
+    recipe = experts_recipe(out)
+    recipe["model"] = {"family": "tests.toys.drawn_wan", "config": TINY_WAN}
+    recipe["data"] = {"kind": "tests.toys.video_rows", "length": 96}
+    return recipe
+
+
 def compared(recipe: dict[str, Any]) -> dict[str, Any]:
     recipe["checkpoint"] = {"at_end": False}
     # AdamW divides by the gradient's own size. The gradient of a key's bias all but cancels: at a small eps the bias
@@ -142,7 +159,8 @@ def quietly(recipe: dict[str, Any], overrides: dict[str, Any], record: Record) -
 def recipe_for(case: Case, folder: Path, out: Path) -> dict[str, Any]:
     if case.toy == "chat":
         return recipe_of(folder / "data", out)
-    return experts_recipe(out) if case.toy == "experts" else encoders_recipe(out)
+    made = {"experts": experts_recipe, "encoders": encoders_recipe, "videos": videos_recipe}
+    return made[case.toy](out)
 
 
 def reference(case: Case, path: Path, folder: Path, steps: int) -> None:

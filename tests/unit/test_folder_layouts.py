@@ -88,8 +88,24 @@ def test_what_a_pipeline_does_not_have_is_named(tmp_path: Path) -> None:
     with pytest.raises(TesseraError, match="transformers") as error:
         layout.weight_files("transformers")
     assert error.value.nearest in ("transformer", "text_encoder")
-    with pytest.raises(TesseraError, match="whole pipeline"):
-        layout.config()
+
+
+def test_of_a_pipeline_the_transformer_is_meant_where_no_component_is_named(tmp_path: Path) -> None:
+    made = pipeline(tmp_path / "p")["transformer"]
+    filled = {key: torch.zeros_like(tensor) for key, tensor in made.items()}
+    load_folder(tmp_path / "p", filled, TABLE)
+    assert all(torch.equal(filled[key], tensor) for key, tensor in made.items())
+    assert folder_layout(tmp_path / "p").config() == {"_class_name": "transformer"}
+    (tmp_path / "model_index.json").write_text(json.dumps({"unet": ["diffusers", "UNet"]}))
+    with pytest.raises(TesseraError, match="no component 'transformer'"):
+        folder_layout(tmp_path).config()
+
+
+def test_a_component_that_is_written_alone_has_the_files_of_diffusers(tmp_path: Path) -> None:
+    save_folder(tmp_path / "m", weights(0), TABLE, {"_class_name": "Toy"})
+    assert [path.name for path in folder_layout(tmp_path / "m").weight_files()] == [
+        "diffusion_pytorch_model.safetensors"
+    ]
 
 
 def test_names_that_lead_out_of_the_folder_are_refused(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def test_times_belong_to_samples_or_to_elements() -> None:
     of_samples = Batch({"timesteps": torch.tensor([3.0, 4.0]), "sample_index": samples})
     assert torch.equal(time_index(of_samples), samples)
     of_elements = of_samples.with_tensors(timesteps=torch.arange(4.0))
-    assert torch.equal(time_index(of_elements), torch.arange(4))
+    assert time_index(of_elements) is None
+    assert torch.equal(spread(torch.eye(4), None), torch.eye(4))
     named = of_samples.with_tensors(time_index=torch.tensor([1, 0, 0, 1]))
     assert time_index(named).tolist() == [1, 0, 0, 1]
 

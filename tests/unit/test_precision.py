@@ -14,6 +14,8 @@ import tessera
 from tessera.core.callback import Callback
 from tessera.core.gradients import LossScale
 from tessera.core.run_config import LossScaleSection, PrecisionSection, load_config
+from tessera.training.setup import build_meta_model
+from tests.dist.layouts import videos_recipe
 from tests.toys.callbacks import StopAt
 
 
@@ -49,9 +51,10 @@ class Types(Callback):
             trainer.module.get_submodule(path).register_forward_hook(self._hook(path))
 
     def _hook(self, path: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
             weight = module.weight if isinstance(module, nn.Linear) else next(module.parameters())
-            self.seen[path] = (args[0].dtype, weight.dtype, output.dtype)
+            made = output[0] if isinstance(output, tuple) else output
+            self.seen[path] = (args[0].dtype, weight.dtype, made.dtype)
 
         return hook
 
@@ -128,3 +131,38 @@ def test_the_scale_halves_on_overflow_and_doubles_after_good_steps() -> None:
         scale.update(torch.tensor(float("inf")))
     assert float(scale.state[0]) == 1.0
     assert not scale.explains(1.0)
+
+
+def test_what_a_family_keeps_in_float32_is_computed_with_in_float32(tmp_path: Path) -> None:
+    """Tables in blocks stay whole, so that a block is compiled as one; the embedding of time is a shard group."""
+    given = videos_recipe(tmp_path)
+    types = Types("embed.time", "blocks.0.modulation", "blocks.0.cross_norm", "blocks.0.mlp.up", "head.proj")
+    start: dict[str, torch.Tensor] = {}
+
+    class Moved(Callback):
+        def on_start(self, trainer: Any) -> None:
+            start.update(
+                {n: p.detach().clone() for n, p in trainer.module.named_parameters() if "modulation.table" in n}
+            )
+
+        def on_end(self, trainer: Any) -> None:
+            assert all(not torch.equal(p, start[n]) for n, p in trainer.module.named_parameters() if n in start)
+
+    given["precision"] = {"compute": "bfloat16"}
+    tessera.train(given, {"train.steps": 1, "train.global_batch": 2}, callbacks=[types, Moved()])
+    assert start
+    assert {path: found[1] for path, found in types.seen.items()} == {
+        "embed.time": torch.float32,
+        "blocks.0.modulation": torch.float32,
+        "blocks.0.cross_norm": torch.float32,
+        "blocks.0.mlp.up": torch.bfloat16,
+        "head.proj": torch.bfloat16,
+    }
+    plan = build_meta_model(load_config(given), 2).plan
+    assert "blocks.3.modulation" in plan.float32_whole
+    assert "embed.time" not in plan.float32_whole
+    whole = [shard.name for shard in plan.param_shards if shard.whole]
+    assert sorted(whole) == sorted(
+        f"blocks.{n}.{name}" for n in range(4) for name in ("modulation.table", "cross_norm.weight", "cross_norm.bias")
+    )
+    assert build_meta_model(load_config(given, {"precision.compute": "float32"}), 2).plan.float32 == ()

@@ -15,7 +15,7 @@ import torch
 
 from tessera.core.errors import TesseraError
 from tessera.core.files import read_json_mapping
-from tessera.core.layouts import CONFIG_FILE
+from tessera.core.layouts import CLASS_NAME, CONFIG_FILE
 
 BASE_CONFIG = "base_config.json"  # in a run's own folder: the config.json that its weights came with
 _TYPE_KEYS = ("dtype", "torch_dtype")
@@ -55,7 +55,9 @@ def exported_config(config: Any, base: Mapping[str, Any] | None, dtype: torch.dt
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return the fields with the type of the weights, wherever they say it, and without what is true of the base."""
     name = str(dtype).removeprefix("torch.")
-    said = {key: name for key in _TYPE_KEYS if key in config} or {"dtype": name}
+    said = {key: name for key in _TYPE_KEYS if key in config}
+    if not said and CLASS_NAME not in config:  # diffusers keeps no type there
+        said = {"dtype": name}
     parts = {
         part: {**fields, **{key: name for key in _TYPE_KEYS if key in fields}}
         for part, fields in config.items()

@@ -1,0 +1,82 @@
+"""The configuration of Wan, whose fields are those of `WanTransformer3DModel` of diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from tessera.core.generation import GenerationForm, ImageCondition, TextForm
+from tessera.models.common.diffusers_config import DiffusersConfig
+
+_LATENTS_22 = 48  # channels of the VAE of TI2V, the model whose tokens have times of their own
+
+
+class WanConfig(DiffusersConfig):
+    class_name: ClassVar[str] = "WanTransformer3DModel"
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"qk_norm": ("rms_norm_across_heads",)}
+    own: ClassVar[tuple[str, ...]] = ("attention", "token_times")
+
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    num_attention_heads: int = Field(40, gt=0, le=10**6)
+    attention_head_dim: int = Field(128, gt=0, le=10**6)
+    in_channels: int = Field(16, gt=0, le=10**6, description="of noisy latents, with those of a condition")
+    out_channels: int = Field(16, gt=0, le=10**6)
+    text_dim: int = Field(4096, gt=0, le=10**8)
+    freq_dim: int = Field(256, gt=0, le=10**8)
+    ffn_dim: int = Field(13824, gt=0, le=10**8)
+    num_layers: int = Field(40, gt=0, le=10**4)
+    cross_attn_norm: bool = True
+    eps: float = Field(1e-6, gt=0)
+    image_dim: int | None = Field(None, gt=0, le=10**8, description="width of image embeddings; default: none are read")
+    added_kv_proj_dim: int | None = Field(None, gt=0, le=10**8)
+    rope_max_seq_len: int = Field(1024, gt=0, description="positions in diffusers' table; angles here have no table")
+    pos_embed_seq_len: int | None = Field(
+        None, gt=0, le=10**6, description="image embeddings of a sample that have learned positions"
+    )
+    token_times: bool | None = Field(
+        None, description="tokens have times of their own, so that frames can be given; default: with 48 channels"
+    )
+
+    @property
+    def hidden(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def patch_values(self) -> int:
+        """Return the numbers in one token of the input."""
+        return self.in_channels * prod(self.patch_size)
+
+    @property
+    def rope_sizes(self) -> tuple[int, int, int]:
+        """Return the dimensions of a head that positions on each axis rotate: frames, rows, columns."""
+        side = 2 * (self.attention_head_dim // 6)
+        return self.attention_head_dim - 2 * side, side, side
+
+    def generation(self) -> GenerationForm:
+        times = self.out_channels == _LATENTS_22 if self.token_times is None else self.token_times
+        channels: ImageCondition = "mask_channels" if self.in_channels > self.out_channels else "none"
+        return GenerationForm(
+            channels=self.out_channels,
+            patch=self.patch_size,
+            # Short captions are followed by zeros, which the published models attend to.
+            text=(TextForm(length=512, padding="zeros"),),
+            condition="replace" if times else channels,
+            token_times=times,
+        )
+
+    @model_validator(mode="after")
+    def _fits(self) -> WanConfig:
+        if self.attention_head_dim % 2:
+            raise ValueError(f"attention_head_dim {self.attention_head_dim} must be even: pairs of it are rotated")
+        if (self.image_dim is None) != (self.added_kv_proj_dim is None):
+            raise ValueError("image_dim and added_kv_proj_dim are given together: image embeddings need both")
+        if self.added_kv_proj_dim not in (None, self.hidden):
+            raise ValueError(f"added_kv_proj_dim is the width of the model, {self.hidden}")
+        if self.pos_embed_seq_len is not None and self.image_dim is None:
+            raise ValueError("pos_embed_seq_len speaks of image embeddings, and image_dim is not given")
+        if min(self.patch_size) < 1:
+            raise ValueError(f"patch_size {list(self.patch_size)} must be positive")
+        return self

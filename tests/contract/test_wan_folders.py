@@ -1,0 +1,120 @@
+"""Folders of Wan: pipelines of diffusers, and the form of its makers, both read and written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from generation_families import GENERATION
+from parity import randomize, same_weights
+from torch import nn
+
+import tessera
+from tessera.checkpoint.hf import save_folder
+from tessera.checkpoint.state import model_tensors
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import ModelSection
+from tessera.core.weightmap import WeightMap
+from tessera.models import resolve
+from tessera.models.wan import SPEC
+
+WAN = GENERATION["wan"]
+ORIGINALS: dict[str, dict[str, Any]] = {
+    "text": {"model_type": "t2v"},
+    "image": {"model_type": "i2v"},
+    "first and last": {"model_type": "flf2v"},
+    "token times": {"model_type": "ti2v"},
+}
+
+
+def drawn(case: str, **changes: Any) -> tuple[Any, nn.Module]:
+    config = WAN.config(case).model_copy(update=changes)
+    model = SPEC.main.build(config)
+    randomize(model, seed=5)
+    return config, model
+
+
+def write_original(folder: Path, config: Any, model: nn.Module, kind: str) -> None:
+    fields = {
+        "_class_name": "WanModel",
+        "model_type": kind,
+        "dim": config.hidden,
+        "ffn_dim": config.ffn_dim,
+        "freq_dim": config.freq_dim,
+        "in_dim": config.in_channels,
+        "out_dim": config.out_channels,
+        "num_heads": config.num_attention_heads,
+        "num_layers": config.num_layers,
+        "text_dim": config.text_dim,
+        "text_len": 512,
+        "eps": config.eps,
+    }
+    save_folder(folder, model_tensors(model), SPEC.main.weights["original"](config), fields)
+
+
+@pytest.mark.parametrize("case", ORIGINALS)
+def test_folders_of_the_makers_are_read_and_converted_both_ways(case: str, tmp_path: Path) -> None:
+    published = {"image_dim": 1280} if WAN.config(case).image_dim else {}
+    published |= {"pos_embed_seq_len": 514} if WAN.config(case).pos_embed_seq_len else {}
+    config, model = drawn(case, **published)
+    write_original(tmp_path / "made", config, model, ORIGINALS[case]["model_type"])
+    spec, read = resolve(ModelSection(path=tmp_path / "made"))
+    assert (spec.name, read) == ("wan", config)
+    loaded, _ = tessera.load(tmp_path / "made", device="cpu")
+    same_weights(loaded.module, model)
+    tessera.convert(tmp_path / "made", tmp_path / "diffusers", to="hf")
+    assert sorted(path.name for path in (tmp_path / "diffusers").glob("*.safetensors")) == [
+        "diffusion_pytorch_model.safetensors"
+    ]
+    theirs = WAN.reference(config).from_pretrained(tmp_path / "diffusers", use_safetensors=True)
+    expected = SPEC.main.weight_map(config).to_foreign({n: p.detach() for n, p in model.named_parameters()})
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in theirs.state_dict().items())
+    tessera.convert(tmp_path / "diffusers", tmp_path / "back", to="original", like=tmp_path / "made")
+    again, _ = tessera.load(tmp_path / "back", device="cpu")
+    same_weights(again.module, model)
+
+
+def test_a_frame_that_is_read_as_channels_alone_has_no_weights_for_embeddings(tmp_path: Path) -> None:
+    config, model = drawn("text", in_channels=9)  # Wan 2.2
+    write_original(tmp_path / "made", config, model, "i2v")
+    assert resolve(ModelSection(path=tmp_path / "made"))[1] == config
+
+
+def test_a_pipeline_is_a_model_and_so_is_its_second_expert(tmp_path: Path) -> None:
+    config, model = drawn("text")
+    index = {"_class_name": "WanPipeline", "transformer": ["diffusers", "X"], "transformer_2": ["diffusers", "X"]}
+    table = SPEC.main.weight_map(config)
+    save_folder(tmp_path / "transformer", model_tensors(model), table, config.to_hf())
+    save_folder(tmp_path / "transformer_2", model_tensors(model), table, config.to_hf())
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    for path in (tmp_path, tmp_path / "transformer_2"):
+        loaded, _ = tessera.load(path, device="cpu")
+        assert loaded.config == config
+        same_weights(loaded.module, model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"qk_norm": None}, "qk_norm"),
+        ({"image_dim": 8}, "given together"),
+        ({"attention_head_dim": 7}, "must be even"),
+        ({"num_layerz": 3}, "no field"),
+    ],
+)
+def test_configurations_that_cannot_be_computed_are_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**WAN.config("text").to_hf(), **changes}))
+    with pytest.raises(TesseraError, match=says):
+        resolve(ModelSection(path=tmp_path))
+
+
+def test_names_of_both_forms_differ_wherever_a_folder_is_told_by_them() -> None:
+    config = WAN.config("text")
+    both: list[WeightMap] = [make(config) for make in SPEC.main.weights.values()]
+    assert both[1].mark in {one for rule in both[1].rules for one in rule.foreign_names()} or both[1].mark.startswith(
+        "time_embedding."
+    )
+    assert not any(both[0].rule_for(name) is None for name, _ in SPEC.main.build(config).named_parameters())
