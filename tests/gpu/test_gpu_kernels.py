@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tessera.core.types import Segments
 from tessera.nn.vit import VisionMLP, VisionShape
+from tessera.ops.cross_attention import packed_cross_attention
 from tessera.ops.linear import accumulate_matmul, tensor_core_padding
 from tessera.ops.loss import linear_cross_entropy
 from tessera.optim.adamw import AdamW
@@ -96,3 +98,28 @@ def test_the_update_of_all_at_once_is_torchs(dtype: torch.dtype) -> None:
         assert apart(one, other) < limit
         for name, value in mine.state[one].items():
             assert apart(value, known.state[other][name]) < limit, name
+
+
+@pytest.mark.parametrize(
+    "lengths", [([700, 40, 9, 33], [5, 0, 130, 77]), ([512], [64]), ([300, 300], [77, 0])], ids=str
+)
+@pytest.mark.parametrize("size", [128, 20])
+def test_attention_to_other_sequences_is_as_near_as_plain_products(
+    lengths: tuple[list[int], list[int]], size: int
+) -> None:
+    """Samples without keys among them: flash attention must leave zeros there, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(sum(lengths[i]), 3, size, generator=generator) for i in (0, 1, 1)]
+
+    def results(way: str, device: str, dtype: torch.dtype) -> list[Tensor]:
+        qkv = [x.to(device, dtype).requires_grad_() for x in drawn]
+        bounds = [Segments.of(part).to(device) for part in lengths]
+        out = packed_cross_attention(*qkv, *bounds, implementation=way)
+        weights = torch.linspace(-1, 1, out.numel(), device=device).view_as(out).to(dtype)
+        return [out.detach().cpu(), *(g.cpu() for g in torch.autograd.grad((out * weights).sum(), qkv))]
+
+    exact = results("eager", "cpu", torch.float64)
+    for way, dtype in (("fused", torch.bfloat16), ("sdpa", torch.float32)):
+        peers = results("eager", "cpu", dtype)
+        for one, peer, right in zip(results(way, "cuda", dtype), peers, exact, strict=True):
+            assert_as_close(one, peer, right, roundings=1.0)
