@@ -41,7 +41,8 @@ def filled(batch: Batch, config: Any, generator: torch.Generator) -> Batch:
         drawn = {
             n: torch.randn(t.shape, generator=generator) for n, t in batch.tensors.items() if t.is_floating_point()
         }
-        return batch.with_tensors(**drawn, timesteps=torch.rand(batch["timesteps"].shape, generator=generator) * 1000)
+        drawn["timesteps"] = torch.rand(batch["timesteps"].shape, generator=generator) * 1000
+        return batch.with_tensors(**drawn)
     vocabulary = config.text.vocab_size
     tokens = torch.randint(0, vocabulary, batch["tokens"].shape, generator=generator)
     tensors: dict[str, Any] = {"tokens": tokens, "labels": tokens.roll(-1)}
