@@ -104,8 +104,8 @@ class Embeddings(nn.Module):
         if self.pooled is not None:
             found = found + self.pooled(batch["pooled"].to(dtype))
         if self.kind is not None:
-            kinds: Tensor = self.kind(batch["additional_t_cond"])
-            found = found + (kinds.repeat(2, 1) if self.reference_time else kinds)
+            kinds = batch.get("additional_t_cond")  # without it, all samples are of the first kind
+            found = found + self.kind(found.new_zeros(len(found), dtype=torch.int64) if kinds is None else kinds)
         return found
 
 

@@ -25,6 +25,7 @@ class GenerationFamily(ABC):
     spec: ModelSpec
     configs: Mapping[str, Mapping[str, Any]]
     grids: Sequence[Grid] = ((2, 2, 3), (1, 3, 2))
+    weight_scale: float = 0.2  # of the weights that are drawn for comparisons
 
     def config(self, name: str) -> Any:
         return self.spec.config.from_hf(self.configs[name])  # type: ignore[attr-defined]

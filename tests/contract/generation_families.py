@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from generation import GenerationFamily
+from joint_generation import Flux, QwenImage, StableDiffusion3
 from wan_generation import Wan
 
-GENERATION: dict[str, GenerationFamily] = {family.spec.name: family for family in (Wan(),)}
+FAMILIES: tuple[GenerationFamily, ...] = (Flux(), QwenImage(), StableDiffusion3(), Wan())
+GENERATION = {family.spec.name: family for family in FAMILIES}
 CASES = [(name, config) for name, family in GENERATION.items() for config in family.configs]

@@ -1,0 +1,31 @@
+"""Flux.1: images from text, and from text and reference images, which are further tokens (Kontext)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tessera.core.weightmap import WeightMap
+from tessera.models.common.joint import CONDITIONS, double_rules, joint_family, plain_rules, single_rules
+from tessera.models.flux.config import FluxConfig
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "dev": {"guidance_embeds": True},  # also Kontext
+    "schnell": {},
+    "fill": {"guidance_embeds": True, "in_channels": 384, "out_channels": 64},
+    "control": {"guidance_embeds": True, "in_channels": 128, "out_channels": 64},  # depth and edges
+}
+_NAMES = (
+    ("embed.latents.{kind}", "x_embedder.{kind}"),
+    ("embed.text.{kind}", "context_embedder.{kind}"),
+    ("head.proj.{kind}", "proj_out.{kind}"),
+    *CONDITIONS,
+)
+
+
+def weights(config: FluxConfig) -> WeightMap:
+    """Return the names of diffusers folders."""
+    return WeightMap((*plain_rules(_NAMES), *double_rules(), *single_rules(config.shape)))
+
+
+SPEC = joint_family("flux", FluxConfig, PRESETS, weights)

@@ -1,0 +1,64 @@
+"""A data kind of made-up features of images: latents in patches, embeddings of captions, reference images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from tessera.core.generation import GenerationForm, PositionStyle
+from tessera.core.rng import derive, generator
+from tessera.core.types import Batch, EncodedMedia, RowSource
+from tessera.data.kinds import RowRequest
+from tessera.models.common.generation_processor import GenerationOptions, GenerationProcessor
+
+ROWS = 64
+GRIDS = ((1, 4, 5), (1, 3, 3), (1, 2, 6))
+CHANNELS = 2
+TEXT_WIDTH = 12
+POOLED_WIDTH = 6
+
+
+class ImageRows(RowSource):
+    def __init__(self, length: int, seed: int, positions: PositionStyle) -> None:
+        self.length = length
+        self.seed = seed
+        form = GenerationForm(CHANNELS, (1, 2, 2), joint=True, positions=positions, table=8)
+        self.processor = GenerationProcessor(form, GenerationOptions(), None, ())
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        numbers = [row % ROWS for row in rows]
+        packed = self.processor.collate([self._row(n) for n in numbers], self.length)
+        return replace(
+            packed,
+            sample_ids=tuple(f"row-{n}" for n in numbers),
+            counts={"samples": len(numbers), "tokens": len(numbers) * self.length},
+            seeds=tuple(derive(self.seed, "row", n) for n in numbers),
+        )
+
+    def _row(self, number: int) -> list[EncodedMedia]:
+        """Return a few images with captions of several lengths; every other one is made from another image."""
+        chance = generator("cpu", self.seed, "row", number)
+        found: list[EncodedMedia] = []
+        while True:
+            grid = GRIDS[int(torch.randint(len(GRIDS), (), generator=chance))]
+            text = int(torch.randint(2, 6, (), generator=chance))
+            references = ((1, 2, 2),) if len(found) % 2 else ()
+            latents = prod(grid) + sum(map(prod, references))
+            if sum(item.length for item in found) + text + latents > self.length - 3:
+                return found
+            tensors = {
+                "clean": torch.randn(latents, 4 * CHANNELS, generator=chance),
+                "text": torch.randn(text, TEXT_WIDTH, generator=chance),
+                "pooled": torch.randn(1, POOLED_WIDTH, generator=chance),
+            }
+            found.append(EncodedMedia(f"{number}-{len(found)}", text + latents, grid, text, tensors, references))
+
+
+def KIND(request: RowRequest) -> ImageRows:
+    return ImageRows(request.section.length, request.seed, request.section.options.get("positions", "grid"))

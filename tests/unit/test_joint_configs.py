@@ -1,0 +1,58 @@
+"""Configurations of Flux, Qwen-Image and Stable Diffusion 3: what published files have, and what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import ModelSection
+from tessera.models import resolve
+from tessera.models.qwen_image.config import QwenImageConfig
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "words"),
+    [
+        ("flux", {"axes_dims_rope": [16, 56, 54]}, "must be even and add up to attention_head_dim 128"),
+        ("flux", {"axes_dims_rope": [17, 55, 56]}, "must be even"),
+        ("flux", {"in_channels": 66}, "multiples of 4"),
+        ("flux", {"num_layers": 0, "num_single_layers": 0}, "both 0"),
+        ("qwen_image", {"zero_cond_t": True, "use_layer3d_rope": True}, "zero_cond_t is for reference images"),
+        ("qwen_image", {"axes_dims_rope": [16, 56, 60]}, "add up"),
+        ("sd3", {"caption_projection_dim": 1536}, "caption_projection_dim is the width of the model, 1152"),
+        ("sd3", {"dual_attention_layers": [0, 18]}, "from 0 to 17"),
+        ("sd3", {"dual_attention_layers": [3, 3]}, "once each"),
+        ("sd3", {"sample_size": 1}, "less than one patch"),
+        ("sd3", {"qk_norm": "layer_norm"}, "rms_norm"),
+    ],
+)
+def test_what_does_not_fit_is_refused(family: str, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(TesseraError, match=words):
+        resolve(ModelSection(family=family, config=fields))
+
+
+def test_a_field_that_published_files_have_without_use_is_passed_over() -> None:
+    plain = QwenImageConfig.from_hf({"num_layers": 2})
+    assert QwenImageConfig.from_hf({"num_layers": 2, "pooled_projection_dim": 768, "guidance_embeds": False}) == plain
+    with pytest.raises(TesseraError, match="guidance_embeds"):
+        QwenImageConfig.from_hf({"guidance_embeds": True})
+
+
+def test_what_a_model_reads_and_predicts_follows_from_its_configuration() -> None:
+    def form(family: str, preset: str) -> Any:
+        spec, config = resolve(ModelSection(family=family, preset=preset))
+        assert spec.generation is not None
+        return spec.generation(config)
+
+    dev, control, medium = form("flux", "dev"), form("flux", "control"), form("sd3", "3.5-medium")
+    assert (dev.channels, dev.patch, dev.guidance, dev.condition) == (16, (1, 2, 2), True, "none")
+    assert (control.channels, control.condition) == (16, "channels")
+    assert [text.embeddings(20) for text in dev.text] == [0, 512]
+    assert (medium.channels, medium.positions, medium.table) == (16, "table", 384)
+    assert [text.embeddings(20) for text in medium.text] == [77, 77, 256]
+    edit = form("qwen_image", "20b")
+    assert edit.positions == "centered"
+    assert edit.edit.template.count("<|image_pad|>") == 1
+    assert form("qwen_image", "layered-20b").positions == "layered"
