@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tessera.core.types import Component, ModelSpec
+from tessera.models.common.family import generation_processor
 from tessera.models.wan.config import WanConfig
 from tessera.models.wan.model import WanModel
 from tessera.models.wan.original import MODEL_TYPES, hf_config
@@ -44,6 +45,7 @@ SPEC = ModelSpec(
     name="wan",
     config=WanConfig,
     components={"model": Component(WanModel, plan, {"hf": weights, "original": original})},
+    processor=generation_processor(WanConfig.generation),
     flops=flops,
     example=example,
     presets=PRESETS,
