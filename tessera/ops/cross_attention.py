@@ -13,6 +13,7 @@ from torch import Tensor
 from tessera.core.torch_internals import flash_attention_backward, flash_attention_forward
 from tessera.core.types import Segments
 from tessera.ops.block_attention import pad_heads
+from tessera.ops.first_segment import first_segment_attention, first_segment_backward, first_segment_serves
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -133,6 +134,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp. The longest segments are tensors: numbers would be compiled as constants."""
     longest, size = (int(extent[0]), int(key_extent[0])), q.shape[-1]
+    first = int(extent[2]), int(key_extent[2])
+    if _by_first_segment(q, bounds, first):
+        out, lse = first_segment_attention(q, k, v, first, scale)
+        return out.contiguous(), lse.view(q.shape[1], q.shape[0])
     q, k, v = (pad_heads(x) for x in (q, k, v))
     out, lse = flash_attention_forward(q, k, v, (bounds, key_bounds), longest, False, scale)
     return out[..., :size].contiguous(), lse.contiguous()
@@ -153,10 +158,18 @@ def _backward(
     scale: float,
 ) -> Gradients:
     longest, size = (int(extent[0]), int(key_extent[0])), q.shape[-1]
+    first = int(extent[2]), int(key_extent[2])
+    if _by_first_segment(q, bounds, first):
+        dq, dk, dv = first_segment_backward(grad, q, k, v, out, lse.flatten(), first, scale)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
     grad, q, k, v, out = (pad_heads(x) for x in (grad, q, k, v, out))
     found = flash_attention_backward(grad, q, k, v, out, lse, (bounds, key_bounds), longest, False, scale)
     dq, dk, dv = (x[..., :size].contiguous() for x in found)
     return dq, dk, dv
+
+
+def _by_first_segment(q: Tensor, bounds: Tensor, first: tuple[int, int]) -> bool:
+    return first[1] > 0 and first_segment_serves(q, bounds.numel() - 1, first[0])
 
 
 @_forward.register_fake

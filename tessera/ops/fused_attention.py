@@ -9,22 +9,26 @@ kernel in `short_attention`; all others use flash attention.
 
 from __future__ import annotations
 
-import functools
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tessera.core import device as devices
 from tessera.core.torch_internals import cudnn_attention_backward, cudnn_attention_forward
 from tessera.core.types import Segments
 from tessera.ops.block_attention import block_attention, block_attention_backward
+from tessera.ops.first_segment import (
+    first_segment_attention,
+    first_segment_backward,
+    first_segment_serves,
+    serves_heads,
+    supports_here,
+)
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 Kernel = Literal["cudnn", "cudnn and flash", "short", "flash"]
 
 _LONG = 512  # tokens of a segment from which cuDNN is faster
-_VERY_LONG = 4096  # tokens of a segment that is worth a plan of its own
 _SHORT = 64  # tokens of a segment that fit into the registers of a thread block
 
 
@@ -42,7 +46,7 @@ def _forward(
     longest, rows, first = extent.tolist()
     kernel, count = _select_kernel(q, k, bounds, longest, rows, first, causal)
     if kernel == "cudnn and flash":
-        out, lse = _first_and_rest(q, k, v, first, scale)
+        out, lse = first_segment_attention(q, k, v, (first, first), scale)
     elif kernel == "cudnn":
         q_rows, k_rows, v_rows = (_split(x, count).transpose(1, 2) for x in (q, k, v))
         out, lse = cudnn_attention_forward(q_rows, k_rows, v_rows, causal, scale)
@@ -74,7 +78,7 @@ def _backward(
     heads, length = q.shape[1], q.shape[0] // count
     found: Gradients
     if kernel == "cudnn and flash":
-        dq, dk, dv = _first_and_rest_backward(grad, q, k, v, out, lse, first, scale)
+        dq, dk, dv = first_segment_backward(grad, q, k, v, out, lse, (first, first), scale)
     elif kernel == "cudnn":
         per_row = [_split(x, count).transpose(1, 2) for x in (grad, q, k, v, out)]
         found = cudnn_attention_backward(per_row, lse.view(count, heads, length, 1), causal, scale)
@@ -93,61 +97,22 @@ def _backward(
     )
 
 
-def _first_and_rest(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Return attention inside the first segment by cuDNN, and inside the second, if there is one, by flash."""
-    rows = [x[None, :first].transpose(1, 2) for x in (q, k, v)]
-    out, lse = cudnn_attention_forward(rows[0], rows[1], rows[2], False, scale)
-    out, lse = out.transpose(1, 2)[0], lse.flatten()
-    if first == q.shape[0]:
-        return out, lse
-    q, k, v = (x[first:] for x in (q, k, v))
-    rest, rest_lse = block_attention(q, k, v, segments=None, causal=False, scale=scale)
-    return torch.cat([out, rest]), torch.cat([lse, rest_lse.flatten()])
-
-
-def _first_and_rest_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: int, scale: float
-) -> Gradients:
-    heads = q.shape[1]
-    rows = [x[None, :first].transpose(1, 2) for x in (grad, q, k, v, out)]
-    sums, rest_sums = lse[: heads * first], lse[heads * first :]
-    found = cudnn_attention_backward(rows, sums.view(1, heads, first, 1), False, scale)
-    dq, dk, dv = (x.transpose(1, 2)[0] for x in found)
-    if first == q.shape[0]:
-        return dq, dk, dv
-    grad, q, k, v, out = (x[first:] for x in (grad, q, k, v, out))
-    rest = block_attention_backward(
-        grad, q, k, v, out, rest_sums.view(heads, -1), segments=None, causal=False, scale=scale
-    )
-    rest_dq, rest_dk, rest_dv = (x.to(q.dtype) for x in rest)
-    return torch.cat([dq, rest_dq]), torch.cat([dk, rest_dk]), torch.cat([dv, rest_dv])
-
-
 def _select_kernel(
     q: Tensor, k: Tensor, bounds: Tensor, longest: int, rows: int, first: int, causal: bool
 ) -> tuple[Kernel, int]:
     """Return the kernel and its batch size: number of segments, or of rows."""
     count, size = bounds.numel() - 1, q.shape[-1]
-    planned = size % 8 == 0 and size <= 128 and _supports(q.device, "cudnn_attention")
+    planned = serves_heads(q, size)
     if rows and causal and planned:
         return "cudnn", rows
     if planned and longest >= _LONG and count > 1 and count * longest == q.shape[0]:
         return "cudnn", count
-    if planned and not causal and count <= 2 and first >= _VERY_LONG:
+    if not causal and first_segment_serves(q, count, first):
         return "cudnn and flash", count
     # The short kernel does not support grouped heads, which vision encoders do not have.
-    if 0 < longest <= _SHORT and size <= 128 and q.shape == k.shape and _supports(q.device, "triton"):
+    if 0 < longest <= _SHORT and size <= 128 and q.shape == k.shape and supports_here(q.device, "triton"):
         return "short", count
     return "flash", count
-
-
-@functools.cache
-def _supports(device: torch.device, what: str) -> bool:
-    """Return whether the device has the capability, cached: asking the driver takes long.
-
-    Custom operators are not traced, so that the compiler does not warn about the cache.
-    """
-    return devices.supports(device, what)
 
 
 def _split(x: Tensor, count: int) -> Tensor:

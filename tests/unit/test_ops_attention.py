@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tessera.core.device import supports
 from tessera.core.errors import TesseraError
 from tessera.core.types import Segments
-from tessera.ops import attention
+from tessera.ops import attention, first_segment
 from tessera.ops import fused_attention as fused
 from tessera.ops.attention import cached_attention, packed_attention
 from tessera.ops.fused_attention import fused_attention
@@ -228,10 +228,12 @@ KINDS = {
 def test_every_kind_of_batch_has_its_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, segments, causal, size, kv_heads, _ = KINDS[kind]
     q, k, _ = inputs(sum(segments.lengths), kv_heads=kv_heads, dim=size)
-    monkeypatch.setattr(fused, "_supports", lambda device, what: True)
+    for module in (fused, first_segment):
+        monkeypatch.setattr(module, "supports_here", lambda device, what: True)
     extent = segments.extent.tolist()
     assert fused._select_kernel(q, k, segments.bounds, *extent, causal)[0] == way
-    monkeypatch.setattr(fused, "_supports", lambda device, what: False)
+    for module in (fused, first_segment):
+        monkeypatch.setattr(module, "supports_here", lambda device, what: False)
     assert fused._select_kernel(q, k, segments.bounds, *extent, causal)[0] == "flash"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tessera.core.types import Segments
-from tessera.ops import cross_attention
+from tessera.ops import cross_attention, first_segment
 from tessera.ops.cross_attention import packed_cross_attention
 from tests.close import assert_as_close
 
@@ -23,12 +23,17 @@ LENGTHS = (
 )
 
 
-def results(run: Callable[..., Tensor], lengths: tuple[list[int], list[int]], dtype: torch.dtype) -> list[Tensor]:
+def results(
+    run: Callable[..., Tensor], lengths: tuple[list[int], list[int]], dtype: torch.dtype, device: str = "cpu"
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(sum(lengths[0]))
     counts = (sum(lengths[0]), sum(lengths[1]), sum(lengths[1]))
-    qkv = [torch.randn(n, 2, 8, generator=generator).to(dtype).requires_grad_() for n in counts]
-    out = run(*qkv, *(Segments.of(part) for part in lengths))
-    weights = torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out)
+    drawn = [torch.randn(n, 2, 8, generator=generator) for n in counts]
+    if device != "cpu":  # what every type sees is the same
+        drawn = [x.bfloat16() for x in drawn]
+    qkv = [x.to(device, dtype).requires_grad_() for x in drawn]
+    out = run(*qkv, *(Segments.of(part).to(device) for part in lengths))
+    weights = torch.linspace(-1, 1, out.numel()).bfloat16().to(device, dtype).view_as(out)
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), qkv)]
 
 
@@ -72,7 +77,56 @@ def test_samples_attend_to_their_own_keys_and_to_nothing_without_keys(implementa
 def test_the_fused_operator_describes_its_results_to_the_compiler() -> None:
     q, k = torch.randn(6, 2, 8, device="meta"), torch.randn(4, 2, 8, device="meta")
     bounds = torch.zeros(3, dtype=torch.int32, device="meta")
-    extent = torch.zeros(2, dtype=torch.int64, device="meta")
+    extent = torch.zeros(3, dtype=torch.int64, device="meta")
     out, sums = cross_attention._forward(q, k, k, bounds, bounds, extent, extent, 0.3)
     assert out.shape == q.shape
     assert sums.shape == (2, 6)
+
+
+# ---------------------------------------------------------------------------------------------- a long first segment
+
+FIRST = (([4096], [7]), ([4100, 12], [7, 3]), ([4100, 12], [7, 0]), ([4100, 0], [7, 3]))
+
+
+class PlainCudnn:
+    """cuDNN's two calls in plain products, for machines without it: what is checked is what goes in and comes out."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        assert not causal
+        scores = q @ k.transpose(2, 3) * scale
+        return scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
+
+    @staticmethod
+    def backward(tensors: list[Tensor], lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
+        grad, q, k, v, out = tensors
+        weights = (q @ k.transpose(2, 3) * scale - lse).exp()
+        inner = weights * (grad @ v.transpose(2, 3) - (grad * out).sum(-1, keepdim=True)) * scale
+        return [inner @ k, inner.transpose(2, 3) @ q, weights.transpose(2, 3) @ grad]
+
+
+@pytest.mark.parametrize("lengths", FIRST, ids=str)
+def test_a_long_first_segment_and_the_rest_equal_eager(
+    lengths: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_segment, "supports_here", lambda device, what: what == "cudnn_attention")
+    monkeypatch.setattr(first_segment, "cudnn_attention_forward", PlainCudnn.forward)
+    monkeypatch.setattr(first_segment, "cudnn_attention_backward", PlainCudnn.backward)
+
+    def run(function: Callable[..., Tensor]) -> list[Tensor]:
+        return results(lambda *args: function(*args, 0.3), lengths, torch.float64)
+
+    for one, expected in zip(run(cross_attention._fused), run(cross_attention._eager), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("lengths", [*LENGTHS, *FIRST], ids=str)
+def test_fused_equals_eager_on_the_device(lengths: tuple[list[int], list[int]]) -> None:
+    def run(name: str, dtype: torch.dtype) -> list[Tensor]:
+        return results(lambda *args: packed_cross_attention(*args, implementation=name), lengths, dtype, "cuda")
+
+    found = (run("fused", torch.bfloat16), run("eager", torch.bfloat16), run("eager", torch.float64))
+    for one, peer, exact in zip(*found, strict=True):
+        assert_as_close(one, peer, exact, roundings=4.0)

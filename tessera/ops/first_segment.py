@@ -1,0 +1,84 @@
+"""Attention of packed sequences that begin with a very long segment: the video of a row, and then perhaps its padding.
+
+cuDNN is the fastest kernel on Hopper for it, above all for few keys (text), where flash attention occupies a part of
+the device; it builds a plan on the host for every new shape, which pays for long segments alone. What follows the first
+segment is one more at most, and has flash attention. Lengths of queries and keys are those of their first segments.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tessera.core import device as devices
+from tessera.core.torch_internals import cudnn_attention_backward, cudnn_attention_forward
+from tessera.ops.block_attention import block_attention, block_attention_backward
+
+_VERY_LONG = 4096  # tokens of a segment that is worth a plan of its own
+
+
+def first_segment_serves(q: Tensor, count: int, first: int) -> bool:
+    """Return whether these kernels serve `count` segments, of which the first has `first` queries."""
+    size = q.shape[-1]
+    return first >= _VERY_LONG and count <= 2 and serves_heads(q, size)
+
+
+def serves_heads(q: Tensor, size: int) -> bool:
+    """Return whether the device has cuDNN's attention for heads of this size."""
+    return size % 8 == 0 and size <= 128 and supports_here(q.device, "cudnn_attention")
+
+
+@functools.cache
+def supports_here(device: torch.device, what: str) -> bool:
+    """Return whether the device has the capability, cached: asking the driver takes long.
+
+    Custom operators are not traced, so that the compiler does not warn about the cache.
+    """
+    return devices.supports(device, what)
+
+
+def first_segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, first: tuple[int, int], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention [T, H, D] inside both segments, without a mask, and log-sum-exp, flat. No autograd."""
+    at, key_at = first
+    rows = [x[None, :end].transpose(1, 2) for x, end in ((q, at), (k, key_at), (v, key_at))]
+    out, lse = cudnn_attention_forward(rows[0], rows[1], rows[2], False, scale)
+    out, lse = out.transpose(1, 2)[0], lse.flatten()
+    if at == q.shape[0]:
+        return out, lse
+    q, k, v = q[at:], k[key_at:], v[key_at:]
+    if len(k):
+        rest, rest_lse = block_attention(q, k, v, segments=None, causal=False, scale=scale)
+    else:  # padding reads no text
+        rest, rest_lse = torch.zeros_like(q), lse.new_zeros(q.shape[1], q.shape[0])
+    return torch.cat([out, rest]), torch.cat([lse, rest_lse.flatten()])
+
+
+def first_segment_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: tuple[int, int], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values."""
+    (at, key_at), heads = first, q.shape[1]
+    ends = ((grad, at), (q, at), (k, key_at), (v, key_at), (out, at))
+    sums, rest_sums = lse[: heads * at], lse[heads * at :]
+    found = cudnn_attention_backward(
+        [x[None, :end].transpose(1, 2) for x, end in ends], sums.view(1, heads, at, 1), False, scale
+    )
+    dq, dk, dv = (x.transpose(1, 2)[0] for x in found)
+    if at == q.shape[0] and key_at == k.shape[0]:
+        return dq, dk, dv
+    grad, q, k, v, out = (x[end:] for x, end in ends)
+    if len(q) and len(k):
+        rest = block_attention_backward(
+            grad, q, k, v, out, rest_sums.view(heads, -1), segments=None, causal=False, scale=scale
+        )
+    else:
+        rest = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+    return (
+        torch.cat([dq, rest[0].to(dq.dtype)]),
+        torch.cat([dk, rest[1].to(dk.dtype)]),
+        torch.cat([dv, rest[2].to(dv.dtype)]),
+    )
