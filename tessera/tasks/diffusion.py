@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 
 import torch
@@ -26,11 +27,11 @@ from tessera.core.config import Section, build
 from tessera.core.dist import World
 from tessera.core.errors import TesseraError
 from tessera.core.generation import GenerationForm, Objective
-from tessera.core.rng import generator
+from tessera.core.rng import derive, generator
 from tessera.core.run_config import RunConfig
 from tessera.core.task import Counts, FrozenModule, FrozenPart, Losses, LossTerm, Metric, Task
 from tessera.core.types import Batch, ModelSpec, Prediction, Stream
-from tessera.models.common.noise_levels import NoiseLevel, NoiseLevels, TimeOptions, training_target
+from tessera.models.common.noise_levels import TIMES, NoiseLevel, NoiseLevels, TimeOptions, training_target
 from tessera.models.common.pipeline_parts import VAE, PipelineFolder
 from tessera.models.common.sample_encoders import Given, SampleEncoders, latent_lengths
 
@@ -92,8 +93,12 @@ class _Sample:
     place: int  # in its row
     latents: int  # latent tokens
 
-    def generator(self, purpose: str) -> torch.Generator:
-        return generator("cpu", self.seed, purpose, self.place)
+    def chance(self, purpose: str) -> Random:
+        """Return what draws plain numbers: these stay on the host."""
+        return Random(derive(self.seed, purpose, self.place))
+
+    def noise(self, values: int) -> Tensor:
+        return torch.randn(self.latents, values, generator=generator("cpu", self.seed, "noise", self.place))
 
 
 class DiffusionTask(Task):
@@ -216,13 +221,13 @@ class DiffusionTask(Task):
         samples = self._samples(batch)
         sizes = batch.shapes["latents"]
         tokens = [frames * rows * columns for frames, rows, columns in sizes]
-        return [self._levels.draw(one.generator("level"), count) for one, count in zip(samples, tokens, strict=True)]
+        return [self._levels.draw(one.chance("level"), count) for one, count in zip(samples, tokens, strict=True)]
 
     def _dropped(self, batch: Batch) -> set[int]:
         share = self.options.caption_dropout
         if not share:
             return set()
-        drawn = [float(torch.rand((), generator=one.generator("caption"))) for one in self._samples(batch)]
+        drawn = [one.chance("caption").random() for one in self._samples(batch)]
         return {number for number, value in enumerate(drawn) if value < share}
 
     # ------------------------------------------------------------------------------------------ parts of a sequence
@@ -245,11 +250,13 @@ class DiffusionTask(Task):
             ):
                 found[at : at + (rows * columns if frames > 1 else 0)] = True
                 at += length
-        return found.to(batch["trained"].device, non_blocking=True)
+        return found.to(batch["sample_index"].device, non_blocking=True)
 
     def _trained(self, batch: Batch) -> Tensor:
         """Return which of this rank's latent tokens are trained on."""
         still, own = self._still(batch), self._part(batch, self._still(batch))
+        if "trained" not in batch:  # of a family's example
+            return ~own
         if Stream.sources("trained") in batch:  # positions among this rank's own already
             return torch.zeros_like(own).index_fill(0, batch["trained"], True) & ~own
         return self._part(batch, torch.zeros_like(still).index_fill(0, batch["trained"], True)) & ~own
@@ -290,6 +297,7 @@ class DiffusionTask(Task):
             "target": training_target(self._objective, clean, noise, clean_share, noise_share),
             "token_weights": weight.squeeze(1) * trained,
             "trained_here": trained,
+            "noise_band": self._level_of_latents(batch, [_band(one) for one in levels]),
         }
         if self.form.token_times and self.options.given != "none":  # given frames have a time of zero, the last entry
             still = self._part(batch, self._still(batch))
@@ -304,6 +312,9 @@ class DiffusionTask(Task):
         return batch.with_tensors(**found)
 
     def _features(self, batch: Batch, dropped: set[int]) -> Batch:
+        if "clean" not in batch and "latents" in batch:  # a family's example has what the model reads
+            clean, given = batch["latents"].tensor_split([self.form.patch_values], 1)
+            batch = batch.with_tensors(clean=clean, **({"condition": given} if given.shape[1] else {}))
         if "clean" not in batch:
             raise TesseraError(
                 "the batch has images or videos, and no latents of them",
@@ -344,8 +355,7 @@ class DiffusionTask(Task):
     def _noise(self, batch: Batch, device: torch.device) -> Tensor:
         """Return noise for all latent tokens, of whole samples: a sample's noise depends on no other."""
         values = self.form.patch_values
-        drawn = [torch.randn(one.latents, values, generator=one.generator("noise")) for one in self._samples(batch)]
-        noise = torch.cat(drawn)
+        noise = torch.cat([one.noise(values) for one in self._samples(batch)])
         return (noise.pin_memory() if devices.supports(device, "pinned_memory") else noise).to(
             device, non_blocking=True
         )
@@ -358,20 +368,15 @@ class DiffusionTask(Task):
         metrics = {}
         with torch.no_grad():
             plain = error * batch["trained_here"]
-            times = batch["timesteps"].index_select(0, self._sample_of_latents(batch))
             for number, band in enumerate(BANDS):
-                own = plain * (_bands(times) == number)
+                own = plain * (batch["noise_band"] == number)
                 metrics[f"error_at_{band}_noise"] = Metric(own.sum(), f"{LATENTS}_{band}")
         return Losses([LossTerm(LOSS, (error * weights).sum(), LATENTS)], metrics)
 
 
-def _band(level: NoiseLevel) -> float:
-    return float(_bands(torch.tensor(level.time, dtype=torch.float32)))
-
-
-def _bands(times: Tensor) -> Tensor:
-    """Return the number of the third that each time lies in."""
-    return (times * (len(BANDS) / 1000)).floor().clamp(0, len(BANDS) - 1)
+def _band(level: NoiseLevel) -> int:
+    """Return the number of the third of all times that a level lies in."""
+    return min(int(level.time * len(BANDS) / TIMES), len(BANDS) - 1)
 
 
 TASK = DiffusionTask

@@ -39,7 +39,6 @@ from tessera.parallel.pipeline_engine import PipelineEngine
 from tessera.parallel.plan import Plan
 from tessera.parallel.plan_text import estimate_communication
 from tessera.parallel.sequence_sharding import RankDataset
-from tessera.tasks import build_task
 from tessera.training.run import fingerprint, join
 from tessera.training.setup import ModelSetup, build_meta_model
 
@@ -135,14 +134,13 @@ def run_role(config: RunConfig, world: int, position: int) -> Role:
     with dist.fake_world(world, rank):
         mesh = Mesh(plan.axes, cpu)
         batches = [_example(config, setup, mesh) for _ in range(plan.microbatches)]
-        task = build_task(config.train.task or setup.spec.task, config.train.task_options)
         module = parallelize_on_meta(setup.module, plan, mesh, cpu)
         with fake_tensor_mode() as shapes_only:
             materialize(module, plan, cpu)
             engine = build_engine(module, plan, mesh, cpu, pipeline=_DryPipeline)
             _route_evenly(module)
             with CommCounter(mesh) as counted:
-                engine.step(task, [_without_memory(batch, shapes_only) for batch in batches])
+                engine.step(setup.task, [_without_memory(batch, shapes_only) for batch in batches])
                 total_norm([p.grad for p in module.parameters() if p.grad is not None], cpu, others=mesh.group(PP))
     ranks = world // plan.axes.size(PP)
     return Role((position,), ranks, tuple(counted.volumes), time.perf_counter() - began)

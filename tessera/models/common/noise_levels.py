@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from random import Random
 from typing import Literal
 
 import torch
@@ -110,26 +111,25 @@ class NoiseLevel:
 
 
 class NoiseLevels:
-    """Draw noise levels as the options say. What is drawn depends on the generator alone."""
+    """Draw noise levels as the options say."""
 
     def __init__(self, options: TimeOptions, objective: Objective) -> None:
         self._options, self._objective = options, objective
         self._kept = [] if objective == "flow" else options.betas.kept(options.steps or TIMES).tolist()
 
-    def draw(self, generator: torch.Generator, tokens: int) -> NoiseLevel:
+    def draw(self, chance: Random, tokens: int) -> NoiseLevel:
         """Return a level for a sample of so many latent tokens."""
-        return self.at(self._position(generator), tokens)
+        return self.at(self._position(chance), tokens)
 
     def at(self, position: float, tokens: int) -> NoiseLevel:
         """Return the level at a position of the trained part of the schedule, from 0 (most noise) to 1."""
         return self._flow(position, tokens) if self._objective == "flow" else self._ddpm(position)
 
-    def _position(self, generator: torch.Generator) -> float:
+    def _position(self, chance: Random) -> float:
         options = self._options
         if options.time == "logit_normal":
-            drawn = torch.randn((), dtype=torch.float64, generator=generator)
-            return float(torch.sigmoid(drawn * options.logit_std + options.logit_mean))
-        u = float(torch.rand((), dtype=torch.float64, generator=generator))
+            return 1 / (1 + math.exp(-chance.gauss(options.logit_mean, options.logit_std)))
+        u = chance.random()
         if options.time == "mode":
             u = 1 - u - options.mode_scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
         return min(max(u, 0.0), 1.0)

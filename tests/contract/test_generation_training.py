@@ -1,0 +1,110 @@
+"""A tiny wan is trained on images and videos, from the recipe to the weights: online, and from features."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import tessera
+from tessera.tools.data_features import write_features
+from tessera.tools.dry_run import dry_run
+from tests.toys.callbacks import StopAt
+from tests.toys.generation_set import write_image, write_jsonl, write_video
+from tests.toys.pipeline_folder import TEXT_SIZE, write_pipeline_folder
+
+TINY = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": TEXT_SIZE,
+    "freq_dim": 8,
+    "ffn_dim": 32,
+    "num_layers": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pipeline_folder(tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("set")
+    rows = []
+    for number, frames in enumerate((5, 9, 5)):
+        write_video(folder / f"{number}.mp4", frames)
+        rows.append({"path": f"{number}.mp4", "cap": "a red square moving"})
+    for number in range(3):
+        write_image(folder / f"{number}.png", shade=30 * number)
+        rows.append({"path": f"{number}.png", "cap": "a red square"})
+    return write_jsonl(folder / "set.jsonl", rows)
+
+
+def recipe(data: Path, pipeline: Path, out: Path, **options: Any) -> dict[str, Any]:
+    encoders = {"folder": str(pipeline), "vae": {"residence": "offloaded"}, "text": {"dtype": "float32"}}
+    return {
+        "name": "run",
+        "out": str(out),
+        "model": {"family": "wan", "config": TINY, "tokenizer": str(pipeline)},
+        "data": {
+            "kind": "generation",
+            "train": [{"path": str(data)}],
+            "length": 32,
+            "workers": 0,
+            "processor": {"num_frames": 9, "max_pixels": 1024},
+        },
+        "train": {"steps": 4, "global_batch": 2, "micro_batch": 1, "task_options": {"encoders": encoders, **options}},
+        "optim": {"lr": 1e-2},
+        "log": {"tensorboard": False, "every": 1},
+    }
+
+
+def weights(run: Any) -> dict[str, Tensor]:
+    found = {}
+    for path in sorted(run.checkpoint.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def losses(run: Any) -> list[float]:
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+
+
+def test_training_from_pixels_and_captions_resumes_bit_by_bit(data: Path, pipeline: Path, tmp_path: Path) -> None:
+    options = {"shift": 3.0, "time": "logit_normal", "caption_dropout": 0.3}
+    whole = tessera.train(recipe(data, pipeline, tmp_path / "whole", **options))
+    part = tessera.train(recipe(data, pipeline, tmp_path / "part", **options), callbacks=[StopAt(2)])
+    resumed = tessera.resume(part.folder)
+    one, other = weights(whole), weights(resumed)
+    assert one.keys() == other.keys()
+    assert not any("vae" in name or "text_encoder" in name for name in one)  # frozen parts are not stored
+    assert any("blocks" in name for name in one)
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+    planned = tessera.plan(recipe(data, pipeline, tmp_path / "planned")).describe()
+    assert "vae" in planned
+    assert "otherwise in host memory" in planned
+    assert "text_encoder" in planned
+
+
+@pytest.mark.slow  # a process of its own runs dry
+def test_features_train_as_pixels_do_and_a_step_runs_dry(data: Path, pipeline: Path, tmp_path: Path) -> None:
+    online = recipe(data, pipeline, tmp_path / "online", time="mode")
+    features = write_features(online, tmp_path / "features").folder
+    offline = recipe(features, pipeline, tmp_path / "offline", time="mode")
+    del offline["train"]["task_options"]["encoders"]
+    first, second = (losses(tessera.train(made)) for made in (online, offline))
+    assert len(first) == 4
+    assert second == pytest.approx(first, rel=1e-4)  # videos of one shape share a call of the VAE
+    (role,) = dry_run(offline, world=2)
+    assert role.volumes
