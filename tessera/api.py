@@ -9,6 +9,7 @@ from typing import Any
 from tessera.compat.mindspeed_mm.migrate import migrate
 from tessera.core.run_config import load_config
 from tessera.evaluation.evaluate import evaluate
+from tessera.inference.diffusion.load import load_pipeline as pipeline
 from tessera.inference.load import generate, load
 from tessera.observe.report import write_report as report
 from tessera.parallel.plan import Plan
@@ -27,6 +28,7 @@ __all__ = [
     "generate",
     "load",
     "migrate",
+    "pipeline",
     "plan",
     "preflight",
     "report",

@@ -16,6 +16,7 @@ import typer
 import tessera
 from tessera.cli import run
 from tessera.cli.data import data_app
+from tessera.cli.generate import generate
 from tessera.cli.migrate import migrate
 from tessera.cli.run import Overrides, TrustFlag, check_output, write_output
 from tessera.core.errors import reported
@@ -46,7 +47,7 @@ ProveOption = Annotated[
 config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
-for _verb in (run.train, run.resume, run.preflight, run.launch, migrate):
+for _verb in (run.train, run.resume, run.preflight, run.launch, generate, migrate):
     app.command()(_verb)
 app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run.run_script)
 
@@ -83,42 +84,6 @@ def plan(
     if dry_run:
         for role in run_dry(recipe, changes, world=world):
             typer.echo(role.describe())
-
-
-@app.command()
-def generate(
-    model: Annotated[Path, typer.Argument(help="run, checkpoint or Hugging Face folder")],
-    question: Annotated[str, typer.Argument(help="what to ask")],
-    image: Annotated[list[Path] | None, typer.Option("--image", help="image to show; may be given again")] = None,
-    video: Annotated[list[Path] | None, typer.Option("--video", help="video to show; may be given again")] = None,
-    system: Annotated[str | None, typer.Option("--system", help="system prompt")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 256,
-    temperature: Annotated[float, typer.Option("--temperature", help="0: always the likeliest token")] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="0: no limit")] = 0,
-    top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
-    device: Annotated[str, typer.Option("--device")] = "auto",
-    trust: TrustFlag = False,
-) -> None:
-    """Ask a model; the answer streams to the terminal."""
-    from tessera.inference.load import generate as run
-
-    run(
-        model,
-        question,
-        images=image or [],
-        videos=video or [],
-        system=system,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        device=device,
-        trust=trust,
-        on_text=lambda text: typer.echo(text, nl=False),
-    )
-    typer.echo()
 
 
 @app.command()

@@ -42,6 +42,7 @@ class TextForm:
     tokenizer: str = "tokenizer"
     length: int = 512  # tokens of a caption at most, without those that `skip` leaves out; longer ones are cut
     template: str = "{}"  # what is tokenised: the caption stands for {}
+    image: str = ""  # what stands in the template for an image that the encoder reads, too
     tidy: bool = False  # whether entities of HTML and runs of spaces in a caption are resolved first
     skip: int = 0  # embeddings at the beginning that are left out: those of the template
     padding: TextPadding = "none"

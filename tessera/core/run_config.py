@@ -350,6 +350,25 @@ class EmaSection(Section):
     export: bool = Field(True, description="with checkpoint.export, also write the average, to hf-ema")
 
 
+class PreviewSection(Section):
+    """Sample with a generation model while it is trained, every `train.generate_every` steps and at the end."""
+
+    prompts: list[Annotated[str, Field(max_length=100_000)]] = Field(min_length=1, max_length=64)
+    negative: str | None = Field(None, max_length=100_000, description="what to lead away from; default: the family's")
+    images: list[Path] = Field(default_factory=list, max_length=16, description="first frame, or references to edit")
+    height: int | None = Field(None, gt=0, le=16_384, description="in pixels; default: the family's")
+    width: int | None = Field(None, gt=0, le=16_384)
+    frames: int | None = Field(None, gt=0, le=100_000)
+    fps: float | None = Field(None, gt=0, le=1000)
+    steps: Count = Field(20, description="of the solver")
+    guidance: float | None = Field(None, ge=0, le=1000)
+    shift: float | None = Field(None, gt=0, le=1000, description="of the noise levels; default: the folder's")
+    seed: int = Field(0, ge=0, le=2**62)
+    folder: Path | None = Field(
+        None, description="diffusers folder with vae and text encoders; default: that of the task, or model.path"
+    )
+
+
 class TrainSection(Section):
     renamed: ClassVar[Mapping[str, str]] = {
         f"answers_{key}": f"train.generate_{key}" for key in ("every", "samples", "tokens")
@@ -367,6 +386,7 @@ class TrainSection(Section):
     generate_every: StepsOrNone = Field(0, description="steps between generations for held-out samples; 0: none")
     generate_samples: Count = Field(16, description="held-out samples that the model generates an answer for")
     generate_tokens: int = Field(32, gt=0, le=10**6, description="most tokens of one generated answer")
+    preview: PreviewSection | None = Field(None, description="what a generation model makes at `generate_every`")
     ema: EmaSection | None = Field(None, description="keep a running average of the trained weights")
 
 

@@ -53,13 +53,13 @@ class CaptionEncoder:
     def __getstate__(self) -> dict[str, Any]:
         return {"form": self.form, "json": self.json}
 
-    def ids(self, caption: str) -> list[int]:
-        """Return the ids of a caption, all of them."""
+    def ids(self, caption: str, *, may_be_empty: bool = False) -> list[int]:
+        """Return the ids of a caption, all of them. `may_be_empty`: as a prompt may, of which nothing is learned."""
         if len(caption) > MAX_CHARACTERS:
             raise TesseraError(
                 f"a caption of {len(caption):,} characters; {MAX_CHARACTERS:,} are the most", fix="shorten the caption"
             )
-        if not caption.strip():
+        if not caption.strip() and not may_be_empty:
             raise TesseraError("the caption is empty")
         word = next((word for word in self._control_words if word in caption), None)
         if word is not None:

@@ -21,7 +21,7 @@ from tessera.core.adapters import Adapter, Adapters, is_factor
 from tessera.core.config import Section, build, read_mapping
 from tessera.core.dist import environment_ranks, rank_on_machine
 from tessera.core.errors import TesseraError, nearest
-from tessera.core.layouts import folder_layout
+from tessera.core.layouts import DiffusersFolder, folder_layout
 from tessera.core.modules import computed_buffers, put_back_buffers
 from tessera.core.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
 from tessera.core.trust import Trust, check_trusted, find_code, model_code
@@ -150,6 +150,7 @@ class FoundModel:
     files: Path | None  # the folder of tokenizer and template
     options: Mapping[str, Any]  # of the processor
     limits: Limits
+    parts: Path | None = None  # the diffusers folder whose VAE and text encoders a run used
 
 
 def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust) -> FoundModel:
@@ -169,7 +170,21 @@ def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust) -> F
     files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
     limits = Limits(max_image_pixels=settings.data.max_image_pixels, jpeg_draft=settings.data.jpeg_draft)
     kind = kind or DTYPES[settings.precision.weights]
-    return FoundModel(origin, settings.model, kind, files, settings.data.processor, limits)
+    parts = parts_folder(settings)
+    return FoundModel(origin, settings.model, kind, files, settings.data.processor, limits, parts)
+
+
+def parts_folder(settings: RunConfig) -> Path | None:
+    """Return the diffusers folder whose VAE and text encoders a run of a generation model uses; None: it names none."""
+    preview, encoders = settings.train.preview, settings.train.task_options.get("encoders")
+    named = encoders.get("folder") if isinstance(encoders, dict) else None
+    places = (None if preview is None else preview.folder, named, settings.model.path)
+    return next((found for place in places if place and (found := pipeline_folder(Path(str(place)))) is not None), None)
+
+
+def pipeline_folder(place: Path) -> Path | None:
+    """Return the diffusers folder that a folder is, or is a component of."""
+    return next((folder for folder in (place, place.parent) if DiffusersFolder.detect(folder)), None)
 
 
 def load(

@@ -15,12 +15,14 @@ from tessera.core import html
 from tessera.core.callback import Callback, TrainerHandle
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError
-from tessera.core.files import keep_inside, read_jsonl, read_metrics
+from tessera.core.files import keep_inside, leads_out, read_bytes, read_jsonl, read_metrics, step_of
 from tessera.data.media.files import Limits
 from tessera.data.media.images import read_image
 
 MOST_ANSWERS = 60
 THUMBNAIL = 96
+MOST_PREVIEWS = 8  # steps, spread over the run
+MOST_PREVIEW_BYTES = 4 << 20
 
 _STYLE = """
 .answers{display:grid;gap:14px;grid-template-columns:repeat(auto-fill,minmax(150px,1fr))}
@@ -28,6 +30,8 @@ _STYLE = """
 .answer img{image-rendering:pixelated;width:56px;height:56px;object-fit:contain;margin:0 2px;border-radius:4px;
 background:#000}.answer .text{font-size:20px;font-weight:600}.right .text{color:var(--good)}
 .wrong .text{color:var(--bad)}.wrong{border-color:var(--bad)}
+.previews{display:flex;gap:10px;overflow-x:auto;padding-bottom:10px}.previews figure{flex:none;padding:8px}
+.previews img{height:160px;display:block;image-rendering:auto;border-radius:4px}
 """
 
 
@@ -40,7 +44,7 @@ class Report(Callback):
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write the report from what the run recorded: `metrics.jsonl`, `answers.jsonl` and `config.yaml`."""
+    """Write the report from what the run recorded: `metrics.jsonl`, answers, previews and `config.yaml`."""
     folder = Path(folder)
     if not (folder / "metrics.jsonl").is_file():
         raise TesseraError(f"{folder} is not a run: it has no metrics.jsonl")
@@ -51,6 +55,7 @@ def write_report(folder: str | Path) -> Path:
         f'<h1>{html.escape(str(config["name"]))}</h1><div class="soft">{html.escape(_subtitle(config))}</div>',
         html.facts(_facts(rows, answers)),
         html.section("Training", f'<div class="charts">{"".join(_charts(rows))}</div>'),
+        _previews(folder),
         _answers(answers),
         _settings(folder),
     ]
@@ -157,6 +162,40 @@ def _answers(answers: list[dict[str, Any]]) -> str:
         )
     note = f'<p class="soft">{len(shown)} of {len(answers)}; mistakes first.</p>'
     return html.section("Held-out answers", f'{note}<div class="answers">{"".join(cards)}</div>')
+
+
+def _previews(folder: Path) -> str:
+    """Return samples of a generation model: a row for each prompt, from the first step to the last."""
+    rows = [row for row in read_jsonl(folder / "previews.jsonl") if step_of(row) is not None]
+    steps = sorted({row["step"] for row in rows})
+    if not steps:
+        return ""
+    shown = {steps[round(at * (len(steps) - 1) / max(1, MOST_PREVIEWS - 1))] for at in range(MOST_PREVIEWS)}
+    cards: dict[tuple[str, int], list[str]] = {}
+    for row in rows:
+        uri = _media(folder, str(row.get("file"))) if row["step"] in shown else None
+        if uri is not None:
+            image = f'<figure><img alt="" src="{uri}"><p>step {row["step"]}</p></figure>'
+            cards.setdefault((str(row.get("prompt")), int(row.get("seed", 0))), []).append(image)
+    parts = [
+        f'<p>{html.escape(prompt[:200])} <span class="soft">seed {seed}</span></p>'
+        f'<div class="previews">{"".join(images)}</div>'
+        for (prompt, seed), images in cards.items()
+    ]
+    return html.section("Previews", "".join(parts))
+
+
+def _media(folder: Path, name: str) -> str | None:
+    """Return a file of the run as a data address; None for what is no small PNG or GIF inside the run."""
+    path = folder / name
+    kind = {".png": "png", ".gif": "gif"}.get(path.suffix)
+    if kind is None or not path.is_file() or leads_out(path, folder):
+        return None
+    try:
+        content = read_bytes(path, MOST_PREVIEW_BYTES)
+    except TesseraError:
+        return None
+    return f"data:image/{kind};base64," + base64.b64encode(content).decode()
 
 
 def _thumbnail(path: str) -> str | None:

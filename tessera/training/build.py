@@ -44,6 +44,7 @@ from tessera.training.export import Export
 from tessera.training.held_out import GenerationEval, HeldOut, generating_model
 from tessera.training.init_weights import fill_copy, frozen_source, initial_weights
 from tessera.training.metrics import Meter, TensorBoard
+from tessera.training.previews import Previews
 from tessera.training.records import Ledger, Quarantine
 from tessera.training.setup import NONE, ModelSetup, Objects
 from tessera.training.trainer import Trainer
@@ -103,7 +104,8 @@ def build_trainer(
     callbacks = _callbacks(config, setup, processor, source, ema)
     if config.train.generate_every:
         model = generating_model(module, plan, mesh, world.device)
-        callbacks.append(GenerationEval(config, processor, model))
+        media = setup.spec.generation is not None
+        callbacks.append(Previews(config, setup, model) if media else GenerationEval(config, processor, model))
     if scale is not None:
         callbacks.append(KeepLossScale(scale))
     if evaluated is not None:

@@ -129,7 +129,7 @@ def generating_model(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.de
     """Return what generates with the weights of a run, if its model can."""
     if plan.axes.size(CONTEXT) > 1:
         raise TesseraError(
-            "context parallel cannot split a prompt, which grows by a token at a time",
+            "ranks that share a sequence do not generate: prompts and samples are not split over them",
             where="train.generate_every",
             fix="set train.generate_every=0, or parallel.cp=1",
         )

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tessera.core.errors import TesseraError
-from tessera.inference.diffusion.files import Generated, check_out, metadata_path, read_record, write_samples
+from tessera.inference.diffusion.files import Generated, Record, check_out, metadata_path, read_record, write_samples
 from tessera.inference.diffusion.request import Request, read_prompts
 
 
@@ -23,6 +23,11 @@ def moving_square(frames: int = 5, height: int = 32, width: int = 48) -> np.ndar
     return video
 
 
+def write(out: Path, request: Request, made: list[Generated]) -> Path:
+    record = Record(Path("model"), Path("parts"), "bfloat16", request, ())
+    return write_samples(out, record, made, {"device": "cpu"})
+
+
 def samples(*videos: np.ndarray) -> list[Generated]:
     return [Generated(f"a square {number}", 7 + number, video) for number, video in enumerate(videos)]
 
@@ -30,20 +35,21 @@ def samples(*videos: np.ndarray) -> list[Generated]:
 def test_a_png_holds_the_pixels_and_its_metadata_the_request(tmp_path: Path) -> None:
     image = moving_square(1)
     request = Request(prompts=["a square"], steps=3, seed=7, height=32, width=48, frames=1)
-    written = write_samples(tmp_path / "new" / "x.png", Path("model"), request, samples(image), {"dtype": "float32"})
+    written = write(tmp_path / "new" / "x.png", request, samples(image))
     assert written == tmp_path / "new" / "x.json"
     assert np.array_equal(np.asarray(Image.open(tmp_path / "new" / "x.png")), image[0])
     record = read_record(written)
     assert record.request == request
     assert record.model == Path("model").absolute()
     assert record.digests == (samples(image)[0].digest,)
-    assert json.loads(written.read_text())["made_with"]["dtype"] == "float32"
+    assert (record.parts, record.dtype, record.suffix) == (Path("parts").absolute(), "bfloat16", ".png")
+    assert json.loads(written.read_text())["made_with"]["device"] == "cpu"
     assert not list(tmp_path.rglob("*.new"))
 
 
 def test_a_gif_has_every_frame_at_its_rate(tmp_path: Path) -> None:
     video = np.concatenate([moving_square(4), moving_square(4)[-1:]])  # the last frame twice: it must not be dropped
-    write_samples(tmp_path / "x.gif", tmp_path, Request(prompts=["a"], fps=10.0), samples(video))
+    write(tmp_path / "x.gif", Request(prompts=["a"], fps=10.0), samples(video))
     with Image.open(tmp_path / "x.gif") as image:
         lengths = []
         for number in range(image.n_frames):  # type: ignore[attr-defined]
@@ -56,7 +62,7 @@ def test_a_gif_has_every_frame_at_its_rate(tmp_path: Path) -> None:
 
 def test_an_mp4_has_every_frame_at_its_rate(tmp_path: Path) -> None:
     video = moving_square(5)
-    write_samples(tmp_path / "x.mp4", tmp_path, Request(prompts=["a"], fps=12.0), samples(video))
+    write(tmp_path / "x.mp4", Request(prompts=["a"], fps=12.0), samples(video))
     with av.open(str(tmp_path / "x.mp4")) as container:
         assert container.streams.video[0].average_rate == 12
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
@@ -66,7 +72,7 @@ def test_an_mp4_has_every_frame_at_its_rate(tmp_path: Path) -> None:
 
 def test_several_samples_are_numbered_beside_one_metadata_file(tmp_path: Path) -> None:
     made = samples(*[moving_square(1)] * 11)
-    write_samples(tmp_path / "x.png", tmp_path, Request(prompts=["a"] * 11), made)
+    write(tmp_path / "x.png", Request(prompts=["a"] * 11), made)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["x-00.png", *(f"x-{n:02d}.png" for n in range(1, 11)), "x.json"]
     described = json.loads(metadata_path(tmp_path / "x.png").read_text())["samples"]
@@ -93,10 +99,10 @@ def test_names_that_cannot_hold_the_sample_are_refused_before_the_work(name: str
 def test_odd_sizes_and_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     odd = samples(moving_square(2, height=31))
     with pytest.raises(TesseraError, match="even sizes"):
-        write_samples(tmp_path / "x.mp4", tmp_path, Request(prompts=["a"]), odd)
+        write(tmp_path / "x.mp4", Request(prompts=["a"]), odd)
     (tmp_path / "file").write_text("")
     with pytest.raises(TesseraError, match="cannot be written"):
-        write_samples(tmp_path / "file" / "x.gif", tmp_path, Request(prompts=["a"]), odd)
+        write(tmp_path / "file" / "x.gif", Request(prompts=["a"]), odd)
     (tmp_path / "y.gif").mkdir()
     with pytest.raises(TesseraError, match="is a folder"):
         check_out(tmp_path / "y.gif", 1)
@@ -107,15 +113,20 @@ def test_odd_sizes_and_places_that_cannot_be_written_are_refused(tmp_path: Path)
     [
         ("[]", "a mapping is needed"),
         ("{}", "not the metadata file"),
-        ({"version": 2, "model": "m", "request": {"prompts": ["a"]}, "samples": []}, "not the metadata file"),
-        ({"version": 1, "model": "m", "request": {"prompts": ["a"], "step": 3}, "samples": []}, "step"),
-        ({"version": 1, "model": "m", "request": {"prompts": []}, "samples": []}, "prompts"),
-        ({"version": 1, "model": "m", "request": {"prompts": ["a"], "height": 10**9}, "samples": []}, "height"),
+        ({"version": 2}, "not the metadata file"),
+        ({"model": 3}, "not the metadata file"),
+        ({"samples": [3]}, "not of the kind"),
+        ({"samples": []}, "not the metadata file"),
+        ({"request": {"prompts": ["a"], "step": 3}}, "step"),
+        ({"request": {"prompts": []}}, "prompts"),
+        ({"request": {"prompts": ["a"], "height": 10**9}}, "height"),
     ],
 )
 def test_metadata_of_somebody_else_is_checked(tmp_path: Path, content: Any, word: str) -> None:
     path = tmp_path / "x.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    whole = {"version": 1, "model": "m", "parts": "p", "dtype": "float32", "request": {"prompts": ["a"]}}
+    whole["samples"] = [{"file": "x.png", "pixels": "0"}]
+    path.write_text(content if isinstance(content, str) else json.dumps(whole | content))
     with pytest.raises(TesseraError, match=word):
         read_record(path)
 

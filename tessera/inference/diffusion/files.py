@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib.metadata import PackageNotFoundError, version
@@ -17,11 +17,12 @@ import numpy as np
 from PIL import Image
 
 from tessera.core.config import build
-from tessera.core.errors import TesseraError, first_line, nearest
+from tessera.core.errors import TesseraError, first_line, foreign_values, nearest
 from tessera.core.files import read_json_mapping, replace_file
 from tessera.inference.diffusion.request import Request
 
 SUFFIXES = (".png", ".gif", ".mp4")
+FPS = 16.0  # where nothing says how many frames make a second
 _VERSION = 1  # of the metadata file
 _LIBRARIES = ("tessera-mm", "torch", "diffusers", "transformers")
 
@@ -46,8 +47,11 @@ class Record:
     """Hold what a metadata file says: the model, the resolved request, and a hash of the pixels of each sample."""
 
     model: Path
+    parts: Path  # the diffusers folder of VAE and text encoders
+    dtype: str
     request: Request
     digests: tuple[str, ...]
+    suffix: str = ".png"  # of the files
 
 
 def check_out(out: Path, frames: int) -> None:
@@ -81,25 +85,26 @@ def metadata_path(out: Path) -> Path:
     return out.with_suffix(".json")
 
 
-def write_samples(out: Path, model: Path, request: Request, samples: Sequence[Generated], facts: Any = None) -> Path:
+def write_samples(out: Path, record: Record, samples: Sequence[Generated], facts: Mapping[str, str]) -> Path:
     """Write every sample and then the metadata file, whose path is returned. `facts`: more to say in it."""
     paths = sample_paths(out, len(samples))
+    described = {
+        "version": _VERSION,
+        "model": str(record.model.absolute()),
+        "parts": str(record.parts.absolute()),
+        "dtype": record.dtype,
+        "request": record.request.model_dump(mode="json"),
+        "samples": [
+            {"file": path.name, "prompt": one.prompt, "seed": one.seed, "pixels": one.digest}
+            for path, one in zip(paths, samples, strict=True)
+        ],
+        "made_with": {**_versions(), **facts},
+    }
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         for path, sample in zip(paths, samples, strict=True):
-            replace_file(path, encoded(sample.frames, path.suffix.lower(), request.fps))
-        described = {
-            "version": _VERSION,
-            "model": str(model.absolute()),
-            "request": request.model_dump(mode="json"),
-            "samples": [
-                {"file": path.name, "prompt": one.prompt, "seed": one.seed, "pixels": one.digest}
-                for path, one in zip(paths, samples, strict=True)
-            ],
-            "made_with": {**_versions(), **(facts or {})},
-        }
-        text = json.dumps(described, indent=2, ensure_ascii=False) + "\n"
-        replace_file(metadata_path(out), text.encode())
+            replace_file(path, encoded(sample.frames, path.suffix.lower(), record.request.fps or FPS))
+        replace_file(metadata_path(out), (json.dumps(described, indent=2, ensure_ascii=False) + "\n").encode())
     except OSError as error:
         raise TesseraError(f"{out} cannot be written: {first_line(error)}", where="--out") from None
     return metadata_path(out)
@@ -108,16 +113,21 @@ def write_samples(out: Path, model: Path, request: Request, samples: Sequence[Ge
 def read_record(path: Path) -> Record:
     """Return what a metadata file says. It is somebody's file: every value of it is checked."""
     data = read_json_mapping(path, 16 << 20)
-    samples = data.get("samples")
-    known = isinstance(data.get("model"), str) and isinstance(data.get("request"), dict)
-    if not known or not isinstance(samples, list) or data.get("version") != _VERSION:
+    samples, request = data.get("samples"), data.get("request")
+    words = [data.get(key) for key in ("model", "parts", "dtype")]
+    known = data.get("version") == _VERSION and all(isinstance(word, str) for word in words)
+    if not known or not isinstance(request, dict) or not isinstance(samples, list) or not samples:
         raise TesseraError(
             "this is not the metadata file of a generation",
             where=str(path),
             fix="name the .json file that `tessera generate MODEL --prompt ... --out FILE` wrote beside FILE",
         )
-    digests = tuple(str(one.get("pixels")) if isinstance(one, dict) else "" for one in samples)
-    return Record(Path(data["model"]), build(Request, data["request"], f"{path}: request"), digests)
+    model, parts, dtype = map(str, words)
+    with foreign_values(str(path)):
+        suffix = Path(samples[0]["file"]).suffix
+        digests = tuple(str(one["pixels"]) for one in samples)
+    checked = build(Request, request, f"{path}: request")
+    return Record(Path(model), Path(parts), dtype, checked, digests, suffix)
 
 
 def encoded(frames: np.ndarray, suffix: str, fps: float) -> bytes:

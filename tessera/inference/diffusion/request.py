@@ -35,7 +35,9 @@ class Request(Section):
     count: int = Field(1, ge=1, le=MOST_PROMPTS, description="samples of each prompt")
     images: list[Path] = Field(default_factory=list, description="first frame, or references for editing")
     last_image: Path | None = Field(None, description="last frame")
-    fps: float = Field(16.0, gt=0, le=1000)
+    reference_pixels: int = Field(1 << 20, ge=1, le=1 << 26, description="size that references are brought to")
+    dynamic_guidance: bool = Field(False, description="guidance that grows from 1, as CogVideoX has it")
+    fps: float | None = Field(None, gt=0, le=1000, description="frames shown in a second")
     batch: int = Field(1, ge=1, le=1024, description="samples that are computed together")
     batched_guidance: bool = Field(False, description="with and without the prompt in one forward pass")
 

@@ -276,6 +276,10 @@ class PipelineFolder:
             for text in form.text
         ]
 
+    def image_encoder(self, *, dtype: torch.dtype = torch.float32, meta: bool = False) -> nn.Module:
+        """Return the encoder of given frames, a module of transformers, as `autoencoder` does."""
+        return self._component("image_encoder", "transformers", ENCODERS, dtype, meta)
+
     def _layout(self) -> DiffusersFolder:
         if not DiffusersFolder.detect(self.folder):
             raise TesseraError(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from tessera.core.generation import GenerationForm, ImageCondition, TextForm
+from tessera.core.generation import GenerationForm, ImageCondition, SamplingForm, TextForm
 from tessera.models.common.diffusers_config import DiffusersConfig
 
 _LATENTS_22 = 48  # channels of the VAE of TI2V, the model whose tokens have times of their own
@@ -62,9 +62,11 @@ class WanConfig(DiffusersConfig):
             channels=self.out_channels,
             patch=self.patch_size,
             # Short captions are followed by zeros, which the published models attend to.
-            text=(TextForm(length=512, padding="zeros"),),
+            text=(TextForm(length=512, padding="zeros", tidy=True),),
             condition="replace" if times else channels,
+            image_embeds=self.image_dim is not None,
             token_times=times,
+            sampling=SamplingForm(704, 1280, 121, fps=24.0) if times else SamplingForm(480, 832, 81),
         )
 
     @model_validator(mode="after")

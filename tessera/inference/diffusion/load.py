@@ -1,0 +1,132 @@
+"""Load what samples with a generation model: the model of a folder, a run, a checkpoint or adapters, and a pipeline's
+other parts; and write what it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tessera.core.errors import TesseraError
+from tessera.core.layouts import DiffusersFolder
+from tessera.core.trust import Trust
+from tessera.inference.diffusion.files import Generated, Record, check_out, read_record, sample_paths, write_samples
+from tessera.inference.diffusion.pipeline import OnStep, Pipeline
+from tessera.inference.diffusion.request import Request
+from tessera.inference.load import FoundModel, find_model, load, pipeline_folder
+from tessera.models import resolve
+
+_SECOND = "transformer_2"  # the component of a second expert, for little noise
+
+
+def generates_media(path: Path, trust: Trust = False) -> bool:
+    """Return whether the model at a path makes images or videos, and not text. Weights are not read."""
+    return resolve(find_model(path, None, trust).section)[0].generation is not None
+
+
+def load_pipeline(
+    path: str | Path,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    *,
+    parts: str | Path | None = None,
+    trust: Trust = False,
+) -> Pipeline:
+    """Load a generation model from a diffusers folder, a run, one of its checkpoints or adapters.
+
+    `parts`: the diffusers folder whose VAE and text encoders are used, where the model does not lie in one. The other
+    arguments are those of `load`.
+    """
+    folder = Path(path)
+    found = find_model(folder, dtype, trust)
+    spec, config = resolve(found.section)
+    if spec.generation is None:
+        raise TesseraError(
+            f"{spec.name} generates text", where=str(folder), fix="use tessera.load, or tessera generate"
+        )
+    home = _home(found, None if parts is None else Path(parts))
+    model, _ = load(folder, device, found.dtype, trust=trust)
+    experts = [(model, 0.0)]
+    index = DiffusersFolder(home).index
+    boundary = index.get("boundary_ratio")
+    if _SECOND in DiffusersFolder(home).components() and isinstance(boundary, (int, float)):
+        second = found.section.path is not None and found.section.path.name == _SECOND
+        other, _ = load(home / ("transformer" if second else _SECOND), device, found.dtype, trust=trust)
+        experts = [(other, 1000.0 * boundary), (model, 0.0)] if second else [(model, 1000.0 * boundary), (other, 0.0)]
+    return Pipeline(experts, spec.generation(config), home, model.device, found.dtype)
+
+
+def _home(found: FoundModel, parts: Path | None) -> Path:
+    """Return the diffusers folder of VAE and text encoders: the one that is named, or that the model came from."""
+    place = parts or found.parts or found.section.path
+    home = None if place is None else pipeline_folder(place)
+    if home is not None:
+        return home
+    raise TesseraError(
+        "a VAE and text encoders are missing: they lie in the folder of a diffusers pipeline",
+        where="the model" if place is None else str(place),
+        fix="name that folder with --parts FOLDER",
+    )
+
+
+@dataclass(frozen=True)
+class Written:
+    """Hold what was written: files of samples, and their metadata."""
+
+    files: tuple[Path, ...]
+    metadata: Path
+    digests: tuple[str, ...]  # of the pixels of each sample
+
+
+def generate_files(
+    model: str | Path,
+    out: str | Path,
+    request: Request,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | None = None,
+    parts: str | Path | None = None,
+    trust: Trust = False,
+    on_step: OnStep | None = None,
+) -> Written:
+    """Load a model, make the samples of a request and write them beside a metadata file."""
+    target = Path(out)
+    check_out(target, request.frames or 1)
+    pipeline = load_pipeline(model, device, dtype, parts=parts, trust=trust)
+    full = pipeline.resolved(request)
+    check_out(target, full.frames or 1)
+    samples: Sequence[Generated] = pipeline.run(full, on_step=on_step)
+    kind = str(pipeline.dtype).removeprefix("torch.")
+    record = Record(Path(model), pipeline.parts.folder, kind, full, tuple(sample.digest for sample in samples))
+    metadata = write_samples(target, record, samples, {"device": str(pipeline.device)})
+    return Written(tuple(sample_paths(target, len(samples))), metadata, record.digests)
+
+
+def generate_again(
+    metadata: str | Path,
+    out: str | Path | None = None,
+    *,
+    device: str | torch.device | None = None,
+    trust: Trust = False,
+    on_step: OnStep | None = None,
+) -> tuple[Written, bool]:
+    """Make the samples of a metadata file once more; return also whether all pixels are the same as before.
+
+    `out`: where they go; None: beside the first ones, as NAME-again.
+    """
+    path = Path(metadata)
+    record = read_record(path)
+    target = path.with_name(f"{path.stem}-again{record.suffix}") if out is None else Path(out)
+    made = generate_files(
+        record.model,
+        target,
+        record.request,
+        device=device,
+        dtype=record.dtype,
+        parts=record.parts,
+        trust=trust,
+        on_step=on_step,
+    )
+    return made, made.digests == record.digests

@@ -1,0 +1,84 @@
+"""Pack samples that are to be generated into the batch that a generation model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tessera.core.generation import GenerationForm, Grid, sample_positions
+from tessera.core.types import Batch, Segments
+from tessera.inference.diffusion.denoise import Inputs
+
+
+@dataclass(frozen=True)
+class SampleConditions:
+    """Hold what one sample is made from."""
+
+    text: Tensor  # [L, D]
+    pooled: Tensor | None = None  # [Dp]
+    image_embeds: Tensor | None = None  # [M, Di]
+    condition: Tensor | None = None  # [n, values]: channels beside the latents
+    first: Tensor | None = None  # [n, values]: tokens of given frames, which take the place of noise
+    references: tuple[tuple[Tensor, Grid], ...] = field(default_factory=tuple)  # tokens [n, values] of given images
+
+
+def packed(
+    samples: Sequence[SampleConditions], form: GenerationForm, grid: Grid, scale: float, dtype: torch.dtype
+) -> Inputs:
+    """Return one forward pass of samples whose latents are `grid` tokens. `scale`: of embedded guidance."""
+    count = grid[0] * grid[1] * grid[2]
+    positions, generated, latents, lengths, at = [], [], [], [], 0
+    device = samples[0].text.device
+    for sample in samples:
+        grids = [grid, *(size for _, size in sample.references)]
+        given = 0 if sample.first is None else len(sample.first)
+        own = torch.zeros(count, form.patch_values, dtype=dtype, device=device)
+        if sample.first is not None:
+            own[:given] = sample.first.to(dtype)
+        latents += [own, *(tokens.to(dtype) for tokens, _ in sample.references)]
+        generated.append(torch.arange(at + given, at + count))
+        at += sum(len(tokens) for tokens in latents[-len(grids) :])
+        words = len(sample.text) if form.joint else 0
+        positions.append(sample_positions(form, words, grids))
+        lengths.append(positions[-1].shape[1])
+    texts = [sample.text for sample in samples]
+    tensors = {
+        "latents": torch.cat(latents),
+        "text": torch.cat(texts).to(dtype),
+        "positions": torch.cat(positions, dim=1).to(device),
+        "sample_index": torch.repeat_interleave(torch.tensor(lengths)).to(device),
+    }
+    segments = {"latents": Segments.of(lengths), "text": Segments.of([len(text) for text in texts])}
+    if form.joint:
+        kinds = [torch.arange(n) < len(text) for n, text in zip(lengths, texts, strict=True)]
+        is_text = torch.cat(kinds)
+        tensors["text_index"] = is_text.nonzero().flatten().to(device)
+        tensors["latent_index"] = (~is_text).nonzero().flatten().to(device)
+    pooled = [sample.pooled for sample in samples if sample.pooled is not None]
+    if pooled:
+        tensors["pooled"] = torch.stack(pooled).to(dtype)
+    embeds = [sample.image_embeds for sample in samples if sample.image_embeds is not None]
+    if embeds:
+        tensors["image_embeds"] = torch.cat(embeds).to(dtype)
+        segments["image_embeds"] = Segments.of([len(one) for one in embeds])
+    if form.guidance:
+        tensors["guidance"] = torch.full((len(samples),), scale, dtype=torch.float32, device=device)
+    conditions = [sample.condition for sample in samples if sample.condition is not None]
+    shapes = tuple(tuple(size) for sample in samples for size in [grid, *(one for _, one in sample.references)])
+    batch = Batch(tensors, {name: one.to(device) for name, one in segments.items()}, shapes={"latents": shapes})
+    index = torch.cat(generated).to(device)
+    if any(sample.first is not None for sample in samples):
+        assert not form.joint, "elements of the main sequence are latent tokens"
+        still = torch.ones(at, dtype=torch.bool, device=device).index_fill(0, index, False)
+        batch = batch.with_tensors(time_index=torch.where(still, len(samples), batch["sample_index"]))
+    return Inputs(batch, index, torch.cat(conditions).to(dtype) if conditions else None)
+
+
+def from_tokens(tokens: Tensor, patch: Grid, grid: Grid) -> Tensor:
+    """Return the latents [C, F, H, W] of tokens: `patchify` undone."""
+    channels = tokens.shape[1] // (patch[0] * patch[1] * patch[2])
+    laid = tokens.reshape(*grid, channels, *patch).permute(3, 0, 4, 1, 5, 2, 6)
+    return laid.reshape(channels, *(count * step for count, step in zip(grid, patch, strict=True)))

@@ -1,0 +1,95 @@
+"""Turn prompts into embeddings with the tokenizers and text encoders of a diffusers folder, as its pipeline does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tessera.core.errors import TesseraError, first_line, foreign_values
+from tessera.core.generation import TextForm
+from tessera.core.layouts import DiffusersFolder
+from tessera.data.captions import CaptionEncoder
+from tessera.models.common.pipeline_parts import PipelineFolder, TextEmbedding, TextEncoder, joined
+
+_TOGETHER = 8  # prompts that are encoded in one call
+
+
+class PromptEncoder:
+    """Encode prompts with all text encoders of a folder. Encoders are in host memory between uses."""
+
+    def __init__(self, parts: PipelineFolder, forms: Sequence[TextForm], device: torch.device, dtype: torch.dtype):
+        self._parts, self._forms, self._device, self._dtype = parts, forms, device, dtype
+        self._encoders: dict[str, TextEncoder] = {}
+        self._captions: dict[TextForm, CaptionEncoder] = {}
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> list[TextEmbedding]:
+        """Return the embeddings of each prompt, by all encoders together."""
+        found: list[list[TextEmbedding]] = [[] for _ in prompts]
+        for form in self._forms:
+            captions = self._captions_of(form)
+            ids = [self._tensor(captions.cut(captions.ids(prompt, may_be_empty=True))) for prompt in prompts]
+            encoder = self._encoder(form).to(self._device)
+            for at in range(0, len(ids), _TOGETHER):
+                made = encoder.encode(ids[at : at + _TOGETHER])
+                for number, embedding in enumerate(made, at):
+                    found[number].append(embedding)
+            encoder.to("cpu")
+        return [joined(self._forms, one) for one in found]
+
+    @torch.no_grad()
+    def encode_with_images(self, form: TextForm, prompt: str, images: Sequence[Image.Image]) -> TextEmbedding:
+        """Return the embeddings of a prompt by an encoder that reads images, too."""
+        processor = image_processor(self._parts, "processor")
+        shown = processor(images=list(images), return_tensors="pt")
+        template, *behind = form.template.split(form.image)
+        for size, rest in zip(shown.image_grid_thw, behind, strict=True):
+            template += form.image * (int(size.prod()) // processor.merge_size**2) + rest
+        captions = replace(self._captions_of(form), form=replace(form, template=template))
+        ids = self._tensor(captions.ids(prompt, may_be_empty=True)).unsqueeze(0)
+        encoder = self._encoder(next(own for own in self._forms if own.encoder == form.encoder)).to(self._device)
+        states = encoder.encoder(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            pixel_values=shown.pixel_values.to(self._device, self._dtype),
+            image_grid_thw=shown.image_grid_thw.to(self._device),
+            output_hidden_states=True,
+        ).hidden_states[form.layer]
+        encoder.to("cpu")
+        return TextEmbedding(states[0, form.skip :], None)
+
+    def _tensor(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.int64, device=self._device)
+
+    def _captions_of(self, form: TextForm) -> CaptionEncoder:
+        if form not in self._captions:
+            self._captions[form] = CaptionEncoder.load(self._parts.folder, form)
+        return self._captions[form]
+
+    def _encoder(self, form: TextForm) -> TextEncoder:
+        if form.encoder not in self._encoders:
+            self._encoders[form.encoder] = self._parts.text_encoder(form, dtype=self._dtype).eval()
+        return self._encoders[form.encoder]
+
+
+def image_processor(parts: PipelineFolder, name: str) -> Any:
+    """Return an image processor of a diffusers folder, made by transformers."""
+    folder = DiffusersFolder(parts.folder).component_folder(name)
+    try:
+        from transformers import AutoImageProcessor
+    except ImportError as error:
+        raise TesseraError(
+            f"images are prepared by transformers, which is not installed: {first_line(error)}",
+            where=str(folder),
+            fix="pip install tessera-mm[hf]",
+        ) from None
+    try:
+        with foreign_values(str(folder)):
+            return AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except OSError as error:
+        raise TesseraError(f"{name} cannot be read: {first_line(error)}", where=str(folder)) from None

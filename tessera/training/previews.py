@@ -1,0 +1,106 @@
+"""Sample with a generation model while it is trained: fixed prompts and seeds, so that samples show what is learned."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tessera.core.callback import Callback, StepResult, TrainerHandle
+from tessera.core.config import build
+from tessera.core.errors import TesseraError
+from tessera.core.files import JsonLines, replace_file, truncate_after
+from tessera.core.run_config import PreviewSection, RunConfig
+from tessera.inference.diffusion.files import encoded
+from tessera.inference.diffusion.pipeline import Pipeline, Prepared
+from tessera.inference.diffusion.request import Request
+from tessera.inference.load import parts_folder
+from tessera.training.setup import ModelSetup
+
+log = logging.getLogger("tessera")
+FOLDER = "previews"
+RECORD = "previews.jsonl"
+
+
+class Previews(Callback):
+    """Sample every `train.generate_every` steps, on every rank: ranks that share weights compute together.
+
+    Prompts are encoded once, at the start; then text encoders are freed. The first rank writes the files.
+    """
+
+    def __init__(self, config: RunConfig, setup: ModelSetup, model: Any) -> None:
+        """Check what is asked for. `model`: what is called with a batch."""
+        self.every = config.train.generate_every
+        self._section = _asked(config)
+        self._folder = _parts(config)
+        self._setup, self._model = setup, model
+        self._pipeline: Pipeline | None = None
+        self._request: Request | None = None
+        self._prepared: Prepared | None = None
+
+    def on_start(self, trainer: TrainerHandle) -> None:
+        self.on_rewind(trainer)  # a resumed run makes those of later steps again
+        assert self._setup.spec.generation is not None, "only generation models have previews"
+        form, device = self._setup.spec.generation(self._setup.config), trainer.world.device
+        self._pipeline = Pipeline([(self._model, 0.0)], form, self._folder, device, torch.float32)
+        options = self._section.model_dump(exclude={"folder"}, exclude_none=True)
+        self._request = self._pipeline.resolved(build(Request, options, "train.preview"))
+        with trainer.paused("encoding prompts"):
+            self._prepared = self._pipeline.prepare(self._request)
+            self._pipeline.release_encoders()
+
+    def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
+        if result.step % self.every == 0 or result.step == trainer.config.train.steps:
+            self.sample(trainer)
+
+    def on_rewind(self, trainer: TrainerHandle) -> None:
+        if trainer.world.is_main:
+            truncate_after(trainer.config.folder / RECORD, trainer.step)
+
+    def sample(self, trainer: TrainerHandle) -> None:
+        """Sample now, and write the files of this step."""
+        assert self._pipeline is not None, "the run has started"
+        assert self._request is not None, "the run has started"
+        assert self._prepared is not None, "the run has started"
+        with trainer.paused("sampling previews"), trainer.eval_weights():
+            trainer.module.eval()
+            try:
+                samples = self._pipeline.sample(self._request, self._prepared)
+            finally:
+                trainer.module.train()
+        if not trainer.world.is_main:
+            return
+        folder = trainer.config.folder
+        (folder / FOLDER).mkdir(exist_ok=True)
+        record = JsonLines(folder / RECORD)
+        for number, sample in enumerate(samples):
+            suffix = ".png" if len(sample.frames) == 1 else ".gif"
+            name = f"{FOLDER}/step-{trainer.step:08d}-{number}{suffix}"
+            replace_file(folder / name, encoded(sample.frames, suffix, self._request.fps or 16.0))
+            record.write({"step": trainer.step, "prompt": sample.prompt, "seed": sample.seed, "file": name})
+        record.close()
+        log.info("step %d: %d previews in %s", trainer.step, len(samples), folder / FOLDER)
+
+
+def _asked(config: RunConfig) -> PreviewSection:
+    if config.train.preview is None:
+        raise TesseraError(
+            "nothing says what is to be sampled during training",
+            where="train.preview",
+            fix='set train.preview.prompts: ["a red kite"], or train.generate_every=0',
+        )
+    return config.train.preview
+
+
+def _parts(config: RunConfig) -> Path:
+    """Return the diffusers folder with VAE and text encoders."""
+    found = parts_folder(config)
+    if found is None:
+        raise TesseraError(
+            "no VAE and no text encoders to sample with",
+            where="train.preview.folder",
+            fix="name the folder of a diffusers pipeline, or set train.generate_every=0",
+        )
+    return found

@@ -1,0 +1,89 @@
+"""`tessera generate` with a generation model: files, metadata, the same again; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import tessera
+from tessera.cli.main import app, main
+from tests.toys.sampling_folders import write_wan
+
+SMALL = ("--height", "32", "--width", "48", "--frames", "5", "--steps", "1")
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wan")
+    write_wan(folder)
+    return folder
+
+
+def test_a_sample_is_written_and_made_again_pixel_by_pixel(wan: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.gif"
+    words = ["generate", str(wan), "--prompt", "a red kite", "--out", str(out), "--seed", "3", "--device", "cpu"]
+    first = CliRunner().invoke(app, [*words, *SMALL])
+    assert first.exit_code == 0, first.output
+    assert f"wrote {out}" in first.output
+    assert "step 1 of 1" in first.output
+    described = json.loads((tmp_path / "x.json").read_text())
+    assert described["request"]["steps"] == 1
+    assert described["request"]["guidance"] == 5.0, "what the command left open is written out"
+    again = CliRunner().invoke(app, ["generate", "--again", str(tmp_path / "x.json"), "--device", "cpu"])
+    assert again.exit_code == 0, again.output
+    assert "every pixel is the same as before" in again.output
+    assert (tmp_path / "x-again.gif").read_bytes() == out.read_bytes()
+    described["samples"][0]["pixels"] = "another"
+    (tmp_path / "x.json").write_text(json.dumps(described))
+    other = CliRunner().invoke(app, ["generate", "--again", str(tmp_path / "x.json"), "--device", "cpu"])
+    assert "not the same as before" in other.output
+
+
+def test_prompts_of_a_file_are_numbered_samples(wan: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a cat\nthe dog\n")
+    words = ["generate", str(wan), "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "x.png")]
+    found = CliRunner().invoke(app, [*words, *SMALL, "--frames", "1", "--count", "2", "--device", "cpu"])
+    assert found.exit_code == 0, found.output
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [f"x-{n}.png" for n in range(4)]
+    assert "sample 4 of 4, step 1 of 1" in found.output
+    (alone,) = tessera.pipeline(wan, device="cpu").generate("the dog", seed=3, height=32, width=48, frames=1, steps=1)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "x-3.png")), alone.frames[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["MODEL", "a cat"], "no file is named"),
+        (["MODEL", "--out", "x.png"], "nothing says what to make"),
+        (["MODEL", "a cat", "--out", "x.png", "--temperature", "1"], "--temperature means nothing here"),
+        (["MODEL", "a cat", "--out", "x.png", "--frames", "5"], "a PNG holds one image"),
+        (["MODEL", "a cat", "--out", "x.avi"], "known format"),
+        (["MODEL", "a cat", "--out", "x.png", "--height", "-3"], "height"),
+        (["MODEL", "a </s> cat", "--out", "x.png", "--frames", "1"], "control word"),
+        (["MODEL", "a cat", "--out", "x.png", "--frames", "1", "--parts", "NONE"], "--parts FOLDER"),
+        (["MODEL", "--again", "x.json"], "MODEL means nothing here"),
+        (["--again", "NONE.json"], "cannot be opened"),
+        ([], "no model is named"),
+    ],
+)
+def test_what_means_nothing_is_refused_with_code_2(
+    wan: Path,
+    tmp_path: Path,
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    named = [str(wan) if word == "MODEL" else word for word in words]
+    monkeypatch.setattr("sys.argv", ["tessera", "generate", *named])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

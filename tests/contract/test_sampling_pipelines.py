@@ -1,0 +1,141 @@
+"""Whole tiny pipelines sample the same pixels as diffusers' own, from the same seed: encoders, model, solver, VAE."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import tessera
+from tessera.core.errors import TesseraError
+from tessera.inference.diffusion.pipeline import Pipeline
+from tests.toys.sampling_folders import write_wan
+
+SIZE = {"height": 32, "width": 48}
+SEED = 5
+PROMPTS = ["a red  kite", "the dog"]
+NEGATIVE = "blue cat"
+
+
+def image(seed: int) -> Image.Image:
+    coarse = np.random.default_rng(seed).integers(0, 255, (5, 6, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((60, 50), Image.Resampling.BICUBIC)
+
+
+def assert_same_pixels(ours: np.ndarray, plain: np.ndarray, exact: np.ndarray, what: str) -> None:
+    """`plain` and `exact`: what diffusers makes in float32 and in float64, from 0 to 1. Ours is rounded to one of 256
+    levels, and otherwise no further from float64 than a few times what diffusers' own float32 is."""
+    apart = np.abs(plain.astype(np.float64) - exact).max() * 255
+    assert apart < 1, f"{what}: float32 is too coarse to compare pixels"
+    assert exact.std() * 255 > 2, f"{what}: a flat image says nothing"
+    limit = 0.5 + 4 * apart + 1e-3
+    assert np.abs(ours.astype(np.float64) - 255 * exact.reshape(ours.shape)).max() <= limit, what
+
+
+def sampled_alike(
+    pipeline: Any, folder: Path, noise: Callable[[Any, torch.Tensor], Any], theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    """Compare one sample. `noise`: makes diffusers' argument `latents` of the noise that was drawn."""
+    (found,) = tessera.pipeline(folder, device="cpu").generate(
+        PROMPTS[0], negative=NEGATIVE, steps=3, seed=SEED, **SIZE, **ours
+    )
+    shared = {"prompt": PROMPTS[0], "negative_prompt": NEGATIVE, "num_inference_steps": 3, "output_type": "np", **SIZE}
+    shared |= theirs
+    plain = pipeline(**shared, generator=torch.Generator().manual_seed(SEED))[0][0]
+    wide = copy.deepcopy(pipeline).to(torch.float64)
+    drawn = torch.randn(noise_shape(pipeline, ours), generator=torch.Generator().manual_seed(SEED))
+    exact = wide(**shared, latents=noise(wide, drawn.double()))[0][0]
+    assert_same_pixels(found.frames, plain, exact, folder.name)
+
+
+def noise_shape(pipeline: Any, ours: dict[str, Any]) -> tuple[int, ...]:
+    channels = pipeline.vae.config.get("z_dim") or pipeline.vae.config.latent_channels
+    frames = () if "frames" not in ours else ((ours["frames"] - 1) // 4 + 1,)
+    return (1, channels, *frames, SIZE["height"] // 8, SIZE["width"] // 8)
+
+
+def as_drawn(pipeline: Any, noise: torch.Tensor) -> torch.Tensor:
+    return noise
+
+
+VIDEO = {"num_frames": 5, "guidance_scale": 5.0}
+WAN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "from text": ({}, VIDEO, {"frames": 5, "guidance": 5.0}),
+    "from an image": (
+        {"image": True, "embeds": 1},
+        {**VIDEO, "image": image(0)},
+        {"frames": 5, "guidance": 5.0, "images": [image(0)]},
+    ),
+    "from two images": (
+        {"image": True, "embeds": 2},
+        {**VIDEO, "image": image(0), "last_image": image(1)},
+        {"frames": 5, "guidance": 5.0, "images": [image(0)], "last_image": image(1)},
+    ),
+    "two experts": (
+        {"experts": 2},
+        {**VIDEO, "guidance_scale_2": 3.0},
+        {"frames": 5, "guidance": 5.0, "guidance_2": 3.0},
+    ),
+    "from an image, with times of tokens": (
+        {"image": True, "token_times": True},
+        {**VIDEO, "image": image(0)},
+        {"frames": 5, "guidance": 5.0, "images": [image(0)]},
+    ),
+}
+
+
+SOME = ("from text", "from an image")
+
+
+@pytest.mark.parametrize("name", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in WAN])
+def test_wan_samples_the_pixels_of_diffusers(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
+
+    # The second is written as if ftfy were always there; the first does without it.
+    monkeypatch.setattr(pipeline_wan_i2v, "prompt_clean", pipeline_wan.prompt_clean)
+    made, theirs, ours = WAN[name]
+    sampled_alike(write_wan(tmp_path, **made), tmp_path, as_drawn, theirs, ours)
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    folder = tmp_path_factory.mktemp("wan")
+    write_wan(folder)
+    return tessera.pipeline(folder, device="cpu")
+
+
+def test_a_sample_does_not_depend_on_its_batch(wan: Pipeline) -> None:
+    options = {"frames": 5, "steps": 2, "seed": SEED, "count": 2, **SIZE}
+    alone = wan.generate(PROMPTS, **options)
+    together = wan.generate(PROMPTS, batch=4, batched_guidance=True, **options)
+    assert [(one.prompt, one.seed) for one in alone] == [
+        (text, SEED + n) for n, text in enumerate(np.repeat(PROMPTS, 2))
+    ]
+    for one, other in zip(alone, together, strict=True):
+        # Rounding differs between sizes of a batch, and may move a value over the border of a level.
+        assert np.abs(one.frames.astype(int) - other.frames.astype(int)).max() <= 1
+    assert len({one.digest for one in alone}) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"height": 40}, "--height 32 or 48"),
+        ({"frames": 4}, "--frames 1 or 5"),
+        ({"images": [image(0)]}, "from text alone"),
+        ({"guidance_2": 2.0}, "one expert"),
+        ({"true_guidance": 2.0}, "no embedded guidance"),
+        ({"solver": "eulr"}, "eulr"),
+        ({"steps": 0}, "steps"),
+        ({"step": 3}, "step"),
+    ],
+)
+def test_what_a_model_cannot_make_is_refused(wan: Pipeline, options: dict[str, Any], word: str) -> None:
+    with pytest.raises(TesseraError, match=word):
+        wan.generate("a cat", **{**SIZE, "frames": 5, "steps": 1, **options})
