@@ -15,7 +15,7 @@ from PIL import Image
 import tessera
 from tessera.core.errors import TesseraError
 from tessera.inference.diffusion.pipeline import Pipeline
-from tests.toys.sampling_folders import write_wan
+from tests.toys.sampling_folders import write_flux, write_qwen_image, write_wan
 
 SIZE = {"height": 32, "width": 48}
 SEED = 5
@@ -64,6 +64,11 @@ def as_drawn(pipeline: Any, noise: torch.Tensor) -> torch.Tensor:
     return noise
 
 
+def as_tokens(pipeline: Any, noise: torch.Tensor) -> torch.Tensor:
+    batch, channels, height, width = noise.shape
+    return pipeline._pack_latents(noise, batch, channels, height, width)  # type: ignore[no-any-return]
+
+
 VIDEO = {"num_frames": 5, "guidance_scale": 5.0}
 WAN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "from text": ({}, VIDEO, {"frames": 5, "guidance": 5.0}),
@@ -101,6 +106,34 @@ def test_wan_samples_the_pixels_of_diffusers(tmp_path: Path, name: str, monkeypa
     monkeypatch.setattr(pipeline_wan_i2v, "prompt_clean", pipeline_wan.prompt_clean)
     made, theirs, ours = WAN[name]
     sampled_alike(write_wan(tmp_path, **made), tmp_path, as_drawn, theirs, ours)
+
+
+def test_flux_samples_the_pixels_of_diffusers(tmp_path: Path) -> None:
+    pipeline = write_flux(tmp_path)
+    theirs = {"guidance_scale": 3.5, "true_cfg_scale": 2.0}
+    sampled_alike(pipeline, tmp_path, as_tokens, theirs, {"guidance": 3.5, "true_guidance": 2.0})
+
+
+@pytest.mark.slow
+def test_qwen_image_samples_the_pixels_of_diffusers(tmp_path: Path) -> None:
+    pipeline = write_qwen_image(tmp_path)
+    sampled_alike(pipeline, tmp_path, as_tokens, {"true_cfg_scale": 4.0}, {"guidance": 4.0})
+
+
+def test_a_model_edits_as_many_images_as_its_template_shows(tmp_path: Path) -> None:
+    write_qwen_image(tmp_path, edit=True)
+    with pytest.raises(TesseraError, match="2 images: this model edits 1"):
+        tessera.pipeline(tmp_path, device="cpu").generate("a cat", images=[image(0), image(1)], steps=1, **SIZE)
+
+
+def test_qwen_image_edits_as_diffusers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
+
+    pipeline = write_qwen_image(tmp_path, edit=True)
+    sizes = edit.calculate_dimensions  # references are a million pixels there, which is long on a CPU
+    monkeypatch.setattr(edit, "calculate_dimensions", lambda area, ratio: sizes(64 * 64, ratio))
+    ours = {"guidance": 4.0, "images": [image(0)], "reference_pixels": 64 * 64}
+    sampled_alike(pipeline, tmp_path, as_tokens, {"true_cfg_scale": 4.0, "image": image(0)}, ours)
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ class QwenImageConfig(JointConfig):
             patch=(1, self.patch_size, self.patch_size),
             joint=True,
             text=(TextForm(length=512, template=TEMPLATE, skip=TEMPLATE_TOKENS),),
-            edit=TextForm(length=1024, template=EDIT_TEMPLATE, skip=EDIT_TEMPLATE_TOKENS),
+            edit=TextForm(length=1024, template=EDIT_TEMPLATE, skip=EDIT_TEMPLATE_TOKENS, image="<|image_pad|>"),
             sampling=SamplingForm(
                 height=1024,
                 width=1024,
