@@ -32,8 +32,8 @@ from tessera.core.run_config import RunConfig
 from tessera.core.task import Counts, FrozenModule, FrozenPart, Losses, LossTerm, Metric, Task
 from tessera.core.types import Batch, ModelSpec, Prediction, Stream
 from tessera.models.common.noise_levels import TIMES, NoiseLevel, NoiseLevels, TimeOptions, training_target
-from tessera.models.common.pipeline_parts import VAE, PipelineFolder
-from tessera.models.common.sample_encoders import Given, SampleEncoders, latent_lengths
+from tessera.models.common.pipeline_parts import IMAGE_ENCODER, VAE, PipelineFolder
+from tessera.models.common.sample_encoders import IMAGE_EMBEDS, Given, SampleEncoders, latent_lengths
 
 LATENTS = "latents"  # the count: numbers in the latents that are trained on
 LOSS = "diffusion_loss"
@@ -186,6 +186,9 @@ class DiffusionTask(Task):
             self._empty = partial(parts.empty_caption, self.form)
         make = partial(parts.autoencoder, dtype=_DTYPES[vae.dtype], tiling=vae.tiling, slicing=vae.slicing)
         found = {VAE: FrozenPart(partial(make, meta=True), make, vae.residence)}
+        if self.form.image_embeds:
+            frames = partial(parts.frame_encoder, dtype=_DTYPES[vae.dtype])
+            found[IMAGE_ENCODER] = FrozenPart(partial(frames, meta=True), frames, vae.residence)
         for form in self.form.text:
             made = partial(parts.text_encoder, form, dtype=_DTYPES[text.dtype])
             found[form.encoder] = FrozenPart(partial(made, meta=True), made, text.residence)
@@ -278,6 +281,12 @@ class DiffusionTask(Task):
             batch = self._encoders.encode(batch, dropped)
         else:
             batch = self._features(batch, dropped)
+        if self.form.image_embeds and IMAGE_EMBEDS not in batch:
+            raise TesseraError(
+                "this model reads embeddings of given frames, and the batch has none",
+                where="data.train",
+                fix="write features again with the folder of this model, which has an image_encoder",
+            )
         device, levels = batch["clean"].device, self._drawn(batch)
         noise = self._noise(batch, device)
         clean, noise = (self._part(batch, whole.to(torch.float32)) for whole in (batch["clean"], noise))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,3 +165,43 @@ def test_online_encoding_without_a_folder_is_refused() -> None:
     config: Any = SimpleNamespace(model=SimpleNamespace(path=None))
     with pytest.raises(TesseraError, match="VAE and text encoders"):
         task.frozen_parts(config)
+
+
+def write_image_encoder(pipeline: Path) -> Any:
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    torch.manual_seed(4)
+    config = CLIPVisionConfig(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    model = CLIPVisionModel(config).eval()
+    model.save_pretrained(pipeline / "image_encoder")
+    index = json.loads((pipeline / "model_index.json").read_text())
+    index["image_encoder"] = ["transformers", "CLIPVisionModel"]
+    (pipeline / "model_index.json").write_text(json.dumps(index))
+    return model
+
+
+def test_given_frames_are_embedded_as_clip_does(folder: Path, tmp_path: Path) -> None:
+    from PIL import Image
+    from transformers import CLIPImageProcessor
+
+    pipeline = shutil.copytree(folder, tmp_path / "pipeline")
+    model = write_image_encoder(pipeline)
+    form = replace(FORM, condition="mask_channels", image_embeds=True)
+    batch, videos, _ = media_batch(form)
+    made = online_task(pipeline, form, given="first_last").inputs(batch)
+    assert made.segments["image_embeds"].lengths == (10, 0, 10, 0)
+    assert made["latents"].shape[1] == form.patch_values + 4 * 8
+    prepare = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    images = [Image.fromarray(video[at].numpy()) for video in videos for at in (0, -1)]
+    with torch.no_grad():
+        pixels = prepare(images=images, return_tensors="pt").pixel_values
+        wanted = model(pixels, output_hidden_states=True).hidden_states[-2]
+        moved = model(pixels + 0.5 / 255 / 0.27, output_hidden_states=True).hidden_states[-2]
+    # Two ways to resize round to values next to each other at most.
+    assert float((made["image_embeds"] - wanted.flatten(0, 1)).abs().max()) <= 4 * float((moved - wanted).abs().max())
+    features = DiffusionTask(given="first")
+    features.bind(spec_of(form), None)
+    with pytest.raises(TesseraError, match="embeddings of given frames"):
+        features.inputs(batch.with_tensors(clean=torch.zeros(20, form.patch_values)))

@@ -17,10 +17,20 @@ from tessera.core.errors import TesseraError
 from tessera.core.generation import GenerationForm
 from tessera.core.task import FrozenModule
 from tessera.core.types import Batch, Segments
-from tessera.models.common.pipeline_parts import VAE, Autoencoder, TextEmbedding, TextEncoder, VaeForm, joined
+from tessera.models.common.pipeline_parts import (
+    IMAGE_ENCODER,
+    VAE,
+    Autoencoder,
+    FrameEncoder,
+    TextEmbedding,
+    TextEncoder,
+    VaeForm,
+    joined,
+)
 
 # Which frames of a video are given to a model that continues images: none, the first, or the first and the last.
 Given = Literal["none", "first", "first_last"]
+IMAGE_EMBEDS = "image_embeds"
 CHANNELS = ("mask_channels", "channels", "channels_mask")  # the conditions that are channels beside noisy latents
 
 
@@ -48,6 +58,8 @@ class SampleEncoders:
     def encode(self, batch: Batch, dropped: Collection[int]) -> Batch:
         """Return the batch with features; samples whose numbers are in `dropped` get the empty caption."""
         batch = self._with_text(batch, dropped)
+        if self.form.image_embeds and self.given != "none":
+            batch = self._with_image_embeds(batch)
         with self.parts[VAE].use() as vae:
             assert isinstance(vae, Autoencoder)
             return self._with_latents(batch, vae)
@@ -76,6 +88,19 @@ class SampleEncoders:
             by_number = {number: [one] for number, one in zip(numbers, conditions, strict=True)}
             found["condition"] = _joined_rows(by_number, sizes, width, clean.device)
         return batch.with_tensors(**found)
+
+    def _with_image_embeds(self, batch: Batch) -> Batch:
+        shapes = batch.shapes["frames"]
+        videos = _split(batch["frames"], [shape for shape in shapes if shape[0]])
+        chosen = (0,) if self.given == "first" else (0, -1)
+        with self.parts[IMAGE_ENCODER].use() as encoder:
+            assert isinstance(encoder, FrameEncoder)
+            found = encoder.encode([video[at] for video in videos for at in chosen])
+        if not found:
+            return batch
+        lengths = [len(chosen) * len(found[0]) if shape[0] else 0 for shape in shapes]
+        segments = {**batch.segments, IMAGE_EMBEDS: Segments.of(lengths).to(batch["frames"].device)}
+        return replace(batch.with_tensors(**{IMAGE_EMBEDS: torch.cat(found)}), segments=segments)
 
     # ------------------------------------------------------------------------------------------ captions
 
