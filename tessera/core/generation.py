@@ -104,6 +104,12 @@ class GenerationForm:
     table: int = 0  # rows and columns of a table of positions
 
     @property
+    def zeros_to(self) -> int:
+        """Return up to how many embeddings of text zeros follow those of a caption; 0: none do."""
+        only = self.text[0] if len(self.text) == 1 else TextForm()
+        return only.length if only.padding == "zeros" else 0
+
+    @property
     def patch_values(self) -> int:
         """Return the numbers in one token of latents."""
         frames, rows, columns = self.patch

@@ -207,7 +207,10 @@ class Shard:
             if at % length == 0:  # the first segment of a row is its sample, what follows is padding
                 id = next(ids)
                 if batch.shapes["frames"][number][0]:
-                    self._append(id, _grids(batch, number), {name: some[number] for name, some in parts.items()})
+                    features = {name: some[number] for name, some in parts.items()}
+                    if encoders.form.zeros_to:  # which are most of the text, and are put back when it is read
+                        features["text"] = features["text"][: _last_row(features["text"])]
+                    self._append(id, _grids(batch, number), features)
             at += elements
 
     def _append(self, id: str, grids: Sequence[Sequence[int]], features: Mapping[str, Tensor]) -> None:
@@ -220,6 +223,12 @@ class Shard:
         """Write the shard beside its name, and give it its name when it is on the disk."""
         about = {KEY: key, SAMPLES: self.samples, PROBLEMS: self.problems}
         _publish(file, save(self.tensors, {ABOUT: json.dumps(about)}))
+
+
+def _last_row(text: Tensor) -> int:
+    """Return the number of rows up to the last one that is not zero."""
+    rows = text.any(1).nonzero()
+    return int(rows[-1]) + 1 if len(rows) else 0
 
 
 def _lengths(batch: Batch, name: str, encoders: SampleEncoders) -> list[int]:

@@ -100,6 +100,14 @@ def stored_ids(folder: Path) -> list[str]:
     return found
 
 
+def stored_shapes(folder: Path) -> list[tuple[str, list[int]]]:
+    found = []
+    for file in sorted(folder.glob("shard-*.safetensors")):
+        with safe_open(file, framework="pt") as shard:
+            found += [(name, shard.get_slice(name).get_shape()) for name in shard.keys()]  # noqa: SIM118
+    return found
+
+
 def test_features_are_written_in_the_order_of_the_data(features: Path) -> None:
     assert stored_ids(features) == [f"s{number}" for number in range(9)]
     assert sorted(path.name for path in features.iterdir()) == [
@@ -111,13 +119,17 @@ def test_features_are_written_in_the_order_of_the_data(features: Path) -> None:
     assert set(manifest["facts"]["components"]) == {"vae", "text_encoder"}
 
 
-def test_training_on_features_equals_training_on_media(world: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("padding", ["none", "zeros"])
+def test_training_on_features_equals_training_on_media(world: Path, tmp_path: Path, padding: str) -> None:
     """The same rows, seeds and losses; encoders that see other samples beside a sample round otherwise."""
-    media, folder = recipe(world), tmp_path / "features"
+    model = {**recipe(world)["model"], "config": {"padding": padding}}
+    media, folder = recipe(world, model=model), tmp_path / "features"
     media["data"]["train"] = str(world / "set" / "good.jsonl")
     write_features(media, folder)
+    texts = [shape[0] for name, shape in stored_shapes(folder) if name.endswith(".text")]
+    assert max(texts) < 8  # zeros that follow a caption are not stored
     online = tessera.train({**media, "out": str(tmp_path / "a")})
-    offline = tessera.train({**recipe(world, folder), "out": str(tmp_path / "b")})
+    offline = tessera.train({**recipe(world, folder, model=model), "out": str(tmp_path / "b")})
     losses = [[row["loss"] for row in run.metrics if row["kind"] == "train"] for run in (online, offline)]
     assert len(losses[0]) == 3
     assert torch.allclose(*(torch.tensor(some) for some in losses), rtol=1e-5)

@@ -308,10 +308,12 @@ class GenerationProcessor:
                 f"{self.form.patch_values} numbers: {self.form.channels} channels in patches of {self.form.patch}",
                 fix="make the features with the VAE of this model: tessera data features",
             )
-        return {**self._sequence_counts(text[0], stored.grids), "images": 0, "frames": 0}
+        whole = max(text[0], self.form.zeros_to)
+        return {**self._sequence_counts(whole, stored.grids), "images": 0, "frames": 0}
 
     def _encode_stored(self, id: str, stored: StoredSample, found: Mapping[str, Tensor]) -> EncodedMedia:
-        counts = self._stored_counts(stored)
+        counts, text = self._stored_counts(stored), found["text"]
+        found = {**found, "text": torch.cat([text, text.new_zeros(counts["text"] - len(text), text.shape[1])])}
         return EncodedMedia(
             id, counts["tokens"], stored.grids[0], counts["text"], dict(found), stored.grids[1:], counts
         )

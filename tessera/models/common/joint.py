@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil, sqrt
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +19,6 @@ from tessera.core.types import (
     ModelPlan,
     ModelSpec,
     PipelineUnit,
-    Processor,
     Segments,
     StageActivation,
     Stream,
@@ -29,6 +27,7 @@ from tessera.core.types import (
 )
 from tessera.core.weightmap import ColumnsByHead, Rule, WeightMap
 from tessera.models.common.diffusers_config import DiffusersConfig
+from tessera.models.common.family import generation_processor
 from tessera.nn.joint_transformer import CARRY, TIME_FEATURES, JointTransformer, TransformerShape
 
 # Latents and text are made by the task, on the device, from whole samples; their indices tell it which of them a rank
@@ -78,19 +77,12 @@ def joint_family(
         flops=_flops,
         example=_example,
         presets=presets,
-        processor=_processor,
+        processor=generation_processor(config.generation),
         task="diffusion",
         needs_processor_files=False,
         hf_types=(config.class_name,),
         generation=config.generation,
     )
-
-
-def _processor(config: JointConfig, folder: Path, **options: Any) -> Processor:
-    # Imported when first used: a model alone needs no tokenizer and no image library.
-    from tessera.models.common.generation_processor import GenerationProcessor
-
-    return GenerationProcessor.load(config.generation(), folder, **options)
 
 
 def _build(config: JointConfig) -> JointTransformer:

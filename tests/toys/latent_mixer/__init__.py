@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -16,10 +18,12 @@ class MixerConfig(Section):
     text: int = 16
     width: int = 32
     joint: bool = False
+    padding: Literal["none", "zeros"] = "none"
 
 
 def form_of(config: MixerConfig) -> GenerationForm:
-    return GenerationForm(config.channels, (1, 2, 2), config.joint, text=(TextForm(length=8),))
+    text = TextForm(length=8, padding=config.padding)
+    return GenerationForm(config.channels, (1, 2, 2), config.joint, text=(text,))
 
 
 class Mixer(nn.Module):
