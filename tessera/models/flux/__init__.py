@@ -10,6 +10,16 @@ from tessera.models.common.joint import CONDITIONS, double_rules, joint_family, 
 from tessera.models.flux.config import FluxConfig
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart": {
+        "in_channels": 16,
+        "num_layers": 2,
+        "num_single_layers": 4,
+        "attention_head_dim": 32,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 64,
+        "pooled_projection_dim": 64,
+        "axes_dims_rope": (8, 12, 12),
+    },
     "dev": {"guidance_embeds": True},  # also Kontext
     "schnell": {},
     "fill": {"guidance_embeds": True, "in_channels": 384, "out_channels": 64},

@@ -10,6 +10,15 @@ from tessera.models.common.joint import CONDITIONS, DOUBLE_ATTENTION, double_rul
 from tessera.models.qwen_image.config import QwenImageConfig
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart": {
+        "in_channels": 16,
+        "out_channels": 4,
+        "num_layers": 4,
+        "attention_head_dim": 32,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 64,
+        "axes_dims_rope": (8, 12, 12),
+    },
     "20b": {},  # also Edit and Edit-2509
     "edit-2511-20b": {"zero_cond_t": True},
     "layered-20b": {"use_additional_t_cond": True, "use_layer3d_rope": True},

@@ -10,6 +10,20 @@ from tessera.models.common.joint import CONDITIONS, double_rules, joint_family, 
 from tessera.models.sd3.config import SD3Config
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart": {
+        "sample_size": 32,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 4,
+        "attention_head_dim": 32,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 64,
+        "caption_projection_dim": 128,
+        "pooled_projection_dim": 64,
+        "pos_embed_max_size": 64,
+        "dual_attention_layers": (0, 1),
+        "qk_norm": "rms_norm",
+    },
     "3-medium": {
         "num_layers": 24,
         "num_attention_heads": 24,
