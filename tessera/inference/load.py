@@ -23,6 +23,7 @@ from tessera.core.dist import environment_ranks, rank_on_machine
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.layouts import DiffusersFolder, folder_layout
 from tessera.core.modules import computed_buffers, put_back_buffers
+from tessera.core.pattern import matches
 from tessera.core.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
 from tessera.core.trust import Trust, check_trusted, find_code, model_code
 from tessera.core.types import Batch, LanguageProcessor, ModelPlan, ModelSpec, Processor, Sample
@@ -224,7 +225,7 @@ def load(
         add_adapters(whole, adapters, quantized=section.lora.quantize is not None)
     run: Callable[..., Any] | None = None
     if parallel is None:
-        module = allocated(whole, where, kind)
+        module = allocated(whole, where, kind, spec.main.plan(config).float32)
     else:
         plan = spec.main.plan(config)
         module, run = _over_ranks(whole, with_adapters(plan) if adapters else plan, parallel, where, kind)
@@ -326,10 +327,15 @@ def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
     return kept if kept.is_dir() else settings.model.tokenizer or side_folder(settings.model.path)
 
 
-def allocated(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Return a model from the meta device with memory for its weights, which are to be filled."""
+def allocated(module: nn.Module, device: torch.device, dtype: torch.dtype, float32: Sequence[str] = ()) -> nn.Module:
+    """Return a model from the meta device with memory for its weights, which are to be filled. `float32`: patterns of
+    modules that keep this type, as the plan of a family names them."""
     buffers = computed_buffers(module)
-    allocate(module.to(dtype), device)
+    module.to(dtype)
+    for path, part in module.named_modules():
+        if any(matches(pattern, path) for pattern in float32):
+            part.float()
+    allocate(module, device)
     put_back_buffers(module, buffers)
     return module.eval()
 

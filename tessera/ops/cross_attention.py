@@ -31,9 +31,10 @@ def packed_cross_attention(
 ) -> Tensor:
     """Return attention [T, H, D] of segment i of `q` [T, H, D] to segment i of `k`, `v` [L, H, D]."""
     assert q_segments.bounds.shape == k_segments.bounds.shape, "queries and keys have segments of the same samples"
-    if q.shape[0] == 0 or k.shape[0] == 0:
-        # Products with nothing keep every input in the graph: ranks that wait for gradients get zeros.
-        return q * 0 + (k.sum() + v.sum()) * 0
+    lengths = zip(q_segments.lengths, k_segments.lengths, strict=True)
+    if q.shape[0] == 0 or k.shape[0] == 0 or (q_segments.lengths and not any(a and b for a, b in lengths)):
+        # A rank may have nothing but padding. Its keys stay in the graph, because others wait for their gradients.
+        return q * 0 + k[:0].sum() + v[:0].sum()
     run = PACKED_CROSS_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
     out: Tensor = run(q, k, v, q_segments, k_segments, q.shape[-1] ** -0.5 if scale is None else scale)
     return out

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from generation import of_dtype
 from generation_families import GENERATION
 from parity import randomize, same_weights
 from torch import nn
@@ -20,6 +21,7 @@ from tessera.core.run_config import ModelSection
 from tessera.core.weightmap import WeightMap
 from tessera.models import resolve
 from tessera.models.wan import SPEC
+from tests.close import assert_as_close
 
 WAN = GENERATION["wan"]
 ORIGINALS: dict[str, dict[str, Any]] = {
@@ -94,6 +96,25 @@ def test_a_pipeline_is_a_model_and_so_is_its_second_expert(tmp_path: Path) -> No
         loaded, _ = tessera.load(path, device="cpu")
         assert loaded.config == config
         same_weights(loaded.module, model)
+
+
+def test_a_model_in_half_precision_keeps_what_is_published_in_float32(tmp_path: Path) -> None:
+    config, model = drawn("text")
+    save_folder(tmp_path / "m", model_tensors(model), SPEC.main.weight_map(config), config.to_hf())
+    loaded, _ = tessera.load(tmp_path / "m", device="cpu", dtype="bfloat16")
+    theirs = WAN.reference(config).from_pretrained(tmp_path / "m", torch_dtype=torch.bfloat16, use_safetensors=True)
+    expected = {name: p.dtype for name, p in theirs.named_parameters()}
+    names = SPEC.main.weight_map(config).to_foreign(dict(loaded.module.named_parameters()))
+    assert {name: tensor.dtype for name, tensor in names.items()} == expected
+    batch = of_dtype(WAN.batch(config, torch.Generator().manual_seed(1)), torch.bfloat16)
+    with torch.no_grad():
+        ours = loaded.module(batch).latents[WAN.trained(batch)]
+        assert ours.dtype == torch.bfloat16
+        peers = torch.cat(WAN.outputs(theirs, config, batch))
+        exact = torch.cat(
+            WAN.outputs(WAN.reference(config).from_pretrained(tmp_path / "m"), config, of_dtype(batch, torch.float32))
+        )
+    assert_as_close(ours, peers, exact.double())
 
 
 @pytest.mark.parametrize(

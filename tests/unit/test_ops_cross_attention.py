@@ -74,6 +74,16 @@ def test_samples_attend_to_their_own_keys_and_to_nothing_without_keys(implementa
     assert not nothing.any()
 
 
+@pytest.mark.parametrize("lengths", [([3, 4], [5, 0]), ([0, 7], [5, 0]), ([7], [0])], ids=str)
+def test_keys_that_nobody_attends_to_have_a_gradient_of_zeros(lengths: tuple[list[int], list[int]]) -> None:
+    """Ranks wait for each other's gradients: one that has padding alone must not leave any out."""
+    out, *grads = results(packed_cross_attention, lengths, torch.float32)
+    assert not out[-4:].any()
+    assert all(grad is not None for grad in grads)
+    if not lengths[0][0]:
+        assert not any(grad.any() for grad in grads)
+
+
 def test_the_fused_operator_describes_its_results_to_the_compiler() -> None:
     q, k = torch.randn(6, 2, 8, device="meta"), torch.randn(4, 2, 8, device="meta")
     bounds = torch.zeros(3, dtype=torch.int32, device="meta")
