@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
+from tessera.core.types import Batch, Segments
 from tessera.models import resolve
 from tessera.models.qwen_image.config import QwenImageConfig
 
@@ -56,3 +58,15 @@ def test_what_a_model_reads_and_predicts_follows_from_its_configuration() -> Non
     assert edit.positions == "centered"
     assert edit.edit.template.count("<|image_pad|>") == 1
     assert form("qwen_image", "layered-20b").positions == "layered"
+
+
+def test_work_of_samples_adds_up_to_that_of_their_batch_and_a_token_more_costs_little() -> None:
+    spec, config = resolve(ModelSection(family="sd3", preset="quickstart"))
+    assert spec.work is not None
+    assert spec.flops is not None
+    lengths, text = [40, 17, 3], [9, 4, 0]
+    batch = Batch({}, {"latents": Segments.of(lengths), "text": Segments.of(text)})
+    measures = {"tokens": np.array(lengths), "text": np.array(text), "samples": np.ones(3)}
+    assert spec.work(config, measures)["latents"].sum() == pytest.approx(spec.flops(config, batch))
+    one = {"tokens": np.array([1]), "text": np.array([0]), "samples": np.array([0])}  # a token of padding
+    assert spec.work(config, one)["latents"][0] < spec.flops(config, batch) / sum(lengths)

@@ -8,6 +8,7 @@ from math import ceil, sqrt
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from tessera.core.types import (
     Training,
 )
 from tessera.core.weightmap import ColumnsByHead, Rule, WeightMap
+from tessera.models.common.costs import Measures
 from tessera.models.common.diffusers_config import DiffusersConfig
 from tessera.models.common.family import generation_processor
 from tessera.nn.joint_transformer import CARRY, TIME_FEATURES, JointTransformer, TransformerShape
@@ -75,6 +77,7 @@ def joint_family(
         config=config,
         components={"model": Component(_build, _plan, {"hf": weights})},
         flops=_flops,
+        work=_work,
         example=_example,
         presets=presets,
         processor=generation_processor(config.generation),
@@ -95,6 +98,10 @@ def _plan(config: JointConfig) -> ModelPlan:
 
 def _flops(config: JointConfig, batch: Batch, training: Training = MappingProxyType({})) -> float:
     return joint_flops(config.shape, batch, training)
+
+
+def _work(config: JointConfig, measures: Measures, training: Training = MappingProxyType({})) -> dict[str, np.ndarray]:
+    return joint_work(config.shape, measures, training)
 
 
 def _example(config: JointConfig, tokens: int) -> Batch:
@@ -232,36 +239,40 @@ def plain_rules(pairs: tuple[tuple[str, str], ...]) -> list[Rule]:
 # ---------------------------------------------------------------------------------------------- costs
 
 
-def joint_flops(shape: TransformerShape, batch: Batch, training: Training) -> float:
-    """Return the FLOPs of one forward and backward pass over a batch that is still on the host."""
+def joint_work(shape: TransformerShape, measures: Measures, training: Training) -> dict[str, np.ndarray]:
+    """Return the FLOPs of one forward and backward pass for each sample."""
     double, single, first, last = (training.get(part, FULL) for part in ("blocks", "single_blocks", "embed", "head"))
-    lengths, size = batch.segments["latents"].lengths, shape.block.hidden
-    text, latents = batch["text_index"].shape[0], batch["latent_index"].shape[0]
-    samples = batch["timesteps"].shape[0] if "timesteps" in batch else len(lengths)
-    conditions = 2 * samples if shape.reference_time else samples
-    attention = 4 * size * sum(length**2 for length in lengths)
+    tokens, text, samples = (measures[name].astype(np.float64) for name in ("tokens", "text", "samples"))
+    latents, size = tokens - text, shape.block.hidden
+    conditions = samples * (2 if shape.reference_time else 1)
+    attention = 4 * size * tokens**2
     layer, closing = _layer_weights(shape), sum(shape.rest(number) != "computed" for number in range(shape.double))
-    per_double = (latents + text) * layer + conditions * 12 * size**2
-    doubles = shape.double * per_double - closing * text * (layer - 3 * size**2)
+    doubles = shape.double * (tokens * layer + conditions * 12 * size**2)
+    doubles = doubles - closing * text * (layer - 3 * size**2)
     if shape.last_rest == "absent":
-        doubles -= closing * conditions * 4 * size**2
-    alone = 0.0
-    if shape.dual_blocks:
-        doubles += len(shape.dual_blocks) * (latents * 4 + conditions * 3) * size**2
-        texts = batch.segments["text"].lengths
-        alone = 4 * size * sum((a - b) ** 2 for a, b in zip(lengths, texts, strict=True))
-    times = TIME_FEATURES * (2 if shape.guidance else 1) + shape.pooled_width
+        doubles = doubles - closing * conditions * 4 * size**2
+    duals = len(shape.dual_blocks)
+    doubles = doubles + duals * (latents * 4 + conditions * 3) * size**2
+    times = TIME_FEATURES * (1 + shape.guidance) + shape.pooled_width
     squares = 1 + shape.guidance + bool(shape.pooled_width)
-    return (
+    total: np.ndarray = (
         double.weights * 2 * doubles
-        + double.attention * (shape.double * attention + len(shape.dual_blocks) * alone)
-        + single.weights * 2 * shape.single * ((latents + text) * layer + conditions * 3 * size**2)
+        + double.attention * (shape.double * attention + duals * 4 * size * latents**2)
+        + single.weights * 2 * shape.single * (tokens * layer + conditions * 3 * size**2)
         + single.attention * shape.single * attention
         # Latents, text and times have no gradient, so their first product is computed once less.
         + first.first * 2 * size * (latents * shape.latent_values + text * shape.text_width + conditions * times)
         + first.weights * 2 * conditions * squares * size**2
         + last.weights * 2 * size * (latents * shape.out_values + conditions * 2 * size)
     )
+    return {"latents": total}
+
+
+def joint_flops(shape: TransformerShape, batch: Batch, training: Training) -> float:
+    """Return the FLOPs of a whole batch, which is still on the host."""
+    lengths = np.array(batch.segments["latents"].lengths)
+    measures = {"tokens": lengths, "text": np.array(batch.segments["text"].lengths), "samples": np.ones_like(lengths)}
+    return float(joint_work(shape, measures, training)["latents"].sum())
 
 
 def _layer_weights(shape: TransformerShape) -> int:
