@@ -20,6 +20,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.core.weightmap import WeightMap
 from tessera.models import resolve
+from tessera.models.common.side_files import side_files
 from tessera.models.wan import SPEC
 from tests.close import assert_as_close
 
@@ -139,3 +140,17 @@ def test_names_of_both_forms_differ_wherever_a_folder_is_told_by_them() -> None:
         "time_embedding."
     )
     assert not any(both[0].rule_for(name) is None for name, _ in SPEC.main.build(config).named_parameters())
+
+
+def test_the_length_of_captions_is_the_recipes_and_in_no_file() -> None:
+    section = ModelSection(family="wan", preset="2.1-t2v-1.3b", config={"text_length": 8})
+    spec, config = resolve(section)
+    assert spec.generation is not None
+    assert [text.length for text in spec.generation(config).text] == [8]
+    assert "text_length" not in config.to_hf()
+
+
+def test_the_index_of_a_pipeline_is_not_copied_beside_one_component_of_it(tmp_path: Path) -> None:
+    for name in ("model_index.json", "LICENSE.txt"):
+        (tmp_path / name).write_text("{}")
+    assert list(side_files(tmp_path)) == ["LICENSE.txt"]

@@ -32,8 +32,12 @@ SEAL = ".sha256.json"  # of a run's own copy: what each of its files was when th
 _OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates")
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _LEGAL = re.compile(r"(?:licen[cs]e|notice|usage_policy|use_policy)(?:[-_.].*)?", re.IGNORECASE)
-# Written anew for every export, or about weights that have changed, or about how others were trained.
-_NOT_COPIED = ("config.json", "base_config.json", "tessera_export.json", "adapter_config.json", "trainer_state.json")
+# Written anew for every export, or about weights that have changed, or about how others were trained; or the index of a
+# pipeline, of which one component is exported.
+_NOT_COPIED = (
+    *("config.json", "base_config.json", "tessera_export.json", "adapter_config.json", "trainer_state.json"),
+    "model_index.json",
+)
 _MAX_BYTES = 256 << 20
 _MAX_FILES = 200
 _log = logging.getLogger("tessera")

@@ -17,7 +17,7 @@ _LATENTS_22 = 48  # channels of the VAE of TI2V, the model whose tokens have tim
 class WanConfig(DiffusersConfig):
     class_name: ClassVar[str] = "WanTransformer3DModel"
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"qk_norm": ("rms_norm_across_heads",)}
-    own: ClassVar[tuple[str, ...]] = ("attention", "token_times")
+    own: ClassVar[tuple[str, ...]] = ("attention", "token_times", "text_length")
 
     patch_size: tuple[int, int, int] = (1, 2, 2)
     num_attention_heads: int = Field(40, gt=0, le=10**6)
@@ -38,6 +38,9 @@ class WanConfig(DiffusersConfig):
     )
     token_times: bool | None = Field(
         None, description="tokens have times of their own, so that frames can be given; default: with 48 channels"
+    )
+    text_length: int = Field(
+        512, gt=0, le=10**6, description="tokens of a caption, with the zeros behind a short one, which are attended to"
     )
 
     @property
@@ -62,7 +65,7 @@ class WanConfig(DiffusersConfig):
             channels=self.out_channels,
             patch=self.patch_size,
             # Short captions are followed by zeros, which the published models attend to.
-            text=(TextForm(length=512, padding="zeros", tidy=True),),
+            text=(TextForm(length=self.text_length, padding="zeros", tidy=True),),
             condition="replace" if times else channels,
             image_embeds=self.image_dim is not None,
             token_times=times,
