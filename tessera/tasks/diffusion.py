@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -86,8 +86,8 @@ class DiffusionOptions(TimeOptions):
 
 
 @dataclass(frozen=True)
-class _Sample:
-    """Hold one segment of the main sequence, as the host knows it."""
+class PlacedSample:
+    """Hold one segment of the main sequence, as the host knows it: what its randomness depends on."""
 
     seed: int  # of its row
     place: int  # in its row
@@ -104,8 +104,10 @@ class _Sample:
 class DiffusionTask(Task):
     """Train a generation model by flow matching, or to predict noise or v. Options: `DiffusionOptions`."""
 
+    section: ClassVar[type[DiffusionOptions]] = DiffusionOptions
+
     def __init__(self, **options: Any) -> None:
-        self.options = build(DiffusionOptions, options, "train.task_options")
+        self.options = build(self.section, options, "train.task_options")
         self._form: GenerationForm | None = None
         self._index = ""  # the tensor with the elements of the main sequence that a rank has
         self._objective: Objective = self.options.objective or "flow"
@@ -208,14 +210,14 @@ class DiffusionTask(Task):
             found[f"{LATENTS}_{band}"] = (trained & (level == number)).sum() * values
         return found
 
-    def _samples(self, batch: Batch) -> list[_Sample]:
+    def _samples(self, batch: Batch) -> list[PlacedSample]:
         """Return the segments of the main sequence: rows of one length follow each other."""
         lengths, latents = batch.segments["latents"].lengths, latent_lengths(batch, self.form)
         row = max(1, sum(lengths) // max(1, len(batch.seeds)))
         found, at, places = [], 0, [0] * len(batch.seeds)
         for length, own in zip(lengths, latents, strict=True):
             number = min(at // row, len(places) - 1)
-            found.append(_Sample(batch.seeds[number], places[number], own))
+            found.append(PlacedSample(batch.seeds[number], places[number], own))
             places[number] += 1
             at += length
         return found
@@ -306,6 +308,7 @@ class DiffusionTask(Task):
             "target": training_target(self._objective, clean, noise, clean_share, noise_share),
             "token_weights": weight.squeeze(1) * trained,
             "trained_here": trained,
+            "sample_of_latents": self._sample_of_latents(batch),
             "noise_band": self._level_of_latents(batch, [_band(one) for one in levels]),
         }
         if self.form.token_times and self.options.given != "none":  # given frames have a time of zero, the last entry

@@ -12,7 +12,7 @@ preference a question with a better and a worse answer, in one of these spelling
     {"messages": [messages], "chosen": {"role": "assistant", ...} or "better", "rejected": ...}
     {"conversations": [turns], "chosen": {"from": "gpt", "value": "better"}, "rejected": ...}, with images or image
     {"instruction": "ask", "input": "about", "chosen": "better", "rejected": "worse"}
-generation a caption with the image or video it describes, in one of these spellings:
+generation a caption with the image or video it describes, or with a better and a worse one, in one of these spellings:
     {"path": "a.mp4", "cap": "a caption", or ["a caption", another, ...], of which the first counts}
     {"image": "a.jpg" or "video": "a.mp4", "text", "caption" or "prompt": "a caption", "references": ["to edit.jpg"]}
     {"messages": [{"role": "user", ... text and images to edit}, {"role": "assistant", ... one image or video}]}
@@ -229,14 +229,24 @@ def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
         _fail(f"no caption under {' or '.join(repr(key) for key in names.text)}")
     wanted = [Part(kind, value) for kind in ("image", "video") for value in _listed(record, names.media[kind])]
     if not wanted and _has(record, names.path):
-        value = _value(record[names.path], names.path)
-        kind = media_kind(value) if isinstance(value, str) else None
-        if kind == "audio":
-            _fail(f"{names.path}: an image or a video is expected, got {value!r:.80}")
-        wanted = [Part(kind or "video", value)]  # without a suffix: a folder of frames
+        wanted = [_media_at(record, names.path)]
     references = tuple(Part("image", value) for value in _listed(record, (names.references,)))
     asked = Message("user", (*references, Part("text", _text(caption))))
+    if not wanted and _has(record, names.chosen) and _has(record, names.rejected):
+        answers = [(role, _media_at(record, key)) for role, key in ((CHOSEN, names.chosen), (REJECTED, names.rejected))]
+        for _, answer in answers:
+            _checked_pair((asked, Message("assistant", (answer,))))
+        return (asked, *(Message(role, (answer,)) for role, answer in answers))
     return _checked_pair((asked, Message("assistant", tuple(wanted))))
+
+
+def _media_at(record: Mapping[str, Any], key: str) -> Part:
+    """Return the image or video that a key names by its path."""
+    value = _value(record[key], key)
+    kind = media_kind(value) if isinstance(value, str) else None
+    if kind == "audio":
+        _fail(f"{key}: an image or a video is expected, got {value!r:.80}")
+    return Part(kind or "video", value)  # without a suffix: a folder of frames
 
 
 def _checked_pair(messages: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -32,6 +32,7 @@ from tessera.data.captions import CaptionEncoder
 from tessera.data.media.images import to_rgb
 from tessera.data.media.stored import StoredSample
 from tessera.data.media.video_frames import VideoSampling
+from tessera.data.sources.formats import CHOSEN
 from tessera.models.common.feature_facts import component_hashes, form_facts
 from tessera.models.common.media_layout import media_size
 from tessera.models.common.pipeline_parts import VAE, VaeForm
@@ -83,6 +84,8 @@ class CaptionedSample:
 
     @staticmethod
     def of(sample: Sample) -> CaptionedSample:
+        if any(message.role == CHOSEN for message in sample.messages):
+            raise TesseraError("a pair of images or videos: data.kind=generation_preference reads these")
         media = sample.media()
         said = [part.value for message in sample.messages for part in message.parts if part.kind == "text"]
         return CaptionedSample("".join(said).strip(), tuple(range(len(media) - 1)), media[-1])

@@ -1,0 +1,135 @@
+"""Pairs of images for one caption: how they are read, and what the preference objective makes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tessera
+from tessera.core.config import build
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import DataSection
+from tessera.core.task import FrozenModule
+from tessera.core.types import Batch, Prediction
+from tessera.data.kinds import KINDS, RowRequest
+from tessera.parallel.engine import SimpleEngine
+from tessera.tasks.diffusion_dpo import DiffusionDpoTask
+from tests.contract.test_generation_training import recipe
+from tests.toys.generation_set import CROSS, processor_of, write_image, write_jsonl
+from tests.toys.pipeline_folder import TEXT_SIZE, write_pipeline_folder
+from tests.unit.test_task_diffusion import spec_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pipeline_folder(tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pairs")
+    rows = []
+    for number in range(4):
+        for name in ("good", "bad"):
+            write_image(folder / f"{name}{number}.png", shade=20 * number + 60 * (name == "bad"))
+        rows.append({"cap": "a red square", "chosen": f"good{number}.png", "rejected": f"bad{number}.png"})
+    write_image(folder / "small.png", (16, 16))
+    rows.append({"cap": "a red square", "chosen": "good0.png", "rejected": "small.png"})
+    return write_jsonl(folder / "pairs.jsonl", rows)
+
+
+def rows_of(data: Path, pipeline: Path, kind: str = "generation_preference") -> Any:
+    values = {"kind": kind, "train": str(data), "workers": 0, "length": 24, "shuffle": False}
+    section = build(DataSection, values, "data")
+    return KINDS.get(kind)(RowRequest(section, "train", processor_of(pipeline, CROSS, max_pixels=1024), 0, None))
+
+
+def test_a_pair_is_two_segments_of_one_row_and_of_one_size(data: Path, pipeline: Path) -> None:
+    rows = rows_of(data, pipeline)
+    batch = rows.batch([0])
+    assert batch.counts["pairs"] == 3
+    assert batch.counts["samples"] == 3
+    assert batch.segments["latents"].lengths == (4,) * 6
+    ((_, why),) = rows.bad_samples
+    assert "differ in size" in why
+    with pytest.raises(TesseraError, match="generation_preference reads these"):
+        rows_of(data, pipeline, "generation")
+
+
+class Toy(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.latents = torch.nn.Linear(CROSS.patch_values, CROSS.patch_values)
+        self.text = torch.nn.Linear(TEXT_SIZE, CROSS.patch_values)
+
+    def forward(self, batch: Batch) -> Prediction:
+        dtype = self.latents.weight.dtype
+        captions = self.text(batch["text"].to(dtype)).mean(0)
+        times = (batch["timesteps"] / 1000).to(dtype)[batch["sample_index"]]
+        return Prediction((self.latents(batch["latents"].to(dtype)) + captions) * (1 + times[:, None]))
+
+
+def bound_task(pipeline: Path, reference: torch.nn.Module, **options: Any) -> DiffusionDpoTask:
+    task = DiffusionDpoTask(encoders={"text": {"dtype": "float32"}}, **options)
+    task.bind(spec_of(CROSS), None)
+    config: Any = SimpleNamespace(model=SimpleNamespace(path=pipeline))
+    loaded = {name: FrozenModule(part.load(), CPU, part.residence) for name, part in task.frozen_parts(config).items()}
+    world: Any = SimpleNamespace(device=CPU)
+    task.setup({**loaded, "reference": FrozenModule(reference, CPU, "sharded")}, world)
+    return task
+
+
+def test_any_split_gives_the_gradient_of_the_published_loss(data: Path, pipeline: Path) -> None:
+    rows, beta = rows_of(data, pipeline), 3.0
+    task = bound_task(pipeline, Toy(1), beta=beta)
+    whole = rows.batch([0, 1])
+    made = task.inputs(whole)
+    model, prior = Toy(2).double(), Toy(1).double()
+    errors = []
+    for net in (model, prior):
+        squares = (net(made).latents - made["target"].double()).square().mean(1)
+        errors.append([squares[made["sample_index"] == n].mean() for n in (0, 1, 2, 3, 4, 5, 6, 7)])
+    noise = [made["target"][made["sample_index"] == n] + made["clean"][made["sample_index"] == n] for n in (0, 1)]
+    assert torch.allclose(noise[0], noise[1], atol=1e-5)  # one noise for both
+    assert made["timesteps"][0] == made["timesteps"][1]
+    total = torch.zeros((), dtype=torch.float64)
+    for better, worse in ((0, 1), (2, 3), (4, 5), (6, 7)):
+        change = (errors[0][better] - errors[0][worse]) - (errors[1][better] - errors[1][worse]).detach()
+        total = total - F.logsigmoid(-0.5 * beta * change)
+    (total / 4).backward()
+    for split in ([whole], [rows.batch([0]), rows.batch([1])]):
+        trained = Toy(2)
+        totals = SimpleEngine(trained).step(task, split)
+        assert float(totals.loss()) == pytest.approx(float(total.detach()) / 4, rel=1e-5)
+        for parameter, wanted in zip(trained.parameters(), model.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert wanted.grad is not None
+            assert torch.allclose(parameter.grad.double(), wanted.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "targets": ["blocks.{*}.mlp"]}], ids=["whole", "lora"])
+def test_a_run_begins_where_its_reference_is(data: Path, pipeline: Path, tmp_path: Path, lora: Any) -> None:
+    made = recipe(data, pipeline, tmp_path, beta=100.0)
+    made["data"] |= {"kind": "generation_preference", "length": 24}
+    made["train"] |= {"task": "diffusion_dpo", "steps": 2}
+    made["model"]["lora"] = lora
+    run = tessera.train(made)
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line.get("kind") == "train"]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    if lora is None:
+        assert losses[1] != losses[0]
+    features = {**made, "name": "features"}
+    features["train"] = {**made["train"], "task_options": {}}
+    with pytest.raises(TesseraError, match="not as features"):
+        tessera.plan(features)
