@@ -33,7 +33,7 @@ from tessera.core.task import Counts, FrozenModule, FrozenPart, Losses, LossTerm
 from tessera.core.types import Batch, ModelSpec, Prediction, Stream
 from tessera.models.common.noise_levels import TIMES, NoiseLevel, NoiseLevels, TimeOptions, training_target
 from tessera.models.common.pipeline_parts import IMAGE_ENCODER, VAE, PipelineFolder
-from tessera.models.common.sample_encoders import IMAGE_EMBEDS, Given, SampleEncoders, latent_lengths
+from tessera.models.common.sample_encoders import IMAGE_EMBEDS, Given, SampleEncoders, latent_lengths, without_captions
 
 LATENTS = "latents"  # the count: numbers in the latents that are trained on
 LOSS = "diffusion_loss"
@@ -74,7 +74,7 @@ class DiffusionOptions(TimeOptions):
         ge=0,
         le=1,
         description="share of samples without their caption, for classifier-free guidance: they get the empty caption, "
-        "or zeros where features are read",
+        "or zeros where features have none",
     )
     given: Given = Field(
         "none", description="frames of a video that the model is given: none, the first, or the first and the last"
@@ -343,16 +343,7 @@ class DiffusionTask(Task):
                 fix="write features with the VAE that belongs to this model",
             )
         batch = batch.with_tensors(**{name: self._spread(batch, name) for name in ("condition",) if name in batch})
-        if not dropped:
-            return batch
-        changed = {}
-        for name in ("text", "pooled"):
-            if name in batch:
-                lengths = batch.segments["text"].lengths if name == "text" else (1,) * len(batch[name])
-                kept = torch.tensor([number not in dropped for number in range(len(lengths))])
-                rows = kept.repeat_interleave(torch.tensor(lengths)).to(batch[name].device, non_blocking=True)
-                changed[name] = batch[name] * rows.unsqueeze(1)
-        return batch.with_tensors(**changed)
+        return without_captions(batch, dropped) if dropped else batch
 
     def _spread(self, batch: Batch, name: str) -> Tensor:
         """Return features of samples as features of all latent tokens: padding has zeros."""

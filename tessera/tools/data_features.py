@@ -32,9 +32,10 @@ from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import RowReader
 from tessera.data.media.stored import ABOUT, KEY
 from tessera.data.order.packed_rows import PackedRows
-from tessera.data.sources.features import MANIFEST, PROBLEMS, SAMPLES, FeatureManifest, key_of, shard_content
+from tessera.data.sources.features import EMPTY, MANIFEST, PROBLEMS, SAMPLES, FeatureManifest, key_of, shard_content
 from tessera.models.common.feature_facts import component_hashes, form_facts
 from tessera.models.common.generation_processor import GenerationProcessor
+from tessera.models.common.pipeline_parts import PipelineFolder, TextEncoder, joined
 from tessera.models.common.sample_encoders import SampleEncoders, latent_lengths
 from tessera.tasks.diffusion import DiffusionTask
 from tessera.training.build import build_processor
@@ -94,6 +95,8 @@ def write_features(
     facts |= {"shard": shard}
     _keep_plan(folder, facts)
     key, starts = key_of(facts), range(0, len(rows), shard)
+    if rank == 0 and not (folder / EMPTY).is_file():
+        _publish(folder / EMPTY, save(_empty_caption(encoders, device), {ABOUT: json.dumps({KEY: key})}))
     own = {number: _kept(folder / shard_name(number), key) for number in range(rank, len(starts), ranks)}
     done = Features(folder, len(starts), bad=list(rows.bad_samples), bad_count=rows.bad_count)
     progress = Progress(f"features in {folder.name}", sum(len(_rows(starts, number, rows)) for number in own))
@@ -184,7 +187,24 @@ def _prepare(
         "data": rows.index.identity,
         "length": rows.length,
     }
-    return SampleEncoders(form, parts, task.options.given), rows, facts
+    where = chosen.folder or config.model.path
+    assert where is not None, "the task has found its encoders there"
+    empty = PipelineFolder(where).empty_caption(form)
+    return SampleEncoders(form, parts, task.options.given, empty), rows, facts
+
+
+@torch.no_grad()
+def _empty_caption(encoders: SampleEncoders, device: torch.device) -> dict[str, Tensor]:
+    """Return the embeddings of the empty caption by all text encoders together."""
+    found = []
+    for form, ids in zip(encoders.form.text, encoders.empty, strict=True):
+        with encoders.parts[form.encoder].use() as encoder:
+            assert isinstance(encoder, TextEncoder)
+            found += encoder.encode([torch.tensor(ids, dtype=torch.int64, device=device)])
+    whole = joined(encoders.form.text, found)
+    pooled = None if whole.pooled is None else whole.pooled.unsqueeze(0)
+    parts = {"text": whole.tokens, "pooled": pooled}
+    return {name: some.cpu().contiguous() for name, some in parts.items() if some is not None}
 
 
 @dataclass
@@ -302,8 +322,8 @@ def _finish(folder: Path, facts: Mapping[str, Any], shards: int) -> int:
     """Write the manifest when all shards are there, and return how many are missing."""
     files = [folder / shard_name(number) for number in range(shards)]
     missing = sum(not file.is_file() for file in files)
-    if missing:
-        return missing
+    if missing or not (folder / EMPTY).is_file():
+        return max(1, missing)
     key = key_of(facts)
     listed = [(file.name, file.stat().st_size, len(shard_content(file, key)[0])) for file in files]
     _publish(folder / MANIFEST, FeatureManifest(key, facts, tuple(listed)).text().encode())

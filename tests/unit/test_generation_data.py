@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,8 @@ def test_images_to_edit_come_from_a_key_or_from_the_turn_of_the_user(tmp_path: P
     assert [asked(one) for one in samples_of(made)] == [("red", ["a.png", "b.png"], "image", "c.png")] * 2
     with pytest.raises(TesseraError, match="edits no images, and the sample has 2 to edit"):
         rows_of(processor_of(pipeline), path)
+    with pytest.raises(TesseraError, match="reads the images to edit, too"):
+        rows_of(processor_of(pipeline, replace(JOINT, edit=TextForm())), path)
 
 
 @pytest.mark.parametrize("form", ["csv", "tsv", "json", "parquet", "folder", "metadata", "tar"])

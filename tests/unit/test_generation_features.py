@@ -110,10 +110,8 @@ def stored_shapes(folder: Path) -> list[tuple[str, list[int]]]:
 
 def test_features_are_written_in_the_order_of_the_data(features: Path) -> None:
     assert stored_ids(features) == [f"s{number}" for number in range(9)]
-    assert sorted(path.name for path in features.iterdir()) == [
-        MANIFEST,
-        *(f"shard-{n:05d}.safetensors" for n in range(3)),
-    ]
+    shards = [f"shard-{number:05d}.safetensors" for number in range(3)]
+    assert sorted(path.name for path in features.iterdir()) == [EMPTY, MANIFEST, *shards]
     manifest = json.loads((features / MANIFEST).read_text())
     assert sum(one["samples"] for one in manifest["shards"]) == 9
     assert set(manifest["facts"]["components"]) == {"vae", "text_encoder"}
@@ -124,12 +122,15 @@ def test_training_on_features_equals_training_on_media(world: Path, tmp_path: Pa
     """The same rows, seeds and losses; encoders that see other samples beside a sample round otherwise."""
     model = {**recipe(world)["model"], "config": {"padding": padding}}
     media, folder = recipe(world, model=model), tmp_path / "features"
+    media["train"]["task_options"]["caption_dropout"] = 0.5
     media["data"]["train"] = str(world / "set" / "good.jsonl")
     write_features(media, folder)
     texts = [shape[0] for name, shape in stored_shapes(folder) if name.endswith(".text")]
     assert max(texts) < 8  # zeros that follow a caption are not stored
     online = tessera.train({**media, "out": str(tmp_path / "a")})
-    offline = tessera.train({**recipe(world, folder, model=model), "out": str(tmp_path / "b")})
+    stored = recipe(world, folder, model=model)
+    stored["train"]["task_options"]["caption_dropout"] = 0.5  # the empty caption is among the features
+    offline = tessera.train({**stored, "out": str(tmp_path / "b")})
     losses = [[row["loss"] for row in run.metrics if row["kind"] == "train"] for run in (online, offline)]
     assert len(losses[0]) == 3
     assert torch.allclose(*(torch.tensor(some) for some in losses), rtol=1e-5)

@@ -17,7 +17,7 @@ from tessera.data.kinds.chat import pack_rows
 from tessera.data.media.read import CaptionProcessor
 from tessera.data.media.stored import StoredSample
 from tessera.data.order.packed_rows import PackedRows
-from tessera.data.sources.features import MANIFEST, FeatureManifest
+from tessera.data.sources.features import MANIFEST, FeatureManifest, empty_caption
 
 log = logging.getLogger("tessera")
 COUNTS = ("samples", "tokens", "latents", "text", "trained", "images", "frames")
@@ -56,6 +56,8 @@ def build(request: RowRequest) -> RowSource:
         replace(request, section=section.model_copy(update=captioned)), processor, hole=EncodedMedia, count_names=COUNTS
     )
     if features:
+        empty = empty_caption(features[0], FeatureManifest.read(features[0]).key)
+        rows.constants = {f"empty_{name}": tensor for name, tensor in empty.items()}
         rows.hole = partial(_feature_hole, _without_elements(rows))
     cut = int(np.sum(rows.index.column("cut_captions")))
     if cut:

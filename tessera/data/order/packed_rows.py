@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Batch, Encoded, RowSource, Sample
@@ -47,6 +48,7 @@ class PackedRows(RowSource):
     timeout_s: float | None = None
     hole: Callable[[str, int], Any] = hole  # (id, length) -> what stands for a sample that could not be decoded
     count_names: Sequence[str] = COUNTS  # always reported, so that ranks agree on the names
+    constants: Mapping[str, Tensor] = field(default_factory=dict)  # further tensors of every batch
     left_out: Mapping[str, str] = field(default_factory=dict)  # samples to pass over, by name, with the reason
 
     @property
@@ -86,7 +88,7 @@ class PackedRows(RowSource):
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
         problems: list[tuple[str, str]] = []
         encoded = [[self._encode(sample, lost, note, problems) for sample in self.order.samples(row)] for row in rows]
-        batch = self.processor.collate(encoded, self.length)
+        batch = self.processor.collate(encoded, self.length).with_tensors(**self.constants)
         return replace(
             batch,
             sample_ids=tuple(item.id for row in encoded for item in row),

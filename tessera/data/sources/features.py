@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.files import check_regular, read_json_mapping
@@ -23,6 +24,7 @@ from tessera.data.media.stored import KEY, StoredSample, shard_about
 from tessera.data.sources.container import Container, RawRecord, RecordError
 
 MANIFEST = "features.json"
+EMPTY = "empty.safetensors"  # the embeddings of the empty caption, which takes the place of dropped ones
 SAMPLES = "samples"  # what a shard says of itself: the samples it holds
 PROBLEMS = "problems"  # and those that were left out of it, with the reason
 VERSION = 1
@@ -85,6 +87,19 @@ def shard_content(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tupl
             fix="make the features again: tessera data features",
         )
     return samples, problems
+
+
+def empty_caption(folder: Path, key: str) -> dict[str, Tensor]:
+    """Return `text` and `pooled` of the empty caption."""
+    file = folder / EMPTY
+    check_regular(file)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            if shard_about(opened).get(KEY) == key:
+                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise TesseraError(f"damaged features: {EMPTY} ({first_line(error)})", where=str(folder)) from None
+    raise TesseraError(f"{EMPTY} was made with another model or other options than the rest", where=str(folder))
 
 
 class FeatureFolder(Container):

@@ -11,7 +11,7 @@ from typing import Any
 
 from tessera.core.generation import GenerationForm
 from tessera.core.layouts import DiffusersFolder
-from tessera.models.common.pipeline_parts import VAE
+from tessera.models.common.pipeline_parts import IMAGE_ENCODER, VAE
 
 _BLOCK, _BLOCKS = 1 << 16, 128  # bytes, and how many of them are read of a file of weights
 
@@ -29,7 +29,9 @@ def component_hashes(folder: Path | None, form: GenerationForm) -> dict[str, str
     if folder is None or not DiffusersFolder.detect(folder):
         return {}
     layout = DiffusersFolder(folder)
-    names = [name for name in (VAE, *(text.encoder for text in form.text)) if name in layout.components()]
+    names = [
+        name for name in (VAE, IMAGE_ENCODER, *(text.encoder for text in form.text)) if name in layout.components()
+    ]
     return {
         name: weights_hash(layout.weight_files(name)) for name in names if any((folder / name).glob("*.safetensors"))
     }

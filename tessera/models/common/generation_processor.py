@@ -261,6 +261,8 @@ class GenerationProcessor:
         references = [sizes[index] for index in request.references]
         if references and not self.form.joint:
             raise TesseraError(f"this model edits no images, and the sample has {len(references)} to edit")
+        if references and self.form.edit is not None:
+            raise TesseraError("the text encoder of this model reads the images to edit, too, which training does not")
         grids = [self.grid(sizes[-1]), *(self.grid(replace(size, frames=1)) for size in references)]
         if self.form.positions == "table":
             sample_positions(self.form, 0, grids)  # raises where an image is larger than the table

@@ -139,10 +139,26 @@ def _fitted(empty: TextEmbedding, own: TextEmbedding) -> TextEmbedding:
     """Return the empty caption with as many embeddings as the sample's own has: rows are packed by their number."""
     if own.tokens is None or empty.tokens is None:
         return empty
-    tokens = torch.zeros_like(own.tokens)
-    count = min(len(tokens), len(empty.tokens))
-    tokens[:count] = empty.tokens[:count]
-    return TextEmbedding(tokens, empty.pooled)
+    return TextEmbedding(_cut_or_padded(empty.tokens, len(own.tokens)), empty.pooled)
+
+
+def without_captions(batch: Batch, dropped: Collection[int]) -> Batch:
+    """Return a batch of features in which some samples have the empty caption: its features where the batch has them
+    (`empty_text`, `empty_pooled`), and zeros otherwise."""
+    changed = {}
+    for name, lengths in (("text", list(batch.segments["text"].lengths)), ("pooled", 1)):
+        if name in batch:
+            own, empty = batch[name], batch.get(f"empty_{name}")
+            empty = own[:0] if empty is None else empty.to(own)
+            parts = list(torch.split(own, lengths))
+            for number in dropped:
+                parts[number] = _cut_or_padded(empty, len(parts[number]))
+            changed[name] = torch.cat(parts)
+    return batch.with_tensors(**changed)
+
+
+def _cut_or_padded(rows: Tensor, count: int) -> Tensor:
+    return torch.cat([rows[:count], rows.new_zeros(max(0, count - len(rows)), rows.shape[1])])
 
 
 def latent_lengths(batch: Batch, form: GenerationForm) -> list[int]:
