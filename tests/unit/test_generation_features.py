@@ -18,7 +18,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import load_config
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.order.packed_rows import PackedRows
-from tessera.data.sources.features import MANIFEST
+from tessera.data.sources.features import EMPTY, MANIFEST
 from tessera.tools.data_features import PLAN, write_features
 from tessera.training.build import build_processor
 from tessera.training.setup import build_meta_model
