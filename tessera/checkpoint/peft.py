@@ -378,9 +378,13 @@ def save_adapters(
     *,
     base: str = "",
     dropout: float = 0.0,
+    language: bool = True,
     overwrite: bool = False,
 ) -> None:
-    """Write adapters as a PEFT folder. Every rank calls this with its part of the model and all `adapters`."""
+    """Write adapters as a PEFT folder. Every rank calls this with its part of the model and all `adapters`.
+
+    `language`: whether the model is one that PEFT gives the methods of a language model.
+    """
     table = _needed(weight_map, str(folder))
     wanted = {name for path in adapters for name in factor_names(path)}
     whole = gather_on_rank0({name: tensor for name, tensor in tensors.items() if name in wanted})
@@ -392,6 +396,7 @@ def save_adapters(
             native[path] = Factors(adapter, whole[a].cpu(), whole[b].cpu())
         made = to_peft(native, table, str(folder))
         config = _config(made, _all_modules(tensors, table), base, dropout)
+        config["task_type"] = "CAUSAL_LM" if language else None
         write_file(staging / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
         sides = {
             f"{_PREFIX}{module}.{side}.weight": tensor.contiguous()
@@ -412,7 +417,6 @@ def _config(made: Mapping[str, Factors], others: Collection[str], base: str, dro
     rank, alpha = ranks.most_common(1)[0][0], alphas.most_common(1)[0][0]
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": _plain(alpha),

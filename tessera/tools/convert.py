@@ -218,7 +218,15 @@ def _from_model(
         raise TesseraError("this model has no adapters", where=str(source), fix="leave --adapters out")
     weights = model.spec.main.weight_map(model.config)
     base = "" if model.base is None else str(model.base)
-    save_adapters(target, model_tensors(model.module), model.adapters, weights, base=base, overwrite=overwrite)
+    save_adapters(
+        target,
+        model_tensors(model.module),
+        model.adapters,
+        weights,
+        base=base,
+        language=model.spec.generation is None,
+        overwrite=overwrite,
+    )
     return target
 
 

@@ -154,6 +154,7 @@ class Export(Callback):
                 spec.main.weight_map(model_config),
                 base="" if section.path is None else str(section.path),
                 dropout=section.lora.dropout,
+                language=spec.generation is None,
                 overwrite=True,
             )
             if not section.lora.merge:
