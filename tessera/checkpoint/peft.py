@@ -29,6 +29,7 @@ from tessera.core.adapters import Adapter, Adapters, factor_names, spelled_out
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.files import check_inside
+from tessera.core.layouts import detect_layout
 from tessera.core.pattern import first_matches
 from tessera.core.run_config import LoraSection, load_config
 from tessera.core.weightmap import (
@@ -168,7 +169,7 @@ def base_of(folder: Path) -> Path:
     named = _read_config(folder).get("base_model_name_or_path")
     base = Path(str(named or ""))
     for candidate in (base, folder / base):
-        if named and (candidate / "config.json").is_file():
+        if named and detect_layout(candidate) is not None:
             return candidate
     raise TesseraError(
         f"the adapters belong to {named!r}, which is no folder here",

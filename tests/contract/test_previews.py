@@ -90,6 +90,38 @@ def test_a_resumed_run_makes_the_previews_of_one_that_never_stopped(wan: Path, d
         assert (resumed.folder / row["file"]).read_bytes() == (whole.folder / row["file"]).read_bytes()
 
 
+@pytest.mark.slow
+def test_adapters_of_a_run_sample_as_the_run_does(wan: Path, data: Path, tmp_path: Path) -> None:
+    asked = recipe(wan, data, tmp_path, steps=2, generate_every=0)
+    asked["model"]["lora"] = {"rank": 2, "alpha": 64, "targets": ["blocks.*.cross.q", "blocks.*.cross.out"]}
+    asked["checkpoint"] = {"export": True, "prove": "never"}
+    asked["optim"]["lr"] = 0.1
+    run = tessera.train(asked)
+    options = {key: value for key, value in PREVIEW.items() if key != "prompts"}
+    made = [
+        tessera.pipeline(folder, device="cpu").generate("a red kite", **options)[0].frames.astype(int)
+        for folder in (wan, run.folder, run.folder / "adapter")
+    ]
+    assert np.abs(made[1] - made[2]).max() <= 1, "adapters are stored in another order of their layers' columns"
+    assert np.abs(made[0] - made[1]).max() > 1, "training has changed the weights"
+
+
+@pytest.mark.slow
+def test_a_run_of_one_expert_samples_with_the_other_of_its_folder(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "wan"
+    write_wan(folder, experts=2)
+    asked = recipe(folder / "transformer_2", data, tmp_path, steps=1, generate_every=0)
+    asked["train"]["task_options"] |= {"boundaries": [0, 0.7], "encoders": {"folder": str(folder)}}
+    asked["model"]["tokenizer"] = str(folder)
+    asked["optim"]["lr"] = 0.0
+    options = {key: value for key, value in PREVIEW.items() if key != "prompts"}
+    found, base = (
+        tessera.pipeline(place, device="cpu").generate("a red kite", **options)[0]
+        for place in (tessera.train(asked).folder, folder)
+    )
+    assert np.array_equal(found.frames, base.frames), "nothing was learned, and both experts are where they belong"
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

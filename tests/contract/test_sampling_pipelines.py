@@ -19,7 +19,7 @@ from tests.toys.sampling_folders import write_flux, write_qwen_image, write_wan
 
 SIZE = {"height": 32, "width": 48}
 SEED = 5
-PROMPTS = ["a red  kite", "the dog"]
+PROMPTS = ["a red &amp;  kite", "the dog"]  # Wan resolves the entity
 NEGATIVE = "blue cat"
 
 
