@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.core.errors import TesseraError
 from tessera.core.types import Batch, Prediction
 from tessera.nn.dit import FeedForward, TimeEmbedding, modulated_norm, spread
 from tessera.nn.joint_attention import (
@@ -21,10 +20,10 @@ from tessera.nn.joint_attention import (
     segments_by_kind,
 )
 from tessera.nn.layers import RMSNorm
+from tessera.nn.stage_carry import pack_carry, unpack_carry
 from tessera.nn.vit import PatchEmbed
 from tessera.ops.pointwise import axes_angles
 
-CARRY = 2  # rows per token between pipeline stages: tokens, then conditions of samples
 TIME_FEATURES = 256
 THETA = 10_000.0
 GUIDANCE_UNIT = 1000.0  # a scale of guidance is embedded like a time, in thousandths
@@ -136,10 +135,11 @@ class JointTransformer(nn.Module):
     sequence, then the conditions of samples, which are computed once and travel with it.
     """
 
-    def __init__(self, shape: TransformerShape) -> None:
+    def __init__(self, shape: TransformerShape, embed: nn.Module | None = None) -> None:
+        """`embed` takes the place of the embeddings: it returns latents, text and conditions of a batch."""
         super().__init__()
         self.shape = shape
-        self.embed: Embeddings | None = Embeddings(shape)
+        self.embed: nn.Module | None = Embeddings(shape) if embed is None else embed
         self.blocks = nn.ModuleList(
             DoubleBlock(shape.block, shape.rest(number), number in shape.dual_blocks) for number in range(shape.double)
         )
@@ -151,8 +151,8 @@ class JointTransformer(nn.Module):
         if self.embed is not None:
             latents, text, condition = self.embed(batch)
         else:
-            assert carry is not None, "a stage without embeddings needs the activation of the stage before"
-            joined, condition = self._unpacked(carry, batch)
+            conditions = (2 if self.shape.reference_time else 1) * batch["timesteps"].shape[0]
+            joined, condition = unpack_carry(carry, batch["sample_index"].shape[0], conditions)
             text, latents = layout.split(joined)
         by_time = self._by_time(layout, batch)
         for block in self.blocks:
@@ -165,7 +165,7 @@ class JointTransformer(nn.Module):
                     joined = block(joined, condition, layout)
             text, latents = layout.split(joined)
         if self.head is None:
-            return self._packed(layout.join(text, latents), condition)
+            return pack_carry(layout.join(text, latents), condition)
         return Prediction(self.head(latents, condition, layout.latent_samples))
 
     def _layout(self, batch: Batch) -> JointLayout:
@@ -181,22 +181,6 @@ class JointTransformer(nn.Module):
             return layout
         reference = batch["positions"][0, batch["latent_index"]] > 0
         return replace(layout, latent_samples=layout.latent_samples + len(batch["timesteps"]) * reference)
-
-    def _packed(self, joined: Tensor, condition: Tensor) -> Tensor:
-        rows = torch.cat([joined, condition])
-        spare = CARRY * joined.shape[0] - rows.shape[0]
-        if spare < 0:
-            raise TesseraError(
-                f"{condition.shape[0]} samples in {joined.shape[0]} tokens are too many for a pipeline",
-                where="parallel.pp",
-                fix="leave out the pipeline",
-            )
-        return F.pad(rows, (0, 0, 0, spare))
-
-    def _unpacked(self, carry: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        tokens, samples = batch["sample_index"].shape[0], batch["timesteps"].shape[0]
-        conditions = 2 * samples if self.shape.reference_time else samples
-        return carry[:tokens], carry[tokens : tokens + conditions]
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:

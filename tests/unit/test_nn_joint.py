@@ -93,7 +93,7 @@ def test_stages_of_a_pipeline_predict_what_the_whole_model_does(options: dict[st
 def test_more_samples_than_tokens_do_not_fit_between_stages() -> None:
     model = model_of(reference_time=True, single=0)
     model.head = None
-    with pytest.raises(TesseraError, match="too many for a pipeline"):
+    with pytest.raises(TesseraError, match="do not fit into 2 x 3 tokens"):
         model(batch_of([(0, 1), (0, 1), (1, 0)]))
 
 

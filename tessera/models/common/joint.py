@@ -30,7 +30,8 @@ from tessera.core.weightmap import ColumnsByHead, Rule, WeightMap
 from tessera.models.common.costs import Measures
 from tessera.models.common.diffusers_config import DiffusersConfig
 from tessera.models.common.family import generation_processor
-from tessera.nn.joint_transformer import CARRY, TIME_FEATURES, JointTransformer, TransformerShape
+from tessera.nn.joint_transformer import TIME_FEATURES, JointTransformer, TransformerShape
+from tessera.nn.stage_carry import CARRY
 
 # Latents and text are made by the task, on the device, from whole samples; their indices tell it which of them a rank
 # has.
@@ -270,9 +271,14 @@ def joint_work(shape: TransformerShape, measures: Measures, training: Training) 
 
 def joint_flops(shape: TransformerShape, batch: Batch, training: Training) -> float:
     """Return the FLOPs of a whole batch, which is still on the host."""
+    return float(joint_work(shape, batch_measures(batch), training)["latents"].sum())
+
+
+def batch_measures(batch: Batch, conditions: Sequence[str] = ("text",)) -> dict[str, np.ndarray]:
+    """Return the measures of each sample of a batch. `conditions`: what is in the main sequence beside latents."""
     lengths = np.array(batch.segments["latents"].lengths)
-    measures = {"tokens": lengths, "text": np.array(batch.segments["text"].lengths), "samples": np.ones_like(lengths)}
-    return float(joint_work(shape, measures, training)["latents"].sum())
+    text = sum(np.array(batch.segments[name].lengths) for name in conditions if name in batch.segments)
+    return {"tokens": lengths, "text": np.asarray(text), "samples": np.ones_like(lengths)}
 
 
 def _layer_weights(shape: TransformerShape) -> int:

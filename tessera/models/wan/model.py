@@ -31,10 +31,9 @@ from tessera.nn.dit import (
     modulated_norm,
     time_index,
 )
+from tessera.nn.stage_carry import pack_carry, unpack_carry
 from tessera.nn.vit import PatchEmbed
 from tessera.ops.pointwise import Angles, axes_angles
-
-CARRY = 2  # rows per token between pipeline stages: tokens, then text, image embeddings and modulation
 
 
 @dataclass(frozen=True)
@@ -165,14 +164,14 @@ class WanModel(nn.Module):
         if self.embed is not None:
             x, text, image, time = self.embed(batch)
         else:
-            assert carry is not None, "a stage without embeddings needs the activation of the stage before"
             x, text, image, time = self._unpacked(carry, batch)
         layout = self._layout(batch)
         for block in self.blocks:
             if block is not None:
                 x = block(x, text, image, time[:, 1:], layout)
         if self.head is None:
-            return self._packed(x, text, image, time)
+            parts = (text, image, time.flatten(0, 1))
+            return pack_carry(x, *(part for part in parts if part is not None))
         return Prediction(self.head(x, time[:, 0], layout.times))
 
     def _layout(self, batch: Batch) -> WanLayout:
@@ -186,23 +185,11 @@ class WanModel(nn.Module):
             batch.segments.get("image_embeds"),
         )
 
-    def _packed(self, x: Tensor, text: Tensor, image: Tensor | None, time: Tensor) -> Tensor:
-        rows = torch.cat([part for part in (x, text, image, time.flatten(0, 1)) if part is not None])
-        spare = CARRY * x.shape[0] - rows.shape[0]
-        if spare < 0:
-            raise TesseraError(
-                f"between pipeline stages {rows.shape[0]} rows of tokens, text and times do not fit into "
-                f"{CARRY} x {x.shape[0]} tokens",
-                where="parallel.pp",
-                fix="raise data.length, or leave out the pipeline: small images beside long captions gain nothing",
-            )
-        return F.pad(rows, (0, 0, 0, spare))
-
-    def _unpacked(self, carry: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    def _unpacked(self, carry: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         embeds = batch.get("image_embeds")
         images = 0 if self.config.image_dim is None or embeds is None else embeds.shape[0]
         counts = (batch["latents"].shape[0], batch["text"].shape[0], images, 7 * batch["timesteps"].shape[0])
-        x, text, image, time, _ = torch.split(carry, [*counts, carry.shape[0] - sum(counts)])
+        x, text, image, time = unpack_carry(carry, *counts)
         return x, text, image if images else None, time.view(-1, 7, time.shape[-1])
 
     @torch.no_grad()

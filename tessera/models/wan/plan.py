@@ -9,7 +9,7 @@ from types import MappingProxyType
 from tessera.core.types import Batch, ModelPlan, PipelineUnit, StageActivation, TensorStyle, Training
 from tessera.models.common.generation import LATENTS, CrossCosts, cross_example, cross_flops
 from tessera.models.wan.config import WanConfig
-from tessera.models.wan.model import CARRY
+from tessera.nn.stage_carry import CARRY
 
 _BOTH = "{weight,bias}"
 _IMAGE_EMBEDS = 257  # of one image
