@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from generation import GenerationFamily
 from joint_generation import Flux, QwenImage, StableDiffusion3
+from ltx_generation import LTXVideo
+from video_generation import CogVideoX, HunyuanVideo, HunyuanVideo15
 from wan_generation import Wan
 
-FAMILIES: tuple[GenerationFamily, ...] = (Flux(), QwenImage(), StableDiffusion3(), Wan())
+FAMILIES: tuple[GenerationFamily, ...] = (
+    CogVideoX(),
+    Flux(),
+    HunyuanVideo(),
+    HunyuanVideo15(),
+    LTXVideo(),
+    QwenImage(),
+    StableDiffusion3(),
+    Wan(),
+)
 GENERATION = {family.spec.name: family for family in FAMILIES}
 CASES = [(name, config) for name, family in GENERATION.items() for config in family.configs]

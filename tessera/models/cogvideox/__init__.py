@@ -1,0 +1,49 @@
+"""CogVideoX: videos from text, or from text and an image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tessera.core.types import Component, ModelSpec
+from tessera.models.cogvideox.config import CogVideoXConfig
+from tessera.models.cogvideox.model import CogVideoXModel
+from tessera.models.cogvideox.plan import example, flops, plan, work
+from tessera.models.cogvideox.weights import weights
+from tessera.models.common.family import generation_processor
+
+_LARGE = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
+_IMAGE = {"in_channels": 32}
+_V15 = {**_LARGE, "patch_size_t": 2, "patch_bias": False, "sample_frames": 81}
+_V15 |= {"sample_height": 300, "sample_width": 300}
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart": {
+        "num_attention_heads": 4,
+        "attention_head_dim": 32,
+        "in_channels": 4,
+        "out_channels": 4,
+        "time_embed_dim": 64,
+        "text_embed_dim": 64,
+        "num_layers": 4,
+        "use_rotary_positional_embeddings": True,
+    },
+    "2b": {},
+    "5b": _LARGE,
+    "5b-i2v": {**_LARGE, **_IMAGE, "use_learned_positional_embeddings": True},
+    "1.5-5b": _V15,
+    "1.5-5b-i2v": {**_V15, **_IMAGE, "ofs_embed_dim": 512},
+}
+SPEC = ModelSpec(
+    name="cogvideox",
+    config=CogVideoXConfig,
+    components={"model": Component(CogVideoXModel, plan, {"hf": weights})},
+    processor=generation_processor(CogVideoXConfig.generation),
+    flops=flops,
+    work=work,
+    example=example,
+    presets=PRESETS,
+    task="diffusion",
+    needs_processor_files=False,
+    hf_types=(CogVideoXConfig.class_name,),
+    generation=CogVideoXConfig.generation,
+)

@@ -1,0 +1,45 @@
+"""HunyuanVideo: videos from text, or from text and a first frame."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tessera.core.types import Component, ModelSpec
+from tessera.models.common.family import generation_processor
+from tessera.models.hunyuan_video.config import HunyuanVideoConfig
+from tessera.models.hunyuan_video.model import HunyuanVideoModel
+from tessera.models.hunyuan_video.plan import example, flops, plan, work
+from tessera.models.hunyuan_video.weights import weights
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart": {
+        "num_attention_heads": 4,
+        "attention_head_dim": 32,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "num_single_layers": 4,
+        "num_refiner_layers": 1,
+        "text_embed_dim": 64,
+        "pooled_projection_dim": 64,
+        "rope_axes_dim": (8, 12, 12),
+    },
+    "13b": {},
+    "13b-i2v": {"image_condition_type": "token_replace"},
+    "13b-i2v-33ch": {"image_condition_type": "latent_concat", "in_channels": 33, "guidance_embeds": False},
+}
+SPEC = ModelSpec(
+    name="hunyuan_video",
+    config=HunyuanVideoConfig,
+    components={"model": Component(HunyuanVideoModel, plan, {"hf": weights})},
+    processor=generation_processor(HunyuanVideoConfig.generation),
+    flops=flops,
+    work=work,
+    example=example,
+    presets=PRESETS,
+    task="diffusion",
+    needs_processor_files=False,
+    hf_types=(HunyuanVideoConfig.class_name,),
+    generation=HunyuanVideoConfig.generation,
+)

@@ -1,0 +1,40 @@
+"""LTX-Video: videos from strongly compressed latents, with or without given frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tessera.core.types import Component, ModelSpec
+from tessera.models.common.family import generation_processor
+from tessera.models.ltx_video.config import LTXVideoConfig
+from tessera.models.ltx_video.model import LTXVideoModel
+from tessera.models.ltx_video.plan import example, flops, plan
+from tessera.models.ltx_video.weights import weights
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart": {
+        "num_attention_heads": 4,
+        "attention_head_dim": 32,
+        "cross_attention_dim": 128,
+        "in_channels": 4,
+        "out_channels": 4,
+        "caption_channels": 64,
+        "num_layers": 4,
+    },
+    "2b": {},
+    "13b": {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096, "coordinates": "frames"},
+}
+SPEC = ModelSpec(
+    name="ltx_video",
+    config=LTXVideoConfig,
+    components={"model": Component(LTXVideoModel, plan, {"hf": weights})},
+    processor=generation_processor(LTXVideoConfig.generation),
+    flops=flops,
+    example=example,
+    presets=PRESETS,
+    task="diffusion",
+    needs_processor_files=False,
+    hf_types=(LTXVideoConfig.class_name,),
+    generation=LTXVideoConfig.generation,
+)

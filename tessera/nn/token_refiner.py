@@ -1,0 +1,67 @@
+"""A small transformer over the text of each sample, which depends on the time and on the text as a whole."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tessera.core.types import Segments
+from tessera.nn.dit import FeedForward, Projections, TimeEmbedding, by_head, gated_sum, spread
+from tessera.nn.layers import LayerNorm, PackedAttention
+from tessera.ops.registry import AUTO
+
+TIME_FEATURES = 256
+_MLP_RATIO = 4
+
+
+def samples_of(segments: Segments, count: int) -> Tensor:
+    """Return which segment each of `count` elements is in."""
+    at = torch.arange(count, device=segments.bounds.device, dtype=segments.bounds.dtype)
+    return torch.searchsorted(segments.bounds[1:], at, right=True)
+
+
+def segment_means(x: Tensor, segments: Segments) -> Tensor:
+    """Return the mean [S, D] of each segment of `x` [T, D] in fp32; that of an empty one is zero."""
+    counts = segments.bounds.diff()
+    inside = torch.arange(counts.shape[0], device=x.device).unsqueeze(1) == samples_of(segments, x.shape[0])
+    return inside.float() @ x.float() / counts.clamp(min=1).unsqueeze(1)
+
+
+class RefinerBlock(nn.Module):
+    """Compute attention inside each text and an MLP, whose outputs are weighed by gates of the condition."""
+
+    def __init__(self, size: int, heads: int, attention: str) -> None:
+        super().__init__()
+        self.head_dim = size // heads
+        self.attn_norm, self.mlp_norm = LayerNorm(size, 1e-6), LayerNorm(size, 1e-6)
+        self.qkv = Projections(size, q=size, k=size, v=size)
+        self.core = PackedAttention(False, attention, self.head_dim)
+        self.out = nn.Linear(size, size)
+        self.mlp = FeedForward(size, _MLP_RATIO * size, activation=F.silu)
+        self.modulation = nn.Linear(size, 2 * size)
+
+    def forward(self, x: Tensor, condition: Tensor, samples: Tensor, segments: Segments) -> Tensor:
+        gate, mlp_gate = spread(self.modulation(condition), samples).chunk(2, dim=-1)
+        q, k, v = (by_head(one, None, self.head_dim) for one in self.qkv(self.attn_norm(x)))
+        x = gated_sum(x, self.out(self.core(q, k, v, segments).flatten(1)), gate)
+        return gated_sum(x, self.mlp(self.mlp_norm(x)), mlp_gate)
+
+
+class TokenRefiner(nn.Module):
+    """Embed text [L, W] of several samples, and let the tokens of each attend to each other."""
+
+    def __init__(self, text_width: int, size: int, heads: int, layers: int, attention: str = AUTO) -> None:
+        super().__init__()
+        self.embed = nn.Linear(text_width, size)
+        self.time = TimeEmbedding(TIME_FEATURES, size)
+        self.pooled = FeedForward(text_width, size, size, F.silu)
+        self.blocks = nn.ModuleList(RefinerBlock(size, heads, attention) for _ in range(layers))
+
+    def forward(self, text: Tensor, timesteps: Tensor, segments: Segments) -> Tensor:
+        condition = F.silu(self.time(timesteps) + self.pooled(segment_means(text, segments).to(text.dtype)))
+        samples = samples_of(segments, text.shape[0])
+        x: Tensor = self.embed(text)
+        for block in self.blocks:
+            x = block(x, condition, samples, segments)
+        return x

@@ -1,0 +1,106 @@
+"""What video families have beyond the others: positions in frames, stored positions, captions in templates."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from diffusers import HunyuanVideo15Pipeline
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+from generation import GenerationFamily, grid_positions, samples_of
+from ltx_generation import LTXVideo
+from parity import from_foreign, randomize
+from video_generation import CogVideoX, HunyuanVideo, HunyuanVideo15
+
+from tessera.core.errors import TesseraError
+from tessera.nn.joint_transformer import JointTransformer
+from tests.close import rounding
+
+
+def test_positions_of_ltx_video_may_be_those_of_the_first_frame_in_each_latent() -> None:
+    family = LTXVideo()
+    config = family.config("plain")
+    reference = family.reference(config)
+    randomize(reference, seed=2)
+    chosen = config.model_copy(update={"coordinates": "frames", "frame_rate": 30.0})
+    model = from_foreign(family.spec, chosen, reference.state_dict())
+    batch = family.batch(config, torch.Generator().manual_seed(1))
+    found = model(batch).latents.split([*batch.segments["latents"].lengths])
+    for at, grid in enumerate(family.grids):
+        places = (grid_positions(grid) * torch.tensor([[8], [32], [32]])).float()
+        places[0] = (places[0] - 7).clamp(min=0) * (1.0 / 30.0)
+        text = samples_of(batch, "text")[at][None]
+        exact = reference(
+            samples_of(batch, "latents")[at][None],
+            text,
+            batch["timesteps"][at : at + 1],
+            torch.ones(text.shape[:2]),
+            video_coords=places[None],
+            return_dict=False,
+        )[0][0]
+        limit = rounding(64, k=64) * float(exact.detach().abs().max())
+        torch.testing.assert_close(found[at], exact, rtol=0, atol=limit)
+    assert not torch.allclose(from_foreign(family.spec, config, reference.state_dict())(batch).latents[:12], found[0])
+
+
+def test_a_video_of_another_size_than_stored_positions_is_refused() -> None:
+    family = CogVideoX()
+    config = family.config("stored positions")
+    batch = family.batch(config, torch.Generator().manual_seed(1))
+    batch.shapes["latents"] = ((1, 3, 3), (2, 4, 3))
+    with pytest.raises(TesseraError, match="a video of 1 x 3 x 3 patches") as caught:
+        family.spec.main.build(config)(batch)
+    assert "5 frames" in str(caught.value.fix)
+
+
+def test_templates_of_captions_are_those_of_the_published_pipelines() -> None:
+    (form, pooled) = HunyuanVideo().config("plain").generation().text
+    assert form.template == DEFAULT_PROMPT_TEMPLATE["template"]
+    assert form.skip == DEFAULT_PROMPT_TEMPLATE["crop_start"]
+    assert pooled.pooled
+    (form,) = HunyuanVideo15().config("image").generation().text
+    published = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
+    assert f"<|im_start|>system\n{published['system_message'].default}<|im_end|>" in form.template
+    assert form.skip == published["crop_start"].default
+    assert form.length == published["tokenizer_max_length"].default
+    assert form.layer == -(published["num_hidden_layers_to_skip"].default + 1)
+
+
+def test_settings_that_cannot_be_computed_are_named() -> None:
+    kind = HunyuanVideo.spec.config
+    with pytest.raises(ValueError, match="add up to attention_head_dim 12"):
+        kind(attention_head_dim=12, num_attention_heads=2)
+    with pytest.raises(ValueError, match="heads cannot share"):
+        kind(attention_head_dim=12, num_attention_heads=5, rope_axes_dim=(4, 4, 4), mlp_ratio=1.1)
+    with pytest.raises(ValueError, match="cross_attention_dim 7"):
+        LTXVideo.spec.config(cross_attention_dim=7)
+    with pytest.raises(ValueError, match="needs use_rotary_positional_embeddings"):
+        CogVideoX.spec.config(use_learned_positional_embeddings=True)
+    with pytest.raises(ValueError, match="attention_head_dim 24 must be a multiple of 16"):
+        CogVideoX.spec.config(use_rotary_positional_embeddings=True, attention_head_dim=24)
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        (LTXVideo(), "patches"),
+        (CogVideoX(), "sines"),
+        (HunyuanVideo(), "first frame in place"),
+        (HunyuanVideo15(), "image"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else one.spec.name,
+)
+def test_stages_of_a_pipeline_predict_what_the_whole_model_does(family: GenerationFamily, case: str) -> None:
+    family.grids = ((3, 4, 4), (1, 3, 2))  # tokens enough that conditions fit beside them
+    config = family.config(case).model_copy(update={"num_layers": 2})
+    whole = family.spec.main.build(config)
+    randomize(whole, seed=4)
+    batch = family.batch(config, torch.Generator().manual_seed(1))
+    first, second = copy.deepcopy(whole), copy.deepcopy(whole)
+    first.head, second.embed = None, None
+    first.blocks[1], second.blocks[0] = None, None
+    if isinstance(first, JointTransformer):
+        first.single_blocks = torch.nn.ModuleList()
+    assert torch.equal(second(batch, carry=first(batch)).latents, whole(batch).latents)
