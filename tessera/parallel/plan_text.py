@@ -155,6 +155,8 @@ def _types(plan: Plan) -> str:
     )
     if plan.output_dtype is not None:
         words += f", returned {_word(plan.output_dtype)}"
+    if plan.float32:
+        words += f", float32 in {_summary(plan.float32)}"
     return words + (", inputs cast" if plan.cast_forward_inputs else "")
 
 

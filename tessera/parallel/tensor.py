@@ -396,6 +396,10 @@ def tensor_communication(plan: Plan, here: Sequence[ParamShard], position: int) 
             yield from _crossing(plan, path, weights[layers[0]][1], enters=True)
     for path in (path for path, split in tensor.layers.items() if split == "row" and path in weights):
         yield from _crossing(plan, path, weights[path][0], enters=False)
+    # A number per token of norms over all features, forward and backward.
+    for path in (path for path in tensor.feature_norms if any(shard.name == f"{path}.weight" for shard in here)):
+        view, passes = plan.axes.tensor_view(path), 2 + plan.recomputes(path)
+        yield plan.volume(view, "all-reduce", passes, plan.rows_at(path) * torch.float32.itemsize)
     yield from _vocabulary(plan, weights, position)
     yield from _decoder_ends(plan, here)
     # Sums of norm gradients, of which each rank has the part of its tokens or heads.

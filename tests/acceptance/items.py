@@ -360,7 +360,14 @@ ITEMS: list[Item] = [
                     "unit/test_presets_published.py::test_the_page_lists_every_published_size_and_no_other",
                 ),
             ),
-            ("Wan", _lacks(GENERATION)),
+            (
+                "Wan",
+                _by(
+                    "contract/test_generation_families.py::test_predictions_loss_and_gradients_are_those_of_diffusers",
+                    "contract/test_wan_folders.py",
+                    "contract/test_wan_parallel.py",
+                ),
+            ),
             ("HunyuanVideo", _lacks(GENERATION)),
             ("QwenVL", _by("contract/test_vision_language_folders.py::test_we_read_what_transformers_saves")),
             ("InternVL", _by("contract/test_vision_language_folders.py::test_we_read_what_transformers_saves")),
@@ -395,7 +402,10 @@ ITEMS: list[Item] = [
                 ),
             ),
             ("building blocks: audio", _lacks(OMNI)),
-            ("building blocks: dit", _lacks(GENERATION)),
+            (
+                "building blocks: dit",
+                _by("unit/test_nn_dit.py", "contract/test_generation_families.py"),
+            ),
             (
                 "common norm, rope and embedding",
                 _by("unit/test_ops_pointwise.py::test_eager_norms_follow_their_definition", "unit/test_ops_rope.py"),
@@ -479,7 +489,7 @@ ITEMS: list[Item] = [
                 _by("dist/test_layouts.py::test_a_layout_trains_like_one_process_and_holds_what_its_plan_says"),
             ),
             ("FSDP2 for Qwen3-VL", _by("contract/test_qwen3_vl_parallel.py")),
-            ("FSDP2 for Wan2.2", _lacks(GENERATION)),
+            ("FSDP2 for Wan2.2", _by("contract/test_wan_parallel.py")),
             ("`--use-torch-fsdp2`", _by("acceptance/test_jobs.py::test_launch_flags_of_the_migration_guide")),
             ("`GPT_ARGS`, `MM_ARGS`, `OUTPUT_ARGS`", _by("acceptance/test_jobs.py::test_the_seeds_script_runs")),
             (

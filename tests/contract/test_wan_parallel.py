@@ -6,50 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family_layouts import train_like_one_process
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import load_config
 from tessera.training.setup import build_meta_model
-from tests.dist.layouts import Case, videos_recipe
-
-IMAGES: dict[str, Any] = {
-    "model.config.image_dim": 10,
-    "model.config.added_kv_proj_dim": 32,
-    "model.config.pos_embed_seq_len": 6,
-    "data.options.images": 6,
-}
-USUAL = [
-    Case("wan, tp 2", 2, {"tp": 2}, toy="videos"),
-    Case("wan, pp 2", 2, {"pp": 2}, toy="videos"),
-    Case("wan, ring 2", 2, {"cp": 2, "ulysses": 1}, toy="videos"),
-]
-MORE = [
-    Case("wan, fsdp 2", 2, toy="videos"),
-    Case("wan, ulysses 2", 2, {"cp": 2}, toy="videos"),
-    Case("wan, two rows in a micro-batch", 2, split={"train.micro_batch": 2}, toy="videos"),
-    Case("wan, recompute", 2, {"recompute": ["blocks.{*}"]}, toy="videos"),
-    Case("wan, given images, tp 2", 2, {"tp": 2}, IMAGES, toy="videos"),
-    Case("wan, given images, pp 2", 2, {"pp": 2}, IMAGES, toy="videos"),
-    Case("wan, given images, ring 2", 2, {"cp": 2, "ulysses": 1}, IMAGES, toy="videos"),
-    Case("wan, fsdp 2 x tp 2", 4, {"tp": 2}, toy="videos"),
-    Case("wan, fsdp 2 x pp 2", 4, {"pp": 2}, toy="videos"),
-    Case("wan, fsdp 2 x ulysses 2", 4, {"cp": 2}, toy="videos"),
-    Case("wan, tp 2 x pp 2", 4, {"tp": 2, "pp": 2}, toy="videos"),
-    Case("wan, tp 2 x ulysses 2", 4, {"tp": 2, "cp": 2}, toy="videos"),
-    Case("wan, tp 2 x ring 2", 4, {"tp": 2, "cp": 2, "ulysses": 1}, toy="videos"),
-    Case("wan, pp 2 x ulysses 2", 4, {"pp": 2, "cp": 2}, toy="videos"),
-    Case("wan, ring 2 x ulysses 2", 4, {"cp": 4, "ulysses": 2}, toy="videos"),
-]
+from tests.dist.layout_cases import VIDEOS
+from tests.dist.layouts import Case, good, measure_selected, params, videos_recipe
 
 
-def test_usual_layouts_train_like_one_process(tmp_path: Path) -> None:
-    train_like_one_process(USUAL, tmp_path)
+@pytest.fixture(scope="module")
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    return measure_selected(request, tmp_path_factory.mktemp("layouts"))
 
 
-@pytest.mark.slow
-def test_other_layouts_and_pairs_train_like_one_process(tmp_path: Path) -> None:
-    train_like_one_process(MORE, tmp_path)
+@pytest.mark.parametrize("case", params(VIDEOS))
+def test_a_layout_trains_like_one_process_and_holds_what_its_plan_says(case: Case, measured: Any) -> None:
+    assert good(measured[case.name]), measured[case.name]
 
 
 def refused(world: int = 2, **parallel: Any) -> str:

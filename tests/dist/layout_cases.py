@@ -254,6 +254,50 @@ MORE_EXPERTS = [
     experts("experts, cp 2 x tp 2, sequence, bias", 4, {**SEQUENCE, "cp": 2}, **STEERED),
 ]  # fmt: skip
 
+# ---------------------------------------------------------------------------------------------- videos
+
+
+def videos(
+    name: str, world: int, parallel: dict[str, Any], model: dict[str, Any] | None = None, slow: bool = True
+) -> Case:
+    return Case(f"wan, {name}", world, parallel, model or {}, "videos", slow=slow)
+
+
+WAN_BLOCKS = "blocks.{*}"
+IMAGES = {
+    "model.config.image_dim": 10,
+    "model.config.added_kv_proj_dim": 32,
+    "model.config.pos_embed_seq_len": 6,
+    "data.options.images": 6,
+}
+HALF = {"precision.compute": "bfloat16"}  # ranks that have whole rows compute the same numbers as one process
+VIDEOS = [
+    videos("tp 2", 2, {"tp": 2}, slow=False),
+    videos("pp 2", 2, {"pp": 2}, slow=False),
+    videos("ring 2", 2, RING, slow=False),
+    videos("fsdp 2, bf16 beside weights in fp32", 2, {}, HALF, slow=False),
+    videos("fsdp 2", 2, {}),
+    videos("ulysses 2", 2, {"cp": 2}),
+    videos("fsdp 2 x tp 2", 4, {"tp": 2}),
+    videos("fsdp 2 x pp 2", 4, {"pp": 2}),
+    videos("tp 2 x pp 2", 4, {"tp": 2, "pp": 2}),
+    videos("tp 2 x ulysses 2", 4, {"tp": 2, "cp": 2}),
+    videos("tp 2 x ring 2", 4, {"tp": 2, **RING}),
+    videos("pp 2 x ulysses 2", 4, {"pp": 2, "cp": 2}),
+    videos("pp 2 x ring 2", 4, {"pp": 2, **RING}),
+    videos("ring 2 x ulysses 2", 4, {"cp": 4, "ulysses": 2}),
+]
+MORE_VIDEOS = [
+    videos("recompute", 2, {"recompute": [WAN_BLOCKS]}),
+    videos("recompute all but attention", 2, {"recompute": [{"modules": WAN_BLOCKS, "keep": "attention"}]}),
+    videos("offload", 2, {"offload": True}),
+    videos("offload, bf16 beside weights in fp32", 2, {"offload": True}, HALF),
+    videos("given images, tp 2", 2, {"tp": 2}, IMAGES),
+    videos("given images, pp 2", 2, {"pp": 2}, IMAGES),
+    videos("given images, ring 2", 2, RING, IMAGES),
+    videos("fsdp 2 x ulysses 2", 4, {"cp": 2}),
+]
+
 # ---------------------------------------------------------------------------------------------- several at once
 
 DEEP_WIDE = {**WIDE, "model.config": FOUR_LAYERS}
@@ -280,8 +324,8 @@ MORE_MIXED = [
     experts("ep 2 x pp 2 x ulysses 2", 8, {"ep": 2, "pp": 2, "cp": 2}, balance=0.0),
 ]  # fmt: skip
 
-ESSENTIAL = [*MEMORY, *TENSOR, *PIPELINE, *CONTEXT, *EXPERTS, *MIXED]
+ESSENTIAL = [*MEMORY, *TENSOR, *PIPELINE, *CONTEXT, *EXPERTS, *VIDEOS, *MIXED]
 EVERY = [
     *MEMORY, *MORE_MEMORY, *TENSOR, *MORE_TENSOR, *PIPELINE, *MORE_PIPELINE, *CONTEXT, *MORE_CONTEXT,
-    *EXPERTS, *MORE_EXPERTS, *MIXED, *MORE_MIXED,
+    *EXPERTS, *MORE_EXPERTS, *VIDEOS, *MORE_VIDEOS, *MIXED, *MORE_MIXED,
 ]  # fmt: skip

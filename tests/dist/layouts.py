@@ -43,7 +43,7 @@ TINY_WAN = {
     "text_dim": 12,
     "freq_dim": 16,
     "ffn_dim": 48,
-    "num_layers": 4,
+    "num_layers": 2,
 }
 KINDS = ("loss", "norm", "gradient", "weight", "bias")
 
@@ -137,6 +137,7 @@ def videos_recipe(out: Path) -> dict[str, Any]:
     recipe = experts_recipe(out)
     recipe["model"] = {"family": "tests.toys.drawn_wan", "config": TINY_WAN}
     recipe["data"] = {"kind": "tests.toys.video_rows", "length": 96}
+    recipe["train"]["global_batch"] = 4
     return recipe
 
 
