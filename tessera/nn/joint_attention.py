@@ -265,4 +265,5 @@ class SingleBlock(nn.Module):
 
 def _vectors(modulation: Tensor, samples: Tensor, size: int) -> tuple[Tensor, ...]:
     """Return the vectors of a modulation [samples, n * size] for each element, or once for all."""
-    return torch.split(spread(modulation, samples), size, dim=-1)
+    # One by one: backward needs some of them, and views of one tensor would keep all.
+    return tuple(spread(vector, samples) for vector in torch.split(modulation, size, dim=-1))
