@@ -27,6 +27,12 @@ class GenerationFamily(ABC):
     grids: Sequence[Grid] = ((2, 2, 3), (1, 3, 2))
     weight_scale: float = 0.2  # of the weights that are drawn for comparisons
 
+    @property
+    def joint(self) -> bool:
+        """Whether text and latents are one sequence."""
+        assert self.spec.generation is not None
+        return self.spec.generation(self.config(next(iter(self.configs)))).joint
+
     def config(self, name: str) -> Any:
         return self.spec.config.from_hf(self.configs[name])  # type: ignore[attr-defined]
 

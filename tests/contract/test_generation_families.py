@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 from generation import double_stays_double, of_dtype
@@ -147,6 +148,19 @@ def test_flops_agree_with_the_counter_of_torch(name: str, case: str) -> None:
     with FlopCounterMode(display=False) as counter:
         model(batch).latents.square().sum().backward()
     assert family.spec.flops(config, batch, {}) == pytest.approx(counter.get_total_flops(), rel=0.03)
+
+
+@pytest.mark.parametrize("name", [name for name in GENERATION if not GENERATION[name].joint])
+def test_the_work_of_samples_adds_up_to_that_of_their_row(name: str) -> None:
+    """Rows are balanced by what processors measure of samples; the rate of a run is that of its batches."""
+    spec, config = GENERATION[name].spec, GENERATION[name].config(next(iter(GENERATION[name].configs)))
+    assert spec.flops is not None
+    assert spec.work is not None
+    batch = GENERATION[name].batch(config, torch.Generator().manual_seed(1))
+    lengths = {n: np.array(batch.segments[of].lengths) for n, of in (("tokens", "latents"), ("text", "text"))}
+    work = spec.work(config, {**lengths, "samples": np.ones_like(lengths["tokens"])})["latents"]
+    assert len(work) == len(lengths["tokens"])
+    assert work.sum() == pytest.approx(spec.flops(config, batch, {}))
 
 
 @pytest.mark.parametrize("name", GENERATION)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tessera.core.types import FULL, Batch, Segments, Stream, Training
+from tessera.models.common.costs import Measures
 
 # The main sequence of a family with cross attention. Latents themselves are made by the task, on the device, from whole
 # samples; the index tells it which of them a rank has.
@@ -43,26 +45,30 @@ class CrossCosts:
     image: int = 0  # the projection of image embeddings; their keys and values are as those of text
 
 
-def cross_flops(costs: CrossCosts, batch: Batch, training: Training) -> float:
-    """Return the FLOPs of one forward and backward pass over a batch that is still on the host."""
+def cross_work(costs: CrossCosts, measures: Measures, training: Training) -> dict[str, np.ndarray]:
+    """Return the FLOPs of one forward and backward pass for each sample."""
     passes, first, last = (training.get(part, FULL) for part in ("blocks", "embed", "head"))
-    lengths = batch.segments["latents"].lengths
-    tokens, read = sum(lengths), 0
-    pairs = sum(length**2 for length in lengths)
-    for name in ("text", "image_embeds"):
-        if name in batch.segments:
-            others = batch.segments[name].lengths
-            read += sum(others)
-            pairs += sum(a * b for a, b in zip(lengths, others, strict=True))
-    text = sum(batch.segments["text"].lengths)
-    times = batch["timesteps"].shape[0] if "timesteps" in batch else len(lengths)
-    return (
+    tokens, text, times = (measures[name].astype(np.float64) for name in ("tokens", "text", "samples"))
+    images = measures.get("image_embeds", np.zeros_like(text))
+    read = text + images
+    total: np.ndarray = (
         passes.weights * 2 * costs.layers * (tokens * costs.block + read * costs.text_block)
-        + passes.attention * 4 * costs.layers * costs.width * pairs
+        + passes.attention * 4 * costs.layers * costs.width * tokens * (tokens + read)
         + first.first * 2 * (tokens * costs.embed + text * costs.text[0] + times * costs.time[0])
-        + first.weights * 2 * (text * costs.text[1] + times * costs.time[1] + (read - text) * costs.image)
+        + first.weights * 2 * (text * costs.text[1] + times * costs.time[1] + images * costs.image)
         + last.weights * 2 * tokens * costs.head
     )
+    return {"latents": total}
+
+
+def cross_flops(costs: CrossCosts, batch: Batch, training: Training) -> float:
+    """Return the FLOPs of a whole batch, which is still on the host."""
+    names = {"tokens": "latents", "text": "text", "image_embeds": "image_embeds"}
+    measures = {n: np.array(batch.segments[of].lengths) for n, of in names.items() if of in batch.segments}
+    count = len(measures["tokens"])
+    times = batch["timesteps"].shape[0] if "timesteps" in batch else count
+    measures["samples"] = np.full(count, times / count)
+    return float(cross_work(costs, measures, training)["latents"].sum())
 
 
 def cross_example(tokens: int, patch_values: int, text_width: int, **more: tuple[int, int]) -> Batch:

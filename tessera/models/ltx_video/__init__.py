@@ -9,7 +9,7 @@ from tessera.core.types import Component, ModelSpec
 from tessera.models.common.family import generation_processor
 from tessera.models.ltx_video.config import LTXVideoConfig
 from tessera.models.ltx_video.model import LTXVideoModel
-from tessera.models.ltx_video.plan import example, flops, plan
+from tessera.models.ltx_video.plan import example, flops, plan, work
 from tessera.models.ltx_video.weights import weights
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -31,6 +31,7 @@ SPEC = ModelSpec(
     components={"model": Component(LTXVideoModel, plan, {"hf": weights})},
     processor=generation_processor(LTXVideoConfig.generation),
     flops=flops,
+    work=work,
     example=example,
     presets=PRESETS,
     task="diffusion",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+import numpy as np
+
 from tessera.core.types import Batch, ModelPlan, PipelineUnit, StageActivation, TensorStyle, Training
-from tessera.models.common.generation import LATENTS, CrossCosts, cross_example, cross_flops
+from tessera.models.common.costs import Measures
+from tessera.models.common.generation import LATENTS, CrossCosts, cross_example, cross_flops, cross_work
 from tessera.models.ltx_video.config import LTXVideoConfig
 from tessera.models.ltx_video.model import TIME_FEATURES
 from tessera.nn.stage_carry import CARRY
@@ -65,6 +68,13 @@ def costs(config: LTXVideoConfig) -> CrossCosts:
 
 def flops(config: LTXVideoConfig, batch: Batch, training: Training = MappingProxyType({})) -> float:
     return cross_flops(costs(config), batch, training)
+
+
+def work(
+    config: LTXVideoConfig, measures: Measures, training: Training = MappingProxyType({})
+) -> dict[str, np.ndarray]:
+    """Return the FLOPs of each sample, for balance."""
+    return cross_work(costs(config), measures, training)
 
 
 def example(config: LTXVideoConfig, tokens: int) -> Batch:

@@ -10,7 +10,7 @@ from tessera.models.common.family import generation_processor
 from tessera.models.wan.config import WanConfig
 from tessera.models.wan.model import WanModel
 from tessera.models.wan.original import MODEL_TYPES, hf_config
-from tessera.models.wan.plan import example, flops, plan
+from tessera.models.wan.plan import example, flops, plan, work
 from tessera.models.wan.weights import original, weights
 
 _SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # 14B is the default of diffusers
@@ -47,6 +47,7 @@ SPEC = ModelSpec(
     components={"model": Component(WanModel, plan, {"hf": weights, "original": original})},
     processor=generation_processor(WanConfig.generation),
     flops=flops,
+    work=work,
     example=example,
     presets=PRESETS,
     task="diffusion",

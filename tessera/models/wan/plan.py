@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
 
+import numpy as np
+
 from tessera.core.types import Batch, ModelPlan, PipelineUnit, StageActivation, TensorStyle, Training
-from tessera.models.common.generation import LATENTS, CrossCosts, cross_example, cross_flops
+from tessera.models.common.costs import Measures
+from tessera.models.common.generation import LATENTS, CrossCosts, cross_example, cross_flops, cross_work
 from tessera.models.wan.config import WanConfig
 from tessera.nn.stage_carry import CARRY
 
@@ -91,8 +94,19 @@ def flops(config: WanConfig, batch: Batch, training: Training = MappingProxyType
     return cross_flops(costs(config), batch, training)
 
 
+def work(config: WanConfig, measures: Measures, training: Training = MappingProxyType({})) -> dict[str, np.ndarray]:
+    """Return the FLOPs of each sample, for balance."""
+    images = np.full_like(measures["text"], _image_embeds(config))
+    return cross_work(costs(config), {**measures, "image_embeds": images}, training)
+
+
+def _image_embeds(config: WanConfig) -> int:
+    """Return how many image embeddings a sample has."""
+    return 0 if config.image_dim is None else config.pos_embed_seq_len or _IMAGE_EMBEDS
+
+
 def example(config: WanConfig, tokens: int) -> Batch:
     images: Mapping[str, tuple[int, int]] = {}
     if config.image_dim is not None:
-        images = {"image_embeds": (config.pos_embed_seq_len or _IMAGE_EMBEDS, config.image_dim)}
+        images = {"image_embeds": (_image_embeds(config), config.image_dim)}
     return cross_example(tokens, config.patch_values, config.text_dim, **images)
