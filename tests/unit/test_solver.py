@@ -14,7 +14,7 @@ import torch
 
 from tessera.core.errors import TesseraError
 from tessera.inference.diffusion.guidance import Guidance
-from tessera.inference.diffusion.solver import EULER, FlowEuler, make_solver, scheduler_config, with_solver
+from tessera.inference.diffusion.solver import EULER, FlowEuler, make_solver, scheduler_config, with_shift, with_solver
 
 TOKENS = 300
 DYNAMIC = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15}
@@ -82,6 +82,17 @@ def test_another_solver_keeps_the_noise_levels_of_the_model() -> None:
         assert (times - first).abs().max() < 130  # both are shifted by exp(1.15), and spaced in their own ways
         assert times[0] > 990
         assert (times.diff() < 0).all()
+
+
+def test_a_given_shift_takes_the_place_of_the_folders() -> None:
+    wan, flux = {"_class_name": "UniPCMultistepScheduler", **FLOW}, {"_class_name": EULER, **DYNAMIC}
+    for config in (wan, flux, {}):
+        times = make_solver(with_shift(config, 7.0), 5, TOKENS, spaced_by_family=True).timesteps
+        plain = make_solver(with_shift(config, 1.0), 5, TOKENS, spaced_by_family=True).timesteps
+        share = plain[1:] / 1000
+        assert torch.allclose(times[1:], 1000 * 7 * share / (1 + 6 * share), atol=2.0), "times may be whole numbers"
+    with pytest.raises(TesseraError, match="not shifted"):
+        with_shift({"_class_name": "CogVideoXDDIMScheduler"}, 3.0)
 
 
 def test_a_large_image_gets_more_noise() -> None:

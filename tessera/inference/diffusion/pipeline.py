@@ -22,7 +22,7 @@ from tessera.inference.diffusion.images import frame_condition, image_tokens, op
 from tessera.inference.diffusion.pack import SampleConditions, from_tokens, packed
 from tessera.inference.diffusion.prompts import PromptEncoder, image_processor
 from tessera.inference.diffusion.request import Request
-from tessera.inference.diffusion.solver import Solver, make_solver, scheduler_config, with_solver
+from tessera.inference.diffusion.solver import Solver, make_solver, scheduler_config, with_shift, with_solver
 from tessera.models.common.pipeline_parts import Autoencoder, PipelineFolder, VaeForm
 from tessera.models.common.sample_encoders import patchify
 
@@ -252,7 +252,7 @@ class Pipeline:
         if request.solver is not None:
             config = with_solver(config, request.solver)
         if request.shift is not None:
-            config |= {"shift": request.shift, "flow_shift": request.shift, "use_dynamic_shifting": False}
+            config = with_shift(config, request.shift)
         frames, rows, columns = self._grid(request)
         assert request.steps is not None, "the request is resolved"
         return [

@@ -8,6 +8,7 @@ solver of its own: noise levels may depend on its size, and multistep solvers re
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -136,7 +137,9 @@ def make_solver(
         if name == EULER and not any(config.get(key) for key in _NOT_OURS):
             return FlowEuler(config, steps, tokens, spaced_by_family)
         try:
-            scheduler = _library_class(name).from_config(dict(config))
+            made_by = _library_class(name)
+            taken = inspect.signature(made_by.__init__).parameters  # of others it would warn for every sample
+            scheduler = made_by.from_config({key: value for key, value in config.items() if key in taken})
         except NotImplementedError as error:
             raise TesseraError(f"{name} refuses its settings: {first_line(error)}", where=SCHEDULER_FILE) from error
         flow = name == EULER or bool(config.get("use_flow_sigmas"))
@@ -168,6 +171,14 @@ def with_solver(config: Mapping[str, Any], solver: str) -> dict[str, Any]:
         return {**kept, "_class_name": EULER, "shift": shift}
     flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": shift}
     return {**kept, **flow, "_class_name": SOLVERS[solver]}
+
+
+def with_shift(config: Mapping[str, Any], shift: float) -> dict[str, Any]:
+    """Return the configuration with noise levels that are shifted by a constant."""
+    euler = config.get("_class_name", EULER) == EULER
+    if not euler and not config.get("use_flow_sigmas"):
+        raise TesseraError("the noise levels of this model's scheduler are not shifted", where="--shift")
+    return {**config, "shift" if euler else "flow_shift": shift, "use_dynamic_shifting": False}
 
 
 def size_shift(config: Mapping[str, Any], tokens: int) -> float:
