@@ -59,23 +59,23 @@ class FolderTensors:
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         """Return a tensor, or a box of it, reading no more than that where it is stored as it is."""
-        shape = self.shapes[name]
+        shape, all_soon = self.shapes[name], sizes is None
         offsets, sizes = offsets or [0] * len(shape), shape if sizes is None else sizes
         weight, last = self._quantized.get(name), self._last
         if weight is None:
-            return self._whole(name)[box_slices(offsets, sizes)]
+            return self._whole(name, all_soon)[box_slices(offsets, sizes)]
         if last is None or last[0] != name:  # several threads may read: each uses what it has made itself
             last = name, weight.dequantize([self._whole(part) for part in weight.parts]).to(self._dtype)
             self._last = last
         return last[1][box_slices(offsets, sizes)]
 
-    def _whole(self, name: str) -> Tensor:
+    def _whole(self, name: str, all_soon: bool = False) -> Tensor:
         """Return a stored tensor over its pages, which leave memory with it: those of a whole file would stay."""
         path, position, kind, shape = self._places[name]
         if kind not in DTYPES:
             tensor: Tensor = self._files[name].get_tensor(name)
             return tensor
-        return map_elements(path, position, prod(shape), DTYPES[kind]).view(shape)
+        return map_elements(path, position, prod(shape), DTYPES[kind], all_soon=all_soon).view(shape)
 
     def _find_quantized(self, config: dict[str, Any]) -> None:
         settings = config.get("quantization_config")

@@ -27,6 +27,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.file_plan import PlannedTensor
 from tessera.core.layouts import ROOT
 from tessera.core.megatron_form import MegatronForm
+from tessera.core.tensor_rows import TensorRows
 from tessera.core.weightmap import WeightMap
 
 
@@ -53,6 +54,10 @@ class StoredForm(ABC):
 
         Several threads may read at a time.
         """
+
+    def read_slices(self, name: str) -> Sequence[Tensor]:
+        """Return one tensor as it is divided over ranks: all of it where the form divides nothing."""
+        return (self.read(name),)
 
 
 class SafetensorsForm(StoredForm):
@@ -91,6 +96,9 @@ class MegatronFolder(StoredForm):
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         return self._found[name].read(offsets, sizes)
+
+    def read_slices(self, name: str) -> Sequence[Tensor]:
+        return self._found[name].read_slices()
 
 
 class DcpFolder(StoredForm):
@@ -171,6 +179,10 @@ class NativeTensors:
         stored = {name: self._stored.read(name) for name in {name for source in sources for name in source.foreign}}
         return {source.native: source.op.to_native([stored[name] for name in source.foreign]) for source in sources}
 
+    def read_slices(self, foreign: str) -> Sequence[Tensor]:
+        """Return what is stored under a name of the form, as it is divided over ranks."""
+        return self._stored.read_slices(foreign)
+
     def groups(self, weight_map: WeightMap) -> list[TensorGroup]:
         """Return the groups in which another form is written: tensors that share anything stored, here or there."""
         blanks, joined = self.blanks(), dict[str, list[str]]()
@@ -183,11 +195,16 @@ class NativeTensors:
                 group = _join(joined, group, by_stored.setdefault(stored, group))
                 by_stored[stored] = group
         unique = {id(group): group for group in joined.values()}
-        made = [weight_map.to_foreign({name: blanks[name] for name in group}) for group in unique.values()]
+        made = [weight_map.to_foreign_rows({name: blanks[name] for name in group}) for group in unique.values()]
         return [
-            TensorGroup(tuple(group), {n: PlannedTensor(t.dtype, tuple(t.shape)) for n, t in tensors.items()})
+            TensorGroup(tuple(group), {name: self._planned(name, rows) for name, rows in tensors.items()})
             for group, tensors in zip(unique.values(), made, strict=True)
         ]
+
+    def _planned(self, foreign: str, rows: TensorRows) -> PlannedTensor:
+        if rows.dtype is None:
+            raise TesseraError(f"what {foreign} is made of is stored in different types", where=self.where)
+        return PlannedTensor(rows.dtype, rows.shape)
 
 
 def _join(joined: dict[str, list[str]], one: list[str], other: list[str]) -> list[str]:

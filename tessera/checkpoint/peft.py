@@ -67,7 +67,7 @@ def to_peft(native: Mapping[str, Factors], weight_map: WeightMap, where: str) ->
             if modules[0] not in made:
                 members = [native.get(n.removesuffix(".weight")) for n in weight_map.group_of(f"{path}.weight")]
                 adapter, a, blocks = _side_by_side(members, [factors.b.shape[0]] * len(members))
-                made[modules[0]] = Factors(adapter, a, rule.op.join_chunks(blocks)[0])
+                made[modules[0]] = Factors(adapter, a, rule.op.join_chunks(blocks)[0].whole())
             continue
         if isinstance(rule.op, ColumnsByHead):
             made[modules[0]] = Factors(factors.adapter, rule.op.to_foreign(factors.a)[0], factors.b)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-from torch import Tensor
-
 from tessera.checkpoint.files import Entry, safetensors_header, storage_order
+from tessera.core.crc32 import crc32
 from tessera.core.file_plan import FilePlan, FolderPlan, Place
+from tessera.core.tensor_rows import TensorRows
 
 
 def plan_safetensors(
@@ -58,15 +56,18 @@ class PlannedFolder:
         for handle in self._handles.values():
             os.close(handle)
 
-    def put(self, name: str, tensor: Tensor) -> list[int]:
+    def put(self, name: str, tensor: TensorRows) -> list[int]:
         """Write a tensor to its places, and return the checksums of its slices. Several threads may do so."""
         slices, known = self._plan.divide(name, tensor), dict[int, int]()
         for place in self._plan.places[name]:
-            data = slices[place.slice].detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            if place.checksums and place.slice not in known:
-                known[place.slice] = zlib.crc32(data)
-            _write_at(self._handles[place.file], data, place.offset)
-        checksums = [known.get(place.slice, 0) for place in self._plan.places[name]]
+            position, checksum = place.offset, 0
+            for chunk in slices[place.slice].chunks():
+                if place.checksums and place.slice not in known:
+                    checksum = crc32(chunk, checksum)
+                _write_at(self._handles[place.file], chunk.data, position)
+                position += len(chunk)
+            known.setdefault(place.slice, checksum)
+        checksums = [known[place.slice] for place in self._plan.places[name]]
         self.put_checksums(name, checksums)
         return checksums
 

@@ -2,8 +2,10 @@
 conversion can go on.
 
 A group of tensors is read from the source, made into what the target form stores, written to its places, and read again
-by the reader of that form while its bytes are still in the system's cache: what comes back must be the source, bit for
-bit. Then the journal notes it. Sources are mapped, so most bytes are copied once: by the write.
+by the reader of that form while its bytes are still in the system's cache: it must find what was to be written, bit for
+bit, and for one group of each kind (the layers of a model are of one kind) it makes the source of it again, too. Then
+the journal notes it. Sources are mapped, and rows in another order are views of them, so most bytes are copied once: by
+the write.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ from tessera.checkpoint.forms import NativeTensors, TensorGroup
 from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.checkpoint.publish import Journal, check_target, show
 from tessera.core.errors import TesseraError
-from tessera.core.file_plan import FolderPlan, PlannedTensor
+from tessera.core.file_plan import FolderPlan
 from tessera.core.process import open_files, usable_cpus
+from tessera.core.tensor_rows import TensorRows
 from tessera.core.weightmap import WeightMap
 
 _IN_FLIGHT = 512 << 20  # bytes of tensors that are worked on at a time; each is in memory about three times
-_SYNC_EVERY = 2 << 30  # bytes after which the disk is asked to keep up
+_SYNC_EVERY = 512 << 20  # bytes after which the disk is asked to keep up
 _REPORT_EVERY = 5.0  # seconds
 MOST_JOBS = 8
+_WAITING = 2  # threads beside one for each processor: some wait for the disk
 _WEIGHTS = (".safetensors", ".pt", ".distcp")
 _log = logging.getLogger("tessera")
 
@@ -72,7 +76,7 @@ def stream(target: Path, conversion: Conversion) -> None:
 
 
 def _stream(target: Path, conversion: Conversion) -> None:
-    jobs = min(MOST_JOBS, max(1, round(usable_cpus()))) if conversion.jobs is None else conversion.jobs
+    jobs = min(MOST_JOBS, round(usable_cpus()) + _WAITING) if conversion.jobs is None else conversion.jobs
     check_target(target, conversion.overwrite)
     journal = Journal(target, {"source": conversion.source}, conversion.plan)
     try:
@@ -114,6 +118,7 @@ class _Work:
     def __init__(self, conversion: Conversion, journal: Journal) -> None:
         self._conversion, self._journal = conversion, journal
         self._files = PlannedFolder(journal.staging, conversion.plan)
+        self._proved: set[Any] = set()  # kinds of groups that were made into the source again
         self._sizes = [sum(conversion.native.plans[name].nbytes for name in group.names) for group in conversion.groups]
 
     def run(self, jobs: int) -> None:
@@ -161,15 +166,16 @@ class _Work:
         """Convert one group, or compare it if it was written before."""
         group, known = self._conversion.groups[number], self._journal.written.get(number)
         native = self._conversion.native.read_group(group.names)
+        made = self._conversion.weight_map.to_foreign_rows(native)
         if known is not None:
-            if known.keys() == group.made.keys() and _differing(native, written) is None:
+            if known.keys() == group.made.keys() and self._differing(group, native, made, written) is None:
                 for name, checksums in known.items():
                     self._files.put_checksums(name, checksums)
                 return
             _log.warning("%s is damaged in what was written before: it is written again", group.names[0])
         self._conversion.fault(f"write {group.names[0]}")
-        made = {name: self._put(name, tensor, group) for name, tensor in self._made(native)}
-        differing = _differing(native, written)
+        checksums = {name: self._put(name, rows, group) for name, rows in made.items()}
+        differing = self._differing(group, native, made, written)
         if differing is not None:
             raise TesseraError(
                 f"{differing} was read back with other bytes than were written",
@@ -177,36 +183,32 @@ class _Work:
                 fix="nothing was published: try again; if it happens twice, check the disk",
             )
         self._conversion.fault(f"note {group.names[0]}")
-        self._journal.note(number, made)
+        self._journal.note(number, checksums)
 
-    def _made(self, native: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Return what native tensors become, each of which is freed when it is written."""
-        made = self._conversion.weight_map.to_foreign(native)
-        while made:
-            yield made.popitem()
-
-    def _put(self, name: str, tensor: Tensor, group: TensorGroup) -> list[int]:
-        if PlannedTensor(tensor.dtype, tuple(tensor.shape)) != group.made[name]:
+    def _put(self, name: str, rows: TensorRows, group: TensorGroup) -> list[int]:
+        if (rows.dtype, rows.shape) != (group.made[name].dtype, group.made[name].shape):
             raise TesseraError(
                 f"what {name} is made of is stored in different types", where=self._conversion.native.where
             )
-        return self._files.put(name, tensor)
+        return self._files.put(name, rows)
 
-
-def _differing(native: Mapping[str, Tensor], written: NativeTensors) -> str | None:
-    """Read a group again, and return the name of a tensor that is not what it was; None if all are."""
-    found = written.read_group(list(native))
-    return next((name for name, tensor in native.items() if not _same(tensor, found[name])), None)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same bits: one that is not a number equals itself here."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    if flat[0].numel() % 8 == 0 and all(tensor.data_ptr() % 8 == 0 for tensor in flat):
-        flat = [tensor.view(torch.int64) for tensor in flat]
-    return torch.equal(*flat)
+    def _differing(
+        self, group: TensorGroup, native: Mapping[str, Tensor], made: Mapping[str, TensorRows], written: NativeTensors
+    ) -> str | None:
+        """Read a group again, and return the name of a tensor that is not what it was; None if all are."""
+        for name, rows in made.items():
+            slices = self._conversion.plan.divide(name, rows)
+            if not all(map(TensorRows.same_bits, slices, written.read_slices(name))):
+                return name
+        rules = [self._conversion.weight_map.rule_for(name) for name in group.names]
+        kind = tuple((rule[0], self._conversion.native.plans[name]) for rule, name in zip(rules, group.names) if rule)
+        if kind not in self._proved:
+            found = written.read_group(group.names)
+            for name, tensor in native.items():
+                if not TensorRows.of(tensor).same_bits(found[name]):
+                    return name
+            self._proved.add(kind)
+        return None
 
 
 def _remove_others(staging: Path, planned: Mapping[str, Any]) -> None:

@@ -121,7 +121,7 @@ def convert(
     ] = False,
     prove: ProveOption = "auto",
     jobs: Annotated[
-        int | None, typer.Option("--jobs", help="threads; default: one for each processor, at most 8")
+        int | None, typer.Option("--jobs", help="threads; default: two more than processors, at most 8")
     ] = None,
     trust: TrustFlag = False,
 ) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tessera.core.errors import TesseraError
+from tessera.core.tensor_rows import TensorRows
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Place:
     """Positions in the file that hold the CRC-32 of these bytes."""
 
 
-def _whole(name: str, tensor: Tensor) -> Sequence[Tensor]:
+def _whole(name: str, tensor: TensorRows) -> Sequence[TensorRows]:
     return (tensor,)
 
 
@@ -68,7 +69,7 @@ class FolderPlan:
 
     files: Mapping[str, FilePlan]
     places: Mapping[str, Sequence[Place]]
-    divide: Callable[[str, Tensor], Sequence[Tensor]] = field(default=_whole)
+    divide: Callable[[str, TensorRows], Sequence[TensorRows]] = field(default=_whole)
 
     @property
     def nbytes(self) -> int:
@@ -94,10 +95,11 @@ class FolderPlan:
         return digest.hexdigest()
 
 
-def map_elements(path: Path, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+def map_elements(path: Path, offset: int, count: int, dtype: torch.dtype, *, all_soon: bool = False) -> Tensor:
     """Return elements of a file as a flat tensor over its pages.
 
-    Nothing is read before it is used, and the pages leave this process's memory with the tensor.
+    Nothing is read before it is used, and the pages leave this process's memory with the tensor. `all_soon`: all of it
+    will be used, and the system may read ahead.
     """
     if not count:
         return torch.empty(0, dtype=dtype)
@@ -107,6 +109,8 @@ def map_elements(path: Path, offset: int, count: int, dtype: torch.dtype) -> Ten
             raise TesseraError("the file has become shorter since it was opened", where=str(path))
         # A private mapping: torch wants memory that could be written to.
         mapped = mmap.mmap(opened.fileno(), before + length, offset=offset - before, access=mmap.ACCESS_COPY)
+    if all_soon:
+        mapped.madvise(mmap.MADV_WILLNEED)
     if offset % dtype.itemsize:
         return torch.frombuffer(bytearray(mapped[before:]), dtype=dtype)
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=before)

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from tessera.core.tensor_rows import TensorRows
 from tessera.core.weightmap import Box, Concat, Shapes, WeightMap
 
 LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
@@ -23,7 +24,7 @@ LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 class TensorSplit(Protocol):
     """Define how tensor parallelism divides a tensor, and how the slices are joined."""
 
-    def divide(self, tensor: Tensor, ranks: int) -> list[Tensor]: ...
+    def divide(self, tensor: TensorRows, ranks: int) -> list[TensorRows]: ...
 
     def join(self, slices: list[Tensor]) -> Tensor: ...
 
@@ -36,7 +37,7 @@ class TensorSplit(Protocol):
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """Divide along `dim`; `blocks` > 1: each of so many equal blocks (gate and up, or q, k and v) by itself.
+    """Divide along `dim`; `blocks` > 1: each of so many equal blocks of rows (gate and up, or q, k and v) by itself.
 
     `units`: what is never divided, such as heads; the first ranks get one more where they do not divide evenly. Without
     it, elements of `dim` are the units.
@@ -46,11 +47,16 @@ class EvenSplit:
     blocks: int = 1
     units: int | None = None
 
-    def divide(self, tensor: Tensor, ranks: int) -> list[Tensor]:
-        blocks = [
-            block.split(self._sizes(block.shape[self.dim], ranks), dim=self.dim) for block in self._blocks(tensor)
+    def divide(self, tensor: TensorRows, ranks: int) -> list[TensorRows]:
+        length = self._block_length(tensor.shape)
+        sizes = self._sizes(length, ranks)
+        starts = [sum(sizes[:rank]) for rank in range(ranks)]
+        if self.dim:
+            return [tensor.narrow(self.dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+        return [
+            TensorRows.joined(tensor.rows(block * length + start, size) for block in range(self.blocks))
+            for start, size in zip(starts, sizes, strict=True)
         ]
-        return [self._cat([block[rank] for block in blocks]) for rank in range(ranks)]
 
     def join(self, slices: list[Tensor]) -> Tensor:
         blocks = zip(*(self._blocks(part) for part in slices), strict=True)
@@ -76,9 +82,13 @@ class EvenSplit:
         return self._cat(boxes)
 
     def _blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        if tensor.shape[self.dim] % self.blocks:
-            raise ValueError(f"{tensor.shape[self.dim]} rows are not {self.blocks} equal blocks")
+        self._block_length(tensor.shape)
         return tensor.chunk(self.blocks, dim=self.dim)
+
+    def _block_length(self, shape: Sequence[int]) -> int:
+        if shape[self.dim] % self.blocks:
+            raise ValueError(f"{shape[self.dim]} rows are not {self.blocks} equal blocks")
+        return shape[self.dim] // self.blocks
 
     def _sizes(self, length: int, ranks: int) -> list[int]:
         units = self.units or length

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tessera.core.errors import TesseraError
+from tessera.core.tensor_rows import TensorRows
 
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # index of a foreign tensor, offsets and sizes in it
 Shapes = Sequence[tuple[int, ...]]
@@ -319,8 +320,10 @@ class TensorChunk:
     def to_foreign(self, native: Tensor) -> list[Tensor]:
         raise AssertionError("a chunk alone makes no foreign tensor: WeightMap.to_foreign joins all of them")
 
-    def join_chunks(self, chunks: Sequence[Tensor]) -> list[Tensor]:
-        return self.op.to_foreign(torch.cat(list(chunks), dim=self.dim))
+    def join_chunks(self, chunks: Sequence[Tensor]) -> list[TensorRows]:
+        if self.dim == 0 and isinstance(self.op, Identity):
+            return [TensorRows(tuple(chunks))]
+        return [TensorRows.of(made) for made in self.op.to_foreign(torch.cat(list(chunks), dim=self.dim))]
 
 
 @dataclass(frozen=True)
@@ -336,10 +339,10 @@ class GroupedRows(RowOrder, TensorChunk):
         kind: Tensor = groups.split(list(self.rows), dim=1)[self.number]
         return kind.reshape(-1, *tensor.shape[1:]).contiguous()
 
-    def join_chunks(self, chunks: Sequence[Tensor]) -> list[Tensor]:
+    def join_chunks(self, chunks: Sequence[Tensor]) -> list[TensorRows]:
         rest = chunks[0].shape[1:]
-        groups = [chunk.reshape(-1, rows, *rest) for chunk, rows in zip(chunks, self.rows, strict=True)]
-        return [torch.cat(groups, dim=1).reshape(-1, *rest)]
+        groups = [chunk.reshape(-1, rows, *rest).unbind() for chunk, rows in zip(chunks, self.rows, strict=True)]
+        return [TensorRows(tuple(part for group in zip(*groups, strict=True) for part in group))]
 
 
 def can_read_boxes(op: Operation) -> bool:
@@ -405,7 +408,11 @@ class WeightMap:
 
     def to_foreign(self, native: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the foreign tensors that native ones become. Those of one `group_of` must be given together."""
-        made: dict[str, Tensor] = {}
+        return {name: rows.whole() for name, rows in self.to_foreign_rows(native).items()}
+
+    def to_foreign_rows(self, native: Mapping[str, Tensor]) -> dict[str, TensorRows]:
+        """Do as `to_foreign` does, and leave parts that need only be joined as they are."""
+        made: dict[str, TensorRows] = {}
         for name, tensor in native.items():
             found = self.rule_for(name)
             if found is None:
@@ -414,7 +421,7 @@ class WeightMap:
                 )
             rule, foreign = found
             if not isinstance(rule.op, TensorChunk):
-                made.update(zip(foreign, rule.op.to_foreign(tensor), strict=True))
+                made.update(zip(foreign, map(TensorRows.of, rule.op.to_foreign(tensor)), strict=True))
             elif rule.op.number == 0:
                 made.update(
                     zip(foreign, rule.op.join_chunks([native[chunk] for chunk in self.group_of(name)]), strict=True)

@@ -85,8 +85,8 @@ def convert(
     with the configuration and the side files, for forms that have none. `source_layout`: what
     the layout of shards to read must be, if it is to be checked. `prefix`: stands before the names in a DCP folder.
     `quantize`: "fp8" (a scale for each output) or "fp8-block" (for each block of 128 x 128): projections of the text
-    decoder are written in eight bits, as vLLM serves them. `jobs`: threads that convert between folders; by default one
-    for each processor, and at most 8.
+    decoder are written in eight bits, as vLLM serves them. `jobs`: threads that convert between folders; by default two
+    more than processors, and at most 8.
     Adapters are merged into the model that they belong to; with `adapters` they alone are written, as PEFT keeps them.
     `prove`: whether logits of a Hugging Face folder are compared with those of transformers before it is published:
     "auto" (see `tessera.inference.proof`), "always" or "never".

@@ -26,6 +26,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.file_plan import PlannedTensor
 from tessera.core.megatron_form import MegatronForm
 from tessera.core.run_config import ModelSection
+from tessera.core.tensor_rows import TensorRows
 from tessera.models import resolve
 from tessera.tools.recipe_layout import layout_of_recipe
 from tests.toys.chat_set import chat_recipe, write_chat_set
@@ -111,7 +112,7 @@ def test_tensors_over_several_files_are_joined_and_large_folders_split(tmp_path:
     plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()}
     with PlannedFolder(tmp_path / "split", plan_dcp_safetensors(plans, file_bytes=100)) as files:
         for name, tensor in whole.items():
-            files.put(name, tensor)
+            files.put(name, TensorRows.of(tensor))
     names = sorted(path.name for path in (tmp_path / "split").iterdir())
     assert names == [f"shard-00001-model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     same({name: tensor.read() for name, tensor in read_dcp_safetensors(tmp_path / "split").items()}, whole)

@@ -201,7 +201,7 @@ def test_a_source_in_several_types_is_refused_and_leaves_nothing(folder: Path, t
     tensors = load_file(path)
     name = next(name for name in tensors if name.endswith("k_proj.weight"))
     save_file(tensors | {name: tensors[name].double()}, path)
-    with pytest.raises(TesseraError, match=r"other bytes"):
+    with pytest.raises(TesseraError, match=r"stored in different types"):
         convert(source, tmp_path / "mm")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 

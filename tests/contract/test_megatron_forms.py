@@ -15,6 +15,7 @@ import tessera
 from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.core.errors import TesseraError
+from tessera.core.tensor_rows import TensorRows
 
 # Layers of the small models: 2 or 3 vision, 2 text. Stages without layers of a part are allowed.
 CASES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl experts", "internvl"]
@@ -167,8 +168,8 @@ def test_what_is_written_is_read_again_before_it_is_published(tmp_path: Path, mo
     folder = small_folder("qwen2_vl", tmp_path / "hf")
     plain = PlannedFolder.put
 
-    def spoiled(self: PlannedFolder, name: str, tensor: torch.Tensor) -> list[int]:
-        return plain(self, name, tensor if "norm" not in name else tensor.clone().fill_(0.5))
+    def spoiled(self: PlannedFolder, name: str, tensor: TensorRows) -> list[int]:
+        return plain(self, name, tensor if "norm" not in name else TensorRows.of(tensor.whole().clone().fill_(0.5)))
 
     monkeypatch.setattr(PlannedFolder, "put", spoiled)
     with pytest.raises(TesseraError, match="other bytes"):

@@ -21,6 +21,7 @@ from tessera.checkpoint import hf
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.weights import TensorSource, fill
 from tessera.core.megatron_form import EvenSplit
+from tessera.core.tensor_rows import TensorRows
 from tessera.core.weightmap import (
     ByBox,
     Concat,
@@ -105,7 +106,7 @@ def test_what_mixes_everything_is_read_whole() -> None:
 def test_a_box_of_what_tensor_ranks_divided_is_made_of_their_slices(split: EvenSplit, shape: tuple[int, int]) -> None:
     whole, chance = torch.randn(shape), random.Random(0)
     files = Files([])
-    slices = split.divide(whole, 2)
+    slices = [rows.whole() for rows in split.divide(TensorRows.of(whole), 2)]
     assert torch.equal(split.join(slices), whole)
     files.tensors = {str(rank): part for rank, part in enumerate(slices)}
     for _ in range(40):

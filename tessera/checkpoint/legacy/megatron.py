@@ -25,6 +25,7 @@ from tessera.core.errors import TesseraError, first_line, nearest
 from tessera.core.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
 from tessera.core.files import check_inside
 from tessera.core.megatron_form import LOCAL_EXPERT, MegatronForm, PipelinePart
+from tessera.core.tensor_rows import TensorRows
 
 LATEST = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
@@ -161,7 +162,7 @@ def plan_megatron(
         for name, stored in zip(held, planned.tensors, strict=True):
             places[name].append(Place(file, stored.offset, tp, stored.checksums))
 
-    def divide(name: str, tensor: Tensor) -> Sequence[Tensor]:
+    def divide(name: str, tensor: TensorRows) -> Sequence[TensorRows]:
         split = form.split_of(name)
         return [tensor] * layout.tp if split is None else split.divide(tensor, layout.tp)
 
@@ -173,7 +174,7 @@ def _slice_plans(form: MegatronForm, layout: MegatronLayout, name: str, plan: Pl
     if split is None:
         return [plan] * layout.tp
     blank = torch.empty(plan.shape, dtype=plan.dtype, device="meta")
-    return [PlannedTensor(plan.dtype, tuple(part.shape)) for part in split.divide(blank, layout.tp)]
+    return [PlannedTensor(plan.dtype, part.shape) for part in split.divide(TensorRows.of(blank), layout.tp)]
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -206,6 +207,10 @@ class MegatronTensor:
             return torch.empty(tuple(sizes), dtype=self.dtype)
         boxes = split.boxes(offsets or [0] * len(sizes), sizes, [part.shape for part in self.slices])
         return split.join_boxes([self.slices[rank].read(start, size) for rank, start, size in boxes])
+
+    def read_slices(self) -> list[Tensor]:
+        """Return what each tensor rank has of it: pages of the files."""
+        return [part.read() for part in self.slices]
 
     def _join(self, slices: list[Tensor]) -> Tensor:
         split = self.form.split_of(self.name)

@@ -84,12 +84,14 @@ class StoredTensor:
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         """Return the tensor, or a box of it: its pages of the file where it lies there in order, otherwise a copy."""
         self.check_size()
+        all_soon = sizes is None
         offsets, sizes = offsets or (0,) * len(self.shape), self.shape if sizes is None else sizes
         if 0 in sizes:
             return torch.empty(tuple(sizes), dtype=self.dtype)
         begin = self.offset + sum(n * s for n, s in zip(offsets, self.stride, strict=True))
         span = sum((n - 1) * s for n, s in zip(sizes, self.stride, strict=True)) + 1
-        data = map_elements(self.file, self.storage_offset + begin * self.dtype.itemsize, span, self.dtype)
+        position = self.storage_offset + begin * self.dtype.itemsize
+        data = map_elements(self.file, position, span, self.dtype, all_soon=all_soon)
         return data.as_strided(tuple(sizes), self.stride).contiguous()
 
 

@@ -17,6 +17,7 @@ from tessera.checkpoint.weight_source import run_exists
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.megatron_form import COLUMNS, ROWS, MegatronForm
 from tessera.core.run_config import ModelSection
+from tessera.core.tensor_rows import TensorRows
 from tessera.core.weightmap import Rule, WeightMap
 from tessera.models import FAMILIES, is_original, resolve
 from tessera.tools.convert import Form, check_apart, convert, parse_layout, resplit
@@ -115,7 +116,7 @@ def lora_hf_to_mm(family: str, options: Options) -> Path:
         def write(staging: Path) -> None:
             with PlannedFolder(staging, plan_megatron(form, layout, plans, str(target))) as files:
                 for name, own in read.items():
-                    files.put(name, stored.read(own))
+                    files.put(name, TensorRows.of(stored.read(own)))
                 files.sync()
 
         publish(target, write)
