@@ -32,6 +32,7 @@ class FolderTensors:
         self.where = str(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.kinds: dict[str, str] = {}  # types as safetensors spell them
+        self.files: dict[str, str] = {}  # names of files
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._places: dict[str, tuple[Path, int, str, tuple[int, ...]]] = {}  # file, position, type, shape
@@ -46,6 +47,7 @@ class FolderTensors:
                         raise TesseraError(f"{name} is stored in two files", where=str(path))
                     self._files[name] = file
                     self.shapes[name], self.kinds[name] = stored_shape(file, name), file.get_slice(name).get_dtype()
+                    self.files[name] = path.name
                     self._places[name] = path, positions[name], self.kinds[name], self.shapes[name]
             config = layout.config(component) if (layout.component_folder(component) / CONFIG_FILE).is_file() else {}
             self._find_quantized(config)

@@ -226,6 +226,8 @@ def weights_folder(folder: Path) -> Path:
 
 def open_form(folder: Path, shards: MegatronForm | None, prefix: str = "") -> StoredForm:
     """Open Megatron-style shards or a DCP folder, whichever it is. `shards`: how the family keeps such shards."""
+    if not folder.is_dir():
+        raise TesseraError("there is no such folder", where=str(folder), fix="check model.weights")
     folder = weights_folder(folder)
     if is_megatron_folder(folder):
         if shards is None:

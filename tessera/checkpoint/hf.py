@@ -6,6 +6,7 @@ Safetensors alone are read and written, never a pickle.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -25,13 +26,12 @@ from tessera.checkpoint.files import (
     SafetensorsFile,
     human_bytes,
     no_fault,
-    remove_folder,
     sync_folder,
     write_file,
 )
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.planned_folder import plan_safetensors
-from tessera.checkpoint.publish import begin, pretty_json, show
+from tessera.checkpoint.publish import Origin, Staging, begin, pretty_json, show
 from tessera.checkpoint.weights import (
     Counts,
     ReadBox,
@@ -178,6 +178,7 @@ def save_components(
     *,
     layout: Callable[[Path], FolderLayout] = TransformersFolder,
     shard_bytes: int = 5_000_000_000,
+    origin: Origin | None = None,
     overwrite: bool = False,
     extras: Callable[[Path], None] | None = None,
     prepare: Callable[[str, Tensor], Tensor] | None = None,
@@ -190,7 +191,7 @@ def save_components(
     tokenizer, before the folder is published. `prepare` returns what is written instead of a tensor.
     """
     ranks = Ranks.current()
-    staging: Path | None = None
+    staging: Staging | None = None
     plans: dict[str, tuple[dict[str, _Holder], list[_Shard]]] = {}
     for name, given in components.items():
         holders = _holders(ranks, given.tensors)
@@ -198,8 +199,8 @@ def save_components(
         plans[name] = holders, _split_into_files(blanks, given.weight_map, shard_bytes)
     size = sum(_bytes_of(shards) for _, shards in plans.values())
     try:
-        staging = ranks.on_rank0(lambda: begin(folder, overwrite))
-        target = layout(staging)
+        staging = ranks.on_rank0(lambda: begin(folder, overwrite, origin))
+        target = layout(staging.path)
         for name, (holders, shards) in plans.items():
             inside, given = target.component_folder(name), components[name]
             ranks.on_rank0(lambda inside=inside: inside.mkdir(exist_ok=True))  # type: ignore[misc]
@@ -213,10 +214,10 @@ def save_components(
                 files[target.index_file(name)] = _index(shards, table)
             ranks.on_rank0(lambda inside=inside, files=files: _write_all(inside, files, fault))  # type: ignore[misc]
         root_files = target.root_files({name: given.config for name, given in components.items()})
-        ranks.on_rank0(lambda: _finish(target.folder, folder, root_files, extras, fault))
+        ranks.on_rank0(lambda: _finish(staging, folder, root_files, extras, fault, origin, overwrite))
     except BaseException as error:
         if ranks.rank == 0 and staging is not None:
-            remove_folder(staging)
+            staging.discard()
         if isinstance(error, CollectiveError):
             raise error.about_writing(ranks, "the export", folder, size) or error from error
         raise
@@ -250,16 +251,27 @@ def plan_folder(
     weight_map: WeightMap,
     config: Mapping[str, Any],
     shard_bytes: int = 5_000_000_000,
+    like: Mapping[str, str] | None = None,
 ) -> FolderPlan:
-    """Plan a transformers folder of native tensors, of which only types and shapes are used."""
+    """Plan a transformers folder of native tensors, of which only types and shapes are used.
+
+    `like`: the files of a folder by the names of tensors. If it has all of them, they are divided as they are there.
+    """
     shards = _split_into_files(tensors, weight_map, shard_bytes)
     entries = {
         layout.shard_file(number, len(shards)): [entry for made in shard.values() for entry in made]
         for number, shard in enumerate(shards, start=1)
     }
+    every = [entry for made in entries.values() for entry in made]
+    if like and all(entry.key in like for entry in every):
+        theirs: dict[str, list[Entry]] = {}
+        for entry in every:
+            theirs.setdefault(like[entry.key], []).append(entry)
+        if len(theirs) > 1 or layout.shard_file(1, 1) in theirs:
+            entries = dict(sorted(theirs.items()))
     weights = plan_safetensors(entries)
     files = {CONFIG_FILE: FilePlan.of_bytes(pretty_json(config)), **weights.files}
-    if len(shards) > 1:
+    if len(entries) > 1:
         table = {key: places[0].file for key, places in weights.places.items()}
         files[layout.index_file()] = FilePlan.of_bytes(_index(shards, table))
     return FolderPlan(files, weights.places)
@@ -346,17 +358,20 @@ def gather_on_rank0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _finish(
-    staging: Path,
+    staging: Staging,
     folder: Path,
     files: Mapping[str, bytes],
     extras: Callable[[Path], None] | None,
     fault: Fault,
+    origin: Origin | None,
+    overwrite: bool,
 ) -> None:
     for name, content in files.items():
-        write_file(staging / name, content, fault)
+        write_file(staging.path / name, content, fault)
     if extras is not None:
-        extras(staging)
-    show(staging, folder, fault)
+        extras(staging.path)
+    show(staging.path, folder, fault, origin, overwrite)
+    os.close(staging.lock)
 
 
 def _write_all(folder: Path, files: Mapping[str, bytes], fault: Fault) -> None:

@@ -23,7 +23,7 @@ from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import MANIFEST, Entry, SafetensorsFile, box_slices, read_tensors, write_file
 from tessera.checkpoint.hf import gather_on_rank0
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.checkpoint.publish import publish
+from tessera.checkpoint.publish import Origin, publish
 from tessera.checkpoint.weights import TensorSource, add_product, fill
 from tessera.core.adapters import Adapter, Adapters, factor_names, spelled_out
 from tessera.core.config import read_mapping
@@ -380,6 +380,7 @@ def save_adapters(
     base: str = "",
     dropout: float = 0.0,
     language: bool = True,
+    origin: Origin | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write adapters as a PEFT folder. Every rank calls this with its part of the model and all `adapters`.
@@ -409,7 +410,7 @@ def save_adapters(
             for key, tensor in sides.items():
                 file.put(key, tensor)
 
-    publish(folder, write, overwrite=overwrite)
+    publish(folder, write, origin=origin, overwrite=overwrite)
 
 
 def _config(made: Mapping[str, Factors], others: Collection[str], base: str, dropout: float) -> dict[str, Any]:

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,34 +39,74 @@ from tessera.checkpoint.files import (
 from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.core.errors import TesseraError
 from tessera.core.file_plan import FolderPlan
+from tessera.core.files import read_json_mapping
 
-MARK = "tessera_export.json"  # marks an export, which a later one may replace
+MARK = "tessera_export.json"  # marks an export, which a later one of the same source may replace
+_MAX_RECORD_BYTES = 256 << 20
 _MAX_JOURNAL_BYTES = 1 << 30
 _log = logging.getLogger("tessera")
 
 
-def publish(folder: Path, write: Callable[[Path], None], *, overwrite: bool = False, fault: Fault = no_fault) -> None:
+Origin = Mapping[str, str]  # see `made_from`
+
+
+def made_from(form: str, source: str | Path) -> Origin:
+    """Return what the record of an export says of it, so that the same one may replace it: its form, and a hash of
+    where its source lies. The place itself is nobody else's business."""
+    return {"form": form, "source": hashlib.sha256(os.path.realpath(source).encode()).hexdigest()}
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Name the folder in which an export is written, and the folders that were made for it to lie in.
+
+    It is locked for as long as it is written, so that another export to the same target does not remove it.
+    """
+
+    path: Path
+    parents: tuple[Path, ...]
+    lock: int
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        remove_folder(self.path)
+        remove_empty(self.parents)
+        os.close(self.lock)
+
+
+def publish(
+    folder: Path,
+    write: Callable[[Path], None],
+    *,
+    origin: Origin | None = None,
+    overwrite: bool = False,
+    fault: Fault = no_fault,
+) -> None:
     """Publish a folder of the files that `write` makes on rank 0, by one rename."""
 
     def work() -> None:
-        staging = begin(folder, overwrite)
+        staging = begin(folder, overwrite, origin)
         try:
-            write(staging)
-            show(staging, folder, fault)
+            write(staging.path)
+            show(staging.path, folder, fault, origin, overwrite)
         except BaseException:
-            remove_folder(staging)
+            staging.discard()
             raise
+        os.close(staging.lock)
 
     Ranks.current().on_rank0(work)
 
 
-def begin(folder: Path, overwrite: bool) -> Path:
+def begin(folder: Path, overwrite: bool, origin: Origin | None = None) -> Staging:
     """Return a new staging folder for a target that may be written."""
-    check_target(folder, overwrite)
-    staging = folder.parent / f".staging-{folder.name}~{uuid.uuid4().hex[:8]}"
+    parents = check_target(folder, overwrite, origin)
+    path = folder.parent / f".staging-{folder.name}~{uuid.uuid4().hex[:8]}"
     with _written_in(folder):
-        staging.mkdir()
-    return staging
+        path.mkdir()
+        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return Staging(path, parents, lock)
 
 
 @contextmanager
@@ -75,26 +117,52 @@ def _written_in(folder: Path) -> Iterator[None]:
         raise TesseraError(f"nothing can be written there: {error.strerror}", where=str(folder)) from error
 
 
-def check_target(folder: Path, overwrite: bool) -> None:
-    """Refuse a target with something else in it, and make the folder that it will lie in."""
+def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) -> tuple[Path, ...]:
+    """Refuse a target with something else in it, and make the folders that it will lie in: those made are returned.
+
+    An export of the same source in the same form is replaced.
+    """
     with _written_in(folder):
         if folder.is_symlink():  # it would be replaced, and not what it leads to
             raise TesseraError("the target is a link", where=str(folder), fix=f"name {os.path.realpath(folder)}")
         if folder.exists() and not folder.is_dir():
             raise TesseraError(f"there is a file in the way: {folder}")
-        if folder.is_dir() and any(folder.iterdir()) and not overwrite and not (folder / MARK).is_file():
+        if folder.is_dir() and any(folder.iterdir()) and not overwrite and not _is_export(folder, origin):
             raise TesseraError(
-                "the folder is not empty and not an earlier export of Tessera",
+                "the folder is not empty and not an earlier export of the same source in the same form",
                 where=str(folder),
                 fix="name another folder, or --overwrite (overwrite=True in Python): everything in it is replaced",
             )
+        missing = tuple(path for path in folder.parents if not path.exists())
         folder.parent.mkdir(parents=True, exist_ok=True)
+        return missing
 
 
-def show(staging: Path, folder: Path, fault: Fault) -> None:
+def _is_export(folder: Path, origin: Origin | None) -> bool:
+    """Return whether the record in a folder, which may be anything, says that it is of this origin."""
+    try:
+        return origin is not None and read_json_mapping(folder / MARK, _MAX_RECORD_BYTES).get("origin") == origin
+    except TesseraError:
+        return False
+
+
+def remove_empty(parents: Sequence[Path]) -> None:
+    """Remove folders that were made for a target, the innermost first, as far as nothing else has come into them."""
+    for path in parents:
+        with suppress(OSError):
+            path.rmdir()
+
+
+def show(staging: Path, folder: Path, fault: Fault, origin: Origin | None, overwrite: bool) -> None:
     """Rename a complete staging folder to its target, and remove what earlier ones have left."""
-    if not (staging / MARK).exists():  # a Hugging Face folder has a record of its own there
-        write_file(staging / MARK, pretty_json({"format": "tessera-export", "version": 1}), fault)
+    check_target(folder, overwrite, origin)  # again: another process may have been faster
+    mark = staging / MARK
+    # A Hugging Face folder has a record of its own there, with one tensor a line: it stays as it is.
+    record = mark.read_bytes() if mark.exists() else pretty_json({"format": "tessera-export", "version": 1})
+    mark.unlink(missing_ok=True)
+    if origin is not None:
+        record = b"{\n" + f' "origin": {json.dumps(origin)},'.encode() + record.removeprefix(b"{")
+    write_file(mark, record, fault)
     sync_folder(staging, fault)
     trash = folder.parent / f".trash-{folder.name}~{uuid.uuid4().hex[:8]}"
     if folder.is_dir():
@@ -102,8 +170,25 @@ def show(staging: Path, folder: Path, fault: Fault) -> None:
     rename(staging, folder, fault)
     # Only now: until the new one stood, what an interrupted export had left might have been the last copy.
     for path in folder.parent.iterdir():
-        if path.name.startswith((f".staging-{folder.name}~", f".trash-{folder.name}~")):
+        begun = path.name.startswith(f".staging-{folder.name}~")
+        if path.name.startswith(f".trash-{folder.name}~") or (begun and not _in_use(path)):
             remove_folder(path)  # or a journal
+
+
+def _in_use(path: Path) -> bool:
+    """Return whether a process is writing to a staging folder. One that can go on is locked by its journal."""
+    journal = path.with_name(f"{path.name}.journal")
+    try:
+        handle = os.open(journal if journal.is_file() else path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    finally:
+        os.close(handle)
+    return False
 
 
 def pretty_json(content: Mapping[str, Any]) -> bytes:

@@ -28,7 +28,7 @@ from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import Fault, free_bytes, human_bytes, no_fault, remove_folder, sync_folder
 from tessera.checkpoint.forms import NativeTensors, TensorGroup
 from tessera.checkpoint.planned_folder import PlannedFolder
-from tessera.checkpoint.publish import Journal, check_target, show
+from tessera.checkpoint.publish import Journal, Origin, check_target, remove_empty, show
 from tessera.core.errors import TesseraError
 from tessera.core.file_plan import FolderPlan
 from tessera.core.process import open_files, usable_cpus
@@ -56,6 +56,7 @@ class Conversion:
 
     `weight_map`: that of the target form. `reopen` reads what lies in a staging folder. `extras` adds the files beside
     the weights, last. `source`: what the source is, in terms of JSON; where it differs, nothing is continued.
+    `origin`: see `made_from`.
     """
 
     native: NativeTensors
@@ -65,6 +66,7 @@ class Conversion:
     reopen: Callable[[Path], AbstractContextManager[NativeTensors]]
     source: Mapping[str, Any]
     extras: Callable[[Path], object] | None = None
+    origin: Origin | None = None
     jobs: int | None = None
     overwrite: bool = False
     fault: Fault = field(default=no_fault)
@@ -77,7 +79,7 @@ def stream(target: Path, conversion: Conversion) -> None:
 
 def _stream(target: Path, conversion: Conversion) -> None:
     jobs = min(MOST_JOBS, round(usable_cpus()) + _WAITING) if conversion.jobs is None else conversion.jobs
-    check_target(target, conversion.overwrite)
+    parents = check_target(target, conversion.overwrite, conversion.origin)
     journal = Journal(target, {"source": conversion.source}, conversion.plan)
     try:
         with open_files(len(conversion.plan.files)), journal:
@@ -85,10 +87,13 @@ def _stream(target: Path, conversion: Conversion) -> None:
                 with _one_thread_each():
                     _Work(conversion, journal).run(jobs)
                 _check_unchanged(conversion.source)
-                show(journal.staging, target, conversion.fault)
+                show(journal.staging, target, conversion.fault, conversion.origin, conversion.overwrite)
             except TesseraError:
                 remove_folder(journal.staging)
                 raise
+    except TesseraError:
+        remove_empty(parents)
+        raise
     except KeyboardInterrupt:
         raise Interrupted(
             f"stopped; what is written is kept in {journal.staging}",
@@ -102,6 +107,7 @@ def _stream(target: Path, conversion: Conversion) -> None:
         needed, free = conversion.plan.nbytes, free_bytes(target)
         many = f"; {len(conversion.plan.files)} files are open at a time: see ulimit -n"
         limit = many if error.errno == errno.EMFILE else ""
+        remove_empty(parents)  # if nothing is kept
         kept = f"; the same command goes on with what is kept in {journal.staging}" if journal.staging.exists() else ""
         raise TesseraError(
             f"the target could not be written: {error.strerror or error}",
@@ -169,8 +175,8 @@ class _Work:
         made = self._conversion.weight_map.to_foreign_rows(native)
         if known is not None:
             if known.keys() == group.made.keys() and self._differing(group, native, made, written) is None:
-                for name, checksums in known.items():
-                    self._files.put_checksums(name, checksums)
+                for name, of in known.items():
+                    self._files.put_checksums(name, of)
                 return
             _log.warning("%s is damaged in what was written before: it is written again", group.names[0])
         self._conversion.fault(f"write {group.names[0]}")
@@ -200,8 +206,8 @@ class _Work:
             slices = self._conversion.plan.divide(name, rows)
             if not all(map(TensorRows.same_bits, slices, written.read_slices(name))):
                 return name
-        rules = [self._conversion.weight_map.rule_for(name) for name in group.names]
-        kind = tuple((rule[0], self._conversion.native.plans[name]) for rule, name in zip(rules, group.names) if rule)
+        table, plans = self._conversion.weight_map, self._conversion.native.plans
+        kind = tuple((rule[0], plans[name]) for name in group.names if (rule := table.rule_for(name)))
         if kind not in self._proved:
             found = written.read_group(group.names)
             for name, tensor in native.items():

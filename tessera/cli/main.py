@@ -117,7 +117,7 @@ def convert(
     ] = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="only the adapters, as PEFT keeps them")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace a folder that holds something else than an earlier export")
+        bool, typer.Option("--overwrite", help="replace a folder that is not an earlier export of the same source")
     ] = False,
     prove: ProveOption = "auto",
     jobs: Annotated[

@@ -14,7 +14,7 @@ import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
@@ -258,10 +258,11 @@ class Stack:
 @dataclass(frozen=True)
 class TransposeIfNeeded:
     """Swap the last two dimensions unless the foreign tensor is [..., rows, columns] already, as the native one is. It
-    is written with both swapped, except a square: its shape does not tell a reader that it is swapped."""
+    is written with both swapped unless `kept`, except a square: its shape does not tell a reader that it is swapped."""
 
     rows: int
     columns: int
+    kept: bool = False
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
         if self._is_native(foreign[0]):
@@ -283,11 +284,22 @@ class TransposeIfNeeded:
         return tensor.transpose(-1, -2).contiguous()
 
     def to_foreign(self, native: Tensor) -> list[Tensor]:
-        return [native if self.rows == self.columns else native.transpose(-1, -2).contiguous()]
+        return [native if self.kept or self.rows == self.columns else native.transpose(-1, -2).contiguous()]
 
     def shape_written(self, foreign: Sequence[int]) -> tuple[int, ...]:
         """Return the shape in which a foreign tensor would be written, whichever way it lies."""
         return _swapped(foreign) if self._is_native(foreign) else tuple(foreign)
+
+
+@dataclass(frozen=True)
+class StoredTwice:
+    """Store one native tensor under two foreign names: a table, and the head that is tied to it."""
+
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        return foreign[0]
+
+    def to_foreign(self, native: Tensor) -> list[Tensor]:
+        return [native, native]
 
 
 @dataclass(frozen=True)
@@ -367,6 +379,16 @@ class Rule:
     def foreign_names(self) -> tuple[str, ...]:
         return (self.foreign,) if isinstance(self.foreign, str) else self.foreign
 
+    def as_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> Rule:
+        """Return the rule that writes stacked experts the way that those of these shapes lie."""
+        op = self.op.op if isinstance(self.op, TensorChunk) else self.op
+        if not isinstance(op, TransposeIfNeeded):
+            return self
+        patterns = [_template(name) for name in self.foreign_names()]
+        found = {shape[-2:] for name, shape in shapes.items() if any(one.fullmatch(name) for one in patterns)}
+        op = replace(op, kept=found == {(op.rows, op.columns)})
+        return replace(self, op=replace(self.op, op=op) if isinstance(self.op, TensorChunk) else op)
+
 
 @dataclass(frozen=True)
 class WeightMap:
@@ -383,6 +405,22 @@ class WeightMap:
     def for_names(self, foreign: Collection[str]) -> WeightMap:
         """Return the table of the form that a folder with these names has: one of the others, or this one."""
         return next((other for other in self.others if other.mark in foreign), self)
+
+    def as_stored(self, shapes: Mapping[str, Sequence[int]]) -> WeightMap:
+        """Return the table that writes tensors as a folder with these does: stacked experts lie the way they lie there,
+        and a tied head that it stores is stored again."""
+        there = {self.canonical(name): tuple(shape) for name, shape in shapes.items()}
+        twice = {native: copy for copy, native in self.copies if copy in there}
+        rules = [rule.as_stored(there) for rule in self.rules]
+        rules = [
+            replace(rule, foreign=(*rule.foreign_names(), twice[rule.native]), op=StoredTwice())
+            if rule.native in twice
+            else rule
+            for rule in rules
+        ]
+        kept = [copy for copy in self.copies if copy[0] not in there]
+        skip = [name for name in self.skip if name not in twice.values()]
+        return replace(self, rules=tuple(rules), skip=tuple(skip), copies=tuple(kept))
 
     def rule_for(self, name: str) -> tuple[Rule, tuple[str, ...]] | None:
         """Return the rule for a native name and the foreign names it is made of; None when no rule matches."""

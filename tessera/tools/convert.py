@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -33,7 +33,7 @@ from tessera.checkpoint.legacy.dcp import METADATA, plan_dcp
 from tessera.checkpoint.legacy.megatron import FILE as SHARD_FILE
 from tessera.checkpoint.legacy.megatron import LATEST, MegatronLayout, is_megatron_folder, plan_megatron
 from tessera.checkpoint.peft import save_adapters
-from tessera.checkpoint.publish import staging_of
+from tessera.checkpoint.publish import made_from, staging_of
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.checkpoint.stream import Conversion, identity_of, stream
 from tessera.checkpoint.weight_source import origin_of
@@ -52,11 +52,10 @@ from tessera.inference.trained import open_trained
 from tessera.models import FAMILIES, build_on_meta, resolve
 from tessera.models.common.text import PROJECTIONS
 from tessera.tools.folder_target import FolderTarget, hf_target, original_target
-from tessera.tools.recipe_layout import Recipe, layout_of_recipe
+from tessera.tools.shard_layout import Recipe, layout_of_recipe, parse_layout
 from tessera.training.export import export_folder, seal_export
 
 Form = Literal["hf", "original", "mm", "dcp", "dcp-safetensors"]
-_PARTS = ("vit", "llm", "audio")
 
 
 def convert(
@@ -210,6 +209,7 @@ def _from_model(
             base=model.base,
             adapters=model.adapters,
             quantize=quantize,
+            origin=made_from("hf", source),
             overwrite=overwrite,
             prove=prove,
         )
@@ -225,6 +225,7 @@ def _from_model(
         weights,
         base=base,
         language=model.spec.generation is None,
+        origin=made_from("adapters", source),
         overwrite=overwrite,
     )
     return target
@@ -303,7 +304,7 @@ def _stream(job: _Job, model: _Model) -> None:
             plan = plan_megatron(shards, job.layout, made, str(job.target))
         elif target is not None:
             layout = single_folder(target.config)(staging_of(job.target))
-            plan = plan_folder(layout, native.blanks(), weight_map, target.config)
+            plan = plan_folder(layout, native.blanks(), weight_map, target.config, like=target.shards)
         else:
             plan = (plan_dcp if job.to == "dcp" else plan_dcp_safetensors)(made, job.prefix)
 
@@ -312,7 +313,8 @@ def _stream(job: _Job, model: _Model) -> None:
 
         identity = identity_of(Path(native.where), *([] if model.folder is None else [model.folder]))
         extras = None if target is None else target.add_files
-        conversion = Conversion(native, weight_map, groups, plan, reopen, identity, extras)
+        origin = made_from(job.to, job.source)
+        conversion = Conversion(native, weight_map, groups, plan, reopen, identity, extras, origin)
         stream(job.target, replace(conversion, jobs=job.jobs, overwrite=job.overwrite, fault=job.fault))
 
 
@@ -349,6 +351,7 @@ def _write_quantized(job: _Job, target: FolderTarget, hub: WeightMap, native: Na
         fp8,
         fp8.config(target.config),
         prepare=lambda name, _: native.read(name),
+        origin=made_from(job.to, job.source),
         overwrite=job.overwrite,
         extras=finish,
     )
@@ -392,8 +395,8 @@ def resplit(
 
     with reopen(Path(source), old) as native:
         plan = plan_megatron(form, new, native.plans, str(target))
-        groups, identity = native.groups(whole.weights), identity_of(Path(source))
-        stream(Path(target), Conversion(native, whole.weights, groups, plan, reopen, identity))
+        groups, identity, origin = native.groups(whole.weights), identity_of(Path(source)), made_from("mm", source)
+        stream(Path(target), Conversion(native, whole.weights, groups, plan, reopen, identity, origin=origin))
     return Path(target)
 
 
@@ -424,32 +427,3 @@ def _megatron_form(spec: ModelSpec, config: Section, where: str = "--to mm") -> 
         fix = "name the folder of the model that the shards are of" if where == "--like" else "--to dcp"
         raise TesseraError(f"the family {spec.name} has no Megatron-style form", where=where, fix=fix)
     return spec.main.megatron(config)
-
-
-def parse_layout(given: Mapping[str, Any]) -> MegatronLayout:
-    """Return the layout that a mapping says: tp, ep, and a list of layers, or a list of lists, for each part."""
-    known = ("tp", "ep", *_PARTS)
-    if not isinstance(given, Mapping):
-        raise TesseraError(f"a layout is a mapping, not {given!r}", where="layout", fix="{tp: 2, llm: [10, 18]}")
-    for key in given:
-        if key not in known:
-            near = nearest(str(key), known)
-            raise TesseraError(f"a layout has no {key!r}", where="layout", allowed=known, nearest=near)
-    sizes = {key: given.get(key, 1) for key in ("tp", "ep")}
-    for key, size in sizes.items():
-        if type(size) is not int or not 0 < size <= 4096:
-            raise TesseraError(f"{key} must be a number of ranks, not {size!r}", where="layout")
-    return MegatronLayout(**sizes, layers={part: _lists(part, given[part]) for part in _PARTS if part in given})
-
-
-def _lists(part: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    lists = value if isinstance(value, Sequence) and value and isinstance(value[0], Sequence) else [value]
-    sound = all(
-        isinstance(chunk, Sequence) and chunk and all(type(n) is int and 0 <= n < 10**5 for n in chunk)
-        for chunk in lists
-    )
-    if not sound or isinstance(value, str):
-        raise TesseraError(
-            f"{part} must be a list of numbers of layers, or a list of such lists, not {value!r}", where="layout"
-        )
-    return tuple(tuple(chunk) for chunk in lists)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,20 @@ from tessera.models.common.exported_config import exported_config, with_dtype
 from tessera.models.common.side_files import copy_side_files, write_side_files
 from tessera.training.export import main_dtype
 
+_log = logging.getLogger("tessera")
+
 
 @dataclass(frozen=True)
 class FolderTarget:
-    """Describe a folder that is to be written. `add_files` puts what belongs beside the weights into it."""
+    """Describe a folder that is to be written. `add_files` puts what belongs beside the weights into it.
+
+    `shards`: files by the names of tensors, as the folder that it is written like has them.
+    """
 
     table: WeightMap
     config: Mapping[str, Any]
     add_files: Callable[[Path], object]
+    shards: Mapping[str, str]
 
 
 def hf_target(
@@ -42,14 +49,30 @@ def hf_target(
     """Return a Hugging Face folder with the side files of `folder` and what its config.json, `raw`, says.
 
     Those of a folder in the form of its makers mean the same in words that transformers does not read: they are
-    written anew. `tensors`: native ones, maybe without data.
+    written anew. `tensors`: native ones, maybe without data. If `folder` has weights, they are written as it has them:
+    in as many files, stacked experts the same way round, and a tied head if it stores one.
     """
     described = exported_config(config, raw, main_dtype(tensors))
     if spec.processor is None or not is_original(spec, folder):
-        return FolderTarget(table, described, functools.partial(copy_side_files, folder))
+        shapes, shards = ({}, {}) if is_original(spec, folder) else _stored(table, folder)
+        return FolderTarget(table.as_stored(shapes), described, functools.partial(copy_side_files, folder), shards)
     read = functools.partial(spec.processor, config)
     files = functools.partial(write_side_files, processor=read(folder), read=read, own=folder, weights=folder)
-    return FolderTarget(table, described, files)
+    return FolderTarget(table, described, files, {})
+
+
+def _stored(table: WeightMap, folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return shapes and files of the tensors in a folder, by the names that the table has for them."""
+    if not any(folder.glob("*.safetensors")):
+        return {}, {}
+    try:
+        with FolderTensors(folder) as kept:
+            names = {name: table.canonical(name) for name in kept.shapes}
+            files = {names[name]: file for name, file in kept.files.items() if name in names}
+            return {names[name]: shape for name, shape in kept.shapes.items()}, files
+    except TesseraError as error:  # its configuration and side files are enough
+        _log.warning("weights are not written in the way of those in %s: %s", folder, error.what)
+        return {}, {}
 
 
 def original_target(
@@ -76,7 +99,7 @@ def original_target(
     assert layout is not None
     raw = layout.config()
     with FolderTensors(folder) as kept:
-        own = table.for_names(kept.shapes)
+        own, shards = table.for_names(kept.shapes).as_stored(kept.shapes), kept.files
         made = {
             name: tuple(blank.shape)
             for group in dict.fromkeys(own.group_of(name) for name in tensors)
@@ -93,7 +116,7 @@ def original_target(
     described = with_dtype(raw, main_dtype(tensors))
     if "auto_map" in raw:  # the code that it names is handed on as well
         described["auto_map"] = raw["auto_map"]
-    return FolderTarget(own, described, functools.partial(copy_side_files, folder, code=True))
+    return FolderTarget(own, described, functools.partial(copy_side_files, folder, code=True), shards)
 
 
 def _shown(shape: tuple[int, ...] | None) -> str:

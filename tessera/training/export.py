@@ -20,6 +20,7 @@ from tessera.checkpoint.export_record import write_record
 from tessera.checkpoint.fp8 import Fp8Map
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.peft import merge_adapter, save_adapters
+from tessera.checkpoint.publish import Origin, made_from
 from tessera.checkpoint.state import model_tensors
 from tessera.core.adapters import Adapters, factor_names, is_factor
 from tessera.core.callback import Callback, TrainerHandle
@@ -45,6 +46,7 @@ def export_folder(
     base: Path | None = None,
     adapters: Adapters | None = None,
     quantize: str | None = None,
+    origin: Origin | None = None,
     overwrite: bool = False,
     prove: Prove = "auto",
 ) -> None:
@@ -52,8 +54,8 @@ def export_folder(
 
     `adapters`, those of the whole model, are merged into its weights. `files`: the folder whose tokenizer, template,
     preprocessors, generation settings and licence are copied, with what its config.json says besides. `base`: the
-    folder that the weights came from, which the record compares them with. `quantize`: "fp8" or "fp8-block". `prove`:
-    see `prove_folder`.
+    folder that the weights came from, which the record compares them with. `quantize`: "fp8" or "fp8-block".
+    `origin`: see `made_from`. `prove`: see `prove_folder`.
     """
     weight_map = spec.main.weight_map(model_config)
     if weight_map is None:
@@ -81,6 +83,7 @@ def export_folder(
         written,
         fp8 or weight_map,
         described if fp8 is None else fp8.config(described),
+        origin=origin,
         overwrite=overwrite,
         extras=finish,
         prepare=(lambda name, weight: merge_adapter(name, weight, tensors, known)) if known else None,
@@ -155,6 +158,7 @@ class Export(Callback):
                 base="" if section.path is None else str(section.path),
                 dropout=section.lora.dropout,
                 language=spec.generation is None,
+                origin=made_from("adapters", folder),
                 overwrite=True,
             )
             if not section.lora.merge:
@@ -166,6 +170,7 @@ class Export(Callback):
             files=folder / "processor",
             base=section.path,
             adapters=self._adapters,
+            origin=made_from("hf", folder),
             overwrite=True,
             # What was trained exists nowhere else where the last step is not saved: it is then written as it is.
             prove="never" if saved.prove == "auto" and not saved.at_end else saved.prove,

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from small_folders import small_folder
 
 import tessera
+from tessera.checkpoint.publish import made_from
 from tessera.cli.main import main
 
 WEIGHTS, INDEX, RANK = "model.safetensors", "model.safetensors.index.json", "mm/release/mp_rank_0{}/model_optim_rng.pt"
@@ -48,6 +49,9 @@ CASES |= {
     "the target is --like": (nothing, ["convert", "mm", "hf", "--like", "hf"], "hf is read, and would be replaced"),
     "the target holds the source": (nothing, ["convert", "hf", ".", "--overwrite"], "would be replaced"),
     "no source": (nothing, ["convert", "hff", "out"], "did you mean: hf"),
+    "tensor ranks without end": (nothing, [*TO_MM, "--layout", "{tp: 5000}"], "a number of ranks from 1 to 100"),
+    "stages without end": (nothing, [*TO_MM, "--layout", f"{{llm: {[0] * 2000}}}"], "llm has 2,000 stages"),
+    "ranks without end": (nothing, [*TO_MM, "--layout", f"{{tp: 100, llm: {[0] * 200}}}"], "20,000 ranks have a file"),
     "no folder for --like": (nothing, [*FROM_MM[:4], "nowhere"], "no config.json in nowhere"),
 }
 
@@ -214,10 +218,43 @@ def a_file_as_target() -> None:
     Path("out").write_text("mine")
 
 
-@case("not empty and not an earlier export", *TO_MM)
+@case("not empty and not an earlier export of the same source", *TO_MM)
 def a_target_with_other_files() -> None:
     Path("out").mkdir()
     Path("out/mine").write_text("mine")
+
+
+def record_of(origin: Any) -> None:
+    """An export with a record in the target."""
+    Path("out").mkdir()
+    Path("out/tessera_export.json").write_text(json.dumps({"format": "tessera-export", "version": 1, "origin": origin}))
+
+
+@case("not empty and not an earlier export of the same source", *TO_MM)
+def an_earlier_export_of_another_source() -> None:
+    record_of(made_from("mm", "other"))
+
+
+@case("not empty and not an earlier export of the same source", *TO_MM)
+def an_earlier_export_in_another_form() -> None:
+    record_of(made_from("dcp", "hf"))
+
+
+@case("not empty and not an earlier export of the same source", *TO_MM)
+def a_record_that_says_something_else() -> None:
+    record_of([[["form"]]])
+
+
+@case("not empty and not an earlier export of the same source", *TO_MM)
+def a_record_that_is_nested_without_end() -> None:
+    record_of(0)
+    Path("out/tessera_export.json").write_text("[" * 100_000)
+
+
+@case("not empty and not an earlier export of the same source", *TO_MM)
+def a_record_that_is_a_pipe() -> None:
+    Path("out").mkdir()
+    os.mkfifo("out/tessera_export.json")
 
 
 @case("nothing can be written there: ", "convert", "hf", "file/out", "--to", "mm")
@@ -257,7 +294,9 @@ def contents(folder: Path) -> dict[str, Any]:
     """All files, folders and links below a folder."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
-        found[str(path)] = os.readlink(path) if path.is_symlink() else path.is_dir() or path.read_bytes()
+        found[str(path)] = (
+            os.readlink(path) if path.is_symlink() else path.is_dir() or path.is_fifo() or path.read_bytes()
+        )
     return found
 
 

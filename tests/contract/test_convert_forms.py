@@ -28,7 +28,7 @@ from tessera.core.megatron_form import MegatronForm
 from tessera.core.run_config import ModelSection
 from tessera.core.tensor_rows import TensorRows
 from tessera.models import resolve
-from tessera.tools.recipe_layout import layout_of_recipe
+from tessera.tools.shard_layout import layout_of_recipe
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 

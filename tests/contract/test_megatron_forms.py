@@ -15,6 +15,7 @@ import tessera
 from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.core.errors import TesseraError
+from tessera.core.megatron_form import EvenSplit
 from tessera.core.tensor_rows import TensorRows
 
 # Layers of the small models: 2 or 3 vision, 2 text. Stages without layers of a part are allowed.
@@ -164,14 +165,27 @@ def test_dcp_and_back(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_what_is_written_is_read_again_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spoilt", ["norm", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2.weight"])
+def test_what_is_written_is_read_again_before_it_is_published(
+    spoilt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = small_folder("qwen2_vl", tmp_path / "hf")
     plain = PlannedFolder.put
 
     def spoiled(self: PlannedFolder, name: str, tensor: TensorRows) -> list[int]:
-        return plain(self, name, tensor if "norm" not in name else TensorRows.of(tensor.whole().clone().fill_(0.5)))
+        whole = tensor.whole().clone()
+        whole.view(-1)[-1] += spoilt in name  # the last number of the last rank
+        return plain(self, name, TensorRows.of(whole))
 
     monkeypatch.setattr(PlannedFolder, "put", spoiled)
     with pytest.raises(TesseraError, match="other bytes"):
-        tessera.convert(folder, tmp_path / "a", to="mm", layout={})
+        tessera.convert(folder, tmp_path / "new" / "a", to="mm", layout={"tp": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]  # nor the folder that was made for it
+
+
+def test_a_reader_that_joins_wrongly_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes in their places are not enough: a group of each kind is made into the source again."""
+    monkeypatch.setattr(EvenSplit, "join_boxes", lambda self, boxes: self._cat(boxes[::-1]))
+    with pytest.raises(TesseraError, match="other bytes"):
+        tessera.convert(small_folder("qwen2_vl", tmp_path / "hf"), tmp_path / "a", to="mm", layout={"tp": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -225,6 +225,7 @@ LISTS = ["--cfg.parallel_config.llm_pp_layers", "--cfg.parallel_config.vit_pp_la
         ([*A_JOB, "more"], "what is 'more'"),
         ([*A_JOB, "--cfg.parallel_config.tp_size", "two"], "must be a number of ranks, not 'two'"),
         ([*A_JOB, "--cfg.parallel_config.tp_size", "-1"], "must be a number of ranks, not -1"),
+        ([*A_JOB, "--cfg.parallel_config.tp_size", ""], "the value is empty"),
         ([*A_JOB, "--cfg.trust_remote_code", "1"], "must be true or false"),
         ([*A_JOB, LISTS[0], "[28]"], "must be a list of lists"),
         ([*A_JOB, LISTS[0], "[[28],28]"], "must be a list of lists"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tessera.checkpoint.files import no_fault
 from tessera.tools import convert as tool
+from tessera.tools.shard_layout import parse_layout
 
 
 def convert(source: Path, target: Path, fault: Callable[[str], None] = no_fault) -> None:
@@ -17,7 +18,7 @@ def convert(source: Path, target: Path, fault: Callable[[str], None] = no_fault)
     job = tool._Job(source, "hf", target, "mm", "", True, "never", jobs=1, fault=fault)
     config = json.loads((source / "config.json").read_text())
     vision, text = config["vision_config"]["depth"], config.get("text_config", config)["num_hidden_layers"]
-    job.layout = tool.parse_layout({"tp": 2, "vit": [[vision, 0]], "llm": [[1, text - 1]]})
+    job.layout = parse_layout({"tp": 2, "vit": [[vision, 0]], "llm": [[1, text - 1]]})
     tool._stream(job, tool._Model.of_folder(source))
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tessera.checkpoint.hf import load_folder, save_folder
+from tessera.checkpoint.publish import made_from
 from tessera.core.errors import TesseraError
 from tessera.core.weightmap import Concat, Reshape, Rule, Transpose, WeightMap
 
@@ -95,9 +96,10 @@ def test_out_and_in_again(tmp_path: Path) -> None:
 
 
 def test_an_export_may_be_replaced_but_nothing_else(tmp_path: Path) -> None:
-    save_folder(tmp_path / "out", ours(1), MAP, {})
+    origin = made_from("hf", "run")
+    save_folder(tmp_path / "out", ours(1), MAP, {}, origin=origin)
     (tmp_path / ".staging-out~00").mkdir()  # of an export that was killed
-    save_folder(tmp_path / "out", ours(2), MAP, {})
+    save_folder(tmp_path / "out", ours(2), MAP, {}, origin=origin)
     assert equal(load_file(tmp_path / "out" / "model.safetensors"), theirs(2))
     home = tmp_path / "home"
     home.mkdir()

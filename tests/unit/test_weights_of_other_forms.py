@@ -46,6 +46,8 @@ def test_weights_that_do_not_fit_are_refused_before_anything_starts(
         losses(recipe, tmp_path / "a", weights=str(other), config={"text.intermediate_size": 200})
     with pytest.raises(TesseraError, match="neither"):
         losses(recipe, tmp_path / "b", weights=str(folder))
+    with pytest.raises(TesseraError, match="there is no such folder"):
+        losses(recipe, tmp_path / "c", weights=str(tmp_path / "nowhere"))
     without = {key: value for key, value in recipe.items() if key != "model"}
     with pytest.raises(TesseraError, match="which model"):
         tessera.train({**without, "model": {"family": "qwen2_vl", "preset": "quickstart", "weights": str(other)}})

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from tessera.checkpoint.export_record import write_record
 from tessera.checkpoint.files import box_slices
+from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.forms import DcpFolder, NativeTensors, SafetensorsForm, StoredForm, weights_folder
 from tessera.checkpoint.hf import plan_folder
 from tessera.checkpoint.legacy.dcp import plan_dcp
 from tessera.checkpoint.legacy.megatron import LATEST
-from tessera.checkpoint.publish import staging_of
+from tessera.checkpoint.publish import made_from, staging_of
 from tessera.checkpoint.stream import Conversion, identity_of, stream
 from tessera.checkpoint.weights import add_product
 from tessera.core.config import read_mapping
@@ -384,7 +385,8 @@ def _write_job(target: Path, native: NativeTensors) -> None:
     plan = plan_dcp(native.plans, JOB).below("release")
     plan = replace(plan, files={**plan.files, LATEST: FilePlan.of_bytes(b"release")})
     identity = identity_of(Path(native.where))
-    stream(target, Conversion(native, _SAME, native.groups(_SAME), plan, reopen, identity))
+    origin = made_from("dcp", native.where)
+    stream(target, Conversion(native, _SAME, native.groups(_SAME), plan, reopen, identity, origin=origin))
 
 
 def _write_folder(
@@ -399,8 +401,11 @@ def _write_folder(
         copy_side_files(like, staging)
         write_record(staging, like)
 
+    with FolderTensors(like) as stored:
+        files = stored.files
     blanks = native.blanks()
     config = with_dtype(read_mapping(like / "config.json"), main_dtype(blanks))
-    plan = plan_folder(TransformersFolder(staging_of(target)), blanks, table, config, shard_bytes)
+    plan = plan_folder(TransformersFolder(staging_of(target)), blanks, table, config, shard_bytes, files)
     identity = identity_of(Path(native.where), like)
-    stream(target, Conversion(native, table, native.groups(table), plan, reopen, identity, finish))
+    origin = made_from("hf", native.where)
+    stream(target, Conversion(native, table, native.groups(table), plan, reopen, identity, finish, origin))

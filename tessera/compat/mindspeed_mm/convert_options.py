@@ -121,6 +121,8 @@ def _one(key: str, text: str, method: Method) -> dict[str, Any]:
         return {key: None}
     if option is None or option.kind in ("path", "text"):
         return {key: text}
+    if not text.strip():  # such as a variable of a shell that is not set
+        raise TesseraError("the value is empty", where=f"--{method.prefix}{key}", fix="give one, or leave it out")
     if option.kind == "names" and text[:1] != "[":
         return {key: [name.strip() for name in text.split(",")]}
     return {key: parse_yaml(text, key)}

@@ -12,7 +12,7 @@ from tessera.checkpoint.forms import SafetensorsForm
 from tessera.checkpoint.legacy.megatron import MegatronLayout, check_layout, plan_megatron, read_megatron
 from tessera.checkpoint.peft import CONFIG, WEIGHTS, is_adapter_folder
 from tessera.checkpoint.planned_folder import PlannedFolder
-from tessera.checkpoint.publish import publish
+from tessera.checkpoint.publish import made_from, publish
 from tessera.checkpoint.weight_source import run_exists
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.megatron_form import COLUMNS, ROWS, MegatronForm
@@ -20,7 +20,8 @@ from tessera.core.run_config import ModelSection
 from tessera.core.tensor_rows import TensorRows
 from tessera.core.weightmap import Rule, WeightMap
 from tessera.models import FAMILIES, is_original, resolve
-from tessera.tools.convert import Form, check_apart, convert, parse_layout, resplit
+from tessera.tools.convert import Form, check_apart, convert, resplit
+from tessera.tools.shard_layout import parse_layout
 
 Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
 _TEXT = "text_decoder.decoder.layers.{i}."
@@ -119,7 +120,7 @@ def lora_hf_to_mm(family: str, options: Options) -> Path:
                     files.put(name, TensorRows.of(stored.read(own)))
                 files.sync()
 
-        publish(target, write)
+        publish(target, write, origin=made_from("mm", folder))
     return target
 
 
@@ -147,7 +148,7 @@ def lora_mm_to_hf(family: str, options: Options) -> Path:
         if began is not None:
             (staging / CONFIG).write_bytes((Path(began) / CONFIG).read_bytes())
 
-    publish(target, write)
+    publish(target, write, origin=made_from("adapters", source))
     return target
 
 

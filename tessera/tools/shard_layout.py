@@ -1,13 +1,13 @@
-"""The layout of Megatron-style shards from a recipe: the same ranks and stages that a run by it has."""
+"""The layout of Megatron-style shards: as a mapping says it, or with the ranks and stages of a run by a recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.legacy.megatron import MegatronLayout
-from tessera.core.errors import TesseraError
+from tessera.core.errors import TesseraError, nearest
 from tessera.core.megatron_form import MegatronForm, PipelinePart
 from tessera.core.run_config import ModelSection, load_config
 from tessera.parallel.mesh import EP, TENSOR
@@ -15,6 +15,52 @@ from tessera.parallel.plan import Plan
 from tessera.training.setup import build_meta_model
 
 Recipe = str | Path | Mapping[str, Any]
+_PARTS = ("vit", "llm", "audio")
+_MOST = {"tp": 100, "pp": 1000, "ep": 1000}  # as many as the names of folders have digits for
+_MOST_FILES = 10_000  # all are open at a time
+
+
+def parse_layout(given: Mapping[str, Any]) -> MegatronLayout:
+    """Return the layout that a mapping says: tp, ep, and a list of layers, or a list of lists, for each part."""
+    known = ("tp", "ep", *_PARTS)
+    if not isinstance(given, Mapping):
+        raise TesseraError(f"a layout is a mapping, not {_shown(given)}", where="layout", fix="{tp: 2, llm: [10, 18]}")
+    for key in given:
+        if key not in known:
+            near = nearest(str(key), known)
+            raise TesseraError(f"a layout has no {key!r}", where="layout", allowed=known, nearest=near)
+    sizes = {key: given.get(key, 1) for key in ("tp", "ep")}
+    for key, size in sizes.items():
+        if type(size) is not int or not 0 < size <= _MOST[key]:
+            raise TesseraError(
+                f"{key} must be a number of ranks from 1 to {_MOST[key]}, not {_shown(size)}", where="layout"
+            )
+    layout = MegatronLayout(**sizes, layers={part: _lists(part, given[part]) for part in _PARTS if part in given})
+    files = layout.tp * layout.pp * layout.ep
+    if files > _MOST_FILES:
+        raise TesseraError(f"{files:,} ranks have a file each; at most {_MOST_FILES:,} are written", where="layout")
+    return layout
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80]
+
+
+def _lists(part: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    lists = value if isinstance(value, Sequence) and value and isinstance(value[0], Sequence) else [value]
+    sound = all(
+        isinstance(chunk, Sequence) and chunk and all(type(n) is int and 0 <= n < 10**5 for n in chunk)
+        for chunk in lists
+    )
+    if not sound or isinstance(value, str):
+        raise TesseraError(
+            f"{part} must be a list of numbers of layers, or a list of such lists, not {_shown(value)}",
+            where="layout",
+        )
+    stages = sum(map(len, lists))
+    if stages > _MOST["pp"]:
+        raise TesseraError(f"{part} has {stages:,} stages; at most {_MOST['pp']:,} are possible", where="layout")
+    return tuple(tuple(chunk) for chunk in lists)
 
 
 def layout_of_recipe(recipe: Recipe, model: ModelSection, form: MegatronForm) -> MegatronLayout:

@@ -1,0 +1,74 @@
+"""Folders that are published: what they may replace, and exports to one target at the same time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tessera.checkpoint.files import no_fault
+from tessera.checkpoint.publish import MARK, begin, made_from, publish, show
+from tessera.core.errors import TesseraError
+
+
+def write(content: str) -> object:
+    return lambda staging: (staging / "weights").write_text(content)
+
+
+def test_the_same_export_is_replaced_and_another_one_is_not(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    publish(target, write("a"), origin=made_from("mm", tmp_path / "one"))  # type: ignore[arg-type]
+    publish(target, write("b"), origin=made_from("mm", tmp_path / "x/../one"))  # type: ignore[arg-type]
+    for other in (made_from("mm", "two"), made_from("dcp", tmp_path / "one"), None):
+        with pytest.raises(TesseraError, match="not an earlier export of the same source"):
+            publish(target, write("c"), origin=other)  # type: ignore[arg-type]
+    assert (target / "weights").read_text() == "b"
+    publish(target, write("d"), origin=made_from("mm", "two"), overwrite=True)  # type: ignore[arg-type]
+    assert (target / "weights").read_text() == "d"
+    record = json.loads((target / MARK).read_text())
+    assert record["origin"] == made_from("mm", "two")
+    assert str(tmp_path) not in json.dumps(record)
+
+
+def test_a_record_of_its_own_stays_and_gets_the_origin(tmp_path: Path) -> None:
+    own = '{\n "format": "tessera-export",\n "tensors": {\n  "a": 1,\n  "b": 2\n }\n}\n'
+    origin = made_from("hf", "one")
+    publish(tmp_path / "out", lambda staging: (staging / MARK).write_text(own) and None, origin=origin)
+    text = (tmp_path / "out" / MARK).read_text()
+    assert json.loads(text) == {"origin": dict(origin), **json.loads(own)}
+    assert '\n  "b": 2\n' in text  # a line for each tensor
+
+
+def test_two_exports_to_one_target_leave_each_other_alone(tmp_path: Path) -> None:
+    """The first to end is published. The other still has its files, and is refused unless it may overwrite."""
+    target, origins = tmp_path / "out", [made_from("hf", name) for name in ("one", "two", "three")]
+    first, second, third = (begin(target, False, origin) for origin in origins)
+    third.discard()
+    show(first.path, target, no_fault, origins[0], False)
+    assert second.path.is_dir()
+    with pytest.raises(TesseraError, match="not an earlier export of the same source"):
+        show(second.path, target, no_fault, origins[1], False)
+    assert second.path.is_dir()
+    show(second.path, target, no_fault, origins[1], True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert json.loads((target / MARK).read_text())["origin"] == origins[1]
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".staging-out~0123abcd").mkdir()
+    (tmp_path / ".staging-out~convert.journal").write_text("")
+    publish(tmp_path / "out", lambda staging: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_failed_export_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+
+    def fail(staging: Path) -> None:
+        raise TesseraError("no")
+
+    for target in (tmp_path / "new/deep/out", tmp_path / "old/out"):
+        with pytest.raises(TesseraError):
+            publish(target, fail)
+    assert [path.name for path in tmp_path.rglob("*")] == ["old"]
