@@ -15,7 +15,7 @@ from PIL import Image
 import tessera
 from tessera.core.errors import TesseraError
 from tessera.inference.diffusion.pipeline import Pipeline
-from tests.toys.sampling_folders import write_flux, write_qwen_image, write_wan
+from tests.toys.sampling_folders import write_flux, write_qwen_image, write_sd3, write_wan
 
 SIZE = {"height": 32, "width": 48}
 SEED = 5
@@ -112,6 +112,12 @@ def test_flux_samples_the_pixels_of_diffusers(tmp_path: Path) -> None:
     pipeline = write_flux(tmp_path)
     theirs = {"guidance_scale": 3.5, "true_cfg_scale": 2.0}
     sampled_alike(pipeline, tmp_path, as_tokens, theirs, {"guidance": 3.5, "true_guidance": 2.0})
+
+
+@pytest.mark.slow
+def test_stable_diffusion_3_samples_the_pixels_of_diffusers(tmp_path: Path) -> None:
+    pipeline = write_sd3(tmp_path)
+    sampled_alike(pipeline, tmp_path, as_drawn, {"guidance_scale": 7.0}, {"guidance": 7.0})
 
 
 @pytest.mark.slow

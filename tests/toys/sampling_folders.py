@@ -267,3 +267,56 @@ def saved(pipeline: Any, folder: Path) -> Any:
     pipeline.save_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def write_sd3(folder: Path) -> Any:
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
+    )
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+
+    torch.manual_seed(3)
+    words = tokenizer(first="<s>", last="</s>", length=77)
+    ends = {"eos_token_id": words.eos_token_id, "bos_token_id": words.bos_token_id, "pad_token_id": words.pad_token_id}
+    size = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    clip = CLIPTextConfig(vocab_size=64, max_position_embeddings=77, projection_dim=8, **size, **ends)
+    t5 = T5Config(vocab_size=64, d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0)
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(4, 4, 4, 4),
+        norm_num_groups=2,
+        latent_channels=4,
+        scaling_factor=0.4,
+        shift_factor=0.1,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    transformer = SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        caption_projection_dim=16,
+        joint_attention_dim=24,
+        pooled_projection_dim=16,
+        pos_embed_max_size=8,
+    )
+    made = StableDiffusion3Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae,
+        text_encoder=CLIPTextModelWithProjection(clip),
+        tokenizer=words,
+        text_encoder_2=CLIPTextModelWithProjection(clip),
+        tokenizer_2=words,
+        text_encoder_3=T5EncoderModel(t5),
+        tokenizer_3=tokenizer(first="", last="</s>"),
+        transformer=moved(transformer),
+    )
+    return saved(made, folder)
