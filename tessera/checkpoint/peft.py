@@ -270,7 +270,8 @@ def _fill(
 def read_adapters(folder: Path, paths: Sequence[str], weight_map: WeightMap | None) -> dict[str, Factors]:
     """Read all adapters of a PEFT folder and return them by the paths of native layers.
 
-    `paths`: the layers of the model. An adapter for a layer that is not among them is an error.
+    `paths`: the layers of the model. An adapter for a layer that is not among them is an error; one for a layer that
+    nothing is computed with is passed over.
     """
     table, where = _needed(weight_map, str(folder)), str(folder / WEIGHTS)
     config = _read_config(folder)
@@ -285,9 +286,10 @@ def read_adapters(folder: Path, paths: Sequence[str], weight_map: WeightMap | No
         modules = [name.removesuffix(".weight") for name in foreign]
         present = [foreign_factors.get(module) for module in modules]
         if any(present):
-            check_operation(rule.op, path, where)
             used.update(modules)
-            found[path] = join_to_native(rule.op, present)
+            if path not in table.idle:
+                check_operation(rule.op, path, where)
+                found[path] = join_to_native(rule.op, present)
     left = [module for module in foreign_factors if module not in used]
     if left:
         known = [n.removesuffix(".weight") for path in paths for n in (table.rule_for(f"{path}.weight") or (0, ()))[1]]

@@ -399,6 +399,7 @@ class WeightMap:
     # (foreign name that is skipped, native name whose tensor it has to equal): tables that some folders store twice
     copies: tuple[tuple[str, str], ...] = ()
     same_names: bool = False  # a name without a rule is the same on both sides
+    idle: tuple[str, ...] = ()  # native layers that nothing is computed with: adapters for them change nothing
     mark: str = ""  # a foreign name that no other form of the family has
     others: tuple[WeightMap, ...] = ()  # the tables of other forms that folders of the family have
 

@@ -4,18 +4,23 @@ are frozen."""
 from __future__ import annotations
 
 import copy
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from tessera.checkpoint.peft import Factors, join_to_native, to_peft
+from tessera.checkpoint.peft import Factors, join_to_native, read_adapters, to_peft
 from tessera.core.adapters import Adapter
 from tessera.core.errors import TesseraError
+from tessera.core.run_config import ModelSection
 from tessera.core.types import Batch, Segments
 from tessera.core.weightmap import ColumnsByHead, Rule, WeightMap
+from tessera.models import resolve
 from tessera.nn.joint_attention import JointShape, segments_by_kind
 from tessera.nn.joint_transformer import JointTransformer, TransformerShape
 from tests.close import rounding
@@ -145,3 +150,20 @@ def test_an_adapter_of_such_columns_is_the_same_in_its_published_form_and_back()
     again = join_to_native(op, [published])
     assert torch.equal(again.a, a)
     assert torch.equal(again.b, b)
+
+
+def test_published_adapters_for_layers_that_nobody_reads_are_passed_over(tmp_path: Path) -> None:
+    """Adapters of Qwen-Image are trained for every block, also for text behind the last attention."""
+    spec, config = resolve(ModelSection(family="qwen_image", preset="quickstart"))
+    model = spec.main.build(config)
+    paths = [name.removesuffix(".weight") for name, _ in model.named_parameters() if name.endswith(".weight")]
+    layers = [f"transformer_blocks.{n}.{name}" for n in (2, 3) for name in ("attn.to_add_out", "txt_mlp.net.2")]
+    sides = {f"base_model.model.{one}.lora_A.weight": torch.ones(2, 512 if "mlp" in one else 128) for one in layers}
+    sides |= {f"base_model.model.{one}.lora_B.weight": torch.ones(128, 2) for one in layers}
+    save_file(sides, tmp_path / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": layers}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    found = read_adapters(tmp_path, paths, spec.main.weight_map(config))
+    assert sorted(found) == ["blocks.2.attn.text_out", "blocks.2.text_mlp.down"]
+    frozen = {name.rpartition(".")[0] for name, p in model.named_parameters() if not p.requires_grad}
+    assert set(spec.main.weight_map(config).idle) == frozen  # type: ignore[union-attr]

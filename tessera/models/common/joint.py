@@ -233,6 +233,12 @@ def single_rules(shape: TransformerShape) -> list[Rule]:
     return [*pairs, Rule("single_blocks.{i}.out.weight", "single_transformer_blocks.{i}.proj_out.weight", joined)]
 
 
+def idle_layers(shape: TransformerShape) -> tuple[str, ...]:
+    """Return the layers that nothing is computed with: those for text that nobody reads."""
+    kept = [number for number in range(shape.double) if shape.rest(number) == "kept"]
+    return tuple(f"blocks.{n}.{name}" for n in kept for name in ("attn.text_out", "text_mlp.up", "text_mlp.down"))
+
+
 def plain_rules(pairs: tuple[tuple[str, str], ...]) -> list[Rule]:
     return [Rule(native, foreign) for native, foreign in pairs]
 

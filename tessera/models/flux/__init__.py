@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tessera.core.weightmap import WeightMap
-from tessera.models.common.joint import CONDITIONS, double_rules, joint_family, plain_rules, single_rules
+from tessera.models.common.joint import CONDITIONS, double_rules, idle_layers, joint_family, plain_rules, single_rules
 from tessera.models.flux.config import FluxConfig
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -35,7 +35,8 @@ _NAMES = (
 
 def weights(config: FluxConfig) -> WeightMap:
     """Return the names of diffusers folders."""
-    return WeightMap((*plain_rules(_NAMES), *double_rules(), *single_rules(config.shape)))
+    rules = (*plain_rules(_NAMES), *double_rules(), *single_rules(config.shape))
+    return WeightMap(rules, idle=idle_layers(config.shape))
 
 
 SPEC = joint_family("flux", FluxConfig, PRESETS, weights)

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from tessera.core.weightmap import WeightMap
-from tessera.models.common.joint import CONDITIONS, DOUBLE_ATTENTION, double_rules, joint_family, plain_rules
+from tessera.models.common.joint import (
+    CONDITIONS,
+    DOUBLE_ATTENTION,
+    double_rules,
+    idle_layers,
+    joint_family,
+    plain_rules,
+)
 from tessera.models.qwen_image.config import QwenImageConfig
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -44,7 +51,7 @@ _BLOCKS = (
 
 def weights(config: QwenImageConfig) -> WeightMap:
     """Return the names of diffusers folders."""
-    return WeightMap((*plain_rules(_NAMES), *double_rules(_BLOCKS)))
+    return WeightMap((*plain_rules(_NAMES), *double_rules(_BLOCKS)), idle=idle_layers(config.shape))
 
 
 SPEC = joint_family("qwen_image", QwenImageConfig, PRESETS, weights)
