@@ -384,6 +384,7 @@ def test_bad_samples_are_named_with_the_reason(tmp_path: Path, pipeline: Path) -
         "short": ({"path": "short.mp4", "cap": "red"}, "a video of 3 frames gives 1, and 5 are asked for"),
         "large": ({"path": "large.png", "cap": "red"}, "64 tokens do not fit into data.length 16"),
         "thin": ({"path": "thin.png", "cap": "red"}, "less than one patch of 16x16"),
+        "surrogate": ({"path": "\ud800.png", "cap": "red"}, "not valid Unicode"),
         "outside": ({"path": "../good.png", "cap": "red"}, "'..'"),
         "turns": ({"messages": [{"role": "user", "content": "red"}]}, "not turns of user"),
         "words": (

@@ -104,6 +104,8 @@ def _locate(value: Any, root: Path) -> tuple[str, os.stat_result]:
             return _walk(base, shorter)
     except (FileNotFoundError, NotADirectoryError):
         raise TesseraError(f"no such file: {text:.200}") from None
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise TesseraError(f"not a usable path: {text!a:.80} (not valid Unicode)") from None
     except OSError as error:  # a name too long, a circle of links, a folder that may not be entered
         raise TesseraError(f"not a usable path: {text:.80} ({error.strerror})") from None
 
