@@ -21,6 +21,7 @@ from tessera.core.generation import GenerationForm, TextForm, sample_positions
 from tessera.core.types import EncodedMedia, MediaSize, Processor, Sample
 from tessera.data.media.read import ChatProcessor, MediaProcessor
 from tessera.data.media.video_frames import VideoSampling
+from tessera.models import FAMILIES
 from tessera.models.common.generation_processor import GenerationProcessor
 from tests.toys.generation_set import (
     CROSS,
@@ -463,6 +464,29 @@ def test_the_processor_is_what_rows_need_and_no_chat_processor(pipeline: Path, t
     assert processor_of(tmp_path / "kept").fingerprint == processor.fingerprint
     with pytest.raises(TesseraError, match="captions cannot be read without tokenizer"):
         GenerationProcessor.load(CROSS, None).tokenize("red")
+
+
+def test_a_family_of_images_leaves_videos_out(tmp_path: Path, pipeline: Path) -> None:
+    vae = {"_class_name": "AutoencoderKL", "latent_channels": 4, "block_out_channels": [8, 8, 8, 8]}
+    (pipeline / "vae" / "config.json").write_text(json.dumps(vae))
+    write_image(tmp_path / "a.png")
+    write_video(tmp_path / "v.mp4", 5)
+    rows = [{"path": name, "cap": "red", "id": name} for name in ("a.png", "v.mp4")]
+    made = rows_of(processor_of(pipeline, JOINT), str(write_jsonl(tmp_path / "s.jsonl", rows)), length=32)
+    assert made.bad_samples == (("v.mp4", "a video: this model makes images, and its VAE encodes no videos"),)
+
+
+def test_every_generation_family_has_this_processor() -> None:
+    found = 0
+    for name in FAMILIES.names():
+        spec = FAMILIES.get(name)
+        if spec.generation is not None:
+            assert spec.processor is not None
+            processor = spec.processor(spec.config(**spec.presets["quickstart"]), None, vae_stride=(4, 8))
+            assert isinstance(processor, GenerationProcessor)
+            assert processor.grid(MediaSize(64, 64, 9))[0] >= 1
+            found += 1
+    assert found >= 8
 
 
 def test_keys_of_conversations_are_refused(tmp_path: Path, pipeline: Path) -> None:

@@ -102,20 +102,21 @@ class GenerationProcessor:
     stride: tuple[int, int] | None  # of the VAE, along time and along space; None: unknown, which features do not need
     encoders: tuple[CaptionEncoder, ...]  # one for each of `form.text`; none where a folder has no tokenizers
     folder: Path | None = None  # where all this was read from
+    images_only: bool = False  # whether the VAE encodes no videos
 
     @classmethod
     def load(cls, form: GenerationForm, folder: Path | None, **options: Any) -> Self:
         """Return the processor of a diffusers folder. A folder of the transformer alone serves training on features."""
         options.pop("train_on", None)  # of conversations
         chosen = build(GenerationOptions, options, "data.processor")
-        stride, encoders = chosen.vae_stride, []
+        stride, encoders, images_only = chosen.vae_stride, [], False
         if folder is not None and stride is None and (folder / VAE / "config.json").is_file():
             config = folder / VAE / "config.json"
             vae = VaeForm.of(read_json_mapping(config), str(config))
-            stride = (vae.time_stride, vae.space_stride)
+            stride, images_only = (vae.time_stride, vae.space_stride), vae.images_only
         if folder is not None and any((folder / text.tokenizer).is_dir() for text in form.text):
             encoders = [CaptionEncoder.load(folder, text) for text in form.text]
-        processor = cls(form, chosen, stride, tuple(encoders), folder)
+        processor = cls(form, chosen, stride, tuple(encoders), folder, images_only)
         if stride is not None and chosen.height is not None and chosen.width is not None:
             processor.fit(chosen.width, chosen.height)  # raises where these are no sizes of the model
         return processor
@@ -191,7 +192,7 @@ class GenerationProcessor:
 
     @cached_property
     def fingerprint(self) -> str:
-        facts = [self.version, asdict(self.form), self.options.model_dump(), self.stride]
+        facts = [self.version, asdict(self.form), self.options.model_dump(), self.stride, self.images_only]
         text = json.dumps([*facts, [one.json for one in self.encoders]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -229,6 +230,8 @@ class GenerationProcessor:
         self, request: CaptionedSample, ids: Sequence[Sequence[int]], sizes: Sequence[MediaSize]
     ) -> dict[str, int]:
         kind, size = request.wanted.kind, sizes[-1]
+        if kind == "video" and self.images_only:
+            raise TesseraError("a video: this model makes images, and its VAE encodes no videos")
         if kind == "video" and self.frames(size.frames) < self.options.min_frames:
             raise TesseraError(
                 f"a video of {size.total} frames gives {self.frames(size.frames)}, and {self.options.min_frames} are "
