@@ -14,6 +14,7 @@ from torch import Tensor
 import tessera
 from tessera.tools.data_features import write_features
 from tessera.tools.dry_run import dry_run
+from tests.dist.spawn import run_ranks
 from tests.toys.callbacks import StopAt
 from tests.toys.generation_set import write_image, write_jsonl, write_video
 from tests.toys.pipeline_folder import TEXT_SIZE, write_pipeline_folder
@@ -32,7 +33,12 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pipeline_folder(tmp_path_factory.mktemp("pipeline"))
+    from diffusers import WanTransformer3DModel
+
+    folder = write_pipeline_folder(tmp_path_factory.mktemp("pipeline"))
+    torch.manual_seed(0)
+    WanTransformer3DModel(**TINY).save_pretrained(folder / "transformer")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +87,19 @@ def losses(run: Any) -> list[float]:
 
 
 def test_training_from_pixels_and_captions_resumes_bit_by_bit(data: Path, pipeline: Path, tmp_path: Path) -> None:
-    options = {"shift": 3.0, "time": "logit_normal", "caption_dropout": 0.3}
-    whole = tessera.train(recipe(data, pipeline, tmp_path / "whole", **options))
-    part = tessera.train(recipe(data, pipeline, tmp_path / "part", **options), callbacks=[StopAt(2)])
+    options = {"shift": 3.0, "time": "logit_normal", "caption_dropout": 0.3, "encoders": {}}
+    made = [recipe(data, pipeline, tmp_path / name, **options) for name in ("whole", "part")]
+    for one in made:
+        one["model"] = {"path": str(pipeline)}  # which has the encoders as well
+    whole = tessera.train(made[0])
+    part = tessera.train(made[1], callbacks=[StopAt(2)])
     resumed = tessera.resume(part.folder)
-    one, other = weights(whole), weights(resumed)
-    assert one.keys() == other.keys()
-    assert not any("vae" in name or "text_encoder" in name for name in one)  # frozen parts are not stored
-    assert any("blocks" in name for name in one)
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
+    wanted, found = weights(whole), weights(resumed)
+    assert wanted.keys() == found.keys()
+    assert not any("vae" in name or "text_encoder" in name for name in wanted)  # frozen parts are not stored
+    assert any("blocks" in name for name in wanted)
+    for name, tensor in wanted.items():
+        assert torch.equal(tensor, found[name]), name
     planned = tessera.plan(recipe(data, pipeline, tmp_path / "planned")).describe()
     assert "vae" in planned
     assert "otherwise in host memory" in planned
@@ -108,3 +117,19 @@ def test_features_train_as_pixels_do_and_a_step_runs_dry(data: Path, pipeline: P
     assert second == pytest.approx(first, rel=1e-4)  # videos of one shape share a call of the VAE
     (role,) = dry_run(offline, world=2)
     assert role.volumes
+
+
+def train_on_ranks(rank: int, world: int, recipes: list[dict[str, Any]]) -> list[list[float]]:
+    return [losses(tessera.train(made)) for made in recipes]
+
+
+@pytest.mark.slow
+def test_ranks_that_share_encoders_or_sequences_train_as_one(data: Path, pipeline: Path, tmp_path: Path) -> None:
+    options = {"time": "logit_normal", "caption_dropout": 0.3, "encoders": {"text": {"dtype": "float32"}}}
+    layouts: dict[str, dict[str, Any]] = {"alone": {}, "shard": {}, "cp": {"cp": 2}}
+    recipes = {name: recipe(data, pipeline, tmp_path / name, **options) for name in layouts}
+    for name, parallel in layouts.items():
+        recipes[name] |= {"model": {"path": str(pipeline)}, "parallel": parallel}
+    wanted = losses(tessera.train(recipes.pop("alone")))
+    for found in run_ranks(train_on_ranks, 2, list(recipes.values()))[0]:
+        assert found == pytest.approx(wanted, rel=1e-4)
