@@ -15,7 +15,7 @@ from PIL import Image
 import tessera
 from tessera.core.errors import TesseraError
 from tessera.inference.diffusion.pipeline import Pipeline
-from tests.toys.sampling_folders import write_flux, write_qwen_image, write_sd3, write_wan
+from tests.toys.sampling_folders import write_cogvideox, write_flux, write_qwen_image, write_sd3, write_wan
 
 SIZE = {"height": 32, "width": 48}
 SEED = 5
@@ -57,7 +57,8 @@ def sampled_alike(
 def noise_shape(pipeline: Any, ours: dict[str, Any]) -> tuple[int, ...]:
     channels = pipeline.vae.config.get("z_dim") or pipeline.vae.config.latent_channels
     frames = () if "frames" not in ours else ((ours["frames"] - 1) // 4 + 1,)
-    return (1, channels, *frames, SIZE["height"] // 8, SIZE["width"] // 8)
+    first = (*frames, channels) if type(pipeline).__name__.startswith("CogVideoX") else (channels, *frames)
+    return (1, *first, SIZE["height"] // 8, SIZE["width"] // 8)
 
 
 def as_drawn(pipeline: Any, noise: torch.Tensor) -> torch.Tensor:
@@ -118,6 +119,15 @@ def test_flux_samples_the_pixels_of_diffusers(tmp_path: Path) -> None:
 def test_stable_diffusion_3_samples_the_pixels_of_diffusers(tmp_path: Path) -> None:
     pipeline = write_sd3(tmp_path)
     sampled_alike(pipeline, tmp_path, as_drawn, {"guidance_scale": 7.0}, {"guidance": 7.0})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_cogvideox_samples_the_pixels_of_diffusers(tmp_path: Path, dynamic: bool) -> None:
+    pipeline = write_cogvideox(tmp_path)
+    theirs = {"num_frames": 5, "guidance_scale": 6.0, "use_dynamic_cfg": dynamic}
+    ours = {"frames": 5, "guidance": 6.0, "dynamic_guidance": dynamic}
+    sampled_alike(pipeline, tmp_path, as_drawn, theirs, ours)
 
 
 @pytest.mark.slow

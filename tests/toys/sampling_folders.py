@@ -320,3 +320,38 @@ def write_sd3(folder: Path) -> Any:
         transformer=moved(transformer),
     )
     return saved(made, folder)
+
+
+def write_cogvideox(folder: Path) -> Any:
+    from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel
+    from transformers import T5Config, T5EncoderModel
+
+    torch.manual_seed(4)
+    blocks = {"down_block_types": ("CogVideoXDownBlock3D",) * 4, "up_block_types": ("CogVideoXUpBlock3D",) * 4}
+    vae = AutoencoderKLCogVideoX(
+        **blocks, block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=2
+    )
+    transformer = CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=TEXT,
+        num_layers=2,
+        sample_width=6,
+        sample_height=4,
+        sample_frames=5,
+        patch_size=2,
+        temporal_compression_ratio=4,
+        max_text_seq_length=226,
+    )
+    t5 = T5Config(vocab_size=64, d_model=TEXT, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0)
+    made = CogVideoXPipeline(
+        tokenizer=tokenizer(first="", last="</s>"),
+        text_encoder=T5EncoderModel(t5),
+        vae=vae,
+        transformer=moved(transformer),
+        scheduler=CogVideoXDDIMScheduler(prediction_type="v_prediction", snr_shift_scale=3.0),
+    )
+    return saved(made, folder)
