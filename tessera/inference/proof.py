@@ -23,7 +23,7 @@ from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError, few_names, first_line, nearest
-from tessera.core.layouts import folder_layout
+from tessera.core.layouts import CLASS_NAME, folder_layout
 from tessera.core.types import Batch, Message, ModelSpec, Part, Sample
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
@@ -117,6 +117,8 @@ def _compare(folder: Path, spec: ModelSpec, config: Any) -> Proof:
 def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | None:
     """Return why nothing is compared; None if nothing is in the way."""
     data = folder_layout(folder).config()
+    if CLASS_NAME in data:
+        return "it is a model of diffusers"
     if str(data.get("model_type")) not in spec.hf_types or spec.example is None:
         return f"the family {spec.name} has no model of its own for this folder"
     if "quantization_config" in data:

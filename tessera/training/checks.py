@@ -88,7 +88,7 @@ class Coverage(Callback):
         if idle and is_main:
             log.warning(
                 "%d trained tensors received a gradient of zeros in this step: %s. That is so for an encoder that the "
-                "batch has no input for",
+                "batch has no input for, and for all layers before an output that begins as zero",
                 len(idle),
                 few_names(idle),
             )

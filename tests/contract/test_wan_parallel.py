@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
+import torch
 
+import tessera
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import load_config
 from tessera.training.setup import build_meta_model
@@ -34,3 +37,15 @@ def refused(world: int = 2, **parallel: Any) -> str:
 def test_what_cannot_be_split_is_refused() -> None:
     assert "no one module that could keep parts of the tokens" in refused(tp=2, sequence_parallel=True)
     assert "does not divide the 4 heads" in refused(world=3, tp=3)
+
+
+def test_an_export_is_a_transformer_that_diffusers_loads(tmp_path: Path) -> None:
+    recipe = videos_recipe(tmp_path)
+    recipe["model"]["family"] = "wan"
+    tessera.train(recipe, {"train.steps": 1, "checkpoint.export": True, "checkpoint.at_end": True})
+    folder = tmp_path / "experts" / "hf"
+    theirs = diffusers.WanTransformer3DModel.from_pretrained(folder, use_safetensors=True).state_dict()
+    loaded, _ = tessera.load(folder, device="cpu")
+    ours = loaded.spec.main.weight_map(loaded.config).to_foreign(dict(loaded.module.named_parameters()))
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
+    assert theirs["proj_out.weight"].any()  # it begins as zero
