@@ -167,17 +167,25 @@ def test_every_key_of_the_pages_exists(page: Path) -> None:
 
 
 NAMES = {
+    "cogvideox": "CogVideoX",
+    "flux": "Flux",
     "glm4v": "GLM-4.1V",
+    "hunyuan_video": "HunyuanVideo",
+    "hunyuan_video_1_5": "1.5",
     "internvl": "InternVL",
     "llama": "Llama",
     "llava": "LLaVA",
+    "ltx_video": "LTX-Video",
     "module": "nn.Module",
     "qwen2": "Qwen2",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen2_vl": "Qwen2-VL",
     "qwen3": "Qwen3",
     "qwen3_vl": "Qwen3-VL",
+    "qwen_image": "Qwen-Image",
+    "sd3": "Stable Diffusion 3",
     "transformers": "transformers",
+    "wan": "Wan",
 }
 
 
