@@ -117,7 +117,10 @@ def test_any_split_gives_the_gradient_of_the_published_loss(data: Path, pipeline
             assert torch.allclose(parameter.grad.double(), wanted.grad, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2, "targets": ["blocks.{*}.mlp"]}], ids=["whole", "lora"])
+ADAPTED = pytest.param({"rank": 2, "targets": ["blocks.{*}.mlp"]}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("lora", [None, ADAPTED], ids=["whole", "lora"])
 def test_a_run_begins_where_its_reference_is(data: Path, pipeline: Path, tmp_path: Path, lora: Any) -> None:
     made = recipe(data, pipeline, tmp_path, beta=100.0)
     made["data"] |= {"kind": "generation_preference", "length": 24}
