@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -24,6 +24,7 @@ class GenerationFamily(ABC):
 
     spec: ModelSpec
     configs: Mapping[str, Mapping[str, Any]]
+    slow: Collection[str] = ()  # configs for `make test-all`
     grids: Sequence[Grid] = ((2, 2, 3), (1, 3, 2))
     weight_scale: float = 0.2  # of the weights that are drawn for comparisons
 

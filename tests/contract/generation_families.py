@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from generation import GenerationFamily
 from joint_generation import Flux, QwenImage, StableDiffusion3
 from ltx_generation import LTXVideo
@@ -19,4 +20,8 @@ FAMILIES: tuple[GenerationFamily, ...] = (
     Wan(),
 )
 GENERATION = {family.spec.name: family for family in FAMILIES}
-CASES = [(name, config) for name, family in GENERATION.items() for config in family.configs]
+CASES = [
+    pytest.param(name, config, marks=[pytest.mark.slow] if config in family.slow else [])
+    for name, family in GENERATION.items()
+    for config in family.configs
+]
