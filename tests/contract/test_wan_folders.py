@@ -58,7 +58,10 @@ def write_original(folder: Path, config: Any, model: nn.Module, kind: str) -> No
     save_folder(folder, model_tensors(model), SPEC.main.weights["original"](config), fields)
 
 
-@pytest.mark.parametrize("case", ORIGINALS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case in ("image", "token times") else []) for case in ORIGINALS],
+)
 def test_folders_of_the_makers_are_read_and_converted_both_ways(case: str, tmp_path: Path) -> None:
     published = {"image_dim": 1280} if WAN.config(case).image_dim else {}
     published |= {"pos_embed_seq_len": 514} if WAN.config(case).pos_embed_seq_len else {}
