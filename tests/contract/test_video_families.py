@@ -15,6 +15,7 @@ from parity import from_foreign, randomize
 from video_generation import CogVideoX, HunyuanVideo, HunyuanVideo15
 
 from tessera.core.errors import TesseraError
+from tessera.inference.diffusion.pack import SampleConditions, packed
 from tessera.nn.joint_transformer import JointTransformer
 from tests.close import rounding
 
@@ -66,6 +67,20 @@ def test_templates_of_captions_are_those_of_the_published_pipelines() -> None:
     assert form.skip == published["crop_start"].default
     assert form.length == published["tokenizer_max_length"].default
     assert form.layer == -(published["num_hidden_layers_to_skip"].default + 1)
+
+
+def test_a_first_frame_in_place_is_sampled_at_the_times_of_samples_alone() -> None:
+    """HunyuanVideo gives first frames the time 0 by itself: a further time would belong to no sample."""
+    family = HunyuanVideo()
+    config = family.config("first frame in place")
+    model, form = family.spec.main.build(config), config.generation()
+    randomize(model, seed=2)
+    chance = torch.Generator().manual_seed(1)
+    text, pooled, first = (torch.randn(*size, generator=chance) for size in ((5, 12), (6,), (4, form.patch_values)))
+    inputs = packed([SampleConditions(text, pooled, first=first)] * 2, form, (3, 2, 2), 6.0, torch.float32)
+    assert "time_index" not in inputs.batch
+    assert inputs.generated.tolist() == [*range(4, 12), *range(16, 24)]
+    assert model(inputs.batch.with_tensors(timesteps=torch.tensor([500.0, 500.0]))).latents.shape == (24, 16)
 
 
 def test_settings_that_cannot_be_computed_are_named() -> None:

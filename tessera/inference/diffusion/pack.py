@@ -70,12 +70,10 @@ def packed(
     shapes = tuple(tuple(size) for sample in samples for size in [grid, *(one for _, one in sample.references)])
     batch = Batch(tensors, {name: one.to(device) for name, one in segments.items()}, shapes={"latents": shapes})
     index = torch.cat(generated).to(device)
-    if any(sample.first is not None for sample in samples):
+    # Other models know by themselves that a first frame has the time zero.
+    if form.token_times and any(sample.first is not None for sample in samples):
+        assert not form.joint, "elements of the main sequence are latent tokens"
         still = torch.ones(at, dtype=torch.bool, device=device).index_fill(0, index, False)
-        if form.joint:
-            still = torch.zeros(sum(lengths), dtype=torch.bool, device=device).index_copy(
-                0, batch["latent_index"], still
-            )
         batch = batch.with_tensors(time_index=torch.where(still, len(samples), batch["sample_index"]))
     return Inputs(batch, index, torch.cat(conditions).to(dtype) if conditions else None)
 
