@@ -44,6 +44,7 @@ def test_a_sample_is_written_and_made_again_pixel_by_pixel(wan: Path, tmp_path: 
     assert "not the same as before" in other.output
 
 
+@pytest.mark.slow
 def test_prompts_of_a_file_are_numbered_samples(wan: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\nthe dog\n")
     words = ["generate", str(wan), "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "x.png")]

@@ -159,6 +159,7 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     return tessera.pipeline(folder, device="cpu")
 
 
+@pytest.mark.slow
 def test_a_sample_does_not_depend_on_its_batch(wan: Pipeline) -> None:
     options = {"frames": 5, "steps": 2, "seed": SEED, "count": 2, **SIZE}
     alone = wan.generate(PROMPTS, **options)
