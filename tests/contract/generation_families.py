@@ -25,3 +25,9 @@ CASES = [
     for name, family in GENERATION.items()
     for config in family.configs
 ]
+# What the first configuration of a family shows for nearly all of them.
+FIRST_CASES = [
+    pytest.param(name, config, marks=[pytest.mark.slow] if number else [])
+    for name, family in GENERATION.items()
+    for number, config in enumerate(family.configs)
+]

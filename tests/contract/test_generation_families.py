@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from generation import double_stays_double, of_dtype
-from generation_families import CASES, GENERATION
+from generation_families import CASES, FIRST_CASES, GENERATION
 from parity import from_foreign, randomize, to_foreign
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,10 +26,10 @@ from tests.close import assert_as_close
 
 
 def built() -> Iterator[Any]:
-    """The tiny preset and the first published one of each family; others take long to build and differ in sizes."""
+    """The tiny preset of each family; others take long to build and differ in sizes."""
     for name in GENERATION:
         for number, preset in enumerate(FAMILIES.get(name).presets):
-            yield pytest.param(name, preset, marks=[pytest.mark.slow] if number > 1 else [])
+            yield pytest.param(name, preset, marks=[pytest.mark.slow] if number else [])
 
 
 def results(model: nn.Module, outputs: list[Tensor]) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ def test_published_shapes_build_on_meta_and_the_plan_covers_every_parameter_once
     assert len(set(foreign)) == len(foreign) or any(len(table.group_of(path)) > 1 for path in parameters)
 
 
-@pytest.mark.parametrize(("name", "case"), CASES)
+@pytest.mark.parametrize(("name", "case"), FIRST_CASES)
 def test_flops_agree_with_the_counter_of_torch(name: str, case: str) -> None:
     family = GENERATION[name]
     assert family.spec.flops is not None

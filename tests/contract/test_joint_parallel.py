@@ -42,6 +42,7 @@ MORE = [
 ]
 
 
+@pytest.mark.slow
 def test_usual_layouts_train_like_one_process(tmp_path: Path) -> None:
     train_like_one_process(USUAL, tmp_path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tessera.core.generation import TextForm
@@ -34,6 +35,7 @@ def embed(rank: int, world: int, folder: Path, residence: Residence) -> dict[str
     return {"tokens": found, "held": held, "planned": planned.size}
 
 
+@pytest.mark.slow
 def test_a_shared_text_encoder_embeds_as_a_whole_one(tmp_path: Path) -> None:
     folder = write_pipeline_folder(tmp_path / "pipeline")
     with torch.no_grad():

@@ -117,7 +117,7 @@ def test_features_are_written_in_the_order_of_the_data(features: Path) -> None:
     assert set(manifest["facts"]["components"]) == {"vae", "text_encoder"}
 
 
-@pytest.mark.parametrize("padding", ["none", "zeros"])
+@pytest.mark.parametrize("padding", [pytest.param("none", marks=pytest.mark.slow), "zeros"])
 def test_training_on_features_equals_training_on_media(world: Path, tmp_path: Path, padding: str) -> None:
     """The same rows, seeds and losses; encoders that see other samples beside a sample round otherwise."""
     model = {**recipe(world)["model"], "config": {"padding": padding}}
