@@ -24,7 +24,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_rotary_positional_embeddings": True,
     },
     "hunyuan_video": {**_HUNYUAN, "in_channels": 2, "num_single_layers": 2, "pooled_projection_dim": 6},
-    "hunyuan_video_1_5": {**_HUNYUAN, "in_channels": 5, "patch_size": 2, "text_embed_2_dim": 6, "image_embed_dim": 10},
+    "hunyuan_video_1_5": {
+        **_HUNYUAN,
+        "in_channels": 5,
+        "patch_size": 2,
+        "text_embed_2_dim": 6,
+        "image_embed_dim": 10,
+        "task_type": "t2v",
+    },
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2": {"tp": 2},
