@@ -67,7 +67,9 @@ def test_predictions_loss_and_gradients_are_those_of_diffusers(name: str, case: 
         exact = results(reference, family.outputs(reference, config, of_dtype(batch, torch.float64)))
     assert ours.keys() == peers.keys()
     for what, found in ours.items():
-        assert_as_close(found, peers[what], exact[what], k=4.0, roundings=4.0, what=what)
+        # A gradient is a sum over tokens, of which most may cancel: sixteen roundings are those of 256 terms.
+        roundings = 4.0 if what in heads else 16.0
+        assert_as_close(found, peers[what], exact[what], k=4.0, roundings=roundings, what=what)
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)

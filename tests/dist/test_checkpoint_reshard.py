@@ -25,6 +25,7 @@ from tessera.checkpoint.storage import read_table
 from tessera.checkpoint.weights import TensorSource, fill
 from tessera.core.errors import TesseraError
 from tessera.core.file_plan import PlannedTensor
+from tessera.core.tensor_rows import TensorRows
 from tessera.core.weightmap import Concat, Identity, Rule, WeightMap
 from tests.dist.spawn import RankError, run_ranks
 
@@ -287,5 +288,5 @@ def test_checkpoints_of_torch_over_safetensors_are_read_and_written(tmp_path: Pa
     plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
     with PlannedFolder(tmp_path / "ours", plan_dcp_safetensors(plans)) as files:
         for name, tensor in found.items():
-            files.put(name, tensor)
+            files.put(name, TensorRows.of(tensor))
     assert run_ranks(read_over_safetensors, 2, tmp_path / "ours") == [[True] * 4] * 2

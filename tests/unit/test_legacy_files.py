@@ -27,6 +27,7 @@ from tessera.checkpoint.legacy.torch_plan import plan_torch_file
 from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.core.errors import TesseraError
 from tessera.core.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
+from tessera.core.tensor_rows import TensorRows
 
 DTYPES = [
     torch.float32,
@@ -61,7 +62,7 @@ def plans_of(tensors: dict[str, torch.Tensor]) -> dict[str, PlannedTensor]:
 def write(folder: Path, plan: FolderPlan, tensors: dict[str, torch.Tensor]) -> None:
     with PlannedFolder(folder, plan) as files:
         for name in reversed(tensors):  # places are known: any order will do
-            files.put(name, tensors[name])
+            files.put(name, TensorRows.of(tensors[name]))
 
 
 def torch_file(name: str, content: Any, tensors: Any) -> FolderPlan:

@@ -74,7 +74,8 @@ def test_an_altered_tensor_is_another_one() -> None:
 
 
 def test_operations_on_lists_of_tensors() -> None:
-    tensors = [torch.ones(2), torch.ones(1)]
+    tensors = [torch.zeros(2), torch.zeros(1)]
+    internals.foreach_copy_(tensors, [torch.ones(2), torch.ones(1)])
     internals.foreach_add_(tensors, 1)
     internals.foreach_sub_(tensors, [torch.tensor(0.5)] * 2)
     internals.foreach_mul_(tensors, torch.tensor(2.0))
