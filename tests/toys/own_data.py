@@ -52,8 +52,8 @@ def keyed(items: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def digit_loader(batch_size: int = 4, shuffle: bool = True, count: int = 48, workers: int = 0) -> DataLoader[Any]:
-    # A test process has threads: a worker that is forked from it may crash.
-    context = "forkserver" if workers else None
+    # A test process has threads: a worker that is forked from it may crash. One of a fork server would outlive it.
+    context = "spawn" if workers else None
     return DataLoader(
         Digits(count), batch_size=batch_size, shuffle=shuffle, num_workers=workers, multiprocessing_context=context
     )
