@@ -2,7 +2,9 @@
 
     python bench/convert.py [--gigabytes 2] [--jobs N] [--kills 20] [--folder DIR]
 
-One JSON line. The folder is a Qwen2-VL with random weights in bf16, as large as asked for. Each conversion runs in a
+One JSON line; what is known so far goes to standard error.
+
+The folder is a Qwen2-VL with random weights in bf16, as large as asked for. Each conversion runs in a
 process of its own. With --kills, each of so many conversions is killed at a random moment and started again; the result
 must be that of one that was not.
 """
@@ -16,6 +18,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -53,13 +56,14 @@ def write_folder(folder: Path, gigabytes: float) -> int:
     module = build_on_meta(spec, config).to(torch.bfloat16)
     weight_map = spec.main.weight_map(config)
     assert weight_map is not None
-    save_folder(
-        folder,
-        model_tensors(module),
-        weight_map,
-        config.to_hf(),
-        prepare=lambda name, blank: torch.randint(-(2**15), 2**15, blank.shape, dtype=torch.int16).view(blank.dtype),
-    )
+    chance = random.Random(0)
+    pool = torch.randint(-(2**15), 2**15, (2**27,), dtype=torch.int16)  # drawn once: drawing 20 GB takes minutes
+
+    def draw(name: str, blank: torch.Tensor) -> torch.Tensor:
+        start = chance.randrange(len(pool) - blank.numel())
+        return pool[start : start + blank.numel()].view(blank.dtype).view(blank.shape)
+
+    save_folder(folder, model_tensors(module), weight_map, config.to_hf(), prepare=draw)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
@@ -72,6 +76,20 @@ def copy(source: Path, target: Path) -> tuple[float, float]:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     return copied - began, time.perf_counter() - began
+
+
+def copies(root: Path, size: int, when: str, found: dict[str, float]) -> None:
+    """Measure a copy into `found`; done before and after the conversions, because disks of shared machines vary."""
+    plain, synced = copy(root / "hf", root / "copied")
+    shutil.rmtree(root / "copied")
+    found[f"copy {when} GB/s"] = round(size / plain / 1e9, 3)
+    found[f"copy to disk {when} GB/s"] = round(size / synced / 1e9, 3)
+    tell(found)
+
+
+def tell(found: dict[str, float]) -> None:
+    """Print what is known so far, for whoever watches."""
+    print(json.dumps(found), file=sys.stderr, flush=True)
 
 
 def convert(root: Path, source: str, target: str, options: dict[str, Any], results: Any) -> None:
@@ -123,15 +141,15 @@ def main() -> None:
         root = Path(name)
         size = write_folder(root / "hf", asked.gigabytes)
         found: dict[str, float] = {"gigabytes": round(size / 1e9, 2)}
-        plain, synced = copy(root / "hf", root / "copied")
-        shutil.rmtree(root / "copied")
-        found |= {"copy GB/s": round(size / plain / 1e9, 3), "copy to disk GB/s": round(size / synced / 1e9, 3)}
+        copies(root, size, "before", found)
         for source, target, options in CASES:
             taken, peak = in_process(root, source, target, options | {"jobs": asked.jobs})
             found[f"{source} to {target} GB/s"] = round(size / taken / 1e9, 3)
             found[f"{source} to {target} peak GB"] = round(peak / 1e9, 2)
+            tell(found)
             if target != "mm":
                 shutil.rmtree(root / target)
+        copies(root, size, "after", found)
         chance = random.Random(0)
         found["killed"] = found["same after kills"] = 0
         for _ in range(asked.kills):
@@ -140,6 +158,7 @@ def main() -> None:
             in_process(root, source, target, options)
             found["same after kills"] += same(root / "mm", root / "again")
             shutil.rmtree(root / "again")
+            tell(found)
         print(json.dumps(found))
 
 
