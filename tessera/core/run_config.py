@@ -84,7 +84,9 @@ class ModelSection(Section):
         return self
 
 
-RecordFormat = Literal["messages", "sharegpt", "llava", "alpaca", "text", "preference", "generation"]
+RecordFormat = Literal[
+    "messages", "sharegpt", "llava", "alpaca", "text", "preference", "unpaired_preference", "generation"
+]
 
 
 class SourceSection(Section):
@@ -165,7 +167,7 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _says_nothing_in_vain(self) -> DataSection:
-        if self.kind in ("chat", "preference", "generation") and self.options:
+        if self.kind in ("chat", "preference", "unpaired_preference", "generation") and self.options:
             raise ValueError(f"`options` has no effect with kind {self.kind}; it is for a data kind of your own")
         if self.kind == "custom" and (self.train or self.eval):
             raise ValueError(

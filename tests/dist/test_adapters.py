@@ -125,6 +125,24 @@ def test_preferences_train_as_in_one_process_under_more_layouts(tmp_path: Path) 
     assert {name: row for name, row in found.items() if not good(row)} == {}
 
 
+OTHER_TASKS: list[Layout] = [
+    ("fsdp 2", 2, {}, TEXT, {}),
+    ("tp 2 x fsdp 2, sequence", 4, SEQUENCE, BOTH, {}),
+    ("1f1b, split in the encoder", 2, IN_ENCODER, BOTH, DEEP),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["orpo", "simpo", "kto"])
+def test_other_preference_tasks_train_as_in_one_process(task: str, tmp_path: Path) -> None:
+    settings = {**pair_settings(write_pair_set(tmp_path / "pairs")), "train.task": task}
+    if task == "kto":
+        settings |= {"data.kind": "unpaired_preference", "data.length": 512}
+        settings["data.train"] = [{"path": str(tmp_path / "pairs" / "rated.jsonl")}]
+    found = measure_layouts(OTHER_TASKS, tmp_path, settings)
+    assert {name: row for name, row in found.items() if not good(row)} == {}
+
+
 # ---------------------------------------------------------------------------------------------- saved and exported
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.types import IGNORE, Batch, LanguageOutput, Segments, trained_positions
-from tessera.tasks.dpo import answer_log_probs
+from tessera.tasks.answers import answer_log_probs
 from tessera.tasks.language import LanguageTask
 from tests.task_parts import sum_and_count
 

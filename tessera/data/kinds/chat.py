@@ -104,12 +104,14 @@ def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | Non
 
 
 def chat(request: RowRequest) -> RowSource:
-    if any(source.format == "preference" for source in (*request.section.train, *request.section.eval)):
-        raise TesseraError(
-            "pairs of answers are no conversations",
-            where="data.kind=chat",
-            fix="data.kind=preference, with train.task=dpo",
-        )
+    for kind, what, task in (
+        ("preference", "pairs of answers", "dpo"),
+        ("unpaired_preference", "answers that were found good or bad", "kto"),
+    ):
+        if any(source.format == kind for source in (*request.section.train, *request.section.eval)):
+            raise TesseraError(
+                f"{what} are no conversations", where="data.kind=chat", fix=f"data.kind={kind}, with train.task={task}"
+            )
     return build(request)
 
 

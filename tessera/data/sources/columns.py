@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.run_config import RecordFormat
@@ -11,7 +12,7 @@ from tessera.core.types import PartKind
 
 ROLES = ("system", "user", "assistant", "tool")
 MEDIA: tuple[PartKind, ...] = ("image", "video", "audio")
-FORMATS: tuple[RecordFormat, ...] = ("messages", "sharegpt", "llava", "alpaca", "text", "preference", "generation")
+FORMATS: tuple[RecordFormat, ...] = get_args(RecordFormat)
 
 # Speaker -> role. Calls of functions are the assistant's words, their results are the tool's.
 _SPEAKERS = {
@@ -35,10 +36,10 @@ _TAGS = {
 }
 _KEYS = ("id", "messages", "role_tag", "content_tag", "system", "tools", "images", "videos", "audios")
 _ALPACA_KEYS = ("prompt", "query", "response", "history")
-_PAIR_KEYS = ("chosen", "rejected")
+_PAIR_KEYS = ("chosen", "rejected", "completion")
 _TEXT_KEYS = ("text", "content")
 _CAPTION_KEYS = ("cap", "caption", "text", "prompt", "content")
-COLUMNS = (*_KEYS, *_TAGS, *_ALPACA_KEYS, *_PAIR_KEYS, "text", "path", "references")
+COLUMNS = (*_KEYS, *_TAGS, *_ALPACA_KEYS, *_PAIR_KEYS, "label", "text", "path", "references")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class ColumnMap:
     references: str = "references"  # images that are to be edited
     chosen: str = "chosen"
     rejected: str = "rejected"
+    completion: str = "completion"  # an answer that was found good or bad
+    label: tuple[str, ...] = ("label", "kto_tag")  # whether it was
 
 
 def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> ColumnMap:
@@ -84,6 +87,7 @@ def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> Colum
         speakers=speakers,
         callers=callers,
         text=(columns["text"],) if "text" in columns else texts,
+        label=(columns["label"],) if "label" in columns else ColumnMap.label,
         **renamed,
     )
 

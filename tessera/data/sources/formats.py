@@ -12,6 +12,9 @@ preference a question with a better and a worse answer, in one of these spelling
     {"messages": [messages], "chosen": {"role": "assistant", ...} or "better", "rejected": ...}
     {"conversations": [turns], "chosen": {"from": "gpt", "value": "better"}, "rejected": ...}, with images or image
     {"instruction": "ask", "input": "about", "chosen": "better", "rejected": "worse"}
+unpaired_preference  a conversation with one answer that was found good or bad, "label": true or false:
+    {"prompt": "ask" or [messages], "completion": "answer" or [turns], "label": true}
+    {"messages", "conversations" or "instruction" and "output": with the answer at the end, "label" or "kto_tag": false}
 generation a caption with the image or video it describes, or with a better and a worse one, in one of these spellings:
     {"path": "a.mp4", "cap": "a caption", or ["a caption", another, ...], of which the first counts}
     {"image": "a.jpg" or "video": "a.mp4", "text", "caption" or "prompt": "a caption", "references": ["to edit.jpg"]}
@@ -37,7 +40,7 @@ from tessera.data.sources.features import FEATURES
 from tessera.data.sources.file_groups import media_kind
 from tessera.data.tool_calls import format_calls, format_spoken_calls, with_tools
 
-CHOSEN, REJECTED = "chosen", "rejected"  # roles of the last two turns of a preference sample
+CHOSEN, REJECTED = "chosen", "rejected"  # roles of the last two turns of a preference sample, or of a rated answer
 _PROMPT = "prompt"
 _PLACEHOLDER = re.compile(r"<(image|video|audio)>")
 
@@ -71,6 +74,8 @@ class RecordSchema:
         names = self.names[record_format]
         if record_format == "preference":
             return _has(record, names.chosen) and _has(record, names.rejected)
+        if record_format == "unpaired_preference":
+            return any(_has(record, key) for key in names.label)
         if record_format == "generation":  # whatever is missing is a fault of that record alone
             return True
         if record_format == "text":
@@ -200,6 +205,37 @@ def _with_answer(
     _fail(f"nothing is asked: give {_PROMPT!r}, {names.messages!r} or {sharegpt.messages!r} beside the answers")
 
 
+def _parse_unpaired(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
+    """Return the conversation; the role of its last turn says whether the answer was found good or bad."""
+    key = next((key for key in names.label if _has(record, key)), names.label[0])
+    good = _LABELS.get(str(record.get(key)).lower()) if isinstance(record.get(key), (bool, int, str)) else None
+    if good is None:
+        _fail(f"{key} says whether the answer is good: true or false is expected, got {record.get(key)!r:.40}")
+    rest = {one: value for one, value in record.items() if one not in (*names.label, names.completion)}
+    answer, sharegpt = record.get(names.completion), column_map("sharegpt", {})
+    if answer is not None:
+        if not isinstance(answer, (str, Mapping, list)) or not answer:
+            _fail(f"{names.completion} is no answer: a text, a turn or a list of turns is expected")
+        rest.pop(_PROMPT, None)
+        messages = parse(*_with_answer(record, rest, answer, names))
+    elif _has(record, names.messages):
+        messages = _parse_messages(rest, names)
+    elif _has(record, sharegpt.messages):
+        chat: RecordFormat = "llava" if _has(record, "image") else "sharegpt"
+        messages = _parse_conversations(rest, column_map(chat, {}))
+    elif _has(record, names.prompt):
+        messages = _parse_alpaca(rest, names)
+    else:
+        _fail(f"no answer: give {names.completion!r}, or {names.messages!r} or {sharegpt.messages!r} that end with it")
+    last = messages[-1]
+    if len(messages) < 2 or last.role != "assistant" or any(part.kind != "text" for part in last.parts):
+        _fail("the last turn is the answer: a text that the assistant says, after a question")
+    return (*messages[:-1], Message(CHOSEN if good else REJECTED, last.parts))
+
+
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
+
+
 def _is_whole_conversation(turns: list[Any], names: ColumnMap) -> bool:
     speaker = turns[0].get(names.role) if isinstance(turns[0], Mapping) else None
     return names.speakers.get(str(speaker)) in ("system", "user")
@@ -271,6 +307,7 @@ def _listed(record: Mapping[str, Any], keys: Iterable[str]) -> list[Any]:
 
 _PARSERS: dict[RecordFormat, Callable[[Mapping[str, Any], ColumnMap], tuple[Message, ...]]] = {
     "preference": _parse_preference,
+    "unpaired_preference": _parse_unpaired,
     "generation": _parse_generation,
     "messages": _parse_messages,
     "sharegpt": _parse_conversations,

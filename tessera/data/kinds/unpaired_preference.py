@@ -1,0 +1,148 @@
+"""Single answers that were found good or bad: what `train.task=kto` learns from.
+
+A sample is a question with one answer and a label. Beside the samples of a row lie as many again, made of the same
+questions with the answers moved on by one: what the model thinks of answers that do not belong to their questions
+says how far it has moved. Together they take exactly twice the tokens. `pair` [T] says of each token which of them it
+belongs to: 2 n for sample n, 2 n + 1 for its question with another answer, -1 for padding. Of each sample,
+`desirable` [samples] has the label and `pair_row` [samples] its row in the batch; `pair_ids` [samples] counts them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import IGNORE, Batch, Encoded, MediaSize, Message, RowSource, Sample
+from tessera.data.kinds import RowRequest
+from tessera.data.kinds.chat import build as build_chat
+from tessera.data.kinds.preference import PairProcessor
+from tessera.data.media.read import ChatProcessor
+from tessera.data.sources.formats import CHOSEN, REJECTED
+
+
+@dataclass
+class RatedAnswer(Encoded):
+    """One answer with its label. Its length is that of the sample and of its question with another answer."""
+
+    desirable: bool = True
+
+    @property
+    def length(self) -> int:
+        return 2 * len(self.tokens)
+
+
+@dataclass(frozen=True)
+class RatedProcessor(PairProcessor):
+    """Wrap a `ChatProcessor` for samples whose last turn is an answer that was found good or bad."""
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"rated 1 {self.inner.fingerprint}".encode()).hexdigest()
+
+    def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> RatedProcessor:
+        return replace(self, inner=self.inner.training_on(["assistant"], last_only=True))
+
+    def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
+        found = self.inner.measure(_as_chat(sample), sizes)
+        return {**{name: 2 * value for name, value in found.items()}, "samples": 1}
+
+    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Any:
+        found = self.inner.encode(_as_chat(sample), media, sizes)
+        counts = {name: 2 * value for name, value in found.counts.items()}
+        good = sample.messages[-1].role == CHOSEN
+        return RatedAnswer(found.id, found.tokens, found.labels, found.positions, found.media, counts, good)
+
+    def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
+        spread, marks = [], []
+        pair = torch.full((length * len(rows),), -1, dtype=torch.int64)
+        count = 0
+        for number, row in enumerate(rows):
+            at = number * length
+            rated = [item for item in row if isinstance(item, RatedAnswer)]
+            moved = [with_answer_of(one, rated[place - 1]) for place, one in enumerate(rated)] if len(rated) > 1 else []
+            sides: tuple[Sequence[Encoded], ...] = (rated, moved)
+            for side, segments in enumerate(sides):
+                for place, one in enumerate(segments):
+                    pair[at : at + len(one.tokens)] = 2 * (count + place) + side
+                    at += len(one.tokens)
+            marks += [(one.desirable, number) for one in rated]
+            count += len(rated)
+            # Behind them, so that no token of theirs moves: holes, where a sample could not be read.
+            spread.append([*rated, *moved, *(item for item in row if not isinstance(item, RatedAnswer))])
+        batch = self.inner.collate(spread, length)
+        return replace(
+            batch.with_tensors(
+                pair=pair,
+                pair_ids=torch.arange(count),
+                pair_row=torch.tensor([row for _, row in marks], dtype=torch.int64),
+                desirable=torch.tensor([good for good, _ in marks], dtype=torch.bool),
+            ),
+            counts={**batch.counts, "samples": sum(len(row) for row in rows)},
+        )
+
+    def prompt(
+        self,
+        samples: Sequence[Sample],
+        media: Sequence[Sequence[Any]],
+        sizes: Sequence[Sequence[MediaSize]] | None = None,
+    ) -> Batch:
+        return self.inner.prompt([_as_chat(sample) for sample in samples], media, sizes)
+
+
+def _as_chat(sample: Sample) -> Sample:
+    *asked, answer = sample.messages
+    assert answer.role in (CHOSEN, REJECTED), "a rated sample ends with its answer"
+    return Sample(sample.id, (*asked, Message("assistant", answer.parts)))
+
+
+def with_answer_of(asked: Encoded, answered: Encoded) -> Encoded:
+    """Return the question of one sample with the answer of another. Answers are text, which counts positions by one."""
+    asks, begins = _answer_start(asked), _answer_start(answered)
+    answer = answered.tokens[begins:]
+    ahead = torch.arange(len(answer)) + _position_after(asked.positions[..., :asks])
+    return Encoded(
+        asked.id,
+        torch.cat([asked.tokens[:asks], answer]),
+        torch.cat([asked.labels[:asks], answered.labels[begins:]]),
+        torch.cat([asked.positions[..., :asks], ahead.expand(*asked.positions.shape[:-1], -1)], dim=-1),
+        asked.media,
+        {},
+    )
+
+
+def _answer_start(encoded: Encoded) -> int:
+    """Return the place of the first token that has a label: the answer's own."""
+    trained = (encoded.labels != IGNORE).nonzero()
+    return int(trained[0]) if len(trained) else len(encoded.tokens)
+
+
+def _position_after(positions: Tensor) -> int:
+    return int(positions.max()) + 1 if positions.numel() else 0
+
+
+def build(request: RowRequest) -> RowSource:
+    section, processor = request.section, request.processor
+    if not isinstance(processor, ChatProcessor):
+        raise TesseraError(
+            f"{type(processor).__name__} cannot serve conversations",
+            where="data.kind=unpaired_preference",
+            fix="use a family whose processor serves conversations (tessera.data.media.read.ChatProcessor)",
+        )
+    if section.truncate != "never":
+        raise TesseraError(
+            "a rated answer cannot be cut by turns: it is at the end", where="data.truncate", allowed=["never"]
+        )
+    rated = {
+        name: [source.model_copy(update={"format": "unpaired_preference"}) for source in getattr(section, name)]
+        for name in ("train", "eval")
+    }
+    return build_chat(replace(request, section=section.model_copy(update=rated), processor=RatedProcessor(processor)))
+
+
+KIND = build

@@ -1,0 +1,153 @@
+"""Hold what objectives over whole answers share: log-probabilities of answers, their counts, and the reference model.
+
+A batch has two answers for each sample: `pair` [T] says of each token which answer it belongs to, 2 n and 2 n + 1 for
+sample n and -1 for padding, and `pair_ids` has one entry for each sample (see `data.kinds.preference`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from tessera.core.dist import World
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import RunConfig
+from tessera.core.task import Counts, FrozenModule, Metric, Reference, Task
+from tessera.core.types import IGNORE, Batch, LanguageOutput
+from tessera.nn.lora import without_adapters
+from tessera.nn.moe import Balance
+from tessera.ops.loss import take_rows, token_log_probs
+from tessera.tasks import REFERENCE_MODEL
+
+REFERENCE = "reference_log_probs"
+PAIRS = "pairs"  # the count
+
+
+class AnswerTask(Task):
+    """Base of objectives over pairs of whole answers."""
+
+    name = "preference"  # of the objective, for messages
+    kind = "preference"  # of the data
+
+    def counts(self, batch: Batch) -> Counts:
+        self.check_batch(batch)
+        return {PAIRS: whole_pairs(batch).sum()}
+
+    def check_batch(self, batch: Batch) -> None:
+        """Raise unless the batch has pairs of answers."""
+        if "pair" not in batch:
+            raise TesseraError(
+                f"the batch has no pairs of answers, and {self.name} learns from these",
+                where="data.kind",
+                fix=f"data.kind={self.kind} reads them",
+            )
+
+    def check(self, config: RunConfig, module: nn.Module) -> None:
+        if any(part.coefficient > 0 for part in module.modules() if isinstance(part, Balance)):
+            raise TesseraError(
+                f"{self.name} has no loss that keeps experts evenly used",
+                where=f"train.task={self.name}",
+                fix="set output_router_logits: false for the model's experts",
+            )
+
+    def inputs(self, batch: Batch) -> Batch:
+        if "token_index" in batch:
+            raise TesseraError(
+                f"{self.name} needs whole answers on a rank, and with parallel.cp ranks share them",
+                where="parallel.cp",
+                allowed=[1],
+            )
+        return batch
+
+
+class AdaptersOff(Reference):
+    """Turn adapters off: the reference is the model as it was before it was adapted."""
+
+    def active(self, module: nn.Module) -> AbstractContextManager[None]:
+        return without_adapters(module)
+
+    def tensors(self, outputs: LanguageOutput, batch: Batch) -> dict[str, Tensor]:
+        return {REFERENCE: answer_log_probs(outputs, batch)}
+
+
+class ReferencedTask(AnswerTask):
+    """Base of objectives that compare answers with a reference: the model as it was.
+
+    With adapters that is the model without them, which costs no memory; otherwise it is a frozen second copy of the
+    model, sharded like the first one. Each micro-batch runs through it first. `reference_free`: there is none.
+    """
+
+    reference_free = False
+    _frozen: FrozenModule | None = None
+
+    @property
+    def reference(self) -> Reference | None:
+        return None if self.reference_free or self._frozen is not None else AdaptersOff()
+
+    def check(self, config: RunConfig, module: nn.Module) -> None:
+        super().check(config, module)
+        if REFERENCE_MODEL in self.frozen_components(config) and config.parallel.pp > 1:
+            raise TesseraError(
+                f"{self.name} of a whole model compares with a second copy of it, which is not split over pipeline "
+                "stages",
+                where="parallel.pp",
+                fix="train adapters (model.lora: {}), which need no second copy, or shard the model: parallel.pp=1",
+            )
+
+    def frozen_components(self, config: RunConfig) -> Sequence[str]:
+        return () if self.reference_free or config.model.lora is not None else (REFERENCE_MODEL,)
+
+    def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:
+        self._frozen = components.get(REFERENCE_MODEL)
+
+    def inputs(self, batch: Batch) -> Batch:
+        batch = super().inputs(batch)
+        if self._frozen is None:
+            return batch
+        with self._frozen.use() as model:
+            return batch.with_tensors(**{REFERENCE: answer_log_probs(model(batch), batch)})
+
+    def compared(self, found: Tensor, batch: Batch) -> Tensor:
+        """Return how much likelier answers are than for the reference, as logarithms of ratios."""
+        return found if self.reference_free else found - batch[REFERENCE]
+
+
+def answer_log_probs(outputs: LanguageOutput, batch: Batch) -> Tensor:
+    """Return the log-probabilities of the answers of every pair, better and worse in turn: [2 x pairs], in fp32."""
+    weight, hidden, labels, pair = outputs.head.weight, outputs.hidden, batch["labels"], batch["pair"]
+    if "trained" in batch:  # logits are expensive, and those of questions are not needed
+        hidden = take_rows(hidden, batch["trained"])
+        labels, pair = (x.index_select(0, batch["trained"]) for x in (labels, pair))
+    return sum_over_answers(token_log_probs(hidden.to(weight.dtype), weight, labels), pair, batch)
+
+
+def answer_lengths(batch: Batch) -> Tensor:
+    """Return how many tokens with a label each answer has: [2 x pairs], in fp32."""
+    return sum_over_answers((batch["labels"] != IGNORE).float(), batch["pair"], batch)
+
+
+def whole_pairs(batch: Batch) -> Tensor:
+    """Return which pairs have labels in both answers: a sample that could not be read leaves a hole without."""
+    return (answer_lengths(batch).view(-1, 2) > 0).all(1)
+
+
+def sum_over_answers(values: Tensor, pair: Tensor, batch: Batch) -> Tensor:
+    """Return the sums of values over the tokens of each answer; values of other tokens are left out."""
+    answers = 2 * batch["pair_ids"].shape[0]
+    index = pair.where(pair >= 0, answers)  # tokens of no answer are summed behind the last one
+    return values.new_zeros(answers + 1).index_add(0, index, values)[:answers]
+
+
+@torch.no_grad()
+def pair_metrics(rewards: Tensor, margin: Tensor, whole: Tensor) -> dict[str, Metric]:
+    """Return what is reported of pairs: `rewards` [pairs, 2] of both answers and the `margin` [pairs] between them."""
+    values = {
+        "margin": margin,
+        "accuracy": (margin > 0).float(),
+        "reward_chosen": rewards[:, 0],
+        "reward_rejected": rewards[:, 1],
+    }
+    return {name: Metric(value.where(whole, 0.0).sum(), PAIRS) for name, value in values.items()}

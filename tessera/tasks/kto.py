@@ -1,0 +1,92 @@
+"""Train by Kahneman-Tversky optimisation: from single answers that were found good or bad, without pairs.
+
+    loss of a good answer = w_good (1 - s(beta (r - z)))      r = log p(answer) - (the same of the reference)
+    loss of a bad answer  = w_bad (1 - s(beta (z - r)))       s: the logistic function
+
+z says how far the model has moved from the reference at all: the mean of r over answers that do not belong to their
+questions, no less than 0 and without a gradient. They are the answers of the same packed row, each moved on to the next
+question. A row lies in one micro-batch under every layout, so any split of a global batch trains alike; a row with one
+sample has no other answer, and z is 0 there. Losses are divided once, by the samples of the global batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from tessera.core.config import Section, build
+from tessera.core.errors import TesseraError
+from tessera.core.task import Counts, Losses, LossTerm, Metric
+from tessera.core.types import Batch, LanguageOutput
+from tessera.tasks.answers import ReferencedTask, answer_lengths, answer_log_probs
+
+SAMPLES, GOOD, BAD = "samples", "good", "bad"  # the counts
+
+
+class KtoOptions(Section):
+    """Declare `train.task_options` of `KtoTask`."""
+
+    beta: float = Field(0.1, gt=0, le=1e6)
+    desirable_weight: float = Field(1.0, ge=0, le=1e6, description="weight of the losses of good answers")
+    undesirable_weight: float = Field(
+        1.0, ge=0, le=1e6, description="of bad ones; weight x number should be alike for both, within a factor of 4/3"
+    )
+
+
+class KtoTask(ReferencedTask):
+    """Raise the likelihood of good answers and lower that of bad ones, compared with a reference."""
+
+    name, kind = "kto", "unpaired_preference"
+
+    def __init__(self, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> None:
+        given = {"beta": beta, "desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+        self.options = build(KtoOptions, given, "train.task_options")
+        if not (self.options.desirable_weight or self.options.undesirable_weight):
+            raise TesseraError("with both weights 0 nothing is learned", where="train.task_options.desirable_weight")
+
+    def check_batch(self, batch: Batch) -> None:
+        if "desirable" not in batch:
+            raise TesseraError(
+                "the batch has no answers that were found good or bad, and kto learns from these",
+                where="data.kind",
+                fix=f"data.kind={self.kind} reads them; pairs of answers are for dpo, orpo and simpo",
+            )
+
+    def counts(self, batch: Batch) -> Counts:
+        self.check_batch(batch)
+        whole, good = _read_samples(batch), batch["desirable"]
+        return {SAMPLES: whole.sum(), GOOD: (whole & good).sum(), BAD: (whole & ~good).sum()}
+
+    def losses(self, outputs: LanguageOutput, batch: Batch) -> Losses:
+        options, whole, good = self.options, _read_samples(batch), batch["desirable"]
+        ratios = self.compared(answer_log_probs(outputs, batch), batch).view(-1, 2)
+        moved = _moved(ratios[:, 1].detach(), batch)
+        gain = options.beta * (ratios[:, 0] - moved)
+        weight = torch.where(good, options.desirable_weight, options.undesirable_weight)
+        losses = weight * torch.sigmoid(torch.where(good, -gain, gain))
+        with torch.no_grad():
+            rewards = options.beta * ratios[:, 0]
+            metrics = {
+                "reward_good": Metric(rewards.where(whole & good, 0.0).sum(), GOOD),
+                "reward_bad": Metric(rewards.where(whole & ~good, 0.0).sum(), BAD),
+                "kl": Metric(moved.where(whole, 0.0).sum(), SAMPLES),
+            }
+        return Losses([LossTerm("kto_loss", losses.where(whole, 0.0).sum(), SAMPLES)], metrics)
+
+
+def _read_samples(batch: Batch) -> Tensor:
+    """Return which samples have labels: one that could not be read leaves a hole without."""
+    return answer_lengths(batch).view(-1, 2)[:, 0] > 0
+
+
+def _moved(ratios: Tensor, batch: Batch) -> Tensor:
+    """Return for each sample the mean of `ratios`, of answers moved to other questions, in its row; at least 0."""
+    row = batch["pair_row"]
+    has = (answer_lengths(batch).view(-1, 2)[:, 1] > 0).to(ratios)
+    rows = max(1, len(batch.seeds), ratios.shape[0])  # a number that the host knows, and no row is beyond it
+    sums, counts = (ratios.new_zeros(rows).index_add(0, row, value) for value in (ratios * has, has))
+    return (sums / counts.clamp(min=1)).clamp(min=0).index_select(0, row)
+
+
+TASK = KtoTask

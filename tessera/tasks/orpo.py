@@ -1,0 +1,62 @@
+"""Train by odds ratio preference optimisation: learn the better answer as in fine-tuning, while its odds rise over
+those of the worse one. There is no reference model.
+
+    loss = mean over tokens of better answers of -log p(token)  +  beta  mean over pairs of -log s(r)
+    r = log odds(better) - log odds(worse),   log odds = l - log(1 - exp l),   l: mean log-probability of a token
+
+The two means have counts of their own, summed over the global batch: any split of it trains alike.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from tessera.core.config import Section, build
+from tessera.core.task import Counts, Losses, LossTerm
+from tessera.core.types import Batch, LanguageOutput
+from tessera.tasks.answers import PAIRS, AnswerTask, answer_lengths, answer_log_probs, pair_metrics, whole_pairs
+
+CHOSEN_LABELS = "chosen_labels"  # the count: tokens of better answers
+
+
+class OrpoOptions(Section):
+    """Declare `train.task_options` of `OrpoTask`."""
+
+    beta: float = Field(0.1, gt=0, le=1e6, description="weight of the odds ratio beside the language loss")
+
+
+class OrpoTask(AnswerTask):
+    """Learn better answers, and raise their odds over those of worse ones."""
+
+    name = "orpo"
+
+    def __init__(self, beta: float = 0.1) -> None:
+        self.beta = build(OrpoOptions, {"beta": beta}, "train.task_options").beta
+
+    def counts(self, batch: Batch) -> Counts:
+        pairs = super().counts(batch)
+        chosen = answer_lengths(batch).view(-1, 2)[:, 0]
+        return {**pairs, CHOSEN_LABELS: chosen.where(whole_pairs(batch), 0.0).sum()}
+
+    def losses(self, outputs: LanguageOutput, batch: Batch) -> Losses:
+        found, whole = answer_log_probs(outputs, batch), whole_pairs(batch)
+        means = (found / answer_lengths(batch).clamp(min=1)).view(-1, 2)
+        ratio = (_log_odds(means[:, 0]) - _log_odds(means[:, 1])).where(whole, 0.0)
+        language = -found.view(-1, 2)[:, 0].where(whole, 0.0).sum()
+        odds = -F.logsigmoid(ratio).where(whole, 0.0).sum()
+        return Losses(
+            [LossTerm("language_loss", language, CHOSEN_LABELS), LossTerm("odds_loss", odds, PAIRS, self.beta)],
+            pair_metrics(self.beta * means, self.beta * (means[:, 0] - means[:, 1]), whole),
+        )
+
+
+def _log_odds(log_prob: Tensor) -> Tensor:
+    """Return the logarithm of p / (1 - p). An answer without a token, and one that is certain, have finite odds."""
+    below = log_prob.clamp(max=-torch.finfo(torch.float32).eps)
+    return below - torch.log(-torch.expm1(below))
+
+
+TASK = OrpoTask
