@@ -94,6 +94,7 @@ class CheckpointManager:
         assert keep >= 1, "at least one checkpoint must be kept"
         self.folder = folder
         self.report: SaveReport | None = None  # of the last save
+        self.protected_step = -1  # its checkpoint is kept however old it is
         self.newest: Path | None = None  # what was saved or resumed from last: its bytes are known to be good
         self._frozen_source = frozen_source
         self._frozen: FrozenWeights | None = None  # what the checkpoints of this run do not store
@@ -414,10 +415,11 @@ class CheckpointManager:
         return next(path for path in paths if not path.exists())
 
     def _prune(self, newest: Path, older: list[tuple[Path, int | None]]) -> None:
-        """Remove all but the newest. One of the same step as `newest`, or without a readable manifest, is not kept."""
+        """Remove all but the newest and the protected one. One of the same step as `newest`, or without a readable
+        manifest, is not kept."""
         step = newest.name.split(".")[0]
         worth = [path for path, serial in older if serial is not None and path.name.split(".")[0] != step]
-        kept = set(worth[: self._keep - 1])
+        kept = {*worth[: self._keep - 1], *(path for path in worth if _step_of(path) == self.protected_step)}
         for path, _ in older:
             if path not in kept:
                 self._remove(path)
@@ -459,7 +461,8 @@ class CheckpointManager:
         if not full and free + sum(size for _, size in spare) < needed:
             return False  # it would not help
         freed = 0
-        for path, size in reversed(spare):
+        spare.reverse()
+        for path, size in sorted(spare, key=lambda entry: _step_of(entry[0]) == self.protected_step):
             if freed >= needed if full else self._free(self.folder) >= needed:
                 break
             _log.warning("removing %s before its time: there is no space for the next checkpoint", path.name)

@@ -219,7 +219,8 @@ def _finish(run: object) -> None:
 
     assert isinstance(run, Run)
     if int(os.environ.get("RANK", 0)) == 0:
-        word = f"stopped by {run.stopped}, saved" if run.stopped else "done"
+        ended = f"done, ended early: {run.ended_early}" if run.ended_early else "done"
+        word = f"stopped by {run.stopped}, saved" if run.stopped else ended
         typer.echo(f"{word}: {run.folder}")
 
 

@@ -15,6 +15,7 @@ from tessera.core import device as devices
 from tessera.core.dist import World
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.run_config import RunConfig
+from tessera.core.run_length import RunLength
 from tessera.core.task import Task
 from tessera.core.types import Batch
 
@@ -30,6 +31,15 @@ class TrainerHandle(Protocol):
 
     @property
     def config(self) -> RunConfig: ...
+
+    @property
+    def length(self) -> RunLength: ...
+
+    @property
+    def epoch(self) -> float | None: ...
+
+    @property
+    def rows_drawn(self) -> int: ...
 
     @property
     def world(self) -> World: ...
@@ -56,6 +66,10 @@ class TrainerHandle(Protocol):
     def eval_weights(self) -> Callable[[], AbstractContextManager[None]]: ...
 
     def request_stop(self, reason: str) -> None: ...
+
+    def request_save(self) -> None: ...
+
+    def end_early(self, reason: str) -> None: ...
 
     def report_eval(self, metrics: dict[str, float]) -> None: ...
 
@@ -109,6 +123,7 @@ class StepResult:
     lr: float
     microbatches: Sequence[Batch]  # of this rank, without their tensors
     applied: bool = True  # off: the guard dropped the update
+    epoch: float | None = None  # passes over the data, this step included; None: it does not tell how long it is
 
 
 class Callback:

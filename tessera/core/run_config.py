@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tessera.core.config import Section, apply_overrides, build, read_mapping
 from tessera.core.fsdp2_file import with_fsdp2_file
+from tessera.core.run_length import Interval, parse_interval
 from tessera.core.values import Ahead, Count, Ranks, Rate, Seconds, Steps, StepsOrNone
 
 NAME_PATTERN, NAME_LENGTH = r"^[^\W_][\w.\-]*$", 128  # of runs: a name is a folder's, and not .. or -rf
@@ -371,25 +372,71 @@ class PreviewSection(Section):
     )
 
 
+class MetricSection(Section):
+    metric: str = Field("loss", max_length=200, description="of the held-out set: loss, exact_match, one of the task")
+    better: Literal["auto", "lower", "higher"] = Field(
+        "auto", description="which value is better; auto: a lower loss, perplexity or error, a higher one of others"
+    )
+
+    @property
+    def lower_is_better(self) -> bool:
+        if self.better != "auto":
+            return self.better == "lower"
+        return any(word in self.metric for word in ("loss", "perplexity", "error"))
+
+
+class EarlyStopSection(MetricSection):
+    """End the run when the held-out set no longer gets better."""
+
+    patience: Count = Field(3, description="evaluations without a better value after which the run ends")
+    min_change: Rate = Field(0.0, description="a value that is better by this or less does not count")
+
+
 class TrainSection(Section):
     renamed: ClassVar[Mapping[str, str]] = {
         f"answers_{key}": f"train.generate_{key}" for key in ("every", "samples", "tokens")
     }
 
-    steps: Steps
+    steps: Steps | None = Field(None, description="optimizer steps; give these or `epochs`")
+    epochs: float | None = Field(
+        None, gt=0, le=10**6, description="passes over the training data, in the fewest whole steps; 0.5 is half of one"
+    )
     global_batch: Count = Field(1, description="rows in one optimizer step, over all ranks")
     micro_batch: Count = Field(1, description="rows in one forward pass of one rank")
     task: str | None = Field(None, description="objective, or an import path to one; default: the family's")
     task_options: dict[str, Any] = Field(default_factory=dict)
     seed: int = 0
     device: str = Field("auto", max_length=64, description="auto, or a device type")
-    eval_every: StepsOrNone = Field(0, description="steps between evaluations of held-out loss; 0: only at the end")
+    eval_every: StepsOrNone | str = Field(
+        0, description="how often held-out loss is measured: 500 (steps), 1epoch; 0: only at the end"
+    )
     eval_rows: Count = Field(64, description="rows in one evaluation")
     generate_every: StepsOrNone = Field(0, description="steps between generations for held-out samples; 0: none")
     generate_samples: Count = Field(16, description="held-out samples that the model generates an answer for")
     generate_tokens: int = Field(32, gt=0, le=10**6, description="most tokens of one generated answer")
     preview: PreviewSection | None = Field(None, description="what a generation model makes at `generate_every`")
     ema: EmaSection | None = Field(None, description="keep a running average of the trained weights")
+    early_stop: EarlyStopSection | None = Field(
+        None, description="end when a held-out metric no longer gets better; {} takes every default"
+    )
+
+    @field_validator("eval_every")
+    @classmethod
+    def _is_the_same_on_all_ranks(cls, value: int | str) -> int | str:
+        if parse_interval(value).unit == "minutes":
+            raise ValueError("evaluations are counted in steps (500) or epochs (1epoch), so that a resume repeats them")
+        return value
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> TrainSection:
+        if (self.steps is None) == (self.epochs is None):
+            both = "not both" if self.steps is not None else "how long to train"
+            raise ValueError(f"give `steps` or `epochs`, {both}")
+        return self
+
+    @property
+    def eval_interval(self) -> Interval:
+        return parse_interval(self.eval_every)
 
 
 class ScheduleSection(Section):
@@ -422,16 +469,20 @@ class OptimSection(Section):
 
 
 class CheckpointSection(Section):
-    every: StepsOrNone = Field(0, description="steps between checkpoints; 0: only by `minutes`")
-    minutes: float | None = Field(
+    renamed: ClassVar[Mapping[str, str]] = {"minutes": "checkpoint.every (write every: 10min)"}
+
+    every: StepsOrNone | str | None = Field(
         None,
-        ge=0,
-        le=10**6,
-        description="minutes between checkpoints, longer where saving would take more than a twentieth of the time; "
-        "0: none; default: 10, and none where `every` is given or `at_end` is off",
+        description="how often to save: 500 (steps), 10min, 1epoch; 0: only at the end. Minutes become more where "
+        "saving would take more than a twentieth of the time. Default: 10min, and 0 where `at_end` is off",
     )
     at_end: bool = Field(True, description="save when the run ends or is stopped; off for runs that only measure")
     keep: int = Field(2, gt=0, le=10**6, description="how many of the newest to keep")
+    keep_best: str | MetricSection | None = Field(
+        None,
+        description="also keep the checkpoint with the best held-out metric, such as loss or exact_match; "
+        "{metric: NAME, better: higher} where the name does not tell",
+    )
     asynchronous: bool = Field(
         True,
         description="training waits for a copy of its tensors alone, and a thread writes them; off: it waits for the "
@@ -454,13 +505,25 @@ class CheckpointSection(Section):
         "the same. auto: where transformers has the class, and the weights take at most 4 GB in float32",
     )
 
+    @field_validator("every")
+    @classmethod
+    def _is_an_interval(cls, value: int | str | None) -> int | str | None:
+        if value is not None:
+            parse_interval(value)
+        return value
+
     @property
-    def minutes_between(self) -> float:
-        """Return the minutes between checkpoints, 0 for none. By default a kill costs ten minutes; a recipe that says
-        when to save, or that nothing is saved, is not overruled."""
-        if self.minutes is not None:
-            return self.minutes
-        return 10.0 if self.every == 0 and self.at_end else 0.0
+    def best(self) -> MetricSection | None:
+        """Return the metric of the checkpoint to keep."""
+        return MetricSection(metric=self.keep_best) if isinstance(self.keep_best, str) else self.keep_best
+
+    @property
+    def interval(self) -> Interval:
+        """Return how often to save. By default a kill costs ten minutes; a recipe that says when to save, or that
+        nothing is saved, is not overruled."""
+        if self.every is not None:
+            return parse_interval(self.every)
+        return Interval(10, "minutes") if self.at_end else Interval(0)
 
 
 class GuardSection(Section):
@@ -560,10 +623,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _profiles_its_own_steps(self) -> RunConfig:
-        if self.profile.steps is not None and self.profile.steps[0] > self.train.steps:
-            raise ValueError(
-                f"profile.steps begins with step {self.profile.steps[0]}, and the run has {self.train.steps}"
-            )
+        last = self.train.steps
+        if self.profile.steps is not None and last is not None and self.profile.steps[0] > last:
+            raise ValueError(f"profile.steps begins with step {self.profile.steps[0]}, and the run has {last}")
         return self
 
     @property
@@ -580,7 +642,20 @@ def load_config(recipe: Path | str | Mapping[str, Any], overrides: Mapping[str, 
         data, where = read_mapping(Path(recipe)), str(recipe)
     if overrides:
         where += " with overrides " + " ".join(f"{k}={_short(v)}" for k, v in overrides.items())
+        data = _without_replaced(data, overrides)
     return build(RunConfig, apply_overrides(data, overrides or {}, where), where)
+
+
+_INSTEAD = {"steps": "epochs", "epochs": "steps"}  # keys of `train` of which one says it all
+
+
+def _without_replaced(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe without the length that an override says in another unit."""
+    train = data.get("train")
+    gone = [other for key, other in _INSTEAD.items() if overrides.get(f"train.{key}") is not None]
+    if not isinstance(train, Mapping) or len(gone) != 1:
+        return data
+    return {**data, "train": {key: value for key, value in train.items() if key not in gone}}
 
 
 def _short(value: Any) -> str:

@@ -491,6 +491,9 @@ class ModelSpec:
         return self.components["model"]
 
 
+ENDLESS = 1 << 40  # rows of one epoch of data that does not tell its length
+
+
 class RowSource(ABC):
     """Give a data set to the loader: rows by number, each a pure function of its number.
 

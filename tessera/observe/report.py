@@ -76,7 +76,8 @@ def _newest_answers(folder: Path) -> Path:
 def _subtitle(config: dict[str, Any]) -> str:
     model, train = config["model"], config["train"]
     origin = " ".join(str(model[k]) for k in ("family", "preset", "path") if model.get(k))
-    return f"{origin} · {train['steps']} steps · global batch {train['global_batch']} · seed {train['seed']}"
+    length = f"{train['steps']} steps" if train.get("steps") is not None else f"{train.get('epochs')} epochs"
+    return f"{origin} · {length} · global batch {train['global_batch']} · seed {train['seed']}"
 
 
 def _facts(rows: list[dict[str, Any]], answers: list[dict[str, Any]]) -> list[tuple[str, str]]:

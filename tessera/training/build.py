@@ -20,8 +20,9 @@ from tessera.core.dist import World, main_rank_first
 from tessera.core.errors import TesseraError
 from tessera.core.gradients import LossScale
 from tessera.core.run_config import RunConfig
+from tessera.core.run_length import RunLength
 from tessera.core.task import FrozenModule
-from tessera.core.types import Processor, RowSource
+from tessera.core.types import ENDLESS, Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.workers.servers import start_early
@@ -38,6 +39,7 @@ from tessera.parallel.frozen import place_frozen
 from tessera.parallel.mesh import DATA, PP, Mesh
 from tessera.parallel.plan import Plan
 from tessera.parallel.sequence_sharding import RankDataset
+from tessera.training.best import best_callbacks
 from tessera.training.checks import Coverage, KeepLossScale, StopOnSignal
 from tessera.training.ema import Ema
 from tessera.training.export import Export
@@ -81,6 +83,11 @@ def build_trainer(
         if has_eval:
             rows = build_rows(config, setup, "eval", processor, objects.eval_dataset)
             held_out = _local(rows, setup, mesh)
+    length = run_length(config, source)
+    if world.is_main:
+        log.info("length        %s", length.describe())
+        if (warning := length.warning()) is not None:
+            log.warning("%s", warning)
 
     if config.data.workers == "auto" and any(rows.decodes_media for rows in (source, held_out) if rows is not None):
         start_early()  # while the model is built
@@ -110,7 +117,7 @@ def build_trainer(
         callbacks.append(KeepLossScale(scale))
     if evaluated is not None:
         callbacks.append(evaluated)
-    callbacks += extra
+    callbacks += [*best_callbacks(config, has_eval), *extra]
     if config.profile.steps is not None:
         callbacks.append(StepProfiler(config.profile, plan.blocks))
     if config.parallel.watch and world.size > 1:  # last, so that it still watches while the others end
@@ -122,6 +129,7 @@ def build_trainer(
 
     return Trainer(
         config=config,
+        length=length,
         world=world,
         module=module,
         engine=engine,
@@ -129,7 +137,7 @@ def build_trainer(
         task=task,
         optimizer=optimizer,
         clip_gradients=_clip(module, plan, mesh, config.optim.clip_norm, optimizer, world.device, scale),
-        loader=_loader_from(config, world, mesh, source, guard),
+        loader=_loader_from(config, length, world, mesh, source, guard),
         checkpoints=checkpoints,
         callbacks=callbacks,
         optimizer_step=guard,
@@ -227,18 +235,36 @@ def build_rows(
     return KINDS.get(config.data.kind)(request)
 
 
+def run_length(config: RunConfig, source: RowSource) -> RunLength:
+    """Return how many steps the run has, and how many make an epoch."""
+    rows, train = len(source), config.train
+    in_epochs = [
+        name
+        for name, every in (("train.eval_every", train.eval_interval), ("checkpoint.every", config.checkpoint.interval))
+        if every.unit == "epochs"
+    ]
+    in_epochs = [*(["train.epochs"] if train.steps is None else []), *in_epochs]
+    if in_epochs and rows >= ENDLESS:
+        raise TesseraError(
+            "the data does not tell how long it is, so its epochs cannot be counted",
+            where=in_epochs[0],
+            fix="count in steps, or give the data set a __len__",
+        )
+    return RunLength.of(train.steps, train.epochs, train.global_batch, rows if rows < ENDLESS else None)
+
+
 def _ranks_here(world: World) -> int:
     """Return the number of ranks of this run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
 
 
 def _loader_from(
-    config: RunConfig, world: World, mesh: Mesh, source: RowSource, guard: Guard
+    config: RunConfig, length: RunLength, world: World, mesh: Mesh, source: RowSource, guard: Guard
 ) -> Callable[[int], Loader]:
     def start(row: int) -> Loader:
         return Loader(
             guard.rows(source),
-            global_batch=config.train.global_batch,
+            global_batch=length.rows_per_step,
             micro_batch=config.train.micro_batch,
             rank=mesh.position(DATA),
             ranks=mesh.size(DATA),
@@ -247,7 +273,7 @@ def _loader_from(
             start_row=row,
             device=world.device,
             sample_timeout_s=config.data.sample_timeout_s,
-            steps=config.train.steps - row // config.train.global_batch,
+            steps=length.steps - row // length.rows_per_step,
             ranks_here=_ranks_here(world),
         )
 

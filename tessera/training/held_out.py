@@ -90,7 +90,7 @@ class GenerationEval(Callback):
             raise TesseraError("no held-out sample is a question with an answer", where="data.eval")
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
-        if result.step % self.every == 0 or result.step == trainer.config.train.steps:
+        if result.step % self.every == 0 or result.step == trainer.length.steps:
             self.evaluate(trainer)
 
     def evaluate(self, trainer: TrainerHandle) -> float:

@@ -91,7 +91,7 @@ class Meter(Callback):
         self._work.append(_work_of(result.microbatches))
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=result.step)
-        if result.step % self.every == 0 or result.step == trainer.config.train.steps or result.step == 1:
+        if result.step % self.every == 0 or result.step == trainer.length.steps or result.step == 1:
             self._report(trainer)
 
     def on_eval(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
@@ -168,10 +168,10 @@ class Meter(Callback):
             self._file.write(row, flush=False)
         self._file.write(values[-1] | speed)
         metrics = [name for name in values[-1] if name not in _OF_EVERY_STEP]
-        log.info(step_line(values[-1] | speed, trainer.config.train.steps, metrics))
+        log.info(step_line(values[-1] | speed, trainer.length.steps, metrics))
 
 
-_OF_EVERY_STEP = ("kind", "step", "loss", "grad_norm", "lr", "skipped")
+_OF_EVERY_STEP = ("kind", "step", "epoch", "loss", "grad_norm", "lr", "skipped")
 
 
 def step_line(row: dict[str, Any], steps: int, metrics: Sequence[str] = ()) -> str:
@@ -222,10 +222,14 @@ def _waiting_time(trainer: TrainerHandle) -> float:
 
 
 def _to_host(results: list[StepResult]) -> list[dict[str, Any]]:
-    return [
-        {"kind": "train", "step": r.step, **r.numbers(), "lr": r.lr} | ({} if r.applied else {"skipped": True})
-        for r in results
-    ]
+    rows = []
+    for result in results:
+        row: dict[str, Any] = {"kind": "train", "step": result.step}
+        if result.epoch is not None:
+            row["epoch"] = round(result.epoch, 6)
+        row |= {**result.numbers(), "lr": result.lr}
+        rows.append(row if result.applied else {**row, "skipped": True})
+    return rows
 
 
 def _short(value: float) -> str:
@@ -249,7 +253,7 @@ def _terminal_bar(trainer: TrainerHandle) -> Progress | None:
     from rich.progress import Progress
 
     bar = Progress(console=Console(stderr=True), transient=True)
-    bar.add_task(trainer.config.name, total=trainer.config.train.steps, completed=trainer.step)
+    bar.add_task(trainer.config.name, total=trainer.length.steps, completed=trainer.step)
     bar.start()
     return bar
 

@@ -52,7 +52,7 @@ class Previews(Callback):
             self._pipeline.release_encoders()
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
-        if result.step % self.every == 0 or result.step == trainer.config.train.steps:
+        if result.step % self.every == 0 or result.step == trainer.length.steps:
             self.sample(trainer)
 
     def on_rewind(self, trainer: TrainerHandle) -> None:

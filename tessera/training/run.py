@@ -37,7 +37,8 @@ class Run:
 
     folder: Path
     checkpoint: Path | None
-    stopped: str | None = None  # why it ended before its last step, if it did
+    stopped: str | None = None  # what stopped it before its last step; a resume goes on
+    ended_early: str | None = None  # why it had nothing more to do before its last step
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -203,4 +204,4 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequenc
                 log.logger().warning("%s has no checkpoint yet: starting from the beginning", config.folder)
             trainer.begin()
         trainer.run()
-    return Run(config.folder, trainer.checkpoints.newest, trainer.stop_reason)
+    return Run(config.folder, trainer.checkpoints.newest, trainer.stop_reason, trainer.ended_early)

@@ -240,10 +240,8 @@ class PublishRun(Callback):
 
 def describe_saving(section: CheckpointSection) -> str:
     """Return a line about when checkpoints are written, and so how much a kill can cost."""
-    moments = [f"every {section.every} steps"] if section.every else []
-    if section.minutes_between:
-        moments.append(f"every {section.minutes_between:g} minutes")
+    moments = [f"every {section.interval}"] if section.interval else []
     moments += ["at the end"] if section.at_end else []
     if not moments:
-        return "checkpoints   none: checkpoint.every, checkpoint.minutes and checkpoint.at_end are all off"
+        return "checkpoints   none: checkpoint.every is 0, and checkpoint.at_end is off"
     return f"checkpoints   {' and '.join(moments)}; the newest {section.keep} are kept"

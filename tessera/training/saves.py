@@ -50,7 +50,7 @@ class Saves:
         """
         if self.checkpoints.in_background:
             return False
-        minutes, report = self.settings.minutes_between, self.checkpoints.report
+        minutes, report = self.settings.interval.minutes, self.checkpoints.report
         wait = max(60 * minutes, 0.0 if report is None else max(20 * report.paused_seconds, report.seconds))
         return minutes > 0 and time.monotonic() - self._at >= wait
 

@@ -24,14 +24,15 @@ from tessera.core.callback import (
     restore_callbacks,
 )
 from tessera.core.dist import World, agree_on_step
-from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig
+from tessera.core.run_length import Interval, RunLength
 from tessera.core.run_paths import kept_text
 from tessera.core.task import LossTotals, Task
 from tessera.core.types import Batch
 from tessera.data.loader.loader import Loader
 from tessera.optim.optimizer import lr_factor, set_learning_rate
 from tessera.parallel.engine import Engine
+from tessera.training.resumed import check_resumed
 from tessera.training.saves import Saved, Saves
 
 
@@ -42,6 +43,7 @@ class Trainer:
         self,
         *,
         config: RunConfig,
+        length: RunLength,
         world: World,
         module: nn.Module,
         engine: Engine,
@@ -58,6 +60,7 @@ class Trainer:
         data_identity: str = "",  # of the order of rows; empty: unknown
     ) -> None:
         self.config = config
+        self.length = length
         self.world = world
         self.module = module
         self.engine = engine
@@ -71,7 +74,9 @@ class Trainer:
         self.data_identity = data_identity
         self.step = 0
         self.paused_seconds = 0.0  # spent on evaluation and saving
-        self.stop_reason: str | None = None
+        self.stop_reason: str | None = None  # asked for from outside: a resume goes on
+        self.ended_early: str | None = None  # there is nothing more to do, before the last step
+        self._save_requested = False
         self.phase_listeners: list[Callable[[str], None]] = []  # called with each new phase
         self.phase = "starting"
         self.loader: Loader | None = None
@@ -90,9 +95,10 @@ class Trainer:
             self._open_loader()
             before = self.step
             self._loop()
-            if self.step > before and self.stop_reason is None and self._eval_batches is not None:
+            stopped = self.stop_reason is not None or self.ended_early is not None
+            if self.step > before and not stopped and self._eval_batches is not None:
                 self.evaluate()
-            if self.config.checkpoint.at_end:
+            if self.config.checkpoint.at_end or self._save_requested:
                 self.save()
             self._saves.finish(last=True)
         except BaseException as error:
@@ -116,25 +122,27 @@ class Trainer:
         self._call("on_end")
 
     def _loop(self) -> None:
-        settings = self.config.train
         self._saves.restart_clock()
-        while self.step < settings.steps and self._goes_on():
+        while self.step < self.length.steps and self.ended_early is None and self._goes_on():
             self.phase = "loading data"
             assert self.loader is not None
             microbatches = next(self.loader)
             if (result := self.train_step(microbatches)) is None:
                 continue
             self._saves.prepare(result.applied)
-            last = self.step == settings.steps
-            if self._eval_batches is not None and _due(self.step, settings.eval_every) and not last:
+            last = self.step == self.length.steps
+            if self._eval_batches is not None and self._due(self.config.train.eval_interval) and not last:
                 self.evaluate()
-            if _due(self.step, self.config.checkpoint.every) and not last:
+            if (self._save_requested or self._due(self.config.checkpoint.interval)) and not last:
+                self._save_requested = False
                 self._saves.begin(self.step)
+
+    def _due(self, every: Interval) -> bool:
+        return self.length.due(every, self.step, self.rows_drawn)
 
     def train_step(self, microbatches: Sequence[Batch]) -> StepResult | None:
         """Run one optimizer step on this rank's micro-batches; return None where it was undone."""
-        settings = self.config.train
-        rng.seed_process(settings.seed, "step", self.step, self.world.rank)
+        rng.seed_process(self.config.train.seed, "step", self.step, self.world.rank)
         self._call("on_step_begin")
         self.phase = "running the model"
         out = self.engine.step(self.task, microbatches)
@@ -142,7 +150,7 @@ class Trainer:
         self.phase = "clipping gradients"
         grad_norm = self._clip_gradients()
         self.phase = "updating weights"
-        factor = lr_factor(self.config.optim.schedule, self.step, settings.steps) * self.optimizer_step.lr_factor
+        factor = lr_factor(self.config.optim.schedule, self.step, self.length.steps) * self.optimizer_step.lr_factor
         lr = set_learning_rate(self.optimizer, factor)
         loss = out.loss()
         scalars = {"loss": loss, "grad_norm": grad_norm, **out.metrics()}
@@ -157,7 +165,7 @@ class Trainer:
         self.phase = "reporting"
         # Results outlive their step, so they hold no tensors.
         described = [replace(batch, tensors={}, segments={}) for batch in microbatches]
-        result = StepResult(self.step, numbers, lr, described, outcome == "applied")
+        result = StepResult(self.step, numbers, lr, described, outcome == "applied", self.epoch)
         self._call("on_step_end", result)
         return result
 
@@ -197,6 +205,14 @@ class Trainer:
         """Ask the run to finish this step, save and end. Signal handlers and callbacks may call it."""
         self.stop_reason = reason
 
+    def request_save(self) -> None:
+        """Ask for a save after this step. All ranks ask at the same step."""
+        self._save_requested = True
+
+    def end_early(self, reason: str) -> None:
+        """End the run as if this step were its last. All ranks do so at the same step."""
+        self.ended_early = reason
+
     def _open_loader(self) -> None:
         self._close_loader()
         self.loader = self._make_loader(self.rows_drawn)
@@ -229,7 +245,12 @@ class Trainer:
     @property
     def rows_drawn(self) -> int:
         """Return the rows of the global order that training has used, which is the data position of any layout."""
-        return self._first_row + (self.step - self._first_step) * self.config.train.global_batch
+        return self._first_row + (self.step - self._first_step) * self.length.rows_per_step
+
+    @property
+    def epoch(self) -> float | None:
+        """Return the passes over the data that are done; None: the data does not tell how long it is."""
+        return self.length.epoch(self.rows_drawn)
 
     # The row count at `_first_step`: it differs from step * batch only if a resume changed the batch.
     _first_row = 0
@@ -245,9 +266,9 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "rows_drawn": self.rows_drawn,
+            **self.length.position(self.rows_drawn),
             "seed": self.config.train.seed,  # with the step, this is the state of every random stream
-            "schedule": {**self.config.optim.schedule.model_dump(mode="json"), "steps": self.config.train.steps},
+            "schedule": {**self.config.optim.schedule.model_dump(mode="json"), "steps": self.length.steps},
             "world": self.world.size,
             "data": self.data_identity,
             "weights_only": self.config.checkpoint.weights_only,
@@ -282,48 +303,16 @@ class Trainer:
         if found is None:
             return False
         step, state = found
-        if state["seed"] != self.config.train.seed:
-            raise TesseraError(
-                f"the run was trained with train.seed={state['seed']}, now it is {self.config.train.seed}: "
-                "the data order would change in the middle",
-                where="train.seed",
-                fix=f"set train.seed={state['seed']}",
-            )
-        if state.get("data") and state["data"] != self.data_identity:
-            log.logger().warning(
-                "the data, or the way it is packed, has changed since step %d was saved: rows hold other samples now, "
-                "of which some may come again and some not in this pass",
-                step,
-            )
-        self._report_changes(step, state)
+        check_resumed(step, state, self.state_dict())
         self.restore_state(step, state)
         self._saves.step = step
         return True
-
-    def _report_changes(self, step: int, state: Mapping[str, Any]) -> None:
-        """Log what is allowed to differ from the run that saved `state`, and what follows from it."""
-        before, now = dict(state["schedule"]), self.state_dict()["schedule"]
-        if before.get("kind") == now["kind"] == "constant":
-            now.pop("steps")  # a constant rate does not ask how long the run is
-        changed = [f"{key} {before[key]} -> {now[key]}" for key in now if key in before and before[key] != now[key]]
-        if changed:
-            log.logger().warning(
-                "the schedule has changed since step %d was saved (%s): the learning rate goes on from its new value",
-                step,
-                ", ".join(changed),
-            )
-        if state["world"] != self.world.size:
-            log.logger().info(
-                "world size was %d and is %d now: samples and their order are the same, sums are so to rounding",
-                state["world"],
-                self.world.size,
-            )
 
     def restore_state(self, step: int, state: Mapping[str, Any]) -> None:
         """Restore everything but tensors from `state` (see `state_dict`); the tensors are filled already."""
         self.engine.settle(self.optimizer)
         self.step = self._first_step = step
-        self._first_row, self._saves.step = state["rows_drawn"], -1
+        self._first_row, self._saves.step = self.length.row_after(state), -1
         for lost in restore_callbacks(self.callbacks, state["callbacks"]):
             log.logger().warning("%s", lost)
 
@@ -344,7 +333,3 @@ class Trainer:
     def _call(self, moment: str, *details: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, moment)(self, *details)
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

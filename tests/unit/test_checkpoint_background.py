@@ -208,7 +208,7 @@ def test_training_goes_on_while_a_save_is_written(data: Path, tmp_path: Path, mo
                 go_on.set()
 
     monkeypatch.setattr("tessera.training.build.CheckpointManager", partial(CheckpointManager, fault=slow))
-    run = tessera.train(recipe(data, tmp_path, every=0, minutes=1e-9), callbacks=[Watch()])
+    run = tessera.train(recipe(data, tmp_path, every="1e-9min"), callbacks=[Watch()])
     assert seen == [True]
     assert run.checkpoint is not None
     assert run.checkpoint.name == "step-00000004"

@@ -50,7 +50,6 @@ def callback_recipe(args: Any) -> dict[str, Any]:
         "precision": precision_section(args),
         "checkpoint": {
             "every": 0 if args.save is None else args.save_interval or 0,
-            "minutes": 0,
             "at_end": args.save is not None,
             "weights_only": bool(args.no_save_optim),
         },

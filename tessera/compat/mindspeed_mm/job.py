@@ -97,7 +97,9 @@ def compare_shell_sizes(args: Args, model: ModelFile, source: str) -> None:
 
 def _place(recipe: dict[str, Any], args: Args) -> None:
     recipe["out"], recipe["name"] = run_place(args.save)
-    checkpoint: dict[str, Any] = {"every": args.save_interval or 0, "keep": KEEP_ALL}
+    checkpoint: dict[str, Any] = {"keep": KEEP_ALL}
+    if args.save_interval:
+        checkpoint["every"] = args.save_interval
     if args.save is None:
         checkpoint = {"every": 0, "at_end": False}
     elif args.no_save_optim:

@@ -83,7 +83,7 @@ class IterationLog(Callback):
             tokens = sum_over_ranks(torch.tensor(float(self._tokens), dtype=wide, device=trainer.world.device))
             losses["tokens per sample"] = float(tokens) / samples
         parts = [
-            f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {result.step:8d}/{trainer.config.train.steps:8d}",
+            f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {result.step:8d}/{trainer.length.steps:8d}",
             f"consumed samples: {self.args.consumed_train_samples:12d}",
             f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
             f"learning rate: {result.lr:.6E}",

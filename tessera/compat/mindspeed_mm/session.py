@@ -148,6 +148,7 @@ class Session:
     def sample_counts(self) -> tuple[int, int, int]:
         """Return how many samples of each split the run will use, as the provider is told."""
         steps, args = self.config.train.steps, self.args
+        assert steps is not None, "jobs count iterations"
         evaluations = steps // args.eval_interval + 1 if args.eval_interval else 1
         iterations = (steps, evaluations * args.eval_iters, args.eval_iters)
         train, valid, test = (number * args.global_batch_size for number in iterations)
@@ -261,7 +262,7 @@ class _EvaluateInterval(Callback):
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
         session, args = self.session, self.session.args
         due = args.eval_interval and args.eval_iters and result.step % args.eval_interval == 0
-        if not due or result.step == trainer.config.train.steps or not session.rows["valid"].bound:
+        if not due or result.step == trainer.length.steps or not session.rows["valid"].bound:
             return
         losses = session.evaluate_and_process("valid")
         session.print_evaluation(f"iteration {result.step}", losses)

@@ -130,8 +130,8 @@ class ParamScheduler:
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
         """Return the learning rate of a parameter group at the next step."""
-        config = self._trainer.config
-        return float(param_group["base_lr"]) * lr_factor(config.optim.schedule, self.num_steps, config.train.steps)
+        schedule, steps = self._trainer.config.optim.schedule, self._trainer.length.steps
+        return float(param_group["base_lr"]) * lr_factor(schedule, self.num_steps, steps)
 
     def step(self, increment: int) -> NoReturn:
         """Refuse: `train_step` sets the learning rate of its step."""

@@ -22,14 +22,13 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torch.utils.data.distributed import DistributedSampler
 
 from tessera.core.errors import TesseraError, first_line
-from tessera.core.types import Batch, RowSource
+from tessera.core.types import ENDLESS, Batch, RowSource
 from tessera.data.custom.items import DrawnItem, ImportedObject, ItemBatcher
 from tessera.data.order.mixture import Shuffle, mix
 
 log = logging.getLogger("tessera")
 
 _PASS, _ROW = 0x4F574E, 0x524F57
-ENDLESS = 1 << 40  # rows of one pass over what does not tell its length
 SNAPSHOT_EVERY = 64  # batches between two records of where a loader stood
 SNAPSHOTS_KEPT = 64
 

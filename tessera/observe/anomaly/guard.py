@@ -170,8 +170,10 @@ class Guard(OptimizerStep):
         if diverged:
             return self._on_divergence(trainer, check)
         # Regularly, and before each copy and checkpoint: the run may go back to them, so they have to be sound.
-        often = (self.settings.window, self.settings.copy_every, trainer.config.checkpoint.every)
-        if any(every and (trainer.step + 1) % every == 0 for every in often):
+        step, rows = trainer.step + 1, trainer.rows_drawn + trainer.length.rows_per_step
+        saves = trainer.length.due(trainer.config.checkpoint.interval, step, rows)
+        often = (self.settings.window, self.settings.copy_every)
+        if saves or any(every and step % every == 0 for every in often):
             return self._check_weights(trainer, check)
         return "applied"
 

@@ -1,0 +1,152 @@
+"""Keep the checkpoint with the best held-out metric, and end a run that no longer gets better."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from tessera.core.callback import Callback, TrainerHandle
+from tessera.core.errors import TesseraError, nearest
+from tessera.core.files import replace_file
+from tessera.core.run_config import MetricSection, RunConfig
+
+log = logging.getLogger("tessera")
+BEST_FILE = "best.json"
+
+
+def best_callbacks(config: RunConfig, has_eval: bool) -> list[Callback]:
+    """Return what follows the held-out metrics of a run, as its recipe asks for; raise where there are none."""
+    keep, stop = config.checkpoint.best, config.train.early_stop
+    callbacks: list[Callback] = []
+    if keep is not None:
+        callbacks.append(KeepBest(keep))
+    if stop is not None:
+        callbacks.append(EarlyStop(stop, stop.patience, stop.min_change))
+    if not callbacks:
+        return []
+    where = "checkpoint.keep_best" if keep is not None else "train.early_stop"
+    if not has_eval:
+        raise TesseraError("there is no held-out set to measure", where=where, fix="name one in data.eval")
+    if not config.train.eval_interval and not config.train.generate_every:
+        raise TesseraError(
+            "the held-out set is measured at the end alone, where there is nothing to choose from",
+            where=where,
+            fix="say how often to measure it, such as train.eval_every=1epoch or train.eval_every=200",
+        )
+    return callbacks
+
+
+class Best:
+    """Hold the best value of a metric so far, and the step that had it."""
+
+    def __init__(self, section: MetricSection, min_change: float = 0.0) -> None:
+        self.metric, self.lower = section.metric, section.lower_is_better
+        self.min_change = min_change
+        self.value: float | None = None
+        self.step = -1
+        self._warned = False
+
+    def take(self, trainer: TrainerHandle, metrics: dict[str, float]) -> bool | None:
+        """Return whether the metrics of an evaluation are better than before; None: they do not have this one."""
+        value = metrics.get(self.metric)
+        if value is None:
+            self._warn(trainer, metrics)
+            return None
+        if not math.isfinite(value):
+            return False
+        gain = math.inf if self.value is None else (self.value - value if self.lower else value - self.value)
+        if gain <= self.min_change:
+            return False
+        self.value, self.step = value, trainer.step
+        return True
+
+    def _warn(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
+        measured_apart = self.metric == "exact_match" and trainer.config.train.generate_every
+        if self._warned or self.value is not None or measured_apart or "loss" not in metrics:
+            return
+        self._warned = True
+        if trainer.world.is_main:
+            near = nearest(self.metric, metrics)
+            log.warning(
+                "the held-out set has no metric %r%s: it has %s",
+                self.metric,
+                f" (did you mean {near}?)" if near else "",
+                ", ".join(sorted(metrics)),
+            )
+
+    def state(self) -> dict[str, Any]:
+        return {"value": self.value, "step": self.step}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.value, self.step = state.get("value"), int(state.get("step", -1))
+
+    def __str__(self) -> str:
+        return f"best held-out {self.metric} {self.value:.4f} at step {self.step}"
+
+
+class KeepBest(Callback):
+    """Save when a held-out metric is better than ever, and keep that checkpoint beside the newest ones."""
+
+    def __init__(self, section: MetricSection) -> None:
+        self.best = Best(section)
+
+    def on_start(self, trainer: TrainerHandle) -> None:
+        trainer.checkpoints.protected_step = self.best.step
+
+    def on_rewind(self, trainer: TrainerHandle) -> None:
+        self.on_start(trainer)
+
+    def on_eval(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
+        if self.best.take(trainer, metrics):
+            trainer.request_save()
+
+    def on_save(self, trainer: TrainerHandle, path: Path) -> None:
+        # The one before is protected until the new one is written.
+        if path.name.split(".")[0] != f"step-{self.best.step:08d}":
+            return
+        trainer.checkpoints.protected_step = self.best.step
+        if trainer.world.is_main:
+            found = {"metric": self.best.metric, **self.best.state(), "checkpoint": f"checkpoints/{path.name}"}
+            replace_file(trainer.config.folder / BEST_FILE, (json.dumps(found) + "\n").encode())
+
+    def on_end(self, trainer: TrainerHandle) -> None:
+        if trainer.world.is_main and self.best.value is not None:
+            log.info("%s: %s", self.best, trainer.config.folder / "checkpoints" / f"step-{self.best.step:08d}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.best.state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best.restore(state)
+
+
+class EarlyStop(Callback):
+    """End the run when a held-out metric has not become better in so many evaluations."""
+
+    def __init__(self, section: MetricSection, patience: int, min_change: float) -> None:
+        self.best = Best(section, min_change)
+        self.patience = patience
+        self.worse = 0  # evaluations since the best one
+
+    def on_start(self, trainer: TrainerHandle) -> None:
+        self._end(trainer)  # a run that ended early and is resumed ends again
+
+    def on_eval(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
+        better = self.best.take(trainer, metrics)
+        if better is not None:
+            self.worse = 0 if better else self.worse + 1
+            self._end(trainer)
+
+    def _end(self, trainer: TrainerHandle) -> None:
+        if self.worse >= self.patience:
+            trainer.end_early(f"no better held-out {self.best.metric} in {self.worse} evaluations; {self.best}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.best.state(), "worse": self.worse}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best.restore(state)
+        self.worse = int(state.get("worse", 0))
