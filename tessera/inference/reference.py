@@ -128,7 +128,10 @@ class TransformersReference(StockModel):
 
 
 def load_processor(folder: Path) -> Any:
-    """Return the `AutoProcessor` of the folder.
+    """Return the `AutoProcessor` of the folder, with the image processor that computes with Pillow.
+
+    Ours gives the pixels of that one. Where torchvision is installed the library prefers another, whose resized pixels
+    differ by up to a few of 255 levels: that difference says nothing about a folder.
 
     The video part of a processor needs torchvision. Without it the library refuses the whole processor, and the class
     is made here from its other parts.
@@ -136,15 +139,25 @@ def load_processor(folder: Path) -> Any:
     from transformers import AutoProcessor
 
     try:
-        return AutoProcessor.from_pretrained(folder)
+        processor = AutoProcessor.from_pretrained(folder)
     except (ImportError, ValueError):  # without a file for videos it is ValueError
         if importlib.util.find_spec("torchvision") is not None:
             raise
-    return _without_video(folder)
+        return _without_video(folder)
+    if getattr(processor, "image_processor", None) is not None:
+        processor.image_processor = load_image_processor(folder)
+    return processor
+
+
+def load_image_processor(folder: Path) -> Any:
+    """Return the `AutoImageProcessor` of the folder that computes with Pillow, whatever else is installed."""
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
 
 
 def _without_video(folder: Path) -> Any:
-    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     kind: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder))]
@@ -156,7 +169,7 @@ def _without_video(folder: Path) -> Any:
             return super().check_argument_for_proper_class(argument_name, argument)
 
     parts = {
-        "image_processor": lambda: AutoImageProcessor.from_pretrained(folder),
+        "image_processor": lambda: load_image_processor(folder),
         "tokenizer": lambda: AutoTokenizer.from_pretrained(folder),
         "video_processor": lambda: None,
     }

@@ -11,13 +11,14 @@ import torch
 from chats import asked_about, picture
 from internvl_original import VOCAB, config, original_folder, weights
 from safetensors.torch import load_file, save_file
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import tessera
 from tessera.compat.mindspeed_mm.convert import run
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.data.tokenizer import load_tokenizer
+from tessera.inference.reference import load_image_processor
 from tessera.models import resolve
 from tessera.models.internvl.processor import InternVLProcessor
 from tests.toys.chat_set import chat_recipe, write_chat_set
@@ -93,7 +94,7 @@ def test_a_run_begins_from_it_and_ends_in_either_form(qwen2: Path, tmp_path: Pat
     made = tessera.train(recipe).folder
     exported = AutoModelForImageTextToText.from_pretrained(made / "hf")
     assert type(exported).__name__ == "InternVLForConditionalGeneration"
-    assert type(AutoImageProcessor.from_pretrained(made / "hf")).__name__.startswith("GotOcr2")
+    assert type(load_image_processor(made / "hf")).__name__.startswith("GotOcr2")
     assert "You are somebody else." not in str(AutoTokenizer.from_pretrained(made / "hf").chat_template)
     back = tessera.convert(made, tmp_path / "back", to="original")
     before, after = load_file(qwen2 / "model.safetensors"), load_file(back / "model.safetensors")

@@ -20,7 +20,7 @@ from answers import export, same_answer
 from chats import as_reference, asked_about, clip, conversation, picture, text, write_words
 from parity import numbers
 from PIL import Image
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor as ReferenceProcessor
 
@@ -28,6 +28,7 @@ import tessera
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Encoded, MediaSize, Message, Sample
 from tessera.data.tokenizer import train_tokenizer
+from tessera.inference.reference import load_image_processor
 from tessera.models.internvl import SPEC
 from tessera.models.internvl.config import InternVLConfig
 from tessera.models.internvl.processor import InternVLProcessor, TileCutter
@@ -119,7 +120,7 @@ def seen(processor: Any, encoded: Encoded) -> torch.Tensor:
 def test_pixels_and_tiles_are_the_references(
     processor: InternVLProcessor, exported: Path, width: int, height: int
 ) -> None:
-    reference = AutoImageProcessor.from_pretrained(exported)
+    reference = load_image_processor(exported)
     assert isinstance(reference, GotOcr2ImageProcessorPil)
     image = picture(width, height)
     theirs = reference(images=[image], return_tensors="pt")
@@ -145,7 +146,7 @@ def test_arrangements_are_the_references(bounds: tuple[int, int]) -> None:
 @pytest.mark.parametrize("mode", ["L", "P", "CMYK", "1"])
 def test_pixels_of_other_modes(processor: InternVLProcessor, exported: Path, mode: str) -> None:
     image = picture(61, 87, mode=mode)
-    theirs = AutoImageProcessor.from_pretrained(exported)(images=[image], return_tensors="pt")
+    theirs = load_image_processor(exported)(images=[image], return_tensors="pt")
     ours = processor.encode(conversation("image"), [image])
     assert torch.equal(seen(processor, ours), block_rows(theirs["pixel_values"]))
 
@@ -187,7 +188,7 @@ def test_tokens_are_the_references(processor: InternVLProcessor, exported: Path,
 def test_a_clip_is_a_tile_for_each_frame(processor: InternVLProcessor, exported: Path) -> None:
     frames = [Image.fromarray(frame) for frame in clip(5)]
     ours = processor.encode(conversation("video"), [clip(5)])
-    reference = AutoImageProcessor.from_pretrained(exported)
+    reference = load_image_processor(exported)
     stills = reference(images=frames, crop_to_patches=False, return_tensors="pt")["pixel_values"]
     assert torch.equal(seen(processor, ours), block_rows(stills))
     assert ours.media["lengths"].tolist() == [ROWS] * 5
@@ -281,7 +282,7 @@ def test_mistakes_are_explained(folder: Path, tmp_path: Path) -> None:
 
 def test_an_exported_folder_gives_identical_greedy_tokens(processor: InternVLProcessor, tmp_path: Path) -> None:
     folder = export(SPEC, CONFIG, processor, tmp_path)
-    tokenizer, images = AutoTokenizer.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder)
+    tokenizer, images = AutoTokenizer.from_pretrained(folder), load_image_processor(folder)
     assert tokenizer.context_image_token == "<IMG_CONTEXT>"
     assert (tokenizer.start_image_token, tokenizer.video_token) == ("<img>", "<video>")
     for number, sizes in enumerate([[], [(64, 32)], [(61, 87), (300, 40)]]):

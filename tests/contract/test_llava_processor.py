@@ -45,6 +45,7 @@ from tessera.models.common.media_layout import media_size
 from tessera.models.llava.config import PINPOINTS, LlavaConfig
 from tessera.models.llava.preprocessing import AnyResTiles
 from tessera.models.llava.processor import LlavaProcessor
+from tests.needs import need_transparency_over_white
 
 PLAIN, STRETCHED, TILED, TILED_CLIP, LEFTOVER = SHAPES[0], SHAPES[2], SHAPES[3], SHAPES[4], SHAPES[5]
 SIZES = [(8, 8), (31, 17), (17, 31), (100, 9), (9, 100), (1, 7), (640, 480)]
@@ -133,6 +134,8 @@ def test_frames_are_pictures_of_the_references(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "CMYK", "1"])
 def test_pixels_of_other_modes(mode: str, tmp_path: Path) -> None:
+    if "A" in mode:
+        need_transparency_over_white()
     processor = processor_of(PLAIN, tmp_path)
     processor.save(tmp_path / "out")
     image = picture(20, 14, mode=mode)

@@ -12,12 +12,12 @@ import torch
 from answers import export, same_answer
 from chats import as_published, asked_about, clip, in_pairs, picture, write_words
 from PIL import Image
-from transformers import AutoImageProcessor
 
 import tessera
 from tessera.core.types import Batch, Message, Part, Sample
 from tessera.data.chat import ChatTemplate
 from tessera.inference.generate import Sampling, generate_tokens
+from tessera.inference.reference import load_image_processor
 from tessera.models.qwen2_5_vl import SPEC
 
 VOCAB = 300
@@ -76,7 +76,7 @@ SHOWN: dict[str, list[Any]] = {
 def test_greedy_answers_are_those_of_transformers(name: str, exported: Path) -> None:
     """Its own image processor sees pictures, and the frames of clips one by one. Behind a video it is told where text
     stands (see `as_published`)."""
-    images, size = AutoImageProcessor.from_pretrained(exported), {"shortest_edge": 64, "longest_edge": 1024}
+    images, size = load_image_processor(exported), {"shortest_edge": 64, "longest_edge": 1024}
     pictures = [one for one in SHOWN[name] if isinstance(one, Image.Image)]
     clips = [one for one in SHOWN[name] if isinstance(one, np.ndarray)]
 

@@ -146,10 +146,13 @@ def test_frames_are_those_of_the_reference(family: str) -> None:
     sampling = FAMILIES[family][3]
     different = []
     for total, rate in PAIRS:
-        if int(total / rate * sampling.fps) < 1 and family == "internvl":
-            continue  # the reference takes no frame, and divides by it
         ours = sampling.choose(total, rate)
-        if ours != reference(family, total, rate):
-            different.append((total, rate, ours[:6], reference(family, total, rate)[:6]))
+        try:
+            theirs = reference(family, total, rate)
+        except ZeroDivisionError:  # some references take no frame of less than half a second, and divide by it
+            assert total / rate * sampling.fps < 1
+            continue
+        if ours != theirs:
+            different.append((total, rate, ours[:6], theirs[:6]))
         assert len(ours) == sampling.count(total, rate)
     assert not different

@@ -8,8 +8,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
+import pytest
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -60,6 +60,7 @@ def write_video(
 ) -> None:
     """Write a video whose frame n has the grey 10 (n mod 25). `times`: when frames are shown, in ticks of 1 / rate."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    av = pytest.importorskip("av")
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=rate)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"

@@ -280,7 +280,9 @@ def test_nothing_is_left_behind() -> None:
         assert handles <= before[0] + 8  # not one for each tensor
         assert names == before[1]  # and nothing that would outlive a killed process
         processes = {result[1] for _, result in pool.map([("nap", n) for n in range(8)])}
-    assert held() == before
+    handles, names = held()
+    assert handles <= before[0]  # another test's may have been closed meanwhile
+    assert names == before[1]
     assert torch.stack(kept).double().sum() == sum(n * (300 * 200 - 1) - 1 for n in range(200) if n % 50 != 20)
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
