@@ -208,6 +208,11 @@ def folder_layout(folder: Path) -> FolderLayout:
     return detect_layout(folder) or TransformersFolder(folder)
 
 
+def pipeline_folder(place: Path) -> Path | None:
+    """Return the diffusers folder that a folder is, or is a component of."""
+    return next((folder for folder in (place, place.parent) if DiffusersFolder.detect(folder)), None)
+
+
 def _indexed(index: Path) -> list[Path]:
     """Return the files that an index of weights names, all of which must lie beside it."""
     try:

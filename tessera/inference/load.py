@@ -21,7 +21,7 @@ from tessera.core.adapters import Adapter, Adapters, is_factor
 from tessera.core.config import Section, build, read_mapping
 from tessera.core.dist import environment_ranks, rank_on_machine
 from tessera.core.errors import TesseraError, nearest
-from tessera.core.layouts import DiffusersFolder, folder_layout
+from tessera.core.layouts import folder_layout, pipeline_folder
 from tessera.core.modules import computed_buffers, put_back_buffers
 from tessera.core.pattern import matches
 from tessera.core.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
@@ -181,11 +181,6 @@ def parts_folder(settings: RunConfig) -> Path | None:
     named = encoders.get("folder") if isinstance(encoders, dict) else None
     places = (None if preview is None else preview.folder, named, settings.model.path)
     return next((found for place in places if place and (found := pipeline_folder(Path(str(place)))) is not None), None)
-
-
-def pipeline_folder(place: Path) -> Path | None:
-    """Return the diffusers folder that a folder is, or is a component of."""
-    return next((folder for folder in (place, place.parent) if DiffusersFolder.detect(folder)), None)
 
 
 def load(

@@ -175,7 +175,7 @@ def by_head(x: Tensor, norm: Callable[[Tensor], Tensor] | None, head_dim: int) -
     of them."""
     if isinstance(norm, FeatureRMSNorm):
         x = norm(x)
-    heads = x.view(*x.shape[:-1], -1, head_dim)
+    heads = x.view(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)  # also where there is no token
     return heads if norm is None or isinstance(norm, FeatureRMSNorm) else norm(heads)
 
 

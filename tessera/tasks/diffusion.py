@@ -27,6 +27,7 @@ from tessera.core.config import Section, build
 from tessera.core.dist import World
 from tessera.core.errors import TesseraError
 from tessera.core.generation import GenerationForm, Objective
+from tessera.core.layouts import pipeline_folder
 from tessera.core.rng import derive, generator
 from tessera.core.run_config import RunConfig
 from tessera.core.task import Counts, FrozenModule, FrozenPart, Losses, LossTerm, Metric, Task
@@ -183,7 +184,7 @@ class DiffusionTask(Task):
                 where="train.task_options.encoders.folder",
                 fix="name a diffusers folder that has them, here or as model.path",
             )
-        parts, vae, text = PipelineFolder(folder), chosen.vae, chosen.text
+        parts, vae, text = PipelineFolder(pipeline_folder(folder) or folder), chosen.vae, chosen.text
         if self.options.caption_dropout:
             self._empty = partial(parts.empty_caption, self.form)
         make = partial(parts.autoencoder, dtype=_DTYPES[vae.dtype], tiling=vae.tiling, slicing=vae.slicing)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
-from torch import nn
 
-WORDS = ("a", "the", "cat", "dog", "kite", "red", "blue", "moving", "left", "right")
-TEXT = 16
+from tests.toys.pipeline_components import (
+    TEXT,
+    VISION_WORDS,
+    clip,
+    clip_vision,
+    clip_words,
+    image_vae,
+    moved,
+    qwen_vl,
+    t5,
+    tokenizer,
+    umt5,
+    wan_vae,
+)
+
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 
 
@@ -21,24 +31,15 @@ def write_wan(
 ) -> Any:
     """Write Wan: from text, or from an image; with embeddings of so many frames; one expert or two."""
     from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
-    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+    from transformers import CLIPImageProcessor
 
     torch.manual_seed(0)
     channels = 48 if token_times else 4
-    vision = CLIPVisionModel(
-        CLIPVisionConfig(
-            hidden_size=12,
-            intermediate_size=16,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            image_size=28,
-            patch_size=14,
-        )
-    )
+    vision = clip_vision()
     parts: dict[str, Any] = {
         "tokenizer": tokenizer(first="", last="</s>"),
         "text_encoder": umt5(),
-        "vae": video_vae(channels),
+        "vae": wan_vae(channels),
         "scheduler": UniPCMultistepScheduler(**FLOW),
     }
     given = 4 + channels if image and not token_times else 0
@@ -68,24 +69,10 @@ def write_wan(
 
 
 def write_flux(folder: Path, *, guidance: bool = True) -> Any:
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
     torch.manual_seed(1)
-    size = {"hidden_size": TEXT, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    words = tokenizer(first="<s>", last="</s>", length=77)
-    ends = {"eos_token_id": words.eos_token_id, "bos_token_id": words.bos_token_id, "pad_token_id": words.pad_token_id}
-    vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(4, 4, 4, 4),
-        norm_num_groups=2,
-        latent_channels=4,
-        scaling_factor=0.4,
-        shift_factor=0.1,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
+    words = clip_words()
     transformer = FluxTransformer2DModel(
         in_channels=16,
         num_layers=1,
@@ -97,15 +84,12 @@ def write_flux(folder: Path, *, guidance: bool = True) -> Any:
         guidance_embeds=guidance,
         axes_dims_rope=(4, 4, 8),
     )
-    t5 = T5EncoderModel(
-        T5Config(vocab_size=64, d_model=TEXT, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0)
-    )
     made = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
-        vae=vae,
-        text_encoder=CLIPTextModel(CLIPTextConfig(vocab_size=64, max_position_embeddings=77, **size, **ends)),
+        vae=image_vae(),
+        text_encoder=clip(words),
         tokenizer=words,
-        text_encoder_2=t5,
+        text_encoder_2=t5(),
         tokenizer_2=tokenizer(first="", last="</s>"),
         transformer=moved(transformer),
     )
@@ -114,71 +98,30 @@ def write_flux(folder: Path, *, guidance: bool = True) -> Any:
 
 def write_qwen_image(folder: Path, *, edit: bool = False) -> Any:
     from diffusers import (
-        AutoencoderKLQwenImage,
         FlowMatchEulerDiscreteScheduler,
         QwenImageEditPipeline,
         QwenImagePipeline,
         QwenImageTransformer2DModel,
     )
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-    )
 
     torch.manual_seed(2)
-    special = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-    words = tokenizer(first="", last="", special=special)
-    ids = {word: words.convert_tokens_to_ids(word) for word in special}
-    config = Qwen2_5_VLConfig(
-        text_config={
-            "hidden_size": TEXT,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
-            "rope_theta": 1000000.0,
-            "vocab_size": 128,
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_heads": 2,
-            "out_hidden_size": TEXT,
-            "fullatt_block_indexes": [1],
-        },
-        vocab_size=128,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+    words = tokenizer(first="", last="", special=VISION_WORDS)
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=TEXT,
+        axes_dims_rope=(4, 6, 6),
     )
     parts: dict[str, Any] = {
         "scheduler": FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
-        "vae": AutoencoderKLQwenImage(
-            base_dim=4,
-            z_dim=4,
-            dim_mult=[1, 1, 1, 1],
-            num_res_blocks=1,
-            temperal_downsample=[False, True, True],
-            latents_mean=[0.1, -0.2, 0.0, 0.3],
-            latents_std=[1.5, 0.5, 2.0, 1.0],
-        ),
-        "text_encoder": Qwen2_5_VLForConditionalGeneration(config),
+        "vae": wan_vae(images=True),
+        "text_encoder": qwen_vl(words),
         "tokenizer": words,
-        "transformer": moved(
-            QwenImageTransformer2DModel(
-                patch_size=2,
-                in_channels=16,
-                out_channels=4,
-                num_layers=2,
-                attention_head_dim=16,
-                num_attention_heads=2,
-                joint_attention_dim=TEXT,
-                axes_dims_rope=(4, 6, 6),
-            )
-        ),
+        "transformer": moved(transformer),
     }
     made = saved(QwenImagePipeline(**parts), folder)
     if not edit:
@@ -211,90 +154,11 @@ class ImagesAndText:
         return BatchFeature({**self.words(texts, padding=padding, return_tensors=return_tensors), **shown})
 
 
-def tokenizer(first: str, last: str, special: Sequence[str] = (), length: int = 512) -> Any:
-    """Return a tokenizer of a few words, which begins and ends a text with words of its own."""
-    from transformers import PreTrainedTokenizerFast
-
-    known = ("<pad>", "</s>", "<unk>", "<s>", *special, *WORDS)
-    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(known)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+|[^\w\s]"), "removed", invert=True)
-    around = [(word, known.index(word)) for word in (first, last) if word]
-    if around:
-        made.post_processor = processors.TemplateProcessing(
-            single=" ".join(word for word in (first, "$A", last) if word), special_tokens=around
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token="<pad>",
-        eos_token="</s>",
-        bos_token="<s>",
-        unk_token="<unk>",
-        additional_special_tokens=list(special),
-        model_max_length=length,
-    )
-
-
-def umt5() -> nn.Module:
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    return UMT5EncoderModel(
-        UMT5Config(vocab_size=64, d_model=TEXT, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0)
-    )
-
-
-def video_vae(channels: int) -> nn.Module:
-    from diffusers import AutoencoderKLWan
-
-    return AutoencoderKLWan(
-        base_dim=4,
-        z_dim=channels,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.1, -0.2, 0.0, 0.3] * (channels // 4),
-        latents_std=[1.5, 0.5, 2.0, 1.0] * (channels // 4),
-    )
-
-
-def moved(module: nn.Module) -> nn.Module:
-    """Draw every weight anew: published models begin with zeros in places, which would hide mistakes there."""
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, 0.0, 0.15)
-    return module
-
-
-def saved(pipeline: Any, folder: Path) -> Any:
-    pipeline.save_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
 def write_sd3(folder: Path) -> Any:
-    from diffusers import (
-        AutoencoderKL,
-        FlowMatchEulerDiscreteScheduler,
-        SD3Transformer2DModel,
-        StableDiffusion3Pipeline,
-    )
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
     torch.manual_seed(3)
-    words = tokenizer(first="<s>", last="</s>", length=77)
-    ends = {"eos_token_id": words.eos_token_id, "bos_token_id": words.bos_token_id, "pad_token_id": words.pad_token_id}
-    size = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
-    clip = CLIPTextConfig(vocab_size=64, max_position_embeddings=77, projection_dim=8, **size, **ends)
-    t5 = T5Config(vocab_size=64, d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0)
-    vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(4, 4, 4, 4),
-        norm_num_groups=2,
-        latent_channels=4,
-        scaling_factor=0.4,
-        shift_factor=0.1,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
+    words = clip_words()
     transformer = SD3Transformer2DModel(
         sample_size=8,
         patch_size=2,
@@ -310,12 +174,12 @@ def write_sd3(folder: Path) -> Any:
     )
     made = StableDiffusion3Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=vae,
-        text_encoder=CLIPTextModelWithProjection(clip),
+        vae=image_vae(),
+        text_encoder=clip(words, 8, 3, projected=True),
         tokenizer=words,
-        text_encoder_2=CLIPTextModelWithProjection(clip),
+        text_encoder_2=clip(words, 8, 3, projected=True),
         tokenizer_2=words,
-        text_encoder_3=T5EncoderModel(t5),
+        text_encoder_3=t5(24),
         tokenizer_3=tokenizer(first="", last="</s>"),
         transformer=moved(transformer),
     )
@@ -324,7 +188,6 @@ def write_sd3(folder: Path) -> Any:
 
 def write_cogvideox(folder: Path) -> Any:
     from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel
-    from transformers import T5Config, T5EncoderModel
 
     torch.manual_seed(4)
     blocks = {"down_block_types": ("CogVideoXDownBlock3D",) * 4, "up_block_types": ("CogVideoXUpBlock3D",) * 4}
@@ -346,12 +209,137 @@ def write_cogvideox(folder: Path) -> Any:
         temporal_compression_ratio=4,
         max_text_seq_length=226,
     )
-    t5 = T5Config(vocab_size=64, d_model=TEXT, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0)
     made = CogVideoXPipeline(
         tokenizer=tokenizer(first="", last="</s>"),
-        text_encoder=T5EncoderModel(t5),
+        text_encoder=t5(),
         vae=vae,
         transformer=moved(transformer),
         scheduler=CogVideoXDDIMScheduler(prediction_type="v_prediction", snr_shift_scale=3.0),
     )
     return saved(made, folder)
+
+
+def write_ltx_video(folder: Path) -> Any:
+    from diffusers import (
+        AutoencoderKLLTXVideo,
+        FlowMatchEulerDiscreteScheduler,
+        LTXPipeline,
+        LTXVideoTransformer3DModel,
+    )
+
+    torch.manual_seed(5)
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        patch_size=2,
+        patch_size_t=1,
+    )
+    transformer = LTXVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        cross_attention_dim=32,
+        num_layers=2,
+        caption_channels=TEXT,
+    )
+    made = LTXPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05, base_image_seq_len=1024, shift_terminal=0.1
+        ),
+        vae=vae,
+        text_encoder=t5(),
+        tokenizer=tokenizer(first="", last="</s>"),
+        transformer=moved(transformer),
+    )
+    return saved(made, folder)
+
+
+def write_hunyuan_video(folder: Path) -> Any:
+    from diffusers import (
+        AutoencoderKLHunyuanVideo,
+        FlowMatchEulerDiscreteScheduler,
+        HunyuanVideoPipeline,
+        HunyuanVideoTransformer3DModel,
+    )
+    from transformers import LlamaConfig, LlamaModel
+
+    torch.manual_seed(6)
+    words = clip_words()
+    vae = AutoencoderKLHunyuanVideo(
+        latent_channels=4, block_out_channels=(4, 4, 4, 4), layers_per_block=1, norm_num_groups=2
+    )
+    transformer = HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=TEXT,
+        pooled_projection_dim=8,
+        rope_axes_dim=(4, 6, 6),
+    )
+    sizes = {"hidden_size": TEXT, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    made = HunyuanVideoPipeline(
+        text_encoder=LlamaModel(LlamaConfig(vocab_size=64, pad_token_id=0, **sizes)),
+        tokenizer=tokenizer(first="<s>", last=""),
+        transformer=moved(transformer),
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder_2=clip(words, 8),
+        tokenizer_2=words,
+    )
+    return saved(made, folder)
+
+
+def write_parts(folder: Path, **parts: Any) -> Path:
+    """Write parts of a pipeline that has further ones, such as a guider: what a model is trained with."""
+    index: dict[str, Any] = {"_class_name": "Pipeline"}
+    for name, part in parts.items():
+        part.save_pretrained(folder / name)
+        index[name] = [type(part).__module__.partition(".")[0], type(part).__name__]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+def write_hunyuan_video_1_5(folder: Path) -> Path:
+    from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
+
+    torch.manual_seed(7)
+    words = tokenizer(first="", last="", special=VISION_WORDS, letters=True)
+    vae = AutoencoderKLHunyuanVideo15(
+        latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1, scaling_factor=1.2
+    )
+    transformer = HunyuanVideo15Transformer3DModel(
+        in_channels=9,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        num_refiner_layers=1,
+        text_embed_dim=TEXT,
+        text_embed_2_dim=8,
+        image_embed_dim=12,
+        rope_axes_dim=(4, 6, 6),
+        task_type="t2v",
+    )
+    return write_parts(
+        folder,
+        vae=vae,
+        text_encoder=qwen_vl(words, text_only=True),
+        tokenizer=words,
+        transformer=moved(transformer),
+    )
+
+
+def saved(pipeline: Any, folder: Path) -> Any:
+    pipeline.save_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from tessera.core.errors import TesseraError
-from tessera.core.layouts import DiffusersFolder
+from tessera.core.layouts import DiffusersFolder, pipeline_folder
 from tessera.core.trust import Trust
 from tessera.inference.diffusion.files import Generated, Record, check_out, read_record, sample_paths, write_samples
 from tessera.inference.diffusion.pipeline import OnStep, Pipeline
 from tessera.inference.diffusion.request import Request
-from tessera.inference.load import FoundModel, find_model, load, pipeline_folder
+from tessera.inference.load import FoundModel, find_model, load
 from tessera.models import resolve
 
 _SECOND = "transformer_2"  # the component of a second expert, for little noise

@@ -27,6 +27,7 @@ from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
 from tessera.core.files import read_json_mapping
 from tessera.core.generation import GenerationForm, Grid, sample_positions
+from tessera.core.layouts import pipeline_folder
 from tessera.core.types import Batch, EncodedMedia, MediaSize, Part, PartKind, Sample, Segments
 from tessera.data.captions import CaptionEncoder
 from tessera.data.media.images import to_rgb
@@ -109,6 +110,7 @@ class GenerationProcessor:
         """Return the processor of a diffusers folder. A folder of the transformer alone serves training on features."""
         options.pop("train_on", None)  # of conversations
         chosen = build(GenerationOptions, options, "data.processor")
+        folder = None if folder is None else pipeline_folder(folder) or folder
         stride, encoders, images_only = chosen.vae_stride, [], False
         if folder is not None and stride is None and (folder / VAE / "config.json").is_file():
             config = folder / VAE / "config.json"

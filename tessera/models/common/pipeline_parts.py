@@ -28,7 +28,7 @@ VAES = (
 )
 ENCODERS = (
     *("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel", "CLIPTextModelWithProjection", "LlamaModel"),
-    *("Qwen2_5_VLForConditionalGeneration", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
+    *("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLTextModel", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
 )
 IMAGE_ENCODER = "image_encoder"
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP's images

@@ -1,0 +1,85 @@
+"""Every file below recipes/ is a valid recipe, is planned on the ranks that it names, and fits into their memory."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tessera.core.run_config import RunConfig, load_config
+from tessera.parallel.plan import Plan
+from tessera.training.setup import build_meta_model
+from tests.toys.published_folders import MODELS, PIPELINES, write_published
+
+ROOT = Path(__file__).parents[2] / "recipes"
+RECIPES = sorted(ROOT.glob("**/*.yaml"))
+MEANT_FOR = re.compile(r"on (\d+) GPUs? of (\d+) GB\.$", re.MULTILINE)
+
+
+def named(recipe: Path) -> str:
+    return str(recipe.relative_to(ROOT))
+
+
+def prepared(recipe: Path, folders: Path, layers: int | None) -> RunConfig:
+    """Return a recipe whose model lies in a folder without weights, on a device that is no CPU."""
+    config = load_config(recipe)
+    changes: dict[str, object] = {}
+    path = config.model.path
+    if path is not None:
+        name = next((part for part in path.parts if part in PIPELINES or part in MODELS), path.name)
+        write_published(folders, name, layers)
+        changes["model.path"] = str(folders.joinpath(*path.parts[path.parts.index(name) :]))
+    if MEANT_FOR.search(recipe.read_text()):
+        changes["train.device"] = "cuda"
+    return load_config(recipe, changes)
+
+
+@cache
+def meant_for(recipe: Path) -> tuple[int, float | None]:
+    """Return the ranks that a recipe is for, and the memory of each in bytes, as its first line says; one without such
+    a line is for one process."""
+    found = MEANT_FOR.search(recipe.read_text().partition("\n")[0])
+    return (1, None) if found is None else (int(found[1]), float(found[2]) * 1e9)
+
+
+def held_bytes(plan: Plan) -> int:
+    """Return what the fullest rank holds all the time: the model in training, and frozen components on the device."""
+    frozen = sum(part.size for part in plan.frozen_components.values() if part.residence != "offloaded")
+    return plan.heaviest.total + frozen
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shallow")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=named)
+def test_recipe_is_planned_on_the_ranks_it_names(recipe: Path, shallow: Path) -> None:
+    config = prepared(recipe, shallow, layers=1)
+    plan = build_meta_model(config, meant_for(recipe)[0]).plan
+    assert plan.trained > 0
+    assert plan.microbatches >= 1
+    assert config.data.train, "a recipe says what it learns from"
+
+
+@pytest.mark.slow  # all layers of models of up to twenty billion weights
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if meant_for(path)[1]], ids=named)
+def test_recipe_fits_into_the_memory_it_names(recipe: Path, whole: Path) -> None:
+    world, memory = meant_for(recipe)
+    plan = build_meta_model(prepared(recipe, whole, layers=None), world).plan
+    assert memory is not None
+    assert held_bytes(plan) < memory
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if "quickstart" not in path.parts[-2]], ids=named)
+def test_recipe_says_what_it_needs_and_how_it_is_started(recipe: Path) -> None:
+    text = recipe.read_text()
+    assert meant_for(recipe)[1], "the first line ends with: on N GPUs of M GB."
+    assert f"tessera train recipes/{recipe.relative_to(ROOT)}" in text
