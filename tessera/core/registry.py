@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from tessera.core.errors import TesseraError, nearest
+from tessera.core.errors import TesseraError, first_line, nearest
 
 T = TypeVar("T")
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(:[^\W\d]\w*)?")
@@ -83,6 +83,27 @@ class Registry(Generic[T]):
             allowed=[*names, "or an import path like my_package.my_module"],
             nearest=self.renamed.get(name) or nearest(name, names),
         )
+
+
+def import_object(path: str, where: str) -> Any:
+    """Return the object at the import path `package.module:name`, without calling it."""
+    module_name, _, name = path.partition(":")
+    if not IMPORT_PATH.fullmatch(path):
+        raise TesseraError(f"not an import path: {path!r}", where=where, fix="write package.module:name")
+    refuse_standard_library(path, where)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise TesseraError(
+            f"cannot import {module_name}: {first_line(error)}",
+            where=where,
+            fix="install it, or start from a folder that holds it, or set PYTHONPATH",
+        ) from None
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise TesseraError(f"{path} is not there: no {part!r}", where=where, nearest=nearest(part, vars(found)))
+        found = getattr(found, part)
+    return found
 
 
 def refuse_standard_library(path: str, where: str | None) -> None:

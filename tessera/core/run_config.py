@@ -392,6 +392,13 @@ class EarlyStopSection(MetricSection):
     min_change: Rate = Field(0.0, description="a value that is better by this or less does not count")
 
 
+class CallbackSection(Section):
+    """Name a callback of your own."""
+
+    name: str = Field(max_length=512, description="import path, package.module:Class")
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the class")
+
+
 class TrainSection(Section):
     renamed: ClassVar[Mapping[str, str]] = {
         f"answers_{key}": f"train.generate_{key}" for key in ("every", "samples", "tokens")
@@ -418,6 +425,10 @@ class TrainSection(Section):
     ema: EmaSection | None = Field(None, description="keep a running average of the trained weights")
     early_stop: EarlyStopSection | None = Field(
         None, description="end when a held-out metric no longer gets better; {} takes every default"
+    )
+    callbacks: list[str | CallbackSection] = Field(
+        default_factory=list,
+        description="callbacks of your own, by import path; {name: path, options: {}} with options",
     )
 
     @field_validator("eval_every")
@@ -563,9 +574,58 @@ class GuardSection(Section):
         return "off" if value is False else value  # YAML reads a bare `off` as false
 
 
+TrackerName = Literal["tensorboard", "wandb", "swanlab", "mlflow"]
+Label = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class TrackerSection(Section):
+    """Declare one experiment tracker that follows the run."""
+
+    name: TrackerName
+    project: Label | None = Field(None, description="project, in MLflow the experiment; default: tessera")
+    workspace: Label | None = Field(None, description="user or team that the project belongs to (wandb, swanlab)")
+    run_name: Label | None = Field(None, description="default: the name of the recipe")
+    tags: list[Label] = Field(default_factory=list, max_length=64)
+    mode: Literal["online", "offline"] | None = Field(
+        None, description="offline: only files in the run's folder; default: as the package is set up"
+    )
+    uri: Annotated[str, Field(min_length=1, max_length=2048)] | None = Field(
+        None,
+        description="tracking server of MLflow; default: MLFLOW_TRACKING_URI, otherwise a file in the run's folder",
+    )
+
+    @model_validator(mode="after")
+    def _says_nothing_in_vain(self) -> TrackerSection:
+        takes = {"tensorboard": (), "mlflow": ("project", "run_name", "tags", "mode", "uri")}.get(
+            self.name, ("project", "workspace", "run_name", "tags", "mode")
+        )
+        for key in ("project", "workspace", "run_name", "tags", "mode", "uri"):
+            if getattr(self, key) and key not in takes:
+                raise ValueError(f"`{key}` has no effect with {self.name}; it takes {', '.join(takes) or 'nothing'}")
+        if self.uri is not None and self.mode == "offline":
+            raise ValueError("`uri` has no effect with mode offline; leave one of them out")
+        return self
+
+
 class LogSection(Section):
+    renamed: ClassVar[Mapping[str, str]] = {"tensorboard": "log.trackers: [tensorboard]"}
+
     every: Steps = Field(10, description="steps between lines")
-    tensorboard: bool = False
+    trackers: list[TrackerName | TrackerSection] = Field(
+        default_factory=list, description="trackers that follow the run, by name or with settings: {name: wandb, ...}"
+    )
+
+    @property
+    def tracker_sections(self) -> list[TrackerSection]:
+        return [one if isinstance(one, TrackerSection) else TrackerSection(name=one) for one in self.trackers]
+
+    @model_validator(mode="after")
+    def _each_once(self) -> LogSection:
+        names = [one.name for one in self.tracker_sections]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"the tracker {name} is named {names.count(name)} times")
+        return self
 
 
 class ProfileSection(Section):

@@ -43,6 +43,11 @@ def named_code(config: RunConfig) -> dict[str, str]:
             found.setdefault(name, key)
         for at, path in _paths_in(options, "data.options" if key == "data.kind" else "train.task_options"):
             found.setdefault(path, at)
+    for number, callback in enumerate(config.train.callbacks):
+        path, options = (callback, {}) if isinstance(callback, str) else (callback.name, callback.options)
+        found.setdefault(path, f"train.callbacks.{number}")
+        for at, inner in _paths_in(options, f"train.callbacks.{number}.options"):
+            found.setdefault(inner, at)
     return _outside(found)
 
 

@@ -40,15 +40,17 @@ from tessera.parallel.mesh import DATA, PP, Mesh
 from tessera.parallel.plan import Plan
 from tessera.parallel.sequence_sharding import RankDataset
 from tessera.training.best import best_callbacks
+from tessera.training.callbacks import named_callbacks
 from tessera.training.checks import Coverage, KeepLossScale, StopOnSignal
 from tessera.training.ema import Ema
 from tessera.training.export import Export
 from tessera.training.held_out import GenerationEval, HeldOut, generating_model
 from tessera.training.init_weights import fill_copy, frozen_source, initial_weights
-from tessera.training.metrics import Meter, TensorBoard
+from tessera.training.metrics import Meter
 from tessera.training.previews import Previews
 from tessera.training.records import Ledger, Quarantine
 from tessera.training.setup import NONE, ModelSetup, Objects
+from tessera.training.trackers import Trackers
 from tessera.training.trainer import Trainer
 
 log = logging.getLogger("tessera")
@@ -117,7 +119,7 @@ def build_trainer(
         callbacks.append(KeepLossScale(scale))
     if evaluated is not None:
         callbacks.append(evaluated)
-    callbacks += [*best_callbacks(config, has_eval), *extra]
+    callbacks += [*best_callbacks(config, has_eval), *named_callbacks(config.train), *extra]
     if config.profile.steps is not None:
         callbacks.append(StepProfiler(config.profile, plan.blocks))
     if config.parallel.watch and world.size > 1:  # last, so that it still watches while the others end
@@ -284,8 +286,8 @@ def _callbacks(
     config: RunConfig, setup: ModelSetup, processor: Processor | None, source: RowSource, ema: Ema | None
 ) -> list[Callback]:
     callbacks: list[Callback] = [StopOnSignal(), Meter(config.log.every)]
-    if config.log.tensorboard:
-        callbacks.append(TensorBoard())
+    if config.log.trackers:
+        callbacks.append(Trackers(config.log))
     callbacks += [Ledger(), Quarantine(source.bad_samples, source.bad_count)]
     if ema is not None:
         callbacks.append(ema)

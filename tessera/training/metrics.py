@@ -1,9 +1,8 @@
-"""Report a run: the step line, `metrics.jsonl` and TensorBoard."""
+"""Report a run: the step line and `metrics.jsonl`."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import sys
 import time
@@ -16,7 +15,6 @@ from torch import Tensor
 from tessera.core import device as devices
 from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.core.dist import gather_over_ranks
-from tessera.core.errors import TesseraError
 from tessera.core.files import JsonLines, last_step, truncate_after
 from tessera.core.types import Batch
 
@@ -256,55 +254,3 @@ def _terminal_bar(trainer: TrainerHandle) -> Progress | None:
     bar.add_task(trainer.config.name, total=trainer.length.steps, completed=trainer.step)
     bar.start()
     return bar
-
-
-class TensorBoard(Callback):
-    """Write the scalars of `metrics.jsonl` as TensorBoard events. It reads the file, so the two never disagree."""
-
-    def __init__(self) -> None:
-        self._writer: Any = None
-        self._read = 0
-
-    def on_start(self, trainer: TrainerHandle) -> None:
-        if trainer.world.is_main:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise TesseraError(
-                    "log.tensorboard needs the package tensorboard", fix="pip install tessera-mm[track]"
-                ) from None
-
-            folder = trainer.config.folder
-            self._writer = SummaryWriter(
-                str(folder / "tensorboard"), purge_step=trainer.step + 1 if trainer.step else None
-            )
-            self._read = (folder / "metrics.jsonl").stat().st_size if (folder / "metrics.jsonl").exists() else 0
-
-    def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
-        self._copy(trainer)
-
-    def on_eval(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
-        self._copy(trainer)
-
-    def on_rewind(self, trainer: TrainerHandle) -> None:
-        """Continue from the shortened file; the steps are written again over their old points."""
-        if self._writer is not None:
-            self._read = (trainer.config.folder / "metrics.jsonl").stat().st_size
-
-    def on_end(self, trainer: TrainerHandle) -> None:
-        self._copy(trainer)
-        if self._writer is not None:
-            self._writer.close()
-
-    def _copy(self, trainer: TrainerHandle) -> None:
-        path = trainer.config.folder / "metrics.jsonl"
-        if self._writer is None or path.stat().st_size == self._read:
-            return
-        with path.open("rb") as file:
-            file.seek(self._read)
-            for line in file:
-                row = json.loads(line)
-                for key, value in row.items():
-                    if key not in ("step", "kind"):
-                        self._writer.add_scalar(key, value, row["step"])
-            self._read = file.tell()

@@ -26,9 +26,11 @@ from tessera.core.task import Task
 from tessera.core.trust import Trust, check_trusted, find_code, named_code, remember
 from tessera.models.common.side_files import SEAL, damaged_side_files
 from tessera.training.build import build_trainer
+from tessera.training.callbacks import named_callbacks
 from tessera.training.init_weights import check_first_weights
 from tessera.training.run_folder import PublishRun, RunFolder, check_fresh, given_objects, writable
 from tessera.training.setup import ModelSetup, Objects, build_meta_model, with_model_resolved
+from tessera.training.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,8 @@ def open_run(
 def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequence[Callback], objects: Objects) -> Run:
     # What cannot work should fail before any rank waits for another.
     setup = build_meta_model(config, dist.expected_world_size(), objects)
+    check_trackers(config.log)
+    named_callbacks(config.train)
     if not resume:
         check_first_weights(config, setup)
     with (

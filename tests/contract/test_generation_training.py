@@ -69,7 +69,7 @@ def recipe(data: Path, pipeline: Path, out: Path, **options: Any) -> dict[str, A
         },
         "train": {"steps": 4, "global_batch": 2, "micro_batch": 1, "task_options": {"encoders": encoders, **options}},
         "optim": {"lr": 1e-2},
-        "log": {"tensorboard": False, "every": 1},
+        "log": {"every": 1},
     }
 
 

@@ -50,7 +50,6 @@ def recipe(wan: Path, data: Path, out: Path, **train: Any) -> dict[str, Any]:
             **train,
         },
         "optim": {"lr": 1e-3},
-        "log": {"tensorboard": False},
     }
 
 

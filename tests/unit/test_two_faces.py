@@ -28,7 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tessera.Run:
     recipe = chat_recipe(data, tmp_path_factory.mktemp("runs"), eval_every=3)
     recipe["checkpoint"]["export"] = True
-    recipe["log"]["tensorboard"] = True
+    recipe["log"]["trackers"] = ["tensorboard"]
     recipe["data"]["workers"] = "auto"  # as by default: pictures are decoded in a process of their own
     return tessera.train(recipe)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from tessera.core.errors import TesseraError, first_line, nearest
-from tessera.core.registry import IMPORT_PATH, Maker, check_arguments, check_callable, refuse_standard_library
+from tessera.core.errors import TesseraError, first_line
+from tessera.core.registry import Maker, check_arguments, check_callable, import_object
 from tessera.core.run_config import DataSection
 from tessera.core.types import Batch, Encoded, Processor, Sample
 from tessera.data.media.files import Limits
@@ -66,25 +65,7 @@ class ImportedObject:
         return found
 
     def find(self) -> Any:
-        module_name, _, name = self.path.partition(":")
-        if not IMPORT_PATH.fullmatch(self.path):
-            raise TesseraError(f"not an import path: {self.path!r}", where=self.where, fix="write package.module:name")
-        refuse_standard_library(self.path, self.where)
-        try:
-            found: Any = importlib.import_module(module_name)
-        except ImportError as error:
-            raise TesseraError(
-                f"cannot import {module_name}: {first_line(error)}",
-                where=self.where,
-                fix="install it, or start from a folder that holds it, or set PYTHONPATH",
-            ) from None
-        for part in name.split("."):
-            if not hasattr(found, part):
-                raise TesseraError(
-                    f"{self.path} is not there: no {part!r}", where=self.where, nearest=nearest(part, vars(found))
-                )
-            found = getattr(found, part)
-        return found
+        return import_object(self.path, self.where)
 
 
 @dataclass(frozen=True)
