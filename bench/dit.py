@@ -115,7 +115,7 @@ def measure_ours(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "name": "bench",
         "out": str(folder / "runs"),
         "model": {"family": family, "preset": preset, **({"lora": case["lora"]} if "lora" in case else {})},
-        "data": {"kind": "custom", "workers": 0},
+        "data": {"kind": "custom", "workers": 1},
         "parallel": {"compile": True, "recompute": case["recompute"]},
         "precision": BF16,
         "train": {"steps": STEPS},

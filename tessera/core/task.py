@@ -111,7 +111,7 @@ class Task(ABC):
     """Define an objective. Subclasses write `counts` and `losses`; everything else has a default.
 
     The order of calls: `bind`; `check` on the whole model before it is sharded; `setup` once the parts of this rank
-    exist; then for each micro-batch `counts`, `inputs`, `forward` and `losses`.
+    exist; then for each micro-batch `prepare`, `counts`, `inputs`, `forward` and `losses`.
     """
 
     def bind(self, spec: ModelSpec, config: Any) -> None:  # noqa: B027
@@ -139,6 +139,11 @@ class Task(ABC):
     def reference(self) -> Reference | None:
         """Return how to compute the trained model as a reference; None where the task has none."""
         return None
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Return the batch with what the host can compute ahead. The loader calls it before a batch of a training step
+        goes to the device, in a thread of its own where it has one, while earlier steps compute."""
+        return batch
 
     @abstractmethod
     def counts(self, batch: Batch) -> Counts | None:

@@ -203,6 +203,10 @@ class DiffusionTask(Task):
 
     # ------------------------------------------------------------------------------------------ counts
 
+    def prepare(self, batch: Batch) -> Batch:
+        """Draw the noise: for a long video this takes the host as long as some percent of a step."""
+        return batch.with_tensors(noise=self._noise(batch))
+
     def counts(self, batch: Batch) -> Counts:
         trained, level = self._trained(batch), self._level_of_latents(batch, [_band(one) for one in self._drawn(batch)])
         values = self.form.patch_values
@@ -291,7 +295,7 @@ class DiffusionTask(Task):
                 fix="write features again with the folder of this model, which has an image_encoder",
             )
         device, levels = batch["clean"].device, self._drawn(batch)
-        noise = self._noise(batch, device)
+        noise = batch["noise"] if "noise" in batch else self._noise(batch).to(device)
         clean, noise = (self._part(batch, whole.to(torch.float32)) for whole in (batch["clean"], noise))
         trained = self._trained(batch)
         clean_share, noise_share, weight = (
@@ -356,13 +360,9 @@ class DiffusionTask(Task):
             into[: len(part)] = part
         return whole
 
-    def _noise(self, batch: Batch, device: torch.device) -> Tensor:
+    def _noise(self, batch: Batch) -> Tensor:
         """Return noise for all latent tokens, of whole samples: a sample's noise depends on no other."""
-        values = self.form.patch_values
-        noise = torch.cat([one.noise(values) for one in self._samples(batch)])
-        return (noise.pin_memory() if devices.supports(device, "pinned_memory") else noise).to(
-            device, non_blocking=True
-        )
+        return torch.cat([one.noise(self.form.patch_values) for one in self._samples(batch)])
 
     # ------------------------------------------------------------------------------------------ losses
 

@@ -22,7 +22,7 @@ from tessera.core.gradients import LossScale
 from tessera.core.run_config import RunConfig
 from tessera.core.run_length import RunLength
 from tessera.core.task import FrozenModule
-from tessera.core.types import ENDLESS, Processor, RowSource
+from tessera.core.types import ENDLESS, Batch, Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.workers.servers import start_early
@@ -139,7 +139,7 @@ def build_trainer(
         task=task,
         optimizer=optimizer,
         clip_gradients=_clip(module, plan, mesh, config.optim.clip_norm, optimizer, world.device, scale),
-        loader=_loader_from(config, length, world, mesh, source, guard),
+        loader=_loader_from(config, length, world, mesh, source, guard, task.prepare),
         checkpoints=checkpoints,
         callbacks=callbacks,
         optimizer_step=guard,
@@ -261,7 +261,13 @@ def _ranks_here(world: World) -> int:
 
 
 def _loader_from(
-    config: RunConfig, length: RunLength, world: World, mesh: Mesh, source: RowSource, guard: Guard
+    config: RunConfig,
+    length: RunLength,
+    world: World,
+    mesh: Mesh,
+    source: RowSource,
+    guard: Guard,
+    prepare: Callable[[Batch], Batch],
 ) -> Callable[[int], Loader]:
     def start(row: int) -> Loader:
         return Loader(
@@ -277,6 +283,7 @@ def _loader_from(
             sample_timeout_s=config.data.sample_timeout_s,
             steps=length.steps - row // length.rows_per_step,
             ranks_here=_ranks_here(world),
+            prepare=prepare,
         )
 
     return start

@@ -74,6 +74,21 @@ def test_workers_do_not_change_the_order(source: RowSource, expected: list[tuple
         assert one.counts == other.counts
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_task_prepares_every_batch_before_it_goes_to_the_device(source: RowSource, workers: int) -> None:
+    threads = set()
+
+    def prepare(batch: Batch) -> Batch:
+        threads.add(threading.current_thread().name)
+        return batch.with_tensors(prepared=torch.tensor(len(batch.sample_ids)))
+
+    with Loader(source, global_batch=4, micro_batch=4, workers=workers, prepare=prepare) as loader:
+        for _ in range(2):
+            (batch,) = next(loader)
+            assert batch["prepared"] == len(batch.sample_ids)
+    assert threads == ({"tessera-loader"} if workers else {"MainThread"})
+
+
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (4, 0), (2, 1)])
 def test_starting_later_goes_on_with_the_same_rows(
     source: RowSource, expected: list[tuple[str, ...]], ranks: int, workers: int

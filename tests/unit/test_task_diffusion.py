@@ -81,7 +81,7 @@ def test_noisy_latents_and_targets_are_those_of_the_published_scheduler(objectiv
     batch = row_batch(CROSS, [[6, 4]], [3])
     made = task.inputs(batch)
     times = made["timesteps"].long()[made["sample_index"]]
-    noise = task._noise(batch, torch.device("cpu"))
+    noise = task.prepare(batch)["noise"]
     clean, own = batch["clean"], made["trained_here"]
     noisy = scheduler.add_noise(clean, noise, times)
     wanted = noise if objective == "epsilon" else scheduler.get_velocity(clean, noise, times)

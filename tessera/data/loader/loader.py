@@ -8,7 +8,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -190,7 +190,8 @@ class Loader:
     With workers, at most workers * prefetch batches wait in host memory, and one step's, 8 at most, on the device;
     nothing more is read until one is taken. `workers="auto"` begins without processes and adds them as the wait for
     data asks for; `steps`, if known, tells how much there is to gain. A source that decodes media has a process from
-    the beginning: a decoder that crashes must not take the run along.
+    the beginning: a decoder that crashes must not take the run along. `prepare` is applied to every batch before it
+    goes to the device, in the thread that copies batches ahead where there are workers.
     """
 
     def __init__(
@@ -208,6 +209,7 @@ class Loader:
         sample_timeout_s: float | None = None,
         steps: int | None = None,
         ranks_here: int = 1,
+        prepare: Callable[[Batch], Batch] | None = None,
     ) -> None:
         _check_split(global_batch, micro_batch, ranks)
         assert 0 <= rank < ranks
@@ -226,6 +228,7 @@ class Loader:
             self._grow(first)
         rows = _row_lists(source, global_batch, micro_batch, rank, ranks, start_row)
         self._wanted = self._pool.workers
+        self._prepare = prepare
         self._made = self._make(rows)
         self._to_device = DeviceCopy(device)
         self._prefetcher = self._start_prefetch() if self._pool.workers else None
@@ -277,7 +280,7 @@ class Loader:
         for made in _batches(self._pool, rows):
             if self._wanted > self._pool.workers:
                 self._pool.grow(self._wanted - self._pool.workers)
-            yield made
+            yield made if self._prepare is None else self._prepare(made)
 
     def _start_prefetch(self) -> Prefetcher:
         return Prefetcher(self._made, self._to_device, min(self.micro_batches, _ON_DEVICE))
