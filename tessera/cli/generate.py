@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -155,6 +153,7 @@ def _make(
 ) -> None:
     from tessera.core.config import build
     from tessera.inference.diffusion.load import generate_files
+    from tessera.inference.diffusion.progress import progress
     from tessera.inference.diffusion.request import Request
 
     checked = build(Request, request, "tessera generate")
@@ -166,6 +165,7 @@ def _make(
 
 def _make_again(metadata: Path, out: Path | None, device: str, trust: bool) -> None:
     from tessera.inference.diffusion.load import generate_again
+    from tessera.inference.diffusion.progress import progress
 
     made, same = generate_again(metadata, out, device=device, trust=trust, on_step=progress())
     for path in made.files:
@@ -174,18 +174,3 @@ def _make_again(metadata: Path, out: Path | None, device: str, trust: bool) -> N
         typer.echo("every pixel is the same as before")
     else:
         typer.echo("the pixels are not the same as before: weights, libraries or the kind of device have changed")
-
-
-def progress() -> Callable[[int, int, int, int], None]:
-    """Return what prints a line after each step: how far it is, and how long a step takes."""
-    last: list[float] = []
-
-    def show(finished: int, samples: int, step: int, steps: int) -> None:
-        now = time.monotonic()
-        rate = f", {now - last[-1]:.2f} s a step" if last and step > 1 else ""  # before the first, things were loaded
-        last[:] = [now]
-        end = "\r" if sys.stderr.isatty() and step < steps else "\n"
-        first = f"sample {finished + 1} of {samples}, " if samples > 1 else ""
-        print(f"{first}step {step} of {steps}{rate}", end=end, file=sys.stderr, flush=True)
-
-    return show

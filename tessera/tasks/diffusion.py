@@ -143,7 +143,7 @@ class DiffusionTask(Task):
             raise TesseraError(
                 f"{weighting} weighs no levels of the objective {self._objective}",
                 where="train.task_options.weighting",
-                allowed=["none", "sigma_sqrt", "cosmap"] if flow else ["none", "min_snr"],
+                allowed=["none", "sigma_sqrt", "cosmap", "gaussian"] if flow else ["none", "min_snr"],
             )
         if not flow:
             moved = {"shift": self.options.shift != 1, "shift_by_tokens": self.options.shift_by_tokens is not None}

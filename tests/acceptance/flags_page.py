@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tessera.compat.mindspeed_mm import data_json, fsdp_yaml, inference_json, model_json, recipe_parts
+from tessera.compat.mindspeed_mm import (
+    data_json,
+    fsdp_yaml,
+    inference_json,
+    model_json,
+    recipe_parts,
+    sora_data_json,
+    sora_inference,
+    sora_model_json,
+    sora_objective,
+)
 from tessera.compat.mindspeed_mm.flags import FLAGS, counts
 from tessera.compat.mindspeed_mm.report import KeyRule
 
@@ -70,6 +80,7 @@ def sections() -> dict[str, dict[str, str]]:
         "data.json, multimodal": {**key_states(data_json.TILE_KEYS), **own("data_path", "data_folder")},
         "data.json, dataloader_param": {**key_states(data_json.LOADER_KEYS), **own("sampler_type", "shuffle")},
         "data.json, collate_param": {**key_states(data_json.COLLATE_KEYS), "model_name": "meaningless"},
+        **_generation_sections(),
         "tools.json": tools,
         "inference JSON, generation_config": generation,
         "YAML of the FSDP2 trainer, parallel": key_states({**fsdp_yaml.PARALLEL_KEYS, **fsdp_yaml.FSDP_KEYS}),
@@ -79,6 +90,62 @@ def sections() -> dict[str, dict[str, str]]:
             **key_states({**fsdp_yaml.TRAINING_KEYS, **fsdp_yaml.LORA_KEYS}),
             **own(*sorted(fsdp_yaml.OWN_TRAINING_KEYS)),
         },
+    }
+
+
+def _generation_sections() -> dict[str, dict[str, str]]:
+    """Return the same of generation jobs."""
+    model, data, asked = sora_model_json, sora_data_json, sora_inference
+    predictors = {
+        f"model.json, predictor {name}": {
+            **key_states(rules),
+            **own("model_id", "from_pretrained", "attention_async_offload"),
+        }
+        for name, (_, rules) in model.PREDICTORS.items()
+    }
+    predictors["model.json, predictor wandit"] |= own("model_type", "pipeline_num_layers")
+    predictors["model.json, predictor satdit"] |= own("input_size", "patch_size", "pipeline_num_layers")
+    hunyuan = ("text_states_dim", "patch_size", "embeded_guidance_scale")
+    recompute = ("double_stream_full_recompute_layers", "single_stream_full_recompute_layers")
+    predictors["model.json, predictor hunyuanvideodit"] |= own(*hunyuan, *recompute)
+    curves = own("sigma_sampler_config", "denoiser_config")
+    return {
+        "model.json, generation": {**key_states(model.TOP_KEYS), **own(*sorted(model.OWN_KEYS))},
+        **predictors,
+        "model.json, ae": {**key_states(model.AE_KEYS), **own("from_pretrained"), "model_id": "meaningless"},
+        "model.json, text_encoder": {
+            **key_states(model.TEXT_KEYS),
+            **own("from_pretrained"),
+            "model_id": "meaningless",
+        },
+        "model.json, patch of generation": key_states(model.SORA_PATCH_KEYS),
+        "model.json, wan_flow_match_scheduler": {
+            **key_states(sora_objective.WAN_LEVELS),
+            **own("min_timestep_boundary", "max_timestep_boundary"),
+        },
+        "model.json, flow_match_discrete_scheduler": {
+            **key_states(sora_objective.DISCRETE_LEVELS),
+            **own("sample_method"),
+        },
+        "model.json, cogvideo_diffusion": curves,
+        "data.json, t2v, i2v, t2i, feature": {
+            **key_states(data.DATASET_KEYS),
+            **key_states(data.TOKENIZER_KEYS),
+            **own("dataset_type", "data_path", "data_folder", "data_storage_mode", "from_pretrained"),
+        },
+        "data.json, preprocess_parameters of videos": {
+            **key_states(data.PREPROCESS_KEYS),
+            **own("max_height", "max_width", "max_hxw", "train_fps", "auto_interval", "frame_interval"),
+            **own("drop_short_ratio", "cfg"),
+            "train_pipeline": "meaningless",
+        },
+        "data.json, dataloader_param of videos": key_states(data.LOADER),
+        "inference JSON of videos": {
+            **key_states(asked.TOP_KEYS),
+            **own("pipeline_class", "prompt", "image", "save_path", "dtype", "low_noise_predictor", "boundary_ratio"),
+        },
+        "inference JSON of videos, pipeline_config": {**key_states(asked.CONFIG_KEYS), **own("input_size")},
+        "inference JSON of videos, diffusion": {**key_states(asked.DIFFUSION_KEYS), **own("model_id")},
     }
 
 

@@ -24,6 +24,32 @@ PUBLISHED = {
     "Qwen3-8B": ("qwen3", "8b"),
     "Qwen2.5-7B-Instruct": ("qwen2", "7b"),
     "Llama-3.1-8B-Instruct": ("llama", "3.1-8b"),
+    "Wan2.1-T2V-1.3B-Diffusers/transformer": ("wan", "2.1-t2v-1.3b"),
+    "Wan2.2-T2V-A14B-Diffusers/transformer": ("wan", "2.2-t2v-a14b"),
+    "Wan2.2-T2V-A14B-Diffusers/transformer_2": ("wan", "2.2-t2v-a14b"),
+    "Wan2.2-TI2V-5B-Diffusers/transformer": ("wan", "2.2-ti2v-5b"),
+    "HunyuanVideo-Diffusers/transformer": ("hunyuan_video", "13b"),
+    "CogVideoX-5b/transformer": ("cogvideox", "5b"),
+}
+
+
+def _wan_vae(channels: int) -> dict[str, Any]:
+    return {"z_dim": channels, "latents_mean": [0.0] * channels, "latents_std": [1.0] * channels}
+
+
+# Folder of a pipeline -> its VAE with what differs from the class's defaults, and its text encoders.
+PIPELINES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "Wan2.2-T2V-A14B-Diffusers": ("AutoencoderKLWan", _wan_vae(16), {"text_encoder": "UMT5EncoderModel"}),
+    "Wan2.2-TI2V-5B-Diffusers": (
+        "AutoencoderKLWan",
+        {"scale_factor_spatial": 16, **_wan_vae(48)},
+        {"text_encoder": "UMT5EncoderModel"},
+    ),
+    "CogVideoX-5b": (
+        "AutoencoderKLCogVideoX",
+        {"latent_channels": 16, "temporal_compression_ratio": 4, "scaling_factor": 0.7},
+        {"text_encoder": "T5EncoderModel"},
+    ),
 }
 
 
@@ -34,11 +60,22 @@ def write_published_configs(root: Path) -> None:
         folder = root / "ckpt" / "hf_path" / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    for name, (vae, stride, encoders) in PIPELINES.items():
+        folder = root / "ckpt" / "hf_path" / name
+        index: dict[str, Any] = {"vae": ["diffusers", vae], "transformer": ["diffusers", "Any"]}
+        index |= {part: ["transformers", encoder] for part, encoder in encoders.items()}
+        (folder / "model_index.json").write_text(json.dumps(index))
+        (folder / "vae").mkdir()
+        (folder / "vae" / "config.json").write_text(json.dumps({"_class_name": vae, **stride}))
+        for part in encoders:
+            (folder / part).mkdir()
+            sizes = {"d_model": 4096, "num_layers": 2}  # the width that the transformers read, and few layers
+            (folder / part / "config.json").write_text(json.dumps(sizes))
 
 
 def training_scripts() -> list[Path]:
-    scripts = [path.relative_to(EXAMPLES) for path in EXAMPLES.glob("*/*.sh")]
-    return sorted(path for path in scripts if not path.name.startswith(("inference", "evaluate")))
+    scripts = [path.relative_to(EXAMPLES) for path in EXAMPLES.rglob("*.sh")]
+    return sorted(path for path in scripts if not path.name.startswith(("inference", "evaluate", "feature_extraction")))
 
 
 def is_job(path: Path) -> bool:

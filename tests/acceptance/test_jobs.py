@@ -260,7 +260,7 @@ def test_keys_of_json_files_are_checked(here: Path) -> None:
         (lambda data: data["text_decoder"].update(pipeline_num_layers=[1, 10, 10]), "adds up to 21"),
         (lambda data: data["text_decoder"].update(pipeline_num_layers=[14, 14]), "has 2 entries for 4 stages"),
         (lambda data: data["image_encoder"]["vision_encoder"].update(model_id="qwen2vi"), "did you mean: qwen2vit"),
-        (lambda data: data.update(predictor={}), "generation is not here yet"),
+        (lambda data: data.update(predictor={}), "there is no predictor to train"),
     ):
         with pytest.raises(TesseraError, match=said):
             job_of(edited(MODEL, change))

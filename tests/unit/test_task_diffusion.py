@@ -109,6 +109,19 @@ def test_weights_are_the_published_ones() -> None:
         assert torch.allclose(weights, wanted, rtol=1e-3)
 
 
+@pytest.mark.parametrize("shift", [1.0, 5.0])
+def test_gaussian_weights_are_those_of_the_trainers_of_wan(shift: float) -> None:
+    """Written out from their definition: a bell over the schedule's times, moved to 0 and scaled to a mean of 1."""
+    levels = NoiseLevels(options(weighting="gaussian", shift=shift), "flow")
+    found = torch.tensor([levels.at((n + 0.5) / 1000, 1).weight for n in range(1000)], dtype=torch.float64)
+    base = torch.linspace(1, 0, 1001, dtype=torch.float64)[:-1]
+    times = shift * base / (1 + (shift - 1) * base) * 1000
+    bell = torch.exp(-2 * ((times - 500) / 1000) ** 2)
+    wanted = (bell - bell.min()) * (1000 / (bell - bell.min()).sum())
+    assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
+    assert found[0] == 0
+
+
 @pytest.mark.parametrize("scheme", ["uniform", "logit_normal", "mode"])
 def test_times_are_distributed_as_published(scheme: Any) -> None:
     from diffusers.training_utils import compute_density_for_timestep_sampling

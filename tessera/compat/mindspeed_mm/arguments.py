@@ -79,7 +79,8 @@ def parse_args(
     parser = _parser()
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
-    args, left_over = parser.parse_known_args(words, Args())
+    plain, left_over = parser.parse_known_args(words)  # which asks for every name whether it is there
+    args = Args(**vars(plain))
     _check_words(words, left_over)
     args.given = tuple(dict.fromkeys(_destination(word) for word in words if word.startswith("--")))
     args.extra = tuple(sorted(set(vars(args)) - {flag.destination for flag in FLAGS.values()} - {"given"}))
@@ -273,7 +274,7 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Args], Any], str], ...] = (
         "--recompute-method needs --recompute-granularity full",
     ),
     (
-        lambda a: a.virtual_pipeline_model_parallel_size and a.pipeline_model_parallel_size == 1,
+        lambda a: (a.virtual_pipeline_model_parallel_size or 1) > 1 and a.pipeline_model_parallel_size == 1,
         "--virtual-pipeline-model-parallel-size needs a pipeline: --pipeline-model-parallel-size above 1",
     ),
     (

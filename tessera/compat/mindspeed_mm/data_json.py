@@ -313,16 +313,7 @@ def _tiles(file: DataFile, param: Mapping[str, Any], source: str, report: JobRep
 def _loader(file: DataFile, loader: Mapping[str, Any], source: str, report: JobReport) -> None:
     handled = {"sampler_type", "shuffle", "collate_param"}
     file.section |= translate(loader, LOADER_KEYS, source, report, "dataloader_param.", handled, "data.")
-    sampler, shuffle = loader.get("sampler_type"), loader.get("shuffle")
-    if sampler is not None and str(sampler) not in _SAMPLERS:
-        near = nearest(str(sampler), _SAMPLERS)
-        hint = f"; did you mean {near}?" if near else ""
-        report.add(source, "dataloader_param.sampler_type", sampler, "not supported", f"no such sampler here{hint}")
-    elif sampler is not None:
-        report.add(source, "dataloader_param.sampler_type", sampler, "mapped", "data.shuffle")
-    file.section["shuffle"] = bool(shuffle) if shuffle is not None else _SAMPLERS.get(str(sampler), True)
-    if "shuffle" in loader:
-        report.add(source, "dataloader_param.shuffle", shuffle, "mapped", "data.shuffle")
+    file.section["shuffle"] = read_sampler(loader, source, report)
     collate = part_of(loader, "collate_param", source)
     translate(collate, COLLATE_KEYS, source, report, "dataloader_param.collate_param.", {"model_name", "collator_id"})
     for key in ("model_name", "collator_id"):
@@ -337,3 +328,17 @@ def _loader(file: DataFile, loader: Mapping[str, Any], source: str, report: JobR
                 fix="pairs of answers need both, conversations neither",
             )
         report.add(source, f"dataloader_param.collate_param.{key}", name, "not needed", "the family has its collator")
+
+
+def read_sampler(loader: Mapping[str, Any], source: str, report: JobReport) -> bool:
+    """Return whether samples are shuffled, as the names of a sampler and `shuffle` say."""
+    sampler, shuffle = loader.get("sampler_type"), loader.get("shuffle")
+    if sampler is not None and str(sampler) not in _SAMPLERS:
+        near = nearest(str(sampler), _SAMPLERS)
+        hint = f"; did you mean {near}?" if near else ""
+        report.add(source, "dataloader_param.sampler_type", sampler, "not supported", f"no such sampler here{hint}")
+    elif sampler is not None:
+        report.add(source, "dataloader_param.sampler_type", sampler, "mapped", "data.shuffle")
+    if "shuffle" in loader:
+        report.add(source, "dataloader_param.shuffle", shuffle, "mapped", "data.shuffle")
+    return bool(shuffle) if shuffle is not None else _SAMPLERS.get(str(sampler), True)

@@ -22,15 +22,17 @@ from tessera.compat.mindspeed_mm.inference_json import ask
 from tessera.compat.mindspeed_mm.job import recipe_of
 from tessera.compat.mindspeed_mm.log_line import IterationLog, SaveLog
 from tessera.compat.mindspeed_mm.report import JobReport
+from tessera.compat.mindspeed_mm.sora_features import extract
+from tessera.compat.mindspeed_mm.sora_inference import write_videos
 from tessera.compat.state import set_args
+from tessera.core import log
 from tessera.core.config import apply_overrides, parse_overrides
 from tessera.core.dist import environment_ranks
 from tessera.core.errors import TesseraError, reported
+from tessera.inference.diffusion.progress import progress
 from tessera.training.run import resume, train
 
 NOT_HERE = {
-    "pretrain_sora.py": "image and video generation",
-    "inference_sora.py": "image and video generation",
     "posttrain_sora_dpo.py": "preference optimisation of video generation",
     "posttrain_flux_dancegrpo.py": "reinforcement learning of image generation",
     "pretrain_omni.py": "models that understand and generate",
@@ -87,6 +89,21 @@ def inference(argv: Sequence[str]) -> None:
         print(f"{question}\n{answer}", flush=True)
 
 
+def inference_sora(argv: Sequence[str]) -> None:
+    """Write the videos that an inference JSON asks for, and print where they are."""
+    args = _alone(parse_args(argv))
+    for path in write_videos(args, progress()):
+        print(f"wrote {path}", flush=True)
+
+
+def extract_features(argv: Sequence[str]) -> None:
+    """Write latents and embeddings of a job's videos; ranks share the work, and what is there already is kept."""
+    args = parse_args(argv)
+    log.setup()
+    for line in extract(args).lines():
+        print(line, flush=True)
+
+
 def evaluate(argv: Sequence[str]) -> None:
     """Run the benchmark of an evaluation JSON and print its score."""
     args = _alone(parse_args(argv))
@@ -96,9 +113,9 @@ def evaluate(argv: Sequence[str]) -> None:
 def _alone(args: Args) -> Args:
     if args.world_size > 1:
         raise TesseraError(
-            f"{args.world_size} ranks were started, and one answers",
+            f"{args.world_size} ranks were started, and one does the work",
             where="command line",
-            fix="NPUS_PER_NODE=1; tessera.load(..., parallel={'tp': 2}) spreads a model over ranks",
+            fix="NPUS_PER_NODE=1; tessera.load(..., parallel={'tp': 2}) spreads a language model over ranks",
         )
     return args
 
@@ -109,7 +126,8 @@ def refuse(script: str) -> NoReturn:
     def command(argv: Sequence[str]) -> None:
         raise TesseraError(
             f"{script}: not here yet: {NOT_HERE[script]}",
-            fix="vision-language models are trained by pretrain_vlm.py and pretrain_transformers.py",
+            fix="pretrain_vlm.py and pretrain_transformers.py train vision-language models, pretrain_sora.py models of "
+            "videos",
         )
 
     run_command(command)

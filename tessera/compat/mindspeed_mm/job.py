@@ -8,7 +8,6 @@ tessera.train(recipe)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +15,28 @@ from tessera.compat.mindspeed_mm.arguments import Args, given_flags
 from tessera.compat.mindspeed_mm.data_json import DataFile, read_data
 from tessera.compat.mindspeed_mm.model_json import TEXT, VISION, ModelFile, read_model, recompute_patterns
 from tessera.compat.mindspeed_mm.recipe_parts import (
-    KEEP_ALL,
     compare_with_folder,
     data_section,
     ema_setting,
     family_of_folder,
     foreign_checkpoint,
     is_foreign_checkpoint,
+    lora_section,
     lora_targets,
     nested,
     note_behaviour,
     optimizer_section,
     our_modules,
+    parallel_section,
+    place_sections,
     precision_section,
-    run_place,
+    refuse_lora_flags,
     set_tools,
     training_steps,
 )
 from tessera.compat.mindspeed_mm.report import JobReport
+from tessera.compat.mindspeed_mm.sora_job import generation_recipe
+from tessera.compat.mindspeed_mm.sora_model_json import is_generation
 from tessera.core.errors import TesseraError
 
 WHERE = "command line"
@@ -57,6 +60,8 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     for flag in given_flags(args):
         outcome = {"honoured": "mapped", "meaningless": "not needed", "refused": "not supported"}[flag.state]
         report.add(WHERE, flag.name, getattr(args, flag.destination), outcome, flag.note)  # type: ignore[arg-type]
+    if is_generation(args.mm.model.to_dict()):
+        return generation_recipe(args, report), report
     model_source, data_source = args.mm_model or "section model", args.mm_data or "section data"
     for name, source in (("model", model_source), ("data", data_source)):
         if not args.mm.get(name).keys():
@@ -66,7 +71,7 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     family = model.family or family_of_folder(args.load_base_model or args.load or model.folder)
     data = read_data(args.mm.data.to_dict(), data_source, report, family)
     recipe: dict[str, Any] = {}
-    _place(recipe, args)
+    recipe |= place_sections(args)
     _set_model(recipe, args, model, data, report)
     _set_data(recipe, args, data)
     _set_parallel(recipe, args, model)
@@ -95,20 +100,6 @@ def compare_shell_sizes(args: Args, model: ModelFile, source: str) -> None:
         )
 
 
-def _place(recipe: dict[str, Any], args: Args) -> None:
-    recipe["out"], recipe["name"] = run_place(args.save)
-    checkpoint: dict[str, Any] = {"keep": KEEP_ALL}
-    if args.save_interval:
-        checkpoint["every"] = args.save_interval
-    if args.save is None:
-        checkpoint = {"every": 0, "at_end": False}
-    elif args.no_save_optim:
-        checkpoint["weights_only"] = True
-    recipe["checkpoint"] = checkpoint
-    recipe["log"] = {"every": args.log_interval}
-    recipe["guard"] = {"coverage": "warn"}
-
-
 def _set_model(recipe: dict[str, Any], args: Args, model: ModelFile, data: DataFile, report: JobReport) -> None:
     section: dict[str, Any] = recipe.setdefault("model", {})
     base = args.load_base_model or args.load or model.folder
@@ -129,20 +120,10 @@ def _set_model(recipe: dict[str, Any], args: Args, model: ModelFile, data: DataF
     if model.freeze:
         section["freeze"] = list(model.freeze)
     if args.lora_target_modules:
-        lora: dict[str, Any] = {
-            "rank": args.lora_r,
-            "alpha": args.lora_alpha,
-            "targets": lora_targets(args.lora_target_modules, args.lora_apply_modules, WHERE),
-        }
-        if args.lora_dropout:
-            lora["dropout"] = args.lora_dropout
-        if args.load_base_model and args.load:
-            lora["path"] = args.load
-        section["lora"] = lora
+        section["lora"] = lora_section(args, lora_targets(args.lora_target_modules, args.lora_apply_modules, WHERE))
         section.pop("freeze", None)  # with adapters everything else is frozen
-    elif any(name.startswith("lora") for name in args.given):
-        given = [name for name in args.given if name.startswith("lora")]
-        raise TesseraError(f"--{given[0].replace('_', '-')} has no effect without --lora-target-modules", where=WHERE)
+    else:
+        refuse_lora_flags(args)
 
 
 def _set_data(recipe: dict[str, Any], args: Args, data: DataFile) -> None:
@@ -157,44 +138,9 @@ def _set_data(recipe: dict[str, Any], args: Args, data: DataFile) -> None:
 
 
 def _set_parallel(recipe: dict[str, Any], args: Args, model: ModelFile) -> None:
-    stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
-    check_stages(model.layers, stages)
-    section: dict[str, Any] = {"backend": "fsdp2" if args.use_torch_fsdp2 else "megatron"}
-    sizes = {
-        "tp": args.tensor_model_parallel_size,
-        "pp": args.pipeline_model_parallel_size,
-        "cp": args.context_parallel_size,
-        "ep": args.expert_model_parallel_size,
-    }
-    section |= {axis: size for axis, size in sizes.items() if size != 1}
-    if args.virtual_pipeline_model_parallel_size:
-        section["virtual"] = args.virtual_pipeline_model_parallel_size
-    if stages > 1 and "text" in model.layers:
-        section["layers"] = dict(model.layers)
-    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
-        section["sequence_parallel"] = True
-    if args.context_parallel_size > 1:
-        degrees = {"megatron_cp_algo": 1, "hybrid_cp_algo": args.ulysses_degree_in_cp}
-        if args.context_parallel_algo in degrees:
-            section["ulysses"] = degrees[args.context_parallel_algo]
-    if args.fsdp2_config_path is not None:
-        section["fsdp2_config"] = args.fsdp2_config_path
-    elif not args.use_torch_fsdp2 and not args.use_distributed_optimizer and args.expert_model_parallel_size == 1:
-        section["shard"] = 1
-    if args.distributed_timeout_minutes != 10:
-        section["timeout_s"] = 60 * args.distributed_timeout_minutes
+    section = parallel_section(args, model.layers, "text")
     _set_memory(section, args, model)
     recipe["parallel"] = section
-
-
-def check_stages(layers: Mapping[str, Sequence[int]], stages: int) -> None:
-    for stream, counts in layers.items():
-        if len(counts) != stages and not (stages == 1 and len(counts) == 1):
-            raise TesseraError(
-                f"pipeline_num_layers of {stream} has {len(counts)} entries for {stages} stages",
-                where="model.json",
-                fix="it needs one entry for each stage (--pipeline-model-parallel-size, times the virtual stages)",
-            )
 
 
 def _set_memory(section: dict[str, Any], args: Args, model: ModelFile) -> None:

@@ -27,7 +27,8 @@ from tessera.core.yaml12 import StrictDumper
 HERE = Path(__file__).parent
 FSDP_TRAINER = Path("mindspeed_mm/fsdp/train/trainer.py")
 TOOLS = Path("mindspeed_mm/tools/tools.json")
-_TRAINING = ("pretrain_vlm.py", "pretrain_transformers.py", "posttrain_qwen2vl_dpo.py")
+_TRAINING = ("pretrain_vlm.py", "pretrain_sora.py", "pretrain_transformers.py", "posttrain_qwen2vl_dpo.py")
+FEATURES = ("get_sora_feature.py", "get_wan_feature.py", "get_hunyuan_feature.py")  # one program, by the names of all
 _EMPTY = ("logs", "data", "ckpt")
 
 
@@ -161,8 +162,10 @@ def lay_out(folder: Path) -> list[Path]:
     if folder.exists() and not folder.is_dir():
         raise TesseraError(f"{folder} is a file", where="tessera migrate workspace", fix="name a folder")
     sources = {path.name: path for path in sorted((HERE / "entry").glob("*.py")) if path.name != "__init__.py"}
+    features = sources.pop(FEATURES[0])
     files = {Path(name): path for name, path in sources.items() if name != "fsdp_trainer.py"}
     files[FSDP_TRAINER] = sources["fsdp_trainer.py"]
+    files |= {Path("mindspeed_mm/tools/feature_extraction") / name: features for name in FEATURES}
     examples = [path for path in sorted((HERE / "examples").rglob("*")) if path.is_file() and path.suffix != ".pyc"]
     files |= {Path("examples") / path.relative_to(HERE / "examples"): path for path in examples}
     tools = Path("examples/tools.json")

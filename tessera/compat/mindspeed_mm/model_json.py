@@ -214,7 +214,9 @@ class ModelFile:
 def read_model(data: Mapping[str, Any], source: str, report: JobReport) -> ModelFile:
     """Return what a `model.json` (or the `model` section of a YAML job) says; every key gets a line in the report."""
     if "predictor" in data or "ae" in data:
-        raise TesseraError("image and video generation is not here yet", where=source, fix="see docs/reference")
+        raise TesseraError(
+            "this describes a model of image or video generation", where=source, fix="pretrain_sora.py trains it"
+        )
     encoder, text = part_of(data, "image_encoder", source), part_of(data, "text_decoder", source)
     vision, projector = (part_of(encoder, name, source) for name in ("vision_encoder", "vision_projector"))
     file = ModelFile(folder=data.get("init_from_hf_path"))
@@ -333,7 +335,7 @@ def _towers(
         elif freeze:
             report.add(source, f"{name}.freeze", "(not set)", "mapped", f"model.freeze={modules}: frozen by default")
         if section.get("pipeline_num_layers") is not None:
-            file.layers[stream] = _flat(section["pipeline_num_layers"], f"{source}: {name}.pipeline_num_layers")
+            file.layers[stream] = flat_layers(section["pipeline_num_layers"], f"{source}: {name}.pipeline_num_layers")
             report.add(
                 source,
                 f"{name}.pipeline_num_layers",
@@ -341,7 +343,7 @@ def _towers(
                 "mapped",
                 f"parallel.layers.{stream}",
             )
-            _check_sum(file.layers[stream], section.get("num_layers"), f"{source}: {name}")
+            check_sum(file.layers[stream], section.get("num_layers"), f"{source}: {name}")
         given = {key: section[key] for key in sorted(RECOMPUTE_KEYS) if section.get(key) is not None}
         if given:
             file.recompute[stream] = given
@@ -354,7 +356,7 @@ def _towers(
             report.add(source, f"{name}.activation_offload", False, "not needed", "off")
 
 
-def _flat(value: Any, where: str) -> list[int]:
+def flat_layers(value: Any, where: str) -> list[int]:
     """Return the layers of each stage in order; of a list of lists, the outer one counts virtual stages."""
     rows = value if isinstance(value, list) and value and all(isinstance(row, list) for row in value) else [value]
     rows = [row if isinstance(row, list) else [None] for row in rows]
@@ -366,7 +368,7 @@ def _flat(value: Any, where: str) -> list[int]:
     return flat
 
 
-def _check_sum(layers: Sequence[int], total: Any, where: str) -> None:
+def check_sum(layers: Sequence[int], total: Any, where: str) -> None:
     if isinstance(total, int) and sum(layers) != total:
         raise TesseraError(
             f"pipeline_num_layers {list(layers)} adds up to {sum(layers)}, num_layers is {total}",

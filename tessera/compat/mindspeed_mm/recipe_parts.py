@@ -85,6 +85,83 @@ def run_place(folder: str | None) -> tuple[str, str]:
     return (str(path.parent), path.name) if re.fullmatch(NAME_PATTERN, path.name) else (str(path), "run")
 
 
+def place_sections(args: Any) -> dict[str, Any]:
+    """Return where a run is saved, how often, and how it is logged."""
+    out, name = run_place(args.save)
+    checkpoint: dict[str, Any] = {"keep": KEEP_ALL}
+    if args.save_interval:
+        checkpoint["every"] = args.save_interval
+    if args.save is None:
+        checkpoint = {"every": 0, "at_end": False}
+    elif args.no_save_optim:
+        checkpoint["weights_only"] = True
+    log = {"every": args.log_interval}
+    return {"out": out, "name": name, "checkpoint": checkpoint, "log": log, "guard": {"coverage": "warn"}}
+
+
+def lora_section(args: Any, targets: Sequence[str]) -> dict[str, Any]:
+    """Return the section of adapters."""
+    lora: dict[str, Any] = {"rank": args.lora_r, "alpha": args.lora_alpha, "targets": list(targets)}
+    if args.lora_dropout:
+        lora["dropout"] = args.lora_dropout
+    if args.load_base_model and args.load:
+        lora["path"] = args.load
+    return lora
+
+
+def refuse_lora_flags(args: Any) -> None:
+    """Raise an error for flags of adapters in a job that names no layer to adapt."""
+    given = [name for name in args.given if name.startswith("lora")]
+    if given:
+        raise TesseraError(
+            f"--{given[0].replace('_', '-')} has no effect without --lora-target-modules", where=COMMAND_LINE
+        )
+
+
+def parallel_section(args: Any, layers: Mapping[str, Sequence[int]], main: str) -> dict[str, Any]:
+    """Return the layout of a job. `layers`: of each stream on each stage; `main`: the stream without which there is no
+    list."""
+    virtual = args.virtual_pipeline_model_parallel_size or 1
+    stages = args.pipeline_model_parallel_size * virtual
+    check_stages(layers, stages)
+    section: dict[str, Any] = {"backend": "fsdp2" if args.use_torch_fsdp2 else "megatron"}
+    sizes = {
+        "tp": args.tensor_model_parallel_size,
+        "pp": args.pipeline_model_parallel_size,
+        "cp": args.context_parallel_size,
+        "ep": args.expert_model_parallel_size,
+    }
+    section |= {axis: size for axis, size in sizes.items() if size != 1}
+    if virtual > 1:
+        section["virtual"] = virtual
+    if stages > 1 and main in layers:
+        section["layers"] = {stream: list(counts) for stream, counts in layers.items()}
+    if args.sequence_parallel and args.tensor_model_parallel_size > 1:
+        section["sequence_parallel"] = True
+    if args.context_parallel_size > 1:
+        degrees = {"megatron_cp_algo": 1, "hybrid_cp_algo": args.ulysses_degree_in_cp}
+        if args.context_parallel_algo in degrees:
+            section["ulysses"] = degrees[args.context_parallel_algo]
+    if args.fsdp2_config_path is not None:
+        section["fsdp2_config"] = args.fsdp2_config_path
+    elif not args.use_torch_fsdp2 and not args.use_distributed_optimizer and args.expert_model_parallel_size == 1:
+        section["shard"] = 1
+    if args.distributed_timeout_minutes != 10:
+        section["timeout_s"] = 60 * args.distributed_timeout_minutes
+    return section
+
+
+def check_stages(layers: Mapping[str, Sequence[int]], stages: int) -> None:
+    """Raise an error unless every list of layers has an entry for each stage."""
+    for stream, counts in layers.items():
+        if len(counts) != stages and not (stages == 1 and len(counts) == 1):
+            raise TesseraError(
+                f"pipeline_num_layers of {stream} has {len(counts)} entries for {stages} stages",
+                where="model.json",
+                fix="it needs one entry for each stage (--pipeline-model-parallel-size, times the virtual stages)",
+            )
+
+
 def training_steps(args: Any) -> int:
     """Return how many steps a job trains."""
     steps = args.train_iters if args.train_iters is not None else (args.train_samples or 0) // args.global_batch_size

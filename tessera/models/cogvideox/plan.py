@@ -11,6 +11,7 @@ import torch
 from tessera.core.types import FULL, Batch, ModelPlan, PipelineUnit, StageActivation, TensorStyle, Training
 from tessera.models.cogvideox.config import CogVideoXConfig
 from tessera.models.common.costs import Measures
+from tessera.models.common.foreign_names import GENERATION_NAMES
 from tessera.models.common.joint import JOINT_STREAM, batch_measures, joint_example
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
@@ -31,6 +32,7 @@ def plan(config: CogVideoXConfig) -> ModelPlan:
             PipelineUnit("blocks.{*}", 1.0, "latents", StageActivation(CARRY, size)),
             PipelineUnit("head", config.out_channels * config.patch_values * size / block),
         ),
+        foreign_names=GENERATION_NAMES,
         streams={"latents": JOINT_STREAM},
         attention=("blocks.{*}.attn.core",),
         heads={f"blocks.{{*}}.attn.{name}": heads for name in ("qkv", "qkv.{q,k,v}")},

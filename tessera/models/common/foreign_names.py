@@ -73,3 +73,13 @@ VISION_LANGUAGE_NAMES: Names = {
         for name, path in zip(classes, _LAYERS, strict=True)
     },
 }
+
+# A generation job of MindSpeed-MM has the transformer as `predictor`, beside encoders that are no part of a model here.
+GENERATION_NAMES: Names = {
+    "predictor.blocks": ("blocks",),  # Wan
+    "predictor.head": ("head",),
+    "predictor.double_blocks": ("blocks",),  # HunyuanVideo
+    "predictor.single_blocks": ("single_blocks",),
+    "predictor.videodit_blocks": ("blocks",),  # CogVideoX
+    **dict.fromkeys(("ae", "text_encoder", "image_encoder"), ()),
+}

@@ -30,6 +30,7 @@ from tessera.core.weightmap import ColumnsByHead, Rule, WeightMap
 from tessera.models.common.costs import Measures
 from tessera.models.common.diffusers_config import DiffusersConfig
 from tessera.models.common.family import generation_processor
+from tessera.models.common.foreign_names import GENERATION_NAMES
 from tessera.nn.joint_transformer import TIME_FEATURES, JointTransformer, TransformerShape
 from tessera.nn.stage_carry import CARRY
 
@@ -138,6 +139,7 @@ def joint_plan(shape: TransformerShape) -> ModelPlan:
         blocks=tuple(blocks),
         tensor=joint_styles(shape),
         units=tuple(units),
+        foreign_names=GENERATION_NAMES,
         streams={"latents": JOINT_STREAM},
         attention=tuple(attention),
         heads=heads,

@@ -6,6 +6,7 @@ straight line between both; DDPM keeps the variance. Tables are those of diffuse
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from random import Random
@@ -85,9 +86,10 @@ class TimeOptions(Section):
         description="the lowest and highest noise that is trained on, after the shift: [0.875, 1] and [0, 0.875] for "
         "the two experts of Wan 2.2 T2V, 0.9 for I2V",
     )
-    weighting: Literal["none", "sigma_sqrt", "cosmap", "min_snr"] = Field(
+    weighting: Literal["none", "sigma_sqrt", "cosmap", "gaussian", "min_snr"] = Field(
         "none",
-        description="weight of a sample in the loss: sigma_sqrt and cosmap with flow, min_snr with epsilon and v",
+        description="weight of a sample in the loss: sigma_sqrt, cosmap and gaussian with flow, min_snr with epsilon "
+        "and v",
     )
     snr_gamma: float = Field(5.0, gt=0, le=1e6, description="of min_snr")
     betas: Betas = Field(default_factory=Betas, description="the schedule of epsilon and v")
@@ -150,6 +152,9 @@ class NoiseLevels:
             weight = max(sigma, 1e-4) ** -2
         elif options.weighting == "cosmap":
             weight = 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
+        elif options.weighting == "gaussian":
+            lowest, mean = _gaussian_scale(shift, options.steps or TIMES)
+            weight = (_bell(sigma) - lowest) / mean
         return NoiseLevel(sigma * TIMES, 1 - sigma, sigma, weight)
 
     def _ddpm(self, position: float) -> NoiseLevel:
@@ -165,6 +170,19 @@ class NoiseLevels:
             else:
                 weight = min(1.0, options.snr_gamma / max(snr, 1e-12))
         return NoiseLevel(number * TIMES / steps, math.sqrt(kept), math.sqrt(1 - kept), weight)
+
+
+def _bell(sigma: float) -> float:
+    return math.exp(-2 * (sigma - 0.5) ** 2)
+
+
+@functools.lru_cache(maxsize=256)
+def _gaussian_scale(shift: float, steps: int) -> tuple[float, float]:
+    """Return what makes the least weight of a schedule 0 and the mean of all 1, as the trainers of Wan weigh levels."""
+    bases = [1 - number / steps for number in range(steps)]
+    heights = [_bell(shift * base / (1 + (shift - 1) * base)) for base in bases]
+    lowest = min(heights)
+    return lowest, max(sum(heights) / steps - lowest, 1e-12)
 
 
 def training_target(

@@ -10,6 +10,7 @@ import numpy as np
 
 from tessera.core.types import Batch, ModelPlan, PipelineUnit, StageActivation, TensorStyle, Training
 from tessera.models.common.costs import Measures
+from tessera.models.common.foreign_names import GENERATION_NAMES
 from tessera.models.common.generation import LATENTS, CrossCosts, cross_example, cross_flops, cross_work
 from tessera.models.wan.config import WanConfig
 from tessera.nn.stage_carry import CARRY
@@ -31,6 +32,7 @@ def plan(config: WanConfig) -> ModelPlan:
             PipelineUnit("blocks.{*}", 1.0, "latents", carry),
             PipelineUnit("head", cost.head / cost.block),
         ),
+        foreign_names=GENERATION_NAMES,
         streams={"latents": LATENTS},
         attention=("blocks.{*}.attn.core",),
         float32=_float32(config),

@@ -1,6 +1,6 @@
-"""Refuse a job whose models are not here yet, with the reason."""
+"""Write the videos that an inference JSON asks for."""
 
-from tessera.compat.mindspeed_mm.entry_points import refuse
+from tessera.compat.mindspeed_mm.entry_points import inference_sora, run_command
 
 if __name__ == "__main__":
-    refuse("inference_sora.py")
+    run_command(inference_sora)

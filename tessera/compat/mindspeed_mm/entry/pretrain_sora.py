@@ -1,6 +1,6 @@
-"""Refuse a job whose models are not here yet, with the reason."""
+"""Train a model of image or video generation by flags and JSON files."""
 
-from tessera.compat.mindspeed_mm.entry_points import refuse
+from tessera.compat.mindspeed_mm.entry_points import pretrain, run_command
 
 if __name__ == "__main__":
-    refuse("pretrain_sora.py")
+    run_command(pretrain)
