@@ -41,6 +41,11 @@ def is_factor(name: str) -> bool:
     return name.endswith(_TAILS)
 
 
+def is_output_factor(name: str) -> bool:
+    """Return whether a parameter is matrix B of an adapter."""
+    return name.endswith(_TAILS[1])
+
+
 def choose(
     section: LoraSection, layers: Sequence[str], default: Sequence[str], refused: Mapping[str, str]
 ) -> dict[str, Adapter]:

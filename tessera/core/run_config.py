@@ -367,8 +367,6 @@ class PreviewSection(Section):
     guidance: float | None = Field(None, ge=0, le=1000)
     shift: float | None = Field(None, gt=0, le=1000, description="of the noise levels; default: the folder's")
     seed: int = Field(0, ge=0, le=2**62)
-    vae_tiling: bool = Field(False, description="decode large frames in overlapping tiles: less memory")
-    vae_slicing: bool = Field(False, description="decode samples one after another: less memory")
     folder: Path | None = Field(
         None, description="diffusers folder with vae and text encoders; default: that of the task, or model.path"
     )
@@ -453,14 +451,19 @@ class TrainSection(Section):
 
 
 class ScheduleSection(Section):
-    kind: Literal["constant", "linear", "cosine"] = "cosine"
+    kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="wsd: warm up, stay, and fall linearly over the last steps"
+    )
     warmup: StepsOrNone = Field(0, description="steps of linear rise from 0")
+    decay: float = Field(0.2, gt=0, le=1, description="of wsd: the share of all steps over which the rate falls")
     final: float = Field(0.0, ge=0, le=1, description="share of the learning rate at the last step")
 
     @model_validator(mode="after")
     def _final_is_reached(self) -> ScheduleSection:
         if self.kind == "constant" and self.final != 0:
             raise ValueError("`final` has no effect with kind constant; leave it out, or take linear or cosine")
+        if self.kind != "wsd" and self.decay != 0.2:
+            raise ValueError(f"`decay` has no effect with kind {self.kind}; it is for wsd")
         return self
 
 
@@ -468,17 +471,39 @@ class GroupSection(Section):
     pattern: str = Field(description="parameters of this group")
     lr: Rate | None = Field(None, description="its learning rate; default: optim.lr")
     weight_decay: Rate | None = None
+    optimizer: Literal["muon", "adamw"] | None = Field(
+        None, description="with optim.name muon: which of the two updates these; default: muon for matrices"
+    )
 
 
 class OptimSection(Section):
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "lion", "muon"] = Field(
+        "adamw", description="muon: for weights of linear layers and experts, and adamw for all others"
+    )
     lr: Rate = 1e-5
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0, le=1)
+    betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.95), description="of adamw and lion; lion is mostly used with 0.9 and 0.99"
+    )
+    momentum: Beta = Field(0.95, description="of muon")
+    eps: float = Field(1e-8, gt=0, le=1, description="of adamw")
     weight_decay: Rate = Field(0.0, description="not applied to vectors (biases, norms) unless a group says so")
     clip_norm: float | None = Field(1.0, gt=0, le=1e9, description="larger gradients are scaled down; null: none are")
     groups: list[GroupSection] = Field(default_factory=list)
+    loraplus_lr_ratio: float = Field(
+        1.0, gt=0, le=1e6, description="of adapters: learning rate of B over that of A (LoRA+); 16 is usual"
+    )
     schedule: ScheduleSection = ScheduleSection()
+
+    @model_validator(mode="after")
+    def _says_nothing_in_vain(self) -> OptimSection:
+        if self.name != "muon" and self.momentum != 0.95:
+            raise ValueError(f"`momentum` has no effect with {self.name}; it is for muon")
+        if self.name == "lion" and self.eps != 1e-8:
+            raise ValueError("`eps` has no effect with lion; it divides by nothing")
+        for number, group in enumerate(self.groups):
+            if group.optimizer is not None and self.name != "muon":
+                raise ValueError(f"groups.{number}.optimizer has no effect with {self.name}; it is for muon")
+        return self
 
 
 class CheckpointSection(Section):
@@ -681,6 +706,12 @@ class RunConfig(Section):
                 f"train.global_batch ({self.train.global_batch}) is not a multiple of "
                 f"train.micro_batch ({self.train.micro_batch})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_adapters_for_their_settings(self) -> RunConfig:
+        if self.optim.loraplus_lr_ratio != 1 and self.model.lora is None:
+            raise ValueError("optim.loraplus_lr_ratio has no effect without adapters (model.lora)")
         return self
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from tessera.core import device as devices
+from tessera.core.adapters import is_output_factor
 from tessera.core.errors import TesseraError
 from tessera.core.gradients import scale_gradients
 from tessera.core.modules import clean_name, local_shard
@@ -24,6 +25,8 @@ from tessera.core.pattern import select_trees
 from tessera.core.run_config import OptimSection, ScheduleSection
 from tessera.core.torch_internals import foreach_norm
 from tessera.optim.adamw import AdamW
+from tessera.optim.lion import Lion
+from tessera.optim.muon import Muon, matrices_of
 
 
 def parameter_groups(module: nn.Module, section: OptimSection, names: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -37,9 +40,11 @@ def parameter_groups(module: nn.Module, section: OptimSection, names: Collection
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             trained.setdefault(clean_name(name), []).append(parameter)
+    matrices = matrices_of(module) if section.name == "muon" else set()
     settings: dict[str, tuple[float, float]] = {}
     for name, copies in trained.items():
-        settings[name] = (section.lr, section.weight_decay if copies[0].dim() > 1 else 0.0)
+        rate = section.lr * (section.loraplus_lr_ratio if is_output_factor(name) else 1)
+        settings[name] = (rate, section.weight_decay if copies[0].dim() > 1 else 0.0)
     for number, group in enumerate(section.groups):
         for name in select_trees([group.pattern], names or trained, f"optim.groups.{number}.pattern"):
             if name not in settings:
@@ -49,10 +54,19 @@ def parameter_groups(module: nn.Module, section: OptimSection, names: Collection
                 lr if group.lr is None else group.lr,
                 decay if group.weight_decay is None else group.weight_decay,
             )
+            if group.optimizer == "muon" and trained[name][0].dim() not in (2, 3):
+                raise TesseraError(
+                    f"{name} is no matrix, and muon updates matrices alone",
+                    where=f"optim.groups.{number}.optimizer",
+                    allowed=["adamw"],
+                )
+            if group.optimizer is not None:
+                (matrices.add if group.optimizer == "muon" else matrices.discard)(name)
     # What every rank keeps whole has a group of its own: torch updates no mixture of plain and sharded tensors at once.
-    by_setting: dict[tuple[float, float, bool], list[str]] = {}
+    by_setting: dict[tuple[float, float, bool, bool], list[str]] = {}
     for name, setting in settings.items():
-        by_setting.setdefault((*setting, isinstance(trained[name][0], DTensor)), []).append(name)
+        kind = (isinstance(trained[name][0], DTensor), name in matrices)
+        by_setting.setdefault((*setting, *kind), []).append(name)
     return [
         {
             "params": [p for n in group for p in trained[n]],
@@ -60,8 +74,9 @@ def parameter_groups(module: nn.Module, section: OptimSection, names: Collection
             "lr": lr,
             "base_lr": lr,
             "weight_decay": decay,
+            **({"muon": True} if muon else {}),
         }
-        for (lr, decay, _), group in by_setting.items()
+        for (lr, decay, _, muon), group in by_setting.items()
     ]
 
 
@@ -86,14 +101,23 @@ def build_optimizer(
     optimizer: Optimizer
     if make is not None:
         optimizer = _made_by_caller(make, groups)
+    elif section.name == "lion":
+        optimizer = Lion(groups, section.betas)
     else:
-        optimizer = AdamW(
-            groups,
-            section.betas,
-            section.eps,
-            fused=devices.supports(device, "fused_optimizer"),
-            together=devices.supports(device, "triton") and not offloaded,
-        )
+        how = {
+            "fused": devices.supports(device, "fused_optimizer"),
+            "together": devices.supports(device, "triton") and not offloaded,
+        }
+        if section.name == "muon":
+            if offloaded:
+                raise TesseraError(
+                    "muon multiplies matrices, and with parallel.offload they lie in host memory",
+                    where="optim.name",
+                    fix="optim.name=adamw, or parallel.offload=false",
+                )
+            optimizer = Muon(groups, section.betas, section.eps, momentum=section.momentum, **how)
+        else:
+            optimizer = AdamW(groups, section.betas, section.eps, **how)
     for group, group_names in zip(optimizer.param_groups, names, strict=True):
         group["names"] = group_names
     return optimizer
@@ -118,12 +142,35 @@ def _made_by_caller(make: Callable[[list[dict[str, Any]]], Optimizer], groups: l
     return optimizer
 
 
+def state_bytes(section: OptimSection, module: nn.Module) -> Callable[[str, int], int]:
+    """Return how many bytes of state the optimizer keeps of a parameter, given its name and its bytes on a rank.
+
+    `module` is the whole model, on the meta device.
+    """
+    matrices: set[str] = set()
+    if section.name == "muon":
+        groups = parameter_groups(module, section)
+        of = {id(p) for group in groups if group.get("muon") for p in group["params"]}
+        matrices = {clean_name(name) for name, p in module.named_parameters() if id(p) in of}
+
+    def bytes_of(name: str, size: int) -> int:
+        if section.name == "lion" or name in matrices:
+            return size
+        return 2 * size + 4  # two moments, and one number that counts the steps
+
+    return bytes_of
+
+
 def lr_factor(section: ScheduleSection, step: int, steps: int) -> float:
     """Return the factor of the learning rate by its schedule, for step number `step` (from 0) out of `steps`."""
     if step < section.warmup:
         return (step + 1) / section.warmup
     if section.kind == "constant":
         return 1.0
+    if section.kind == "wsd":
+        falling = max(1, round(steps * section.decay))
+        left = min(1.0, max(0, steps - step) / falling)
+        return section.final + (1.0 - section.final) * left
     progress = min(1.0, (step - section.warmup) / max(1, steps - section.warmup))
     if section.kind == "linear":
         shape = 1.0 - progress

@@ -5,7 +5,7 @@ No process group is needed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,8 +19,12 @@ from tessera.parallel.mesh import FSDP_EXPERTS, Axes
 from tessera.parallel.pipeline_plan import PipelinePlan
 from tessera.parallel.tensor import TensorPlan
 
-ADAMW_STATES = 2  # exp_avg and exp_avg_sq, each of a parameter's own shape and type
-ADAMW_STEP_BYTES = 4  # and one number that counts its steps
+StateBytes = Callable[[str, int], int]  # name of a parameter, its bytes on a rank -> bytes of the optimizer's state
+
+
+def adamw_state(name: str, size: int) -> int:
+    """Return the bytes of both moments, each of a parameter's own shape and type, and of one number of steps."""
+    return 2 * size + 4
 
 
 @dataclass(frozen=True)
@@ -148,14 +152,18 @@ def _modules_at(pipeline: PipelinePlan, position: int) -> list[str]:
 
 
 def memory_bytes(
-    parts: Sequence[ParamShard], kept: torch.dtype, computed: torch.dtype, buffers: int = 0
+    parts: Sequence[ParamShard],
+    kept: torch.dtype,
+    computed: torch.dtype,
+    buffers: int = 0,
+    state: StateBytes = adamw_state,
 ) -> MemoryBytes:
-    """Return the bytes of fully sharded training with AdamW. Ignored modules, which are frozen, are kept in the type
-    of computation."""
+    """Return the bytes of fully sharded training. Ignored modules, which are frozen, are kept in the type of
+    computation."""
     sizes = [
-        (shard.local_numel * (computed if shard.whole and not shard.trained else kept).itemsize, shard.trained)
+        (shard.local_numel * (computed if shard.whole and not shard.trained else kept).itemsize, shard)
         for shard in parts
     ]
-    trained = [size for size, is_trained in sizes if is_trained]
-    optimizer = ADAMW_STATES * sum(trained) + ADAMW_STEP_BYTES * len(trained)
-    return MemoryBytes(sum(size for size, _ in sizes), sum(trained), optimizer, buffers)
+    trained = [(size, shard.name) for size, shard in sizes if shard.trained]
+    optimizer = sum(state(name, size) for size, name in trained)
+    return MemoryBytes(sum(size for size, _ in sizes), sum(size for size, _ in trained), optimizer, buffers)

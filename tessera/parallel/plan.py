@@ -24,6 +24,8 @@ from tessera.parallel.frozen import FrozenBytes
 from tessera.parallel.memory_estimate import (
     MemoryBytes,
     ParamShard,
+    StateBytes,
+    adamw_state,
     buffer_bytes,
     memory_bytes,
     param_shards,
@@ -198,8 +200,10 @@ def make_plan(
     precision: PrecisionSection = DEFAULT_PRECISION,
     freeze: Sequence[str] = (),
     workload: Workload | None = None,
+    state: StateBytes = adamw_state,
 ) -> Plan:
-    """Return the plan of a run. Of `module` only names and shapes are read, so it may be on the meta device."""
+    """Return the plan of a run. Of `module` only names and shapes are read, so it may be on the meta device. `state`:
+    what the optimizer keeps of each parameter."""
     axes = make_axes(section, model_plan, world)
     workload = workload or Workload()
     shard = axes.size("fsdp")
@@ -281,7 +285,7 @@ def make_plan(
         trained=sum(p.numel() for name, p in parameters.items() if name not in set(frozen)),
         param_shards=tuple(parts),
         memory=tuple(
-            memory_bytes(here, kept, computed, buffer_bytes(module, pipeline, position))
+            memory_bytes(here, kept, computed, buffer_bytes(module, pipeline, position), state)
             for position, here in enumerate(by_position)
         ),
         whole_gradient_bytes=whole_gradients * reduced.itemsize if accumulate == "local" and world > 1 else 0,

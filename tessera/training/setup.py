@@ -23,6 +23,7 @@ from tessera.core.types import ModelSpec, Training
 from tessera.models import build_on_meta, resolve
 from tessera.models.module import spec_of_object
 from tessera.nn.lora import add_adapters, find_adapters, with_adapters
+from tessera.optim.optimizer import state_bytes
 from tessera.parallel.frozen import FrozenBytes, frozen_bytes
 from tessera.parallel.passes import training_of
 from tessera.parallel.plan import Plan, Workload, make_plan, parameter_bytes
@@ -147,6 +148,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
         precision=resolve_precision(config),
         freeze=config.model.freeze,
         workload=_workload(config, spec, model_config),
+        state=state_bytes(config.optim, module),
     )
     task = objects.task or build_task(config.train.task or spec.task, config.train.task_options)
     task.bind(spec, model_config)

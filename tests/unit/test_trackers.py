@@ -26,7 +26,7 @@ from tessera.training.trackers import IDS, TrackedRun, Tracker, Trackers, check_
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
-RECIPE = {"model": {"family": "qwen3", "preset": "tiny"}, "train": {"steps": 4}}
+RECIPE = {"model": {"family": "qwen3", "preset": "quickstart-moe"}, "train": {"steps": 4}}
 
 
 def recipe(out: Path, *names: Any) -> RunConfig:

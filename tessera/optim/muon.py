@@ -1,0 +1,129 @@
+"""Muon for matrices, AdamW for everything else.
+
+The update of a matrix is its momentum with all singular values brought near 1, by five steps of a Newton-Schulz
+iteration, times 0.2 sqrt(longer side): then it is as large as an update of AdamW, and both take one learning rate. It
+needs whole matrices, and gets them by an all-gather where a matrix is sharded; each rank computes the iteration for
+itself and keeps its own part. Experts are matrices of their own: where ranks hold whole ones, nothing is gathered.
+Momentum is computed element by element on shards, as every state is, so checkpoints reshard.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tessera.core import device as devices
+from tessera.core.adapters import is_factor
+from tessera.core.modules import StackedExperts, clean_name, local_shard
+from tessera.core.torch_internals import local_chunks, tensor_of_chunk
+from tessera.optim.adamw import AdamW
+
+HEADS = ("head", "lm_head", "score")  # of tokens or values: rows that are looked up, not a map between hidden states
+_COEFFICIENTS, _STEPS = (3.4445, -4.7750, 2.0315), 5  # of Muon's authors
+_EPS = 1e-7
+
+
+def matrices_of(module: nn.Module) -> set[str]:
+    """Return the parameters that Muon updates: weights of linear layers but heads, experts, and adapters."""
+    found: set[str] = set()
+    for path, part in module.named_modules():
+        for kind, parameter in part.named_parameters(recurse=False):
+            name = clean_name(f"{path}.{kind}")
+            linear = isinstance(part, nn.Linear) and kind == "weight" and path.rpartition(".")[2] not in HEADS
+            experts = isinstance(part, StackedExperts) and parameter.dim() == 3
+            if experts or (parameter.dim() == 2 and (linear or is_factor(name))):
+                found.add(name)
+    return found
+
+
+class Muon(AdamW):
+    """Update groups with `muon: True` by Muon, the others as `AdamW` does."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, *, momentum: float, **how: Any
+    ) -> None:
+        super().__init__(groups, betas, eps, **how)
+        self.momentum = momentum
+        for group in self.param_groups:
+            if group.get("muon"):
+                group["fused"] = False  # its update does not look at a flag on the device: the host decides
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None, "gradients are there already"
+        scale, groups = self.clip_factor, self.param_groups
+        for group in groups:
+            if group.get("muon"):
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, scale, group["lr"], group["weight_decay"])
+        self.param_groups = [group for group in groups if not group.get("muon")]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+
+    def _update(self, parameter: Tensor, scale: Tensor | None, rate: float, decay: float) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        buffer: Tensor = state["momentum_buffer"]
+        mean = local_shard(buffer)
+        assert parameter.grad is not None
+        grad = local_shard(parameter.grad).to(mean.dtype)
+        if scale is not None:
+            grad = grad * scale.to(grad.device, grad.dtype)
+        mean.lerp_(grad, 1 - self.momentum)
+        ahead = grad.lerp(mean, self.momentum)  # Nesterov's
+        local_shard(parameter).mul_(1 - rate * decay)
+        rate *= 0.2 * math.sqrt(max(parameter.shape[-2:]))
+        if _has_whole_matrices(parameter):
+            local_shard(parameter).add_(orthogonalize(ahead), alpha=-rate)
+            return
+        assert isinstance(parameter, DTensor)
+        assert isinstance(buffer, DTensor)
+        whole = DTensor.from_local(
+            ahead,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        ).full_tensor()
+        update = orthogonalize(whole)
+        for chunk in local_chunks(parameter):
+            at = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            tensor_of_chunk(parameter, chunk.offsets).add_(update[at], alpha=-rate)
+
+
+def _has_whole_matrices(parameter: Tensor) -> bool:
+    """Return whether the local shard is made of whole matrices: of stacked ones, the first dimension may be split."""
+    if not isinstance(parameter, DTensor):
+        return True
+    return all(
+        placement.is_replicate() or (parameter.dim() == 3 and placement.is_shard(0))
+        for placement in parameter.placements
+    )
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Return the matrix, or each of stacked ones, with singular values near 1, in its own type.
+
+    In bf16 where the device multiplies that much faster, otherwise in fp32.
+    """
+    fast = devices.supports(matrix.device, "tensor_cores")
+    x = matrix.to(torch.bfloat16 if fast else torch.float32)
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    a, b, c = _COEFFICIENTS
+    for _ in range(_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    made: Tensor = (x.mT if tall else x).to(matrix.dtype)
+    return made
