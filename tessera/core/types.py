@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 from tessera.core.weightmap import WeightMap
 
 IGNORE = -100  # the label of a position that is not trained on
+EMBEDDING_NOISE = "embedding_noise"  # the tensor of a batch that training adds to the embeddings of its tokens
 
 # ---------------------------------------------------------------------------------------------- samples
 

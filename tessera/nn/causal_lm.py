@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tessera.core.types import Batch, LanguageOutput, Segments
+from tessera.core.types import EMBEDDING_NOISE, Batch, LanguageOutput, Segments
 from tessera.nn.cache import CacheStep, KVCache
 from tessera.nn.decoder import TextDecoder
 from tessera.nn.moe import RowIds, TokenRows, balance_loss
@@ -20,6 +20,13 @@ class CausalLMBase(nn.Module):
     head: nn.Module | None
     token_rows: TokenRows | None  # for a text decoder with experts: their load is balanced per row
     initializer_range: float
+
+    def _embed(self, batch: Batch) -> Tensor:
+        """Return the embeddings of tokens, in training with the noise that the batch has for them."""
+        assert self.text is not None
+        x: Tensor = self.text.embed(batch["tokens"])
+        noise = batch.get(EMBEDDING_NOISE) if self.training else None
+        return x if noise is None else x + noise.to(x.dtype)
 
     def _rows(self, batch: Batch) -> RowIds | None:
         """Return the rows for expert balancing, or None at inference (no labels)."""
@@ -111,6 +118,5 @@ class LanguageModel(CausalLMBase):
         decoding = cache is not None and not cache.empty
         step = self._cache_step(batch, cache)
         segments = None if decoding else batch.segments["text"]
-        assert self.text is not None
-        x = self.text.embed(batch["tokens"]) if carry is None else carry
+        x = self._embed(batch) if carry is None else carry
         return self._read(x, batch, step, segments, logits)

@@ -99,8 +99,7 @@ class MultimodalModel(CausalLMBase):
                 if step is not None:
                     step.commit()
                 return self._packed([*embeddings, *features])
-            assert self.text is not None
-            x = self.text.embed(batch["tokens"])
+            x = self._embed(batch)
             for encoder, found in zip(self.encoders, embeddings, strict=True):
                 if encoder not in idle:
                     x = _place(x, found, batch, encoder.stream)

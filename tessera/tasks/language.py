@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from pydantic import Field
+from torch import Tensor, nn
 
+from tessera.core import device as devices
+from tessera.core.config import Section, build
+from tessera.core.errors import TesseraError
+from tessera.core.rng import generator
+from tessera.core.run_config import RunConfig
 from tessera.core.task import Counts, Losses, LossTerm, Task
-from tessera.core.types import IGNORE, Batch, LanguageOutput
+from tessera.core.types import EMBEDDING_NOISE, IGNORE, Batch, LanguageOutput
+from tessera.nn.layers import TokenEmbedding
 from tessera.ops.loss import linear_cross_entropy, take_rows
 from tessera.ops.registry import AUTO
 
@@ -14,11 +22,39 @@ LANGUAGE_LOSS = "language_loss"
 ROUTER_AUX = "router_aux_loss"  # before its weight, as a mean over trained tokens
 
 
+class LanguageOptions(Section):
+    """Declare `train.task_options` of `LanguageTask`."""
+
+    neftune_alpha: float | None = Field(
+        None, gt=0, le=1e4, description="noise on the embeddings of training samples (NEFTune); 5 to 15 are usual"
+    )
+
+
 class LanguageTask(Task):
     """Sum the cross-entropy of the tokens that have a label, and the router loss of experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, neftune_alpha: float | None = None) -> None:
+        self.options = build(LanguageOptions, {"neftune_alpha": neftune_alpha}, "train.task_options")
         self._implementation = AUTO
+        self._width = 0  # of an embedding
+
+    def check(self, config: RunConfig, module: nn.Module) -> None:
+        if self.options.neftune_alpha is None:
+            return
+        embedding = next((part for part in module.modules() if isinstance(part, TokenEmbedding)), None)
+        if embedding is None:
+            raise TesseraError(
+                f"{type(module).__name__} reads no noise for its embeddings",
+                where="train.task_options.neftune_alpha",
+                fix="use a family of Tessera's own, such as qwen3 or qwen2_5_vl",
+            )
+        self._width = embedding.embedding_dim
+
+    def inputs(self, batch: Batch) -> Batch:
+        alpha = self.options.neftune_alpha
+        if alpha is None:
+            return batch
+        return batch.with_tensors(**{EMBEDDING_NOISE: embedding_noise(batch, alpha, self._width)})
 
     def compile(self) -> None:
         self._implementation = "compiled"
@@ -37,6 +73,28 @@ class LanguageTask(Task):
         if outputs.router_aux is not None:
             terms.append(LossTerm(ROUTER_AUX, outputs.router_aux, LABELS, outputs.router_aux_weight))
         return Losses(terms)
+
+
+def embedding_noise(batch: Batch, alpha: float, width: int) -> Tensor:
+    """Return the noise of NEFTune for the embeddings of the tokens that this rank has: [T, width].
+
+    It is uniform within alpha / sqrt(length x width), with the length of each sample and not of the row that it is
+    packed into. It follows from the seeds of rows: ranks that share a row draw all of it, and each takes its part.
+    """
+    tokens, lengths = batch["tokens"], batch.segments["text"].lengths
+    rows = max(1, len(batch.seeds))
+    drawn = [
+        torch.rand(
+            sum(lengths) // rows, width, device=tokens.device, generator=generator(tokens.device, seed, "neftune")
+        )
+        for seed in batch.seeds
+    ]
+    noise = torch.cat(drawn).mul_(2).sub_(1)
+    sizes = devices.send([alpha / (length * width) ** 0.5 for length in lengths], torch.float32, tokens.device)
+    counts = devices.send(lengths, torch.int64, tokens.device)
+    noise *= sizes.repeat_interleave(counts, output_size=noise.shape[0]).unsqueeze(1)
+    index = batch.get("token_index")
+    return noise if index is None else noise.index_select(0, index)
 
 
 def label_count(batch: Batch) -> int | Tensor:

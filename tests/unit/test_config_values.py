@@ -34,7 +34,6 @@ BASE: dict[str, Any] = {
     "parallel": {"encoders": {"vision": {}}, "recompute": [{"modules": "x"}]},
     "train": {"steps": 3, "ema": {}},
     "optim": {"groups": [{"pattern": "x"}]},
-    "log": {"trackers": [{"name": "wandb"}]},
 }
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tessera.core.types import IGNORE, Batch, LanguageOutput, Segments, trained_positions
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import load_config
+from tessera.core.types import EMBEDDING_NOISE, IGNORE, Batch, LanguageOutput, Segments, trained_positions
 from tessera.tasks.answers import answer_log_probs
-from tessera.tasks.language import LanguageTask
+from tessera.tasks.language import LanguageTask, embedding_noise
+from tessera.training.setup import build_meta_model
 from tests.task_parts import sum_and_count
 
 
@@ -40,3 +45,53 @@ def test_so_it_is_for_pairs_of_answers() -> None:
         found.append((logs, *torch.autograd.grad((logs * torch.arange(4)).sum(), (hidden, head.weight))))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- noise on embeddings
+
+
+def packed(lengths: tuple[int, ...], seeds: tuple[int, ...], **tensors: torch.Tensor) -> Batch:
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    tokens = torch.zeros(sum(lengths), dtype=torch.int64)
+    return Batch({"tokens": tokens, **tensors}, {"text": Segments(bounds, max(lengths), lengths)}, seeds=seeds)
+
+
+def test_noise_on_embeddings_is_scaled_by_the_length_of_each_packed_sample() -> None:
+    lengths, width, alpha = (4, 60, 50, 14), 256, 5.0
+    noise = embedding_noise(packed(lengths, (1, 2)), alpha, width)
+    assert noise.shape == (128, width)
+    for part, length in zip(noise.split(lengths), lengths, strict=True):
+        bound = alpha / (length * width) ** 0.5
+        assert 0.99 * bound < float(part.abs().max()) <= bound
+        # The mean of so many uniform numbers is within five of its own standard deviations of 0.
+        assert abs(float(part.mean())) < 5 * bound / (3 * part.numel()) ** 0.5
+
+
+def test_noise_depends_on_the_row_alone_and_ranks_that_share_it_take_their_part() -> None:
+    whole = embedding_noise(packed((8, 8), (1, 2)), 5.0, 16)
+    assert torch.equal(whole[8:], embedding_noise(packed((8,), (2,)), 5.0, 16))
+    index = torch.tensor([15, 3, 9])
+    shared = packed((8, 8), (1, 2), token_index=index)
+    assert torch.equal(embedding_noise(shared, 5.0, 16), whole[index])
+    assert not torch.equal(whole[:8], embedding_noise(packed((8,), (3,)), 5.0, 16))
+
+
+def test_training_reads_the_noise_and_evaluation_does_not() -> None:
+    config = load_config(
+        {"model": {"family": "qwen3", "preset": "quickstart"}, "train": {"steps": 1}},
+        {"train.task_options": {"neftune_alpha": 20.0}},
+    )
+    setup = build_meta_model(config, 1)
+    torch.manual_seed(0)
+    module = setup.spec.main.build(setup.config)
+    batch = packed((6, 10), (7,), positions=torch.cat([torch.arange(6), torch.arange(10)]))
+    noisy = setup.task.inputs(batch)
+    assert noisy[EMBEDDING_NOISE].shape == (16, module.text.embed.embedding_dim)
+    with torch.no_grad():
+        assert not torch.equal(module.train()(noisy).hidden, module(batch).hidden)
+        assert torch.equal(module.eval()(noisy).hidden, module(batch).hidden)
+
+
+def test_a_model_that_reads_no_noise_is_told() -> None:
+    with pytest.raises(TesseraError, match="reads no noise"):
+        LanguageTask(neftune_alpha=5.0).check(None, torch.nn.Linear(2, 2))  # type: ignore[arg-type]
