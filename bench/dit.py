@@ -16,26 +16,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from conversations import apart
+from latent_rows import TEXT, OneSample
 from torch import Tensor
 from vlm import BF16, matmul_peak
 
 import tessera
 from tessera.core.run_config import ModelSection
-from tessera.core.types import Batch, ModelSpec, RowSource
+from tessera.core.types import Batch, ModelSpec
 from tessera.models import resolve
 
 EVERY, WARM_UP, STEPS = 2, 4, 10
 KEEP_ATTENTION = [{"modules": "{blocks,double_blocks,single_blocks}.{*}", "keep": "attention"}]
 LORA = {"rank": 16}
 WAN, FLUX = (21, 30, 52), (1, 64, 64)  # frames, rows and columns of tokens
-TEXT = 512
 
 TESSERA: dict[str, dict[str, Any]] = {
     "wan": {"model": ("wan", "2.1-t2v-1.3b"), "grid": WAN, "recompute": []},
@@ -52,40 +51,6 @@ DIFFUSERS: dict[str, dict[str, Any]] = {
     "flux-lora-diffusers": {"of": "flux-lora", "recompute": True, "compile": False},
     "wan-14b-lora-diffusers": {"of": "wan-14b-lora", "recompute": True, "compile": False},
 }
-
-
-class OneSample(RowSource):
-    """Rows of one sample each: latents and embeddings that were made beforehand."""
-
-    def __init__(self, spec: ModelSpec, config: Any, grid: tuple[int, int, int]) -> None:
-        assert spec.example is not None
-        assert spec.generation is not None
-        form, tokens = spec.generation(config), grid[0] * grid[1] * grid[2]
-        made = spec.example(config, tokens + TEXT if form.joint else tokens)
-        generator = torch.Generator().manual_seed(0)
-        tensors = {
-            name: torch.randn(tensor.shape, generator=generator).bfloat16() if tensor.is_floating_point() else tensor
-            for name, tensor in made.tensors.items()
-            if name not in ("timesteps", "latents", "guidance")
-        }
-        tensors["clean"] = torch.randn(tokens, form.patch_values, generator=generator).bfloat16()
-        tensors["trained"] = torch.arange(tokens)
-        self.made = Batch(tensors, made.segments, shapes={"latents": (grid,)})
-        self.flops = spec.flops(config, made) if spec.flops is not None else 0.0
-
-    def __len__(self) -> int:
-        return 64
-
-    def batch(self, rows: Sequence[int]) -> Batch:
-        (row,) = rows
-        return replace(
-            self.made,
-            sample_ids=(f"sample-{row}",),
-            rows=((row, 1),),
-            counts={"tokens": len(self.made["trained"]), "samples": 1},
-            seeds=(row,),
-            flops=self.flops,
-        )
 
 
 def facts(seconds: Sequence[float], flops: float, peak: float, first: float, losses: Sequence[float]) -> dict[str, Any]:

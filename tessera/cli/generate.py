@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tessera.cli.run import TrustFlag, check_output
 from tessera.core.errors import TesseraError
 
+if TYPE_CHECKING:
+    from tessera.inference.diffusion.request import Request
 Model = Annotated[Path | None, typer.Argument(help="run, checkpoint, adapters, Hugging Face or diffusers folder")]
 Question = Annotated[str | None, typer.Argument(help="what to ask, or what to make")]
 Images = Annotated[
@@ -19,6 +22,7 @@ Images = Annotated[
 
 
 def generate(
+    ctx: typer.Context,
     model: Model = None,
     question: Question = None,
     image: Images = None,
@@ -53,6 +57,14 @@ def generate(
     batch: Annotated[int | None, typer.Option("--batch", help="media: samples that are computed together")] = None,
     last_image: Annotated[Path | None, typer.Option("--last-image", help="media: last frame")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="media: float32, bfloat16 or float16")] = None,
+    vae_tiling: Annotated[bool, typer.Option("--vae-tiling", help="media: decode in overlapping tiles")] = False,
+    vae_slicing: Annotated[bool, typer.Option("--vae-slicing", help="media: decode one after another")] = False,
+    nproc: Annotated[int | None, typer.Option("--nproc", help="media: ranks on this machine")] = None,
+    cp: Annotated[int | None, typer.Option("--cp", help="media: ranks that share tokens; default: all")] = None,
+    ulysses: Annotated[
+        int | None, typer.Option("--ulysses", help="media: of --cp, so many exchange heads, the others form a ring")
+    ] = None,
+    tp: Annotated[int | None, typer.Option("--tp", help="media: ranks that compute each layer together")] = None,
     parts: Annotated[
         Path | None, typer.Option("--parts", help="media: diffusers folder with VAE and text encoders, for a run")
     ] = None,
@@ -82,20 +94,25 @@ def generate(
         "count": count,
         "batch": batch,
         "last_image": last_image,
+        "vae_tiling": vae_tiling or None,
+        "vae_slicing": vae_slicing or None,
     }
+    layout = {"--nproc": nproc, "--cp": cp, "--ulysses": ulysses, "--tp": tp}
     media = {f"--{name.replace('_', '-')}": value for name, value in wanted.items()}
     media |= {"--out": out, "--prompt": prompt, "--prompts": prompts, "--dtype": dtype, "--parts": parts}
     if again is not None:
         others = {"MODEL": model, "QUESTION": question, "--image": image, "--seed": seed or None}
         _refuse(answers | media | others | {"--out": None}, "--again makes what its file says", allowed=["--out"])
-        _make_again(again, out, device, trust)
+        if not _started(ctx, nproc):
+            with _ranks(layout, device) as parallel:
+                _make_again(again, out, device, parallel, trust)
         return
     if model is None:
         raise TesseraError("no model is named", where="tessera generate", fix="tessera generate MODEL ...")
     from tessera.inference.diffusion.load import generates_media
 
     if not generates_media(model, trust):
-        _refuse(media, "this model answers in text", allowed=[*answers, "--image", "--seed", "--device"])
+        _refuse(media | layout, "this model answers in text", allowed=[*answers, "--image", "--seed", "--device"])
         _answer(model, question, image or [], {**answers, "--seed": seed}, device, trust)
         return
     _refuse(answers, "this model makes images or videos", allowed=list(media))
@@ -113,7 +130,73 @@ def generate(
     pictured = [str(path.absolute()) for path in image or []]
     if last_image is not None:
         given["last_image"] = str(last_image.absolute())
-    _make(model, out, {"prompts": texts, "seed": seed, "images": pictured, **given}, device, dtype, parts, trust)
+    from tessera.core.config import build
+    from tessera.inference.diffusion.request import Request
+
+    # Before any rank starts: a misspelt word should cost a moment.
+    request = build(Request, {"prompts": texts, "seed": seed, "images": pictured, **given}, "tessera generate")
+    if _started(ctx, nproc):
+        return
+    with _ranks(layout, device) as parallel:
+        _make(model, out, request, device, dtype, parts, parallel, trust)
+
+
+def _started(ctx: typer.Context, nproc: int | None) -> bool:
+    """Return whether the ranks of this machine were started, by the same command without `--nproc`, and have ended."""
+    if nproc is None:
+        return False
+    from tessera.cli.cluster import parse_cluster
+    from tessera.cli.launch import start_ranks
+    from tessera.core.rendezvous import JOIN_TIMEOUT_S
+
+    cluster = parse_cluster(nproc=nproc)
+    if not cluster.launches:
+        return False
+    start_ranks(["generate", *_words(ctx)], cluster, JOIN_TIMEOUT_S)
+    return True
+
+
+def _words(ctx: typer.Context) -> list[str]:
+    """Return the words of the command line that say what was given, but `--nproc`."""
+    options: list[str] = []
+    given: list[str] = []
+    for one in ctx.command.params:
+        value = ctx.params.get(one.name or "")
+        if one.name == "nproc" or value is None or value == one.default or value in (False, ()):
+            continue
+        values = [str(part) for part in value] if isinstance(value, (list, tuple)) else [str(value)]
+        if one.param_type_name == "argument":
+            given += values
+        elif value is True:
+            options.append(one.opts[0])
+        else:
+            options += [f"{one.opts[0]}={part}" for part in values]
+    return [*options, *(["--", *given] if given else [])]
+
+
+@contextmanager
+def _ranks(layout: Mapping[str, int | None], device: str) -> Iterator[dict[str, int] | None]:
+    """Join the other ranks, if a launcher has started some, and yield how they share the work; None: there are none."""
+    from tessera.core import dist
+
+    ranks = dist.expected_world_size()
+    asked = {
+        name.removeprefix("--"): value for name, value in layout.items() if name != "--nproc" and value is not None
+    }
+    if ranks == 1:
+        name = next((name for name in asked if asked[name] != 1), None)
+        if name is not None:
+            raise TesseraError(
+                f"--{name} {asked[name]} needs as many ranks, and this is one process",
+                where=f"--{name}",
+                fix=f"tessera generate --nproc {asked[name]} ..., or start it with torchrun",
+            )
+        yield None
+        return
+    if "cp" not in asked and ranks % asked.get("tp", 1) == 0:
+        asked["cp"] = ranks // asked.get("tp", 1)
+    with dist.world(device):
+        yield asked
 
 
 def _refuse(given: Mapping[str, Any], why: str, allowed: list[str]) -> None:
@@ -149,28 +232,58 @@ def _answer(
 
 
 def _make(
-    model: Path, out: Path, request: dict[str, Any], device: str, dtype: str | None, parts: Path | None, trust: bool
+    model: Path,
+    out: Path,
+    request: Request,
+    device: str,
+    dtype: str | None,
+    parts: Path | None,
+    parallel: dict[str, int] | None,
+    trust: bool,
 ) -> None:
-    from tessera.core.config import build
     from tessera.inference.diffusion.load import generate_files
-    from tessera.inference.diffusion.progress import progress
-    from tessera.inference.diffusion.request import Request
 
-    checked = build(Request, request, "tessera generate")
-    made = generate_files(model, out, checked, device=device, dtype=dtype, parts=parts, trust=trust, on_step=progress())
+    made = generate_files(
+        model,
+        out,
+        request,
+        device=device,
+        dtype=dtype,
+        parts=parts,
+        parallel=parallel,
+        trust=trust,
+        on_step=_progress_of_main(),
+    )
+    if not _is_main():
+        return
     for path in made.files:
         typer.echo(f"wrote {path}")
     typer.echo(f"next: `tessera generate --again {made.metadata}` makes the same once more", err=True)
 
 
-def _make_again(metadata: Path, out: Path | None, device: str, trust: bool) -> None:
-    from tessera.inference.diffusion.load import generate_again
+def _is_main() -> bool:
+    from tessera.core.dist import environment_ranks
+
+    return environment_ranks()[0] == 0
+
+
+def _progress_of_main() -> Callable[[int, int, int, int], None] | None:
     from tessera.inference.diffusion.progress import progress
 
-    made, same = generate_again(metadata, out, device=device, trust=trust, on_step=progress())
+    return progress() if _is_main() else None
+
+
+def _make_again(metadata: Path, out: Path | None, device: str, parallel: dict[str, int] | None, trust: bool) -> None:
+    from tessera.inference.diffusion.load import generate_again
+
+    made, same = generate_again(
+        metadata, out, device=device, parallel=parallel, trust=trust, on_step=_progress_of_main()
+    )
+    if not _is_main():
+        return
     for path in made.files:
         typer.echo(f"wrote {path}")
     if same:
         typer.echo("every pixel is the same as before")
     else:
-        typer.echo("the pixels are not the same as before: weights, libraries or the kind of device have changed")
+        typer.echo("the pixels are not the same as before: weights, libraries, ranks or the device have changed")

@@ -36,7 +36,11 @@ def launch(words: Sequence[str], cluster: Cluster, config: RunConfig) -> None:
     """
     if cluster.ranks is not None:
         build_meta_model(config, cluster.ranks)
-    folder, join_timeout_s = config.folder, config.parallel.join_timeout_s
+    start_ranks(words, cluster, config.parallel.join_timeout_s, config.folder)
+
+
+def start_ranks(words: Sequence[str], cluster: Cluster, join_timeout_s: float, folder: Path | None = None) -> None:
+    """Run `tessera WORDS` on the ranks of this machine, as `launch` does. `folder`: of a run, which can be resumed."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // cluster.nproc)))
     began = time.time()
     rendezvous_store = None
@@ -48,7 +52,7 @@ def launch(words: Sequence[str], cluster: Cluster, config: RunConfig) -> None:
         elastic_launch(_settings(cluster, join_timeout_s), sys.executable)("-m", "tessera.cli.main", *words)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
-        if not _is_reported(folder, began):
+        if folder is None or not _is_reported(folder, began):
             print(f"rank {rank} {_how_it_ended(first.exitcode)}", file=sys.stderr)
         raise SystemExit(first.exitcode if first.exitcode > 0 else RankFailure.exit_code) from None
     except (RendezvousError, dist.DistNetworkError, dist.DistStoreError) as error:
@@ -59,8 +63,9 @@ def launch(words: Sequence[str], cluster: Cluster, config: RunConfig) -> None:
         ) from None
     except SignalException as error:
         # The ranks received the signal too and have saved by now.
-        print(f"stopped by {error.sigval.name}; `tessera resume` goes on", file=sys.stderr)
-        raise SystemExit(0) from None
+        goes_on = "" if folder is None else "; `tessera resume` goes on"
+        print(f"stopped by {error.sigval.name}{goes_on}", file=sys.stderr)
+        raise SystemExit(0 if folder is not None else 1) from None
     finally:
         del rendezvous_store
 

@@ -367,6 +367,8 @@ class PreviewSection(Section):
     guidance: float | None = Field(None, ge=0, le=1000)
     shift: float | None = Field(None, gt=0, le=1000, description="of the noise levels; default: the folder's")
     seed: int = Field(0, ge=0, le=2**62)
+    vae_tiling: bool = Field(False, description="decode large frames in overlapping tiles: less memory")
+    vae_slicing: bool = Field(False, description="decode samples one after another: less memory")
     folder: Path | None = Field(
         None, description="diffusers folder with vae and text encoders; default: that of the task, or model.path"
     )

@@ -21,6 +21,7 @@ from tessera.core.adapters import Adapter, Adapters, is_factor
 from tessera.core.config import Section, build, read_mapping
 from tessera.core.dist import environment_ranks, rank_on_machine
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.generation import GenerationForm
 from tessera.core.layouts import folder_layout, pipeline_folder
 from tessera.core.modules import computed_buffers, put_back_buffers
 from tessera.core.pattern import matches
@@ -31,6 +32,7 @@ from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.inference.generate import Sampling, TextStream, generate_tokens
 from tessera.inference.messages import conversations, sample_of
+from tessera.inference.over_ranks import ModelOverRanks, PassRanks
 from tessera.models import build_on_meta, resolve
 from tessera.models.common.side_files import side_folder
 from tessera.nn.lora import add_adapters, find_adapters, with_adapters
@@ -72,6 +74,11 @@ class LoadedModel(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
+
+    @property
+    def passes(self) -> PassRanks:
+        """Return the ranks that compute the passes of guidance in turn."""
+        return self._run.passes if isinstance(self._run, ModelOverRanks) else PassRanks()
 
     def forward(self, batch: Batch, logits: bool = True) -> Any:
         # What to leave out is a question to our own language models; other classes give what they give.
@@ -223,7 +230,8 @@ def load(
         module = allocated(whole, where, kind, spec.main.plan(config).float32)
     else:
         plan = spec.main.plan(config)
-        module, run = _over_ranks(whole, with_adapters(plan) if adapters else plan, parallel, where, kind)
+        form = None if spec.generation is None else spec.generation(config)
+        module, run = _over_ranks(whole, with_adapters(plan) if adapters else plan, parallel, where, kind, form)
     tensors = model_tensors(module)
     if origin == "adapters":
         assert section.path is not None
@@ -276,9 +284,15 @@ def generate(
 
 
 def _over_ranks(
-    module: nn.Module, model_plan: ModelPlan, parallel: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+    module: nn.Module,
+    model_plan: ModelPlan,
+    parallel: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    form: GenerationForm | None,
 ) -> tuple[nn.Module, Callable[..., Any]]:
-    """Return this rank's part of a model, allocated and not yet filled, and what is called instead of it."""
+    """Return this rank's part of a model, allocated and not yet filled, and what is called instead of it. `form`: of a
+    model that generates images or videos."""
     if not dist.is_initialized():
         raise TesseraError(
             "a layout over several ranks needs a process group",
@@ -298,12 +312,14 @@ def _over_ranks(
         precision=PrecisionSection(weights=str(dtype).removeprefix("torch.")),
         workload=work,
     )
-    if plan.axes.size(CONTEXT) > 1:
+    if plan.axes.size(CONTEXT) > 1 and form is None:
         raise TesseraError(
             "ranks cannot share the rows of a prompt, which grow by a token at a time", where="parallel.cp", allowed=[1]
         )
     mesh = Mesh(plan.axes, device)
     part = parallelize(module, plan, mesh, device).eval()
+    if form is not None:
+        return part, ModelOverRanks(part, form, plan, mesh, device)
     if isinstance(part, LocalStages):
         return part, PipelinedModel(part, plan, mesh, device)
     return part, part

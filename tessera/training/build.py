@@ -26,6 +26,7 @@ from tessera.core.types import ENDLESS, Batch, Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.workers.servers import start_early
+from tessera.inference.over_ranks import ModelOverRanks
 from tessera.models.common.exported_config import keep_base_config
 from tessera.models.common.side_files import seal_side_files, side_folder, write_side_files
 from tessera.observe.anomaly.attribution import ProbeReader
@@ -112,9 +113,12 @@ def build_trainer(
     fill = initial_weights(module, config, setup, world.device)
     callbacks = _callbacks(config, setup, processor, source, ema)
     if config.train.generate_every:
-        model = generating_model(module, plan, mesh, world.device)
-        media = setup.spec.generation is not None
-        callbacks.append(Previews(config, setup, model) if media else GenerationEval(config, processor, model))
+        if setup.spec.generation is not None:
+            form = setup.spec.generation(setup.config)
+            callbacks.append(Previews(config, ModelOverRanks(module, form, plan, mesh, world.device)))
+        else:
+            model = generating_model(module, plan, mesh, world.device)
+            callbacks.append(GenerationEval(config, processor, model))
     if scale is not None:
         callbacks.append(KeepLossScale(scale))
     if evaluated is not None:

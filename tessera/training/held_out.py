@@ -126,10 +126,10 @@ class GenerationEval(Callback):
 
 
 def generating_model(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> object:
-    """Return what generates with the weights of a run, if its model can."""
+    """Return what generates text with the weights of a run, if its model can."""
     if plan.axes.size(CONTEXT) > 1:
         raise TesseraError(
-            "ranks that share a sequence do not generate: prompts and samples are not split over them",
+            "ranks that share a sequence do not generate: prompts, which grow by a token at a time, are not split",
             where="train.generate_every",
             fix="set train.generate_every=0, or parallel.cp=1",
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from tessera.inference.diffusion.files import encoded
 from tessera.inference.diffusion.pipeline import Pipeline, Prepared
 from tessera.inference.diffusion.request import Request
 from tessera.inference.load import parts_folder
-from tessera.training.setup import ModelSetup
+from tessera.inference.over_ranks import ModelOverRanks
 
 log = logging.getLogger("tessera")
 FOLDER = "previews"
@@ -30,21 +29,21 @@ class Previews(Callback):
     Prompts are encoded once, at the start; then text encoders are freed. The first rank writes the files.
     """
 
-    def __init__(self, config: RunConfig, setup: ModelSetup, model: Any) -> None:
-        """Check what is asked for. `model`: what is called with a batch."""
+    def __init__(self, config: RunConfig, model: ModelOverRanks) -> None:
+        """Check what is asked for. `model`: the trained model as all ranks call it."""
         self.every = config.train.generate_every
         self._section = _asked(config)
         self._folder = _parts(config)
-        self._setup, self._model = setup, model
+        self._model = model
         self._pipeline: Pipeline | None = None
         self._request: Request | None = None
         self._prepared: Prepared | None = None
 
     def on_start(self, trainer: TrainerHandle) -> None:
         self.on_rewind(trainer)  # a resumed run makes those of later steps again
-        assert self._setup.spec.generation is not None, "only generation models have previews"
-        form, device = self._setup.spec.generation(self._setup.config), trainer.world.device
-        self._pipeline = Pipeline([(self._model, 0.0)], form, self._folder, device, torch.float32)
+        model, device = self._model, trainer.world.device
+        experts = [(model, 0.0)]
+        self._pipeline = Pipeline(experts, model.form, self._folder, device, torch.float32, model.passes)
         options = self._section.model_dump(exclude={"folder"}, exclude_none=True)
         self._request = self._pipeline.resolved(build(Request, options, "train.preview"))
         with trainer.paused("encoding prompts"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -88,3 +90,29 @@ def test_what_means_nothing_is_refused_with_code_2(
     assert end.value.code == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_ranks_that_a_command_starts_write_the_sample_of_one_process(wan: Path, tmp_path: Path) -> None:
+    def made(name: str, *words: str) -> tuple[np.ndarray, str]:
+        out = tmp_path / name
+        command = [sys.executable, "-m", "tessera.cli.main", "generate", str(wan), "--prompt", "a -- red kite"]
+        command += ["--out", str(out), "--device", "cpu", *SMALL, "--frames", "1", *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return np.asarray(Image.open(out)).astype(int), done.stdout + done.stderr
+
+    alone, _ = made("one.png")
+    shared, said = made("two.png", "--nproc", "2", "--vae-slicing")
+    assert np.abs(alone - shared).max() <= 1, "rounding may move a value over the border of a level"
+    assert said.count("step 1 of 1") == 1, "the first rank tells how far it is"
+    described = json.loads((tmp_path / "two.json").read_text())
+    assert described["made_with"]["ranks"] == "2"
+    assert described["request"]["vae_slicing"] is True
+
+
+def test_a_layout_without_ranks_is_refused(wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(wan), "a cat", "--out", str(tmp_path / "x.png"), *SMALL, "--frames", "1", "--cp", "2"]
+    found = CliRunner().invoke(app, words)
+    assert "needs as many ranks" in str(found.exception)
+    assert "--nproc 2" in str(found.exception)

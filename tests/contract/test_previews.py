@@ -12,6 +12,7 @@ from PIL import Image
 
 import tessera
 from tessera.core.errors import TesseraError
+from tests.dist.spawn import run_ranks
 from tests.toys.callbacks import StopAt
 from tests.toys.generation_set import write_image, write_jsonl
 from tests.toys.sampling_folders import write_wan
@@ -134,3 +135,18 @@ def test_previews_that_cannot_be_made_are_refused_before_training(
 ) -> None:
     with pytest.raises(TesseraError, match=said):
         tessera.train(recipe(wan, data, tmp_path, **change))
+
+
+def trained(rank: int, world: int, asked: dict[str, Any]) -> Path:
+    return tessera.train(asked).folder
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_sequence_make_the_previews_of_one(wan: Path, data: Path, tmp_path: Path) -> None:
+    alone = tessera.train(recipe(wan, data, tmp_path / "alone")).folder
+    asked = {**recipe(wan, data, tmp_path / "shared"), "parallel": {"cp": 2}}
+    shared = run_ranks(trained, 2, asked)[0]
+    assert record(shared) == record(alone)
+    for row in record(alone):
+        images = [np.asarray(Image.open(folder / row["file"]).convert("RGB")).astype(int) for folder in (alone, shared)]
+        assert np.abs(images[0] - images[1]).mean() < 4, "colours of a GIF are a palette"

@@ -45,13 +45,19 @@ def sampled_alike(
     (found,) = tessera.pipeline(folder, device="cpu").generate(
         PROMPTS[0], negative=NEGATIVE, steps=3, seed=SEED, **SIZE, **ours
     )
+    assert_same_pixels(found.frames, *reference_pixels(pipeline, noise, theirs, ours), folder.name)
+
+
+def reference_pixels(
+    pipeline: Any, noise: Callable[[Any, torch.Tensor], Any], theirs: dict[str, Any], ours: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what diffusers makes in float32 and in float64."""
     shared = {"prompt": PROMPTS[0], "negative_prompt": NEGATIVE, "num_inference_steps": 3, "output_type": "np", **SIZE}
     shared |= theirs
     plain = pipeline(**shared, generator=torch.Generator().manual_seed(SEED))[0][0]
     wide = copy.deepcopy(pipeline).to(torch.float64)
     drawn = torch.randn(noise_shape(pipeline, ours), generator=torch.Generator().manual_seed(SEED))
-    exact = wide(**shared, latents=noise(wide, drawn.double()))[0][0]
-    assert_same_pixels(found.frames, plain, exact, folder.name)
+    return plain, wide(**shared, latents=noise(wide, drawn.double()))[0][0]
 
 
 def noise_shape(pipeline: Any, ours: dict[str, Any]) -> tuple[int, ...]:

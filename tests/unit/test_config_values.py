@@ -34,6 +34,7 @@ BASE: dict[str, Any] = {
     "parallel": {"encoders": {"vision": {}}, "recompute": [{"modules": "x"}]},
     "train": {"steps": 3, "ema": {}},
     "optim": {"groups": [{"pattern": "x"}]},
+    "log": {"trackers": [{"name": "wandb"}]},
 }
 
 

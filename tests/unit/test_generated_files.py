@@ -97,6 +97,7 @@ def test_names_that_cannot_hold_the_sample_are_refused_before_the_work(name: str
 
 
 def test_odd_sizes_and_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("av")
     odd = samples(moving_square(2, height=31))
     with pytest.raises(TesseraError, match="even sizes"):
         write(tmp_path / "x.mp4", Request(prompts=["a"]), odd)

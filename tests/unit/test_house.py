@@ -238,6 +238,7 @@ ASKED_BY_NAME = {
     ("data/media/animation.py", "default_image"): "PNGs of Pillow",
     ("data/media/files.py", "strerror"): "errors of PyAV that stand for errors of the system",
     ("data/media/images.py", "tag_v2"): "TIFFs of Pillow",
+    ("inference/reference.py", "image_processor"): "processors of transformers",
     ("models/transformers/model.py", "sub_configs"): "configurations of transformers",
     ("models/transformers/model.py", "use_cache"): "configurations of transformers",
     ("models/transformers/model.py", "is_encoder_decoder"): "configurations of transformers",

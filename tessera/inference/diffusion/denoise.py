@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from tessera.core.errors import TesseraError
 from tessera.core.types import Batch
 from tessera.inference.diffusion.guidance import Guidance
 from tessera.inference.diffusion.solver import Solver
+from tessera.inference.over_ranks import PassRanks
+
+ALONE = PassRanks()
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,13 @@ def denoise(
     noise: Sequence[Tensor],
     solvers: Sequence[Solver],
     guidance: Guidance,
+    ranks: PassRanks = ALONE,
     on_step: Callable[[int, int], None] | None = None,
 ) -> list[Tensor]:
     """Return the latents of each sample, [tokens, values].
 
     `experts`: from the one for most noise to the one for least. `passes`: one or two, which together hold every sample
-    once (without guidance) or twice. `on_step(n, steps)` is called after each step.
+    once (without guidance) or twice. `ranks`: who computes the passes. `on_step(n, steps)` is called after each step.
     """
     latents = list(noise)
     times = solvers[0].timesteps  # samples of one batch have one size, and so one schedule
@@ -62,11 +67,11 @@ def denoise(
         expert = next(one for one in experts if time >= one.since)
         flat = torch.cat(latents)
         found: list[Tensor] = []
-        for one in passes:
-            found += torch.split(_predict(expert.model, one, flat, time), len(flat))
+        for predicted in ranks.predict(passes, partial(_predict, expert.model, flat=flat, time=time)):
+            found += torch.split(predicted, len(flat))
         scale = guidance.scale_at(expert.scale, time, len(times))
-        predicted = found[0] if len(found) == 1 else guidance.combine(found[0], found[1], scale)
-        parts = torch.split(predicted, [len(tokens) for tokens in latents])
+        guided = found[0] if len(found) == 1 else guidance.combine(found[0], found[1], scale)
+        parts = torch.split(guided, [len(tokens) for tokens in latents])
         latents = [
             solver.step(number, part, tokens) for solver, part, tokens in zip(solvers, parts, latents, strict=True)
         ]

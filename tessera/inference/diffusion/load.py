@@ -3,16 +3,26 @@ other parts; and write what it makes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tessera.core.errors import TesseraError
 from tessera.core.layouts import DiffusersFolder, pipeline_folder
 from tessera.core.trust import Trust
-from tessera.inference.diffusion.files import Generated, Record, check_out, read_record, sample_paths, write_samples
+from tessera.inference.diffusion.files import (
+    Generated,
+    Record,
+    check_out,
+    metadata_path,
+    read_record,
+    sample_paths,
+    write_samples,
+)
 from tessera.inference.diffusion.pipeline import OnStep, Pipeline
 from tessera.inference.diffusion.request import Request
 from tessera.inference.load import FoundModel, find_model, load
@@ -32,12 +42,13 @@ def load_pipeline(
     dtype: str | torch.dtype | None = None,
     *,
     parts: str | Path | None = None,
+    parallel: Mapping[str, Any] | None = None,
     trust: Trust = False,
 ) -> Pipeline:
     """Load a generation model from a diffusers folder, a run, one of its checkpoints or adapters.
 
     `parts`: the diffusers folder whose VAE and text encoders are used, where the model does not lie in one. The other
-    arguments are those of `load`.
+    arguments are those of `load`. With `parallel`, all ranks call everything together, and all get the samples.
     """
     folder = Path(path)
     found = find_model(folder, dtype, trust)
@@ -47,15 +58,16 @@ def load_pipeline(
             f"{spec.name} generates text", where=str(folder), fix="use tessera.load, or tessera generate"
         )
     home = _home(found, None if parts is None else Path(parts))
-    model, _ = load(folder, device, found.dtype, trust=trust)
+    model, _ = load(folder, device, found.dtype, parallel=parallel, trust=trust)
     experts = [(model, 0.0)]
     index = DiffusersFolder(home).index
     boundary = index.get("boundary_ratio")
     if _SECOND in DiffusersFolder(home).components() and isinstance(boundary, (int, float)):
         second = found.section.path is not None and found.section.path.name == _SECOND
-        other, _ = load(home / ("transformer" if second else _SECOND), device, found.dtype, trust=trust)
+        other_folder = home / ("transformer" if second else _SECOND)
+        other, _ = load(other_folder, device, found.dtype, parallel=parallel, trust=trust)
         experts = [(other, 1000.0 * boundary), (model, 0.0)] if second else [(model, 1000.0 * boundary), (other, 0.0)]
-    return Pipeline(experts, spec.generation(config), home, model.device, found.dtype)
+    return Pipeline(experts, spec.generation(config), home, model.device, found.dtype, model.passes)
 
 
 def _home(found: FoundModel, parts: Path | None) -> Path:
@@ -88,20 +100,26 @@ def generate_files(
     device: str | torch.device | None = None,
     dtype: str | None = None,
     parts: str | Path | None = None,
+    parallel: Mapping[str, Any] | None = None,
     trust: Trust = False,
     on_step: OnStep | None = None,
 ) -> Written:
-    """Load a model, make the samples of a request and write them beside a metadata file."""
+    """Load a model, make the samples of a request and write them beside a metadata file. Of several ranks, which all
+    call this, the first writes."""
     target = Path(out)
     check_out(target, request.frames or 1)
-    pipeline = load_pipeline(model, device, dtype, parts=parts, trust=trust)
+    pipeline = load_pipeline(model, device, dtype, parts=parts, parallel=parallel, trust=trust)
     full = pipeline.resolved(request)
     check_out(target, full.frames or 1)
     samples: Sequence[Generated] = pipeline.run(full, on_step=on_step)
     kind = str(pipeline.dtype).removeprefix("torch.")
     record = Record(Path(model), pipeline.parts.folder, kind, full, tuple(sample.digest for sample in samples))
-    metadata = write_samples(target, record, samples, {"device": str(pipeline.device)})
-    return Written(tuple(sample_paths(target, len(samples))), metadata, record.digests)
+    made_with = {"device": str(pipeline.device)}
+    if parallel is not None:
+        made_with["ranks"] = str(dist.get_world_size())
+    if parallel is None or dist.get_rank() == 0:
+        write_samples(target, record, samples, made_with)
+    return Written(tuple(sample_paths(target, len(samples))), metadata_path(target), record.digests)
 
 
 def generate_again(
@@ -109,6 +127,7 @@ def generate_again(
     out: str | Path | None = None,
     *,
     device: str | torch.device | None = None,
+    parallel: Mapping[str, Any] | None = None,
     trust: Trust = False,
     on_step: OnStep | None = None,
 ) -> tuple[Written, bool]:
@@ -126,6 +145,7 @@ def generate_again(
         device=device,
         dtype=record.dtype,
         parts=record.parts,
+        parallel=parallel,
         trust=trust,
         on_step=on_step,
     )

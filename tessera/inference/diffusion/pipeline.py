@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from tessera.core.config import build
 from tessera.core.errors import TesseraError
 from tessera.core.generation import GenerationForm, Grid
-from tessera.inference.diffusion.denoise import Expert, denoise
+from tessera.core.types import Batch
+from tessera.inference.diffusion.denoise import ALONE, Expert, denoise
 from tessera.inference.diffusion.files import Generated
 from tessera.inference.diffusion.guidance import Guidance
 from tessera.inference.diffusion.images import frame_condition, image_tokens, open_images, pixels_of, reference_size
@@ -23,6 +24,7 @@ from tessera.inference.diffusion.pack import SampleConditions, from_tokens, pack
 from tessera.inference.diffusion.prompts import PromptEncoder, image_processor
 from tessera.inference.diffusion.request import Request
 from tessera.inference.diffusion.solver import Solver, make_solver, scheduler_config, with_shift, with_solver
+from tessera.inference.over_ranks import PassRanks
 from tessera.models.common.pipeline_parts import Autoencoder, PipelineFolder, VaeForm
 from tessera.models.common.sample_encoders import patchify
 
@@ -44,20 +46,24 @@ class Pipeline:
 
     def __init__(
         self,
-        experts: Sequence[tuple[nn.Module, float]],
+        experts: Sequence[tuple[Callable[[Batch], Any], float]],
         form: GenerationForm,
         folder: Path,
         device: torch.device,
         dtype: torch.dtype,
+        ranks: PassRanks = ALONE,
     ) -> None:
-        """Make the pipeline. `experts`: models, each with the time (of 1000) from which on it is asked, falling."""
+        """Make the pipeline. `experts`: models, each with the time (of 1000) from which on it is asked, falling.
+        `ranks`: those that compute the passes of guidance in turn; all call everything here together."""
         self.form = form
         self.parts = PipelineFolder(folder)
         self.vae_form: VaeForm = self.parts.vae_form()
         self.device, self.dtype = device, dtype
         self._experts = experts
+        self._ranks = ranks
         self._prompts = PromptEncoder(self.parts, form.text, device, dtype)
         self._vae: Autoencoder | None = None
+        self._vae_spares = (False, False)
         self._scheduler = scheduler_config(folder) or {}
 
     def generate(
@@ -135,7 +141,7 @@ class Pipeline:
             part = every[at : at + request.batch]
             follow = None if on_step is None else partial(on_step, at, len(every))
             latents = self._sampled(request, part, prepared, follow)
-            for (seed, text), video in zip(part, self._decoded(latents), strict=True):
+            for (seed, text), video in zip(part, self._decoded(latents, request), strict=True):
                 made.append(Generated(text, seed, video.cpu().numpy()))
         return made
 
@@ -190,7 +196,7 @@ class Pipeline:
         if not images:
             return nothing
         size = _size(request)
-        vae = self._autoencoder()
+        vae = self._autoencoder(request)
         try:
             if condition in ("mask_channels", "channels", "channels_mask"):
                 channels = frame_condition(vae, self.form, images[0], last, size, self.device)
@@ -290,19 +296,23 @@ class Pipeline:
             [self._noise(request, seed)[first:] for seed, _ in samples],
             self._solvers(request, [seed for seed, _ in samples]),
             Guidance(self.form.sampling.keep_norm, request.dynamic_guidance),
+            self._ranks,
             on_step,
         )
         if common.first is not None:
             found = [torch.cat([common.first.to(tokens), tokens]) for tokens in found]
         return [from_tokens(tokens, self.form.patch, grid) for tokens in found]
 
-    def _autoencoder(self) -> Autoencoder:
-        if self._vae is None:
-            self._vae = self.parts.autoencoder().eval()
+    def _autoencoder(self, request: Request) -> Autoencoder:
+        """Return the VAE on the device. One that takes tiles is another one: classes differ in what turns tiles off."""
+        spare = (request.vae_tiling, request.vae_slicing)
+        if self._vae is None or self._vae_spares != spare:
+            self._vae = self.parts.autoencoder(tiling=spare[0], slicing=spare[1]).eval()
+            self._vae_spares = spare
         return self._vae.to(self.device)
 
-    def _decoded(self, latents: Sequence[Tensor]) -> list[Tensor]:
-        vae = self._autoencoder()
+    def _decoded(self, latents: Sequence[Tensor], request: Request) -> list[Tensor]:
+        vae = self._autoencoder(request)
         try:
             return vae.decode(latents)
         finally:

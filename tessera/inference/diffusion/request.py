@@ -39,6 +39,8 @@ class Request(Section):
     dynamic_guidance: bool = Field(False, description="guidance that grows from 1, as CogVideoX has it")
     fps: float | None = Field(None, gt=0, le=1000, description="frames shown in a second")
     batch: int = Field(1, ge=1, le=1024, description="samples that are computed together")
+    vae_tiling: bool = Field(False, description="decode large frames in overlapping tiles: less memory")
+    vae_slicing: bool = Field(False, description="decode the samples of a batch one after another: less memory")
     batched_guidance: bool = Field(False, description="with and without the prompt in one forward pass")
 
     @property

@@ -103,6 +103,13 @@ class Autoencoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return next(self.vae.parameters()).dtype
 
+    def spare_memory(self, *, tiling: bool, slicing: bool) -> None:
+        """Say whether large frames are taken in overlapping tiles, and a batch one by one: either takes less memory.
+        Where neither is asked for, a class does what it does by itself."""
+        for wanted, name in ((tiling, "tiling"), (slicing, "slicing")):
+            if wanted:
+                getattr(self.vae, f"enable_{name}")()
+
     def encode(self, videos: Sequence[Tensor]) -> list[Tensor]:
         """Return the latents [C, f, h, w] in fp32 of each video [F, H, W, 3]: uint8, or pixels between -1 and 1. Videos
         of one shape share a call."""
@@ -292,12 +299,9 @@ class PipelineFolder:
     ) -> Autoencoder:
         """Return the VAE on the host. `tiling`, `slicing`: encode large frames in overlapping tiles, and a batch one by
         one, which takes less memory. `meta`: without weights, on the meta device."""
-        vae = self._component(VAE, "diffusers", VAES, dtype, meta)
-        if tiling:
-            vae.enable_tiling()  # type: ignore[operator]
-        if slicing:
-            vae.enable_slicing()  # type: ignore[operator]
-        return Autoencoder(vae, self.vae_form())
+        made = Autoencoder(self._component(VAE, "diffusers", VAES, dtype, meta), self.vae_form())
+        made.spare_memory(tiling=tiling, slicing=slicing)
+        return made
 
     def text_encoder(self, form: TextForm, *, dtype: torch.dtype = torch.float32, meta: bool = False) -> TextEncoder:
         """Return one of the text encoders, as `autoencoder` does."""

@@ -1,0 +1,47 @@
+"""Rows of latents and embeddings that were made beforehand. A module of its own: the loader's processes import it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tessera.core.types import Batch, ModelSpec, RowSource
+
+TEXT = 512  # tokens of a caption
+
+
+class OneSample(RowSource):
+    """Rows of one sample each: latents and embeddings that were made beforehand."""
+
+    def __init__(self, spec: ModelSpec, config: Any, grid: tuple[int, int, int]) -> None:
+        assert spec.example is not None
+        assert spec.generation is not None
+        form, tokens = spec.generation(config), grid[0] * grid[1] * grid[2]
+        made = spec.example(config, tokens + TEXT if form.joint else tokens)
+        generator = torch.Generator().manual_seed(0)
+        tensors = {
+            name: torch.randn(tensor.shape, generator=generator).bfloat16() if tensor.is_floating_point() else tensor
+            for name, tensor in made.tensors.items()
+            if name not in ("timesteps", "latents", "guidance")
+        }
+        tensors["clean"] = torch.randn(tokens, form.patch_values, generator=generator).bfloat16()
+        tensors["trained"] = torch.arange(tokens)
+        self.made = Batch(tensors, made.segments, shapes={"latents": (grid,)})
+        self.flops = spec.flops(config, made) if spec.flops is not None else 0.0
+
+    def __len__(self) -> int:
+        return 64
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        (row,) = rows
+        return replace(
+            self.made,
+            sample_ids=(f"sample-{row}",),
+            rows=((row, 1),),
+            counts={"tokens": len(self.made["trained"]), "samples": 1},
+            seeds=(row,),
+            flops=self.flops,
+        )
