@@ -162,7 +162,9 @@ def _answers(answers: list[dict[str, Any]]) -> str:
             f'<div class="text">{html.escape(row["answer"][:80]) or "—"}</div>{verdict}</div>'
         )
     note = f'<p class="soft">{len(shown)} of {len(answers)}; mistakes first.</p>'
-    return html.section("Held-out answers", f'{note}<div class="answers">{"".join(cards)}</div>')
+    generated = any(str(path).endswith(".gif") for row in shown for path in row["images"])
+    title = "Judged samples" if generated else "Held-out answers"
+    return html.section(title, f'{note}<div class="answers">{"".join(cards)}</div>')
 
 
 def _previews(folder: Path) -> str:
@@ -200,8 +202,11 @@ def _media(folder: Path, name: str) -> str | None:
 
 
 def _thumbnail(path: str) -> str | None:
+    file = Path(path)
+    if file.suffix == ".gif":  # as it is, so that it moves
+        return _media(file.parent, file.name)
     try:
-        image = read_image(Path(path), Limits())
+        image = read_image(file, Limits())
     except TesseraError:
         return None
     image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.BICUBIC)

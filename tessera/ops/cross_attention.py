@@ -17,6 +17,8 @@ from tessera.ops.first_segment import first_segment_attention, first_segment_bac
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+# Padding all samples to the longest takes one call, which beats a loop unless too much of the work is padding.
+_MAX_PADDED_SHARE = 2.0
 
 
 def packed_cross_attention(
@@ -66,6 +68,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Seg
     count, longest, most_keys = q_segments.bounds.numel() - 1, q_segments.longest, k_segments.longest
     if count * longest == q.shape[0] and count * most_keys == k.shape[0]:
         return _batched(q, k, v, count, None, scale)
+    if count * longest <= _MAX_PADDED_SHARE * q.shape[0] and count * most_keys <= _MAX_PADDED_SHARE * k.shape[0]:
+        return _padded(q, k, v, q_segments, k_segments, scale)
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         return torch.cat([_batched(*part, 1, None, scale) for part in _by_sample(q, k, v, q_segments, k_segments)])
     if count * longest * most_keys <= q.shape[0] * k.shape[0]:

@@ -1,0 +1,187 @@
+"""The whole road in one go: videos, VAE, features, training, samples, judgement, report. Each is a verb of yours too.
+
+`--vae KEY=VALUE` and `--model KEY=VALUE` change keys of the two recipes, as on the command line of `tessera train`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import digits
+import judge
+import numpy as np
+import parts
+import torch
+
+import tessera
+from tessera.core.config import parse_overrides
+from tessera.core.run_config import load_config
+from tessera.inference.diffusion.files import Generated
+from tessera.models.common.pipeline_parts import Autoencoder, PipelineFolder
+from tessera.tools.data_features import write_features
+
+HERE = Path(__file__).parent
+DIGIT, WAY = 0.8, 0.9  # shares of samples that must be right
+
+
+def main() -> None:
+    asked = arguments()
+    began, made = time.perf_counter(), asked.folder / "parts"
+    judged = judge.Judge()
+    if not asked.sample_only:
+        train(asked, judged, made)
+    chosen = load_config(HERE / "recipe.yaml", {**changes(asked), **asked.model})
+    model = next(path for path in (chosen.folder / "hf-ema", chosen.folder / "hf") if path.is_dir())
+    with stage(f"5. sampling {asked.samples} videos (tessera generate {model} --parts {made} ...)"):
+        wanted = [(n % 10, digits.WAYS[n // 10 % 4]) for n in range(asked.samples)]
+        samples = tessera.pipeline(model, parts=made).generate(
+            [digits.caption(*one) for one in wanted],
+            frames=digits.FRAMES,
+            height=digits.SIDE,
+            width=digits.SIDE,
+            steps=asked.sample_steps,
+            guidance=asked.guidance,
+            seed=1000 * asked.seed,
+            batch=asked.samples,
+        )
+        verdict = judged(np.stack([sample.frames.mean(-1) for sample in samples]))
+        keep(chosen.folder, samples, wanted, verdict)
+        report = tessera.report(chosen.folder)
+    print(f"report:   {report}")
+    print(f"pipeline: {made} with the transformer in {model}")
+    digit, way = verdict.right([one for one, _ in wanted], [one for _, one in wanted])
+    print(
+        f"digit right {digit:.0%}, direction right {way:.0%}, over {len(samples)} samples, "
+        f"in {time.perf_counter() - began:.0f} s ({cpu_seconds():.0f} CPU seconds; seed {asked.seed})"
+    )
+    if digit < DIGIT or way < WAY:
+        raise SystemExit(f"the result falls short of what this quick start promises: {DIGIT:.0%} and {WAY:.0%}")
+
+
+def train(asked: argparse.Namespace, judged: judge.Judge, made: Path) -> None:
+    """Make the videos and the parts of a pipeline in `made`, and train on them."""
+    videos, features = asked.folder / "videos", asked.folder / "features"
+    with stage("1. writing videos of handwritten digits that move"):
+        shutil.rmtree(videos, ignore_errors=True)
+        count = digits.write(asked.folder, asked.ways, asked.seed)
+        print(f"   {count} videos of {digits.FRAMES} frames, {digits.SIDE} x {digits.SIDE}, in {videos}")
+        held_out = digits.split(held_out=True)
+        real, labels, ways = digits.drawn(held_out, len(held_out), seed=2)
+        tell("the judge, on real videos of held-out scans", judged(real).right(labels, ways))
+
+    with stage("2. training a small VAE (PYTHONPATH=recipes/quickstart-video tessera train .../vae.yaml)"):
+        chosen = {"train.seed": asked.seed, "out": str(asked.runs), **asked.vae}
+        run = tessera.train(HERE / "vae.yaml", chosen, overwrite=True)
+        check_finished(run)
+        form = load_config(HERE / "vae.yaml", chosen).model.config["arguments"]
+        parts.write(made, run.folder / "hf" / "model.safetensors", form, asked.seed)
+        given_back = reconstructed(PipelineFolder(made).autoencoder().eval(), real)
+        tell("the same videos, encoded and decoded", judged(given_back).right(labels, ways))
+
+    here = {**changes(asked), **asked.model}
+    with stage("3. encoding videos and captions once (tessera data features)"):
+        shutil.rmtree(features, ignore_errors=True)
+        encoders = {"folder": str(made), "text": {"dtype": "float32"}}
+        media = {"data.train": str(asked.folder / "train.jsonl"), "train.task_options.encoders": encoders}
+        # Small shards: a shard's header is read for each of its samples, and here it is larger than a sample.
+        done = write_features(HERE / "recipe.yaml", features, {**here, **media}, batch=64, shard=8)
+        for line in done.lines():
+            print("   " + line)
+
+    with stage("4. training a small Wan on them (tessera train recipes/quickstart-video/recipe.yaml)"):
+        # This run belongs to the quick start and is made anew each time; your own runs are never replaced unasked.
+        check_finished(tessera.train(HERE / "recipe.yaml", here, overwrite=True))
+
+
+def changes(asked: argparse.Namespace) -> dict[str, Any]:
+    """Return what the arguments change in recipe.yaml."""
+    return {
+        "train.seed": asked.seed,
+        "out": str(asked.runs),
+        "model.tokenizer": str(asked.folder / "parts"),
+        "data.train": str(asked.folder / "features"),
+        "train.preview.folder": str(asked.folder / "parts"),
+        "train.preview.guidance": asked.guidance,
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
+    parser.add_argument("--folder", type=Path, default=Path("build/quickstart-video"), help="for data and parts")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="for the two runs")
+    parser.add_argument("--ways", type=int, default=3, choices=range(1, 5), help="videos of each scan")
+    parser.add_argument("--samples", type=int, default=100, help="videos that are sampled and judged")
+    parser.add_argument("--sample-steps", type=int, default=16, help="steps of the solver")
+    parser.add_argument("--guidance", type=float, default=2.5, help="how strongly captions guide")
+    parser.add_argument("--sample-only", action="store_true", help="sample again from what was trained before")
+    parser.add_argument("--vae", action="append", default=[], metavar="KEY=VALUE", help="of vae.yaml")
+    parser.add_argument("--model", action="append", default=[], metavar="KEY=VALUE", help="of recipe.yaml")
+    asked = parser.parse_args()
+    asked.vae, asked.model = parse_overrides(asked.vae), parse_overrides(asked.model)
+    return asked
+
+
+@contextmanager
+def stage(title: str) -> Iterator[None]:
+    """Say what begins, and how long it took."""
+    print(title, flush=True)
+    began, before = time.perf_counter(), cpu_seconds()
+    yield
+    seconds = time.perf_counter() - began
+    print(f"   took {seconds:.0f} s ({cpu_seconds() - before:.0f} CPU seconds)", flush=True)
+
+
+def cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def check_finished(run: tessera.Run) -> None:
+    if run.stopped:
+        raise SystemExit(f"stopped by {run.stopped}; `tessera resume {run.folder}` goes on")
+
+
+def tell(what: str, right: tuple[float, float]) -> None:
+    print(f"   {what}: digit right {right[0]:.1%}, direction right {right[1]:.1%}", flush=True)
+
+
+@torch.no_grad()
+def reconstructed(vae: Autoencoder, videos: np.ndarray) -> np.ndarray:
+    """Return grey videos as they come back from the VAE."""
+    colour = [torch.from_numpy(video).unsqueeze(-1).expand(-1, -1, -1, 3) for video in videos]
+    return np.stack([video.numpy().mean(-1) for video in vae.decode(vae.encode(colour))])
+
+
+def keep(folder: Path, samples: Sequence[Generated], wanted: Sequence[tuple[int, str]], verdict: judge.Verdict) -> None:
+    """Write the samples and what the judge says of them, for the report."""
+    (folder / "samples").mkdir(exist_ok=True)
+    rows: list[Mapping[str, Any]] = []
+    for number, (sample, (digit, way)) in enumerate(zip(samples, wanted, strict=True)):
+        path = folder / "samples" / f"{number:03d}.gif"
+        path.write_bytes(digits.as_gif(sample.frames.mean(-1).astype(np.uint8)))
+        seen, expected = f"{verdict.digits[number]} {verdict.ways[number]}", f"{digit} {way}"
+        rows.append(
+            {
+                "group": "judged samples",
+                "question": sample.prompt,
+                "images": [str(path)],
+                "answer": seen,
+                "expected": expected,
+                "correct": seen == expected,
+            }
+        )
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
