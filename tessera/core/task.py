@@ -111,7 +111,7 @@ class Task(ABC):
     """Define an objective. Subclasses write `counts` and `losses`; everything else has a default.
 
     The order of calls: `bind`; `check` on the whole model before it is sharded; `setup` once the parts of this rank
-    exist; then for each micro-batch `prepare`, `counts`, `inputs`, `forward` and `losses`.
+    exist; then for each micro-batch `prepare`, `encode` (several together), `counts`, `inputs`, `forward` and `losses`.
     """
 
     def bind(self, spec: ModelSpec, config: Any) -> None:  # noqa: B027
@@ -144,6 +144,17 @@ class Task(ABC):
         """Return the batch with what the host can compute ahead. The loader calls it before a batch of a training step
         goes to the device, in a thread of its own where it has one, while earlier steps compute."""
         return batch
+
+    @property
+    def encode_steps(self) -> int:
+        """Return how many steps `encode` is given the micro-batches of."""
+        return 1
+
+    def encode(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return micro-batches of `encode_steps` training steps, on the device, with what frozen encoders make of them.
+        Called before the first of these steps; `inputs` finds it done. Where nothing is encoded ahead, nothing is done.
+        """
+        return list(batches)
 
     @abstractmethod
     def counts(self, batch: Batch) -> Counts | None:

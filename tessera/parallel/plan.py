@@ -97,6 +97,7 @@ class Plan:
     memory: tuple[MemoryBytes, ...]  # by position in the pipeline, on the rank there that has the most
     whole_gradient_bytes: int  # on top of these while micro-batches accumulate locally
     frozen_components: Mapping[str, FrozenBytes] = field(default_factory=dict)  # on the rank that holds most
+    encoded_ahead: tuple[int, int] | None = None  # steps that are encoded together, and bytes of what waits for them
 
     @property
     def batch_sharding(self) -> BatchSharding | None:

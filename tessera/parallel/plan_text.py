@@ -38,6 +38,7 @@ def plan_text(plan: Plan) -> str:
         ("types", _types(plan)),
         ("per rank", _memory(plan)),
         *((name, f"frozen, {_frozen(kept)}") for name, kept in plan.frozen_components.items()),
+        *_encoded_ahead(plan),
         *_communication(plan),
     ]
     return "\n".join(f"{name:<13} {text}" for name, text in rows)
@@ -84,6 +85,13 @@ def _axes(plan: Plan) -> list[tuple[str, str]]:
 def _frozen(kept: FrozenBytes) -> str:
     where = ", while it is used; otherwise in host memory" if kept.residence == "offloaded" else ""
     return f"{readable(kept.size)} per rank{where}"
+
+
+def _encoded_ahead(plan: Plan) -> list[tuple[str, str]]:
+    if plan.encoded_ahead is None:
+        return []
+    steps, size = plan.encoded_ahead
+    return [("encoded ahead", f"{steps} steps together, {readable(size)} per rank at most wait for them")]
 
 
 def _memory(plan: Plan) -> str:

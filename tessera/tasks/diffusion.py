@@ -11,7 +11,7 @@ Latents and embeddings come with the batch as features, or from frozen encoders 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -34,7 +34,14 @@ from tessera.core.task import Counts, FrozenModule, FrozenPart, Losses, LossTerm
 from tessera.core.types import Batch, ModelSpec, Prediction, Stream
 from tessera.models.common.noise_levels import TIMES, NoiseLevel, NoiseLevels, TimeOptions, training_target
 from tessera.models.common.pipeline_parts import IMAGE_ENCODER, VAE, PipelineFolder
-from tessera.models.common.sample_encoders import IMAGE_EMBEDS, Given, SampleEncoders, latent_lengths, without_captions
+from tessera.models.common.sample_encoders import (
+    IMAGE_EMBEDS,
+    Given,
+    SampleEncoders,
+    id_names,
+    latent_lengths,
+    without_captions,
+)
 
 LATENTS = "latents"  # the count: numbers in the latents that are trained on
 LOSS = "diffusion_loss"
@@ -62,6 +69,9 @@ class EncoderOptions(Section):
     """Declare the frozen encoders of a run that reads images and videos, not features of them."""
 
     folder: Path | None = Field(None, description="diffusers folder with vae and text encoders; default: model.path")
+    steps: int = Field(
+        1, gt=0, le=1000, description="steps whose samples are encoded together: each encoder comes to the device once"
+    )
     vae: VaeOptions = Field(default_factory=VaeOptions)
     text: TextEncoderOptions = Field(default_factory=TextEncoderOptions)
 
@@ -282,12 +292,24 @@ class DiffusionTask(Task):
 
     # ------------------------------------------------------------------------------------------ inputs
 
+    @property
+    def encode_steps(self) -> int:
+        return 1 if self.options.encoders is None else self.options.encoders.steps
+
+    def encode(self, batches: Sequence[Batch]) -> list[Batch]:
+        if self._encoders is None or self.encode_steps == 1:
+            return list(batches)
+        read = {"frames", "references", *id_names(self.form)}  # pixels of several steps need not wait on the device
+        return [
+            replace(batch, tensors={name: one for name, one in batch.tensors.items() if name not in read})
+            for batch in self._encoders.encode_all(batches, [self._dropped(batch) for batch in batches])
+        ]
+
     def inputs(self, batch: Batch) -> Batch:
-        dropped = self._dropped(batch)
-        if self._encoders is not None:
-            batch = self._encoders.encode(batch, dropped)
-        else:
-            batch = self._features(batch, dropped)
+        if self._encoders is None:
+            batch = self._features(batch, self._dropped(batch))
+        elif "clean" not in batch:
+            batch = self._encoders.encode(batch, self._dropped(batch))
         if self.form.image_embeds and IMAGE_EMBEDS not in batch:
             raise TesseraError(
                 "this model reads embeddings of given frames, and the batch has none",

@@ -21,8 +21,8 @@ from tessera.core.errors import TesseraError
 from tessera.core.gradients import LossScale
 from tessera.core.run_config import RunConfig
 from tessera.core.run_length import RunLength
-from tessera.core.task import FrozenModule
-from tessera.core.types import ENDLESS, Batch, Processor, RowSource
+from tessera.core.task import FrozenModule, Task
+from tessera.core.types import ENDLESS, Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.workers.servers import start_early
@@ -143,7 +143,7 @@ def build_trainer(
         task=task,
         optimizer=optimizer,
         clip_gradients=_clip(module, plan, mesh, config.optim.clip_norm, optimizer, world.device, scale),
-        loader=_loader_from(config, length, world, mesh, source, guard, task.prepare),
+        loader=_loader_from(config, length, world, mesh, source, guard, task),
         checkpoints=checkpoints,
         callbacks=callbacks,
         optimizer_step=guard,
@@ -271,7 +271,7 @@ def _loader_from(
     mesh: Mesh,
     source: RowSource,
     guard: Guard,
-    prepare: Callable[[Batch], Batch],
+    task: Task,
 ) -> Callable[[int], Loader]:
     def start(row: int) -> Loader:
         return Loader(
@@ -287,7 +287,9 @@ def _loader_from(
             sample_timeout_s=config.data.sample_timeout_s,
             steps=length.steps - row // length.rows_per_step,
             ranks_here=_ranks_here(world),
-            prepare=prepare,
+            prepare=task.prepare,
+            encode=task.encode if task.encode_steps > 1 else None,
+            encode_steps=task.encode_steps,
         )
 
     return start

@@ -25,6 +25,7 @@ from tessera.models.module import spec_of_object
 from tessera.nn.lora import add_adapters, find_adapters, with_adapters
 from tessera.optim.optimizer import state_bytes
 from tessera.parallel.frozen import FrozenBytes, frozen_bytes
+from tessera.parallel.mesh import DATA
 from tessera.parallel.passes import training_of
 from tessera.parallel.plan import Plan, Workload, make_plan, parameter_bytes
 from tessera.tasks import REFERENCE_MODEL, build_task
@@ -160,8 +161,23 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     counted = {name: FrozenBytes(parameter_bytes(copy.plan), "sharded") for name, copy in frozen.items()}
     for name, part in parts.items():
         counted[name] = frozen_bytes(part.describe(), part.residence, plan.axes)
-    plan = replace(plan, frozen_components=counted)
+    plan = replace(
+        plan, frozen_components=counted, encoded_ahead=_encoded_ahead(config, spec, model_config, task, plan)
+    )
     return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen, parts)
+
+
+def _encoded_ahead(
+    config: RunConfig, spec: ModelSpec, model_config: Any, task: Task, plan: Plan
+) -> tuple[int, int] | None:
+    """Return the steps whose rows are encoded together, and the bytes of what waits on a rank, where rows are full."""
+    if task.encode_steps == 1 or spec.example is None:
+        return None
+    with torch.device("meta"):
+        row = spec.example(model_config, config.data.length)
+    size = sum(tensor.nbytes for tensor in row.tensors.values() if tensor.is_floating_point())
+    rows = config.train.global_batch // plan.axes.size(DATA)
+    return task.encode_steps, task.encode_steps * rows * size
 
 
 def resolve_precision(config: RunConfig) -> PrecisionSection:

@@ -18,6 +18,7 @@ from tests.dist.spawn import run_ranks
 from tests.toys.callbacks import StopAt
 from tests.toys.generation_set import write_image, write_jsonl, write_video
 from tests.toys.pipeline_folder import TEXT_SIZE, write_pipeline_folder
+from tests.toys.sampling_folders import write_wan
 
 TINY = {
     "num_attention_heads": 2,
@@ -104,6 +105,29 @@ def test_training_from_pixels_and_captions_resumes_bit_by_bit(data: Path, pipeli
     assert "vae" in planned
     assert "otherwise in host memory" in planned
     assert "text_encoder" in planned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["none", "first"])
+def test_encoding_several_steps_at_once_changes_no_bit(data: Path, pipeline: Path, tmp_path: Path, given: str) -> None:
+    if given == "first":
+        pipeline = tmp_path / "wan"
+        write_wan(pipeline, image=True, embeds=1)
+    options = {"caption_dropout": 0.3, "given": given}
+    made = []
+    for name, steps in (("one", 1), ("three", 3), ("part", 3)):
+        asked = recipe(data, pipeline, tmp_path / name, **options)
+        asked["model"] = {"path": str(pipeline)}
+        asked["train"]["steps"] = 5
+        asked["train"]["task_options"]["encoders"]["steps"] = steps
+        made.append(asked)
+    assert "3 steps together" in tessera.plan(made[1]).describe()
+    wanted, found = (weights(tessera.train(asked)) for asked in made[:2])
+    part = tessera.train(made[2], callbacks=[StopAt(2)])  # in the middle of what was encoded
+    resumed = weights(tessera.resume(part.folder))
+    for name, tensor in wanted.items():
+        assert torch.equal(tensor, found[name]), name
+        assert torch.equal(tensor, resumed[name]), name
 
 
 @pytest.mark.slow  # a process of its own runs dry

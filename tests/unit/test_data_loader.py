@@ -89,6 +89,20 @@ def test_a_task_prepares_every_batch_before_it_goes_to_the_device(source: RowSou
     assert threads == ({"tessera-loader"} if workers else {"MainThread"})
 
 
+def test_batches_of_several_steps_are_encoded_together(source: RowSource, expected: list[tuple[str, ...]]) -> None:
+    calls: list[int] = []
+
+    def encode(batches: Sequence[Batch]) -> list[Batch]:
+        calls.append(len(batches))
+        return [batch.with_tensors(encoded=torch.tensor(len(calls))) for batch in batches]
+
+    with Loader(source, global_batch=8, micro_batch=4, steps=5, encode=encode, encode_steps=3) as loader:
+        steps = [next(loader) for _ in range(5)]
+    assert calls == [6, 4], "nothing is encoded that no step will use"
+    assert [int(batch["encoded"]) for step in steps for batch in step] == [1] * 6 + [2] * 4
+    assert ids(steps) == expected[:5]
+
+
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (4, 0), (2, 1)])
 def test_starting_later_goes_on_with_the_same_rows(
     source: RowSource, expected: list[tuple[str, ...]], ranks: int, workers: int

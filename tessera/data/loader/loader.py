@@ -8,7 +8,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -191,7 +191,8 @@ class Loader:
     nothing more is read until one is taken. `workers="auto"` begins without processes and adds them as the wait for
     data asks for; `steps`, if known, tells how much there is to gain. A source that decodes media has a process from
     the beginning: a decoder that crashes must not take the run along. `prepare` is applied to every batch before it
-    goes to the device, in the thread that copies batches ahead where there are workers.
+    goes to the device, in the thread that copies batches ahead where there are workers. `encode` is applied to those of
+    `encode_steps` steps together, on the device, before the first of them is given.
     """
 
     def __init__(
@@ -210,6 +211,8 @@ class Loader:
         steps: int | None = None,
         ranks_here: int = 1,
         prepare: Callable[[Batch], Batch] | None = None,
+        encode: Callable[[Sequence[Batch]], list[Batch]] | None = None,
+        encode_steps: int = 1,
     ) -> None:
         _check_split(global_batch, micro_batch, ranks)
         assert 0 <= rank < ranks
@@ -229,6 +232,9 @@ class Loader:
         rows = _row_lists(source, global_batch, micro_batch, rank, ranks, start_row)
         self._wanted = self._pool.workers
         self._prepare = prepare
+        self._encode, self._encode_steps = encode, encode_steps
+        self._encoded: list[Batch] = []
+        self._steps_left = steps
         self._made = self._make(rows)
         self._to_device = DeviceCopy(device)
         self._prefetcher = self._start_prefetch() if self._pool.workers else None
@@ -243,7 +249,7 @@ class Loader:
             raise StopIteration
         began = time.perf_counter()
         try:
-            step = [self._next() for _ in range(self.micro_batches)]
+            step = self._step()
         except BaseException:
             self.close()
             raise
@@ -253,6 +259,20 @@ class Loader:
             waited = now - began  # how long the first step computes is not known yet: as long as it waits, say
             self._tune(self._tuner, waited, 2 * waited if self._last is None else now - self._last)
         self._last = now
+        return step
+
+    def _step(self) -> list[Batch]:
+        """Return the micro-batches of the next step; where several steps are encoded together, all of them are read."""
+        count = self.micro_batches
+        if self._encode is None:
+            return [self._next() for _ in range(count)]
+        if not self._encoded:
+            left = self._encode_steps if self._steps_left is None else max(1, self._steps_left)
+            steps = min(self._encode_steps, left)  # nothing is encoded that no step will use
+            self._encoded = self._encode([self._next() for _ in range(count * steps)])
+        if self._steps_left is not None:
+            self._steps_left -= 1
+        step, self._encoded = self._encoded[:count], self._encoded[count:]
         return step
 
     def _next(self) -> Batch:

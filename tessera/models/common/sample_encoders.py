@@ -57,12 +57,20 @@ class SampleEncoders:
 
     def encode(self, batch: Batch, dropped: Collection[int]) -> Batch:
         """Return the batch with features; samples whose numbers are in `dropped` get the empty caption."""
-        batch = self._with_text(batch, dropped)
+        (found,) = self.encode_all([batch], [dropped])
+        return found
+
+    def encode_all(self, batches: Sequence[Batch], dropped: Sequence[Collection[int]]) -> list[Batch]:
+        """Return batches with features, of which each is what `encode` makes of it. Every encoder comes to the device
+        once for all of them."""
+        found = self._with_text(batches, dropped)
         if self.form.image_embeds and self.given != "none":
-            batch = self._with_image_embeds(batch)
+            with self.parts[IMAGE_ENCODER].use() as encoder:
+                assert isinstance(encoder, FrameEncoder)
+                found = [self._with_image_embeds(batch, encoder) for batch in found]
         with self.parts[VAE].use() as vae:
             assert isinstance(vae, Autoencoder)
-            return self._with_latents(batch, vae)
+            return [self._with_latents(batch, vae) for batch in found]
 
     # ------------------------------------------------------------------------------------------ latents
 
@@ -89,13 +97,11 @@ class SampleEncoders:
             found["condition"] = _joined_rows(by_number, sizes, width, clean.device)
         return batch.with_tensors(**found)
 
-    def _with_image_embeds(self, batch: Batch) -> Batch:
+    def _with_image_embeds(self, batch: Batch, encoder: FrameEncoder) -> Batch:
         shapes = batch.shapes["frames"]
         videos = _split(batch["frames"], [shape for shape in shapes if shape[0]])
         chosen = (0,) if self.given == "first" else (0, -1)
-        with self.parts[IMAGE_ENCODER].use() as encoder:
-            assert isinstance(encoder, FrameEncoder)
-            found = encoder.encode([video[at] for video in videos for at in chosen])
+        found = encoder.encode([video[at] for video in videos for at in chosen])
         if not found:
             return batch
         lengths = [len(chosen) * len(found[0]) if shape[0] else 0 for shape in shapes]
@@ -104,20 +110,29 @@ class SampleEncoders:
 
     # ------------------------------------------------------------------------------------------ captions
 
-    def _with_text(self, batch: Batch, dropped: Collection[int]) -> Batch:
-        names = id_names(self.form)
-        found: list[list[TextEmbedding]] = []
-        for number, name in enumerate(names):
-            captions = list(torch.split(batch[name], [*batch.segments[name].lengths]))
-            # One caption more: a sharded encoder is called on every rank, also on one that has only padding.
-            extra = captions[0].new_tensor(self.empty[number] if self.empty else [0])
+    def _with_text(self, batches: Sequence[Batch], dropped: Sequence[Collection[int]]) -> list[Batch]:
+        found: list[list[list[TextEmbedding]]] = [[] for _ in batches]
+        for number, name in enumerate(id_names(self.form)):
             with self.parts[self.form.text[number].encoder].use() as encoder:
                 assert isinstance(encoder, TextEncoder)
-                some = encoder.encode([*(ids for ids in captions if len(ids)), extra])
-            rest = iter(some)
-            blank = some[-1]
-            by_sample = [next(rest) if len(ids) else _no_text(blank) for ids in captions]
-            found.append([_fitted(blank, one) if at in dropped else one for at, one in enumerate(by_sample)])
+                for into, batch, without in zip(found, batches, dropped, strict=True):
+                    into.append(self._captions(encoder, number, batch, name, without))
+        return [self._joined_text(batch, by_encoder) for batch, by_encoder in zip(batches, found, strict=True)]
+
+    def _captions(
+        self, encoder: TextEncoder, number: int, batch: Batch, name: str, dropped: Collection[int]
+    ) -> list[TextEmbedding]:
+        """Return what one text encoder makes of the captions of a batch."""
+        captions = list(torch.split(batch[name], [*batch.segments[name].lengths]))
+        # One caption more: a sharded encoder is called on every rank, also on one that has only padding.
+        extra = captions[0].new_tensor(self.empty[number] if self.empty else [0])
+        some = encoder.encode([*(ids for ids in captions if len(ids)), extra])
+        rest = iter(some)
+        blank = some[-1]
+        by_sample = [next(rest) if len(ids) else _no_text(blank) for ids in captions]
+        return [_fitted(blank, one) if at in dropped else one for at, one in enumerate(by_sample)]
+
+    def _joined_text(self, batch: Batch, found: Sequence[Sequence[TextEmbedding]]) -> Batch:
         whole = [joined(self.form.text, some) for some in zip(*found, strict=True)]
         tensors, segments = {}, dict(batch.segments)
         texts = [one.tokens for one in whole if one.tokens is not None]
