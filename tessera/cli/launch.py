@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import os
 import socket
 import sys
@@ -41,6 +42,7 @@ def launch(words: Sequence[str], cluster: Cluster, config: RunConfig) -> None:
 
 def start_ranks(words: Sequence[str], cluster: Cluster, join_timeout_s: float, folder: Path | None = None) -> None:
     """Run `tessera WORDS` on the ranks of this machine, as `launch` does. `folder`: of a run, which can be resumed."""
+    _quiet_launcher()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // cluster.nproc)))
     began = time.time()
     rendezvous_store = None
@@ -68,6 +70,14 @@ def start_ranks(words: Sequence[str], cluster: Cluster, join_timeout_s: float, f
         raise SystemExit(0 if folder is not None else 1) from None
     finally:
         del rendezvous_store
+
+
+def _quiet_launcher() -> None:
+    """Keep the launcher's own lines about signals and exit codes away: the ranks have said it better."""
+    if not os.environ.get("TESSERA_WARNINGS"):
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _settings(cluster: Cluster, join_timeout_s: float) -> LaunchConfig:

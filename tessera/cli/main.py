@@ -19,13 +19,15 @@ from tessera.cli.data import data_app
 from tessera.cli.generate import generate
 from tessera.cli.migrate import migrate
 from tessera.cli.run import Overrides, TrustFlag, check_output, write_output
-from tessera.core.errors import reported
+from tessera.core.errors import TesseraError, reported
+from tessera.core.foreign_keys import find_foreign
+from tessera.core.log import quiet_libraries
 
 app = typer.Typer(
     name="tessera",
     help="Train vision-language and language models, and any nn.Module, on one device or many.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -252,11 +254,29 @@ def config_vscode(
 def main() -> None:
     try:
         with reported():
+            quiet_libraries()
+            _refuse_foreign_options(sys.argv[1:])
             app()
     except SystemExit as end:
         if end.code in (None, 0) and "TORCHELASTIC_RUN_ID" in os.environ:
             _leave()
         raise
+
+
+def _refuse_foreign_options(words: list[str]) -> None:
+    """Raise for an option of another trainer, such as --learning_rate, with our key for it."""
+    if not words or words[0] not in ("train", "resume", "plan", "preflight", "launch"):
+        return
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        foreign = find_foreign(name) if name.startswith("--") else None
+        if foreign is not None:
+            given = value or (following if not following.startswith("-") else "")
+            raise TesseraError(
+                f"no such option: {name}; settings are written key=value",
+                where="command line",
+                fix=foreign.sentence(given or None),
+            )
 
 
 def _leave() -> NoReturn:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +18,22 @@ if TYPE_CHECKING:
 TrustFlag = Annotated[
     bool, typer.Option("--trust", help="import and call what a folder names that you did not make; see SECURITY.md")
 ]
+
+
+def complete_key(incomplete: str) -> list[str]:
+    """Return the keys of a recipe that begin like a word of the shell, up to the next dot."""
+    from tessera.core.config import keys_of
+    from tessera.core.run_config import RunConfig
+
+    depth = incomplete.count(".") + 1
+    keys = dict.fromkeys(".".join(key.split(".")[:depth]) for key in keys_of(RunConfig))
+    ends = {key: "=" if key in keys_of(RunConfig) else "." for key in keys}
+    return [f"{key}{ends[key]}" for key in keys if key.startswith(incomplete)]
+
+
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="key=value, for example optim.lr=1e-4", metavar="[KEY=VALUE]...")
+    list[str] | None,
+    typer.Argument(help="key=value, for example optim.lr=1e-4", metavar="[KEY=VALUE]...", autocompletion=complete_key),
 ]
 Ranks = Annotated[int, typer.Option("--nproc", help="ranks on this machine")]
 Port = Annotated[int | None, typer.Option("--port", help="port of the rendezvous; default: a free one")]
@@ -73,10 +89,11 @@ def train(
     from tessera.training.run_folder import run_exists
 
     callbacks = _prepare_rank()
-    if or_resume and run_exists(config.folder):  # the recipe names the same code
-        _finish(go_on(config.folder, settings, trust=named_code(config), callbacks=callbacks))
-    else:
-        _finish(run(recipe, settings, overwrite=overwrite, callbacks=callbacks))
+    with _stopped_at_once(config.folder):
+        if or_resume and run_exists(config.folder):  # the recipe names the same code
+            _finish(go_on(config.folder, settings, trust=named_code(config), callbacks=callbacks))
+        else:
+            _finish(run(recipe, settings, overwrite=overwrite, callbacks=callbacks))
 
 
 def resume(
@@ -107,7 +124,8 @@ def resume(
 
         launch(["resume", str(run), *(overrides or []), *(["--trust"] if trust else [])], cluster, config)
         return
-    _finish(go_on(run, settings, trust=trust, callbacks=_prepare_rank()))
+    with _stopped_at_once(run):
+        _finish(go_on(run, settings, trust=trust, callbacks=_prepare_rank()))
 
 
 def preflight(
@@ -212,6 +230,17 @@ def _prepare_rank() -> list[Callback]:
 
     wait_for_debugger()
     return prepare_rank()
+
+
+@contextmanager
+def _stopped_at_once(folder: Path) -> Iterator[None]:
+    """Exit with code 130 and a line after a Ctrl-C that did not wait for the end of a step."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if int(os.environ.get("RANK", 0)) == 0:
+            typer.echo(f"stopped at once; `tessera resume {folder}` goes on from the newest checkpoint", err=True)
+        raise SystemExit(130) from None
 
 
 def _finish(run: object) -> None:

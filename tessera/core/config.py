@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from tessera.core.errors import TesseraError, first_line, nearest
+from tessera.core.foreign_keys import find_foreign
 from tessera.core.values import allowed_values, check_kind, members_of, plain_copy
 from tessera.core.yaml12 import StrictDumper, StrictLoader
 
@@ -122,8 +123,12 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     for word in arguments:
         key, sign, text = word.partition("=")
         if not sign or not re.fullmatch(r"[A-Za-z_][\w.\-]*", key):
+            foreign = find_foreign(key)
             raise TesseraError(
-                f"not an override: {word!r}", where="command line", fix="write key=value, for example optim.lr=1e-4"
+                f"not an override: {word!r}",
+                where="command line",
+                nearest=foreign.key or None if foreign is not None else None,
+                fix="write key=value, for example optim.lr=1e-4" if foreign is None else foreign.sentence(text or None),
             )
         out[key] = parse_yaml(text, f"command line, {key}") if text else None
     return out
@@ -161,6 +166,9 @@ def _line(
         new = None if at is None else at.renamed.get(str(path[-1]))
         if new is not None:
             return f"{key} is now called {new}", None, new
+        foreign = find_foreign(str(path[-1]))
+        if foreign is not None and foreign.key != key:
+            return f"unknown key: {key}; {foreign.sentence(first.get('input'))}", None, foreign.key or None
         known = [] if at is None else sorted(field.alias or name for name, field in at.model_fields.items())
         near = nearest(str(path[-1]), known)
         text = f"unknown key: {key}" + (f" (did you mean {near}?)" if near else "")
@@ -237,6 +245,15 @@ def _section_at(section: type[Section], path: Iterable[Any]) -> type[Section] | 
     for part in path:
         kind = next((one for one in members_of(_below(kind, part)) if one is not type(None) and one is not str), Any)
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def keys_of(section: type[Section]) -> list[str]:
+    """Return every key below a section, dotted. What lies in lists and free mappings is not listed."""
+    found: list[str] = []
+    for name, field in section.model_fields.items():
+        inner = [one for one in members_of(field.annotation) if isinstance(one, type) and issubclass(one, Section)]
+        found += [f"{field.alias or name}.{key}" for one in inner for key in keys_of(one)] or [field.alias or name]
+    return found
 
 
 def dump_yaml(section: Section) -> str:

@@ -48,6 +48,15 @@ class LoraSection(Section):
         None, description="keep the weights of adapted layers in four bits (QLoRA), whole on every rank"
     )
 
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _all_is_the_default(cls, value: Any) -> Any:
+        if value in ("all", "all-linear", ["all"], ["all-linear"]):
+            raise ValueError(
+                "leave `targets` out: then all linear layers in the layers of the text decoder are adapted"
+            )
+        return value
+
     @model_validator(mode="after")
     def _merges_whole_weights(self) -> LoraSection:
         if self.merge and self.quantize is not None:

@@ -22,9 +22,10 @@ from tessera.parallel.tensor import tensor_communication
 
 
 def plan_text(plan: Plan) -> str:
+    """Return a line for everything that the plan does; what it does not do has none."""
     rows = [
         ("ranks", _ranks(plan)),
-        ("axes", ", ".join(f"{axis}={size}" for axis, size in plan.axes.root.items())),
+        ("axes", ", ".join(f"{axis}={size}" for axis, size in plan.axes.root.items() if plan.world > 1)),
         ("parameters", f"{plan.parameters:,} ({plan.trained:,} trained)"),
         *_axes(plan),
         ("shard groups", _groups(plan)),
@@ -41,10 +42,12 @@ def plan_text(plan: Plan) -> str:
         *_encoded_ahead(plan),
         *_communication(plan),
     ]
-    return "\n".join(f"{name:<13} {text}" for name, text in rows)
+    return "\n".join(f"{name:<13} {text}" for name, text in rows if text)
 
 
 def _ranks(plan: Plan) -> str:
+    if plan.world == 1:
+        return "1"
     shared = plan.axes.size(DATA) // plan.replicate
     words = f"{plan.world} = {plan.replicate} replicated x {shared} sharded"
     for name, axis in (("pipeline", PP), ("context", CONTEXT), ("tensor", TENSOR)):
@@ -112,7 +115,7 @@ def _communication(plan: Plan) -> list[tuple[str, str]]:
 
 def _groups(plan: Plan) -> str:
     if not plan.sharded:
-        return "none: one rank, no casting"
+        return ""
     freed = plan.reshard_after_forward
     after = {True: "freed after forward", False: "kept until backward"}
     how = after[freed] if isinstance(freed, bool) else f"shared by {freed} ranks after forward"
@@ -125,19 +128,19 @@ def _recompute(plan: Plan) -> str:
         kept = "" if keep == "none" else f" (keeping {keep} results)"
         parts.append(_summary([r.path for r in found]) + kept)
     form = ", reentrant" if plan.use_reentrant and parts else ""
-    return "; ".join(parts) + form if parts else "none"
+    return "; ".join(parts) + form
 
 
 def _offload(plan: Plan) -> str:
     if not plan.offload:
-        return "none"
+        return ""
     pinned = ", page-locked where an accelerator is" if plan.pin_memory else ""
     return f"parameters, gradients and optimizer in host memory{pinned}"
 
 
 def _prefetch(plan: Plan) -> str:
-    if not plan.sharded or not plan.blocks:
-        return "none"
+    if not plan.sharded or not plan.blocks or plan.world == 1:
+        return ""
     return f"forward {_prefetched(plan, True)}; backward {_prefetched(plan, False)}"
 
 
@@ -152,7 +155,9 @@ def _prefetched(plan: Plan, forward: bool) -> str:
 
 
 def _gradients(plan: Plan) -> str:
-    if plan.accumulate == "reduce" or plan.world == 1:
+    if plan.world == 1:
+        return ""
+    if plan.accumulate == "reduce":
         return "summed over ranks after each micro-batch"
     return f"summed over ranks once per step; {readable(plan.whole_gradient_bytes)} more per rank until then"
 
@@ -170,7 +175,7 @@ def _types(plan: Plan) -> str:
 
 def _summary(paths: Sequence[str]) -> str:
     if not paths:
-        return "none"
+        return ""
     return f"{len(paths)} modules, {paths[0]} … {paths[-1]}" if len(paths) > 2 else ", ".join(paths)
 
 

@@ -42,7 +42,7 @@ from tessera.parallel.plan import Plan
 from tessera.parallel.sequence_sharding import RankDataset
 from tessera.training.best import best_callbacks
 from tessera.training.callbacks import named_callbacks
-from tessera.training.checks import Coverage, KeepLossScale, StopOnSignal
+from tessera.training.checks import Coverage, KeepLossScale
 from tessera.training.ema import Ema
 from tessera.training.export import Export
 from tessera.training.held_out import GenerationEval, HeldOut, generating_model
@@ -51,6 +51,7 @@ from tessera.training.metrics import Meter
 from tessera.training.previews import Previews
 from tessera.training.records import Ledger, Quarantine
 from tessera.training.setup import NONE, ModelSetup, Objects
+from tessera.training.signals import StopOnSignal
 from tessera.training.trackers import Trackers
 from tessera.training.trainer import Trainer
 

@@ -1,14 +1,11 @@
-"""Check that every trained tensor receives a gradient, stop on signals, and keep the loss scale."""
+"""Check that every trained tensor receives a gradient, and keep the loss scale."""
 
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -119,33 +116,6 @@ def describe_coverage(found: Iterable[ReceivedGradient]) -> str:
         zero = sum(one.gradient and not one.nonzero for one in members)
         lines.append(f"  {part:<{width}}  {lr:>8.2g}  {decay:>6.2g}  {len(members):>7}  {got:>8}  {zero:>8}")
     return "\n".join(lines)
-
-
-class StopOnSignal(Callback):
-    """Stop after the current step and save, on SIGTERM and SIGINT. A second SIGINT ends the process at once."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, Any] = {}
-
-    def on_start(self, trainer: TrainerHandle) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return  # only the main thread may set handlers; a caller that trains elsewhere handles signals itself
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if number == signal.SIGINT and trainer.stop_reason is not None:
-                raise KeyboardInterrupt
-            trainer.request_stop(signal.Signals(number).name)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, handle)
-
-    def on_end(self, trainer: TrainerHandle) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
-
-    def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
-        self.on_end(trainer)
 
 
 class KeepLossScale(Callback):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,7 @@ from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.core.dist import gather_over_ranks
 from tessera.core.files import JsonLines, last_step, truncate_after
 from tessera.core.types import Batch
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
+from tessera.training.console import StepBar, mean_of, plain, step_fields, styled
 
 log = logging.getLogger("tessera")
 
@@ -39,7 +35,9 @@ class Meter(Callback):
         self._flops = 0.0
         self._work: list[float] = []  # of each step
         self._file: JsonLines | None = None
-        self._bar: Progress | None = None
+        self._bar: StepBar | None = None
+        self._unread: list[StepResult] = []  # whose loss the bar has not shown yet
+        self._since_line: list[dict[str, Any]] = []  # rows of the steps since the last line
         self._unwritten: list[dict[str, Any]] = []  # lines in the checkpoint that the file may lack
         self._since = 0.0
         self._waited = 0.0
@@ -50,10 +48,17 @@ class Meter(Callback):
         devices.reset_peak_memory(trainer.world.device)
         if trainer.world.is_main:
             self._file = self._open(trainer)
-            self._bar = _terminal_bar(trainer)
+            self._bar = StepBar.on_terminal(trainer)
+            if self._bar is not None:
+                trainer.phase_listeners.append(self._show_phase)
+
+    def _show_phase(self, phase: str) -> None:
+        if self._bar is not None and phase not in _OF_A_STEP:
+            self._bar.doing(phase)
 
     def on_rewind(self, trainer: TrainerHandle) -> None:
         self._pending, self._measured = [], 0
+        self._unread, self._since_line = [], []
         self._counts, self._flops, self._work = {}, 0.0, []
         self._restart_clock(trainer)
         if self._file is not None:
@@ -88,9 +93,18 @@ class Meter(Callback):
             self._flops += batch.flops
         self._work.append(_work_of(result.microbatches))
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=result.step)
+            self._bar.step(result.step, self._ready_loss(result))
         if result.step % self.every == 0 or result.step == trainer.length.steps or result.step == 1:
             self._report(trainer)
+
+    def _ready_loss(self, result: StepResult) -> float | None:
+        """Return the newest loss that can be read without waiting for the device."""
+        self._unread.append(result)
+        newest = next((one for one in reversed(self._unread) if one.numbers.ready()), None)
+        if newest is None:
+            return None
+        self._unread = [one for one in self._unread if one.step > newest.step]
+        return newest.numbers()["loss"]
 
     def on_eval(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
         self._write_pending()  # rows stay in the order of steps, which lets a resume read the end of the file alone
@@ -115,7 +129,9 @@ class Meter(Callback):
         for result in pending:
             if only_ready and not result.numbers.ready():
                 break
-            self._file.write(_to_host([result])[0], flush=False)
+            row = _to_host([result])[0]
+            self._since_line.append(row)
+            self._file.write(row, flush=False)
         self._file.flush()
 
     def _close(self) -> None:
@@ -166,30 +182,24 @@ class Meter(Callback):
             self._file.write(row, flush=False)
         self._file.write(values[-1] | speed)
         metrics = [name for name in values[-1] if name not in _OF_EVERY_STEP]
-        log.info(step_line(values[-1] | speed, trainer.length.steps, metrics))
+        rows, self._since_line = [*self._since_line, *values], []
+        shown = values[-1] | speed | mean_of(rows, ["loss", *metrics])
+        fields = step_fields(shown, trainer.length.steps, metrics)
+        log.info("%s", plain(fields), extra={"styled": styled(fields)})
 
 
-_OF_EVERY_STEP = ("kind", "step", "epoch", "loss", "grad_norm", "lr", "skipped")
+_OF_EVERY_STEP = ("kind", "step", "epoch", "loss", "grad_norm", "lr", "skipped", "loss_scale")
 
 
-def step_line(row: dict[str, Any], steps: int, metrics: Sequence[str] = ()) -> str:
-    """Return the line of a step for the terminal. `metrics`: names of what the task reports besides its loss."""
-    width = len(str(steps))
-    parts = [
-        f"step {row['step']:>{width}}/{steps}",
-        f"loss {row['loss']:.4f}",
-        f"lr {row['lr']:.2e}",
-        f"grad {row['grad_norm']:.3f}",
-    ]
-    parts += [f"{name} {row[name]:.4g}" for name in metrics]
-    parts += [f"{_short(v)} {k.removesuffix('_per_s')}/s" for k, v in row.items() if k.endswith("_per_s") and v]
-    parts += [f"wait {row['data_wait']:.1%}", f"mem {row['peak_memory_gib']:.2f} GiB"]
-    if "balance" in row:
-        parts.append(f"balance {row['balance']:.2f}")
-    if "mfu" in row:
-        parts.append(f"mfu {row['mfu']:.1%}")
-    parts.append(f"left {_clock((steps - row['step']) * row['step_seconds'])}")
-    return "  ".join(parts)
+# Phases that every step has. A bar that stands still because of another one says which.
+_OF_A_STEP = (
+    "agreeing to go on",
+    "loading data",
+    "running the model",
+    "clipping gradients",
+    "updating weights",
+    "reporting",
+)
 
 
 def balance_of(work: Tensor) -> float | None:
@@ -228,29 +238,3 @@ def _to_host(results: list[StepResult]) -> list[dict[str, Any]]:
         row |= {**result.numbers(), "lr": result.lr}
         rows.append(row if result.applied else {**row, "skipped": True})
     return rows
-
-
-def _short(value: float) -> str:
-    for unit in ("", "k", "M", "G"):
-        if value < 1000 or unit == "G":
-            break
-        value /= 1000
-    return f"{value:.0f}" if not unit and value >= 100 else f"{value:.3g}{unit}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
-
-
-def _terminal_bar(trainer: TrainerHandle) -> Progress | None:
-    if not sys.stderr.isatty():
-        return None
-    from rich.console import Console
-    from rich.progress import Progress
-
-    bar = Progress(console=Console(stderr=True), transient=True)
-    bar.add_task(trainer.config.name, total=trainer.length.steps, completed=trainer.step)
-    bar.start()
-    return bar

@@ -72,6 +72,8 @@ def parse(line: str, whole: bool) -> list[str]:
     context = command.make_context("tessera", [], resilient_parsing=True)
     while words and hasattr(command, "get_command"):  # a group; newer releases of typer have a click of their own
         name = words.pop(0)
+        if any(name in one.opts for one in command.params):  # an option of tessera itself
+            return []
         found = command.get_command(context, name)
         assert found is not None, f"{line}: no command {name}"
         command, context = found, found.make_context(name, [], parent=context, resilient_parsing=True)
@@ -118,6 +120,8 @@ def is_recipe(tree: dict[str, Any]) -> str | None:
         merged = dict(BASE)
         for name, given in wrapped.items():
             merged[name] = {**BASE[name], **given} if name in BASE and isinstance(given, dict) else given
+        if isinstance(wrapped.get("train"), dict) and "epochs" in wrapped["train"]:  # in the place of steps
+            merged["train"] = {key: value for key, value in merged["train"].items() if key != "steps"}
         if "path" in merged["model"] and "family" not in (tree.get("model") or {}):
             merged["model"] = {key: value for key, value in merged["model"].items() if key != "family"}
         try:
