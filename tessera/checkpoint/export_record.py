@@ -1,8 +1,11 @@
 """The record of an export: what each tensor and each file beside the weights was when the folder was published.
 
 `tessera_export.json` lies in the folder; readers of other libraries pass over it. For every tensor it has type, shape,
-a hash of its bytes, and what became of the tensor of that name in the base, the folder that the weights came from. A
-folder can be checked against its record, and against the base alone: names, shapes and types.
+a checksum of its bytes, and what became of the tensor of that name in the base, the folder that the weights came from.
+A folder can be checked against its record, and against the base alone: names, shapes and types.
+
+The checksum is a CRC-32: it finds what disks and people change by mistake, and is summed while tensors are written. The
+record lies beside the weights, so nothing in it could show that somebody changed both on purpose.
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ import hashlib
 import json
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,15 +38,20 @@ from tessera.checkpoint.files import (
     write_file,
 )
 from tessera.checkpoint.folder_tensors import FolderTensors
+from tessera.checkpoint.planned_folder import Scratch, read_at
 from tessera.checkpoint.publish import MARK
+from tessera.core.crc32 import crc32
 from tessera.core.errors import TesseraError, nearest
-from tessera.core.file_plan import map_elements
+from tessera.core.file_plan import Extent, map_elements
 from tessera.core.files import read_json_mapping
 from tessera.core.layouts import detect_layout, folder_layout
+from tessera.core.libc import same_bytes
+from tessera.core.tensor_rows import Bytes, TensorRows
 from tessera.core.weightmap import WeightMap
 
 FORMAT = "tessera-export"
-VERSION = 2  # 1 had no tensors and no files
+VERSION = 3  # 1 had no tensors and no files, 2 had a SHA-256 of each tensor
+_HASHED = 2
 _MAX_BYTES = 256 << 20
 _THREADS = 4  # hashing and reading release the interpreter
 # Files that change what a folder means to its readers, so that one which was added later is reported.
@@ -55,11 +64,11 @@ _SAME, _CHANGED, _NEW = "same", "changed", "new"
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """State type (as safetensors spell it), shape and hash of a stored tensor, and what it is to the base."""
+    """State type (as safetensors spell it), shape and checksum of a stored tensor, and what it is to the base."""
 
     dtype: str
     shape: tuple[int, ...]
-    sha256: str = ""  # none: only names, shapes and types are known
+    crc32: str = ""  # none: only names, shapes and types are known; of records of version 2, the SHA-256
     base: str | None = None
 
 
@@ -79,6 +88,7 @@ class ExportRecord:
     tensors: Mapping[str, ExportedTensor]
     files: Mapping[str, ExportedFile]
     not_exported: Sequence[str] = ()  # tensors of the base
+    version: int = VERSION
 
     def summary(self) -> str:
         """Return one line that counts tensors by what they are to the base."""
@@ -92,23 +102,79 @@ class ExportRecord:
 # ---------------------------------------------------------------------------------------------- writing
 
 
-def write_record(folder: Path, base: Path | None = None, weight_map: WeightMap = SAME_NAMES) -> ExportRecord:
-    """Read a finished folder, note everything in it, and return the record.
+class TensorNotes:
+    """Note tensors while they are written, chunk by chunk. Use it as a context: files of the base stay open inside.
 
     `base`: the folder that the weights came from. `weight_map` knows the names that folders spell in several ways.
     """
-    base = base if base is not None and base.is_dir() else None
-    with contextlib.ExitStack() as stack:
-        old = None
-        if base is not None and detect_layout(base) is not None and any(base.glob("*.safetensors")):
+
+    def __init__(self, base: Path | None = None, weight_map: WeightMap = SAME_NAMES) -> None:
+        self.tensors: dict[str, ExportedTensor] = {}
+        self.base = base if base is not None and base.is_dir() else None
+        self._old: _Base | None = None
+        if self.base is not None and detect_layout(self.base) is not None and any(self.base.glob("*.safetensors")):
             try:
-                old = stack.enter_context(_Base(base, weight_map.canonical))
+                self._old = _Base(self.base, weight_map.canonical)
             except TesseraError as error:  # it was read once; what became of it since is no fault of the export
-                _log.warning("the record does not say what changed since %s: %s", base, error.what)
-        tensors, unreadable = _hashed(folder, old)
-        if unreadable:
-            raise TesseraError(f"what was written cannot be read: {unreadable[0]}", where=str(folder))
-        left = [] if old is None else old.besides(tensors)
+                _log.warning("the record does not say what changed since %s: %s", self.base, error.what)
+
+    def __enter__(self) -> TensorNotes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._old is not None:
+            self._old.__exit__()
+
+    def begin(self, name: str, kind: str, shape: tuple[int, ...]) -> TensorNote:
+        """Return what takes the chunks of one tensor, in order; its `close` notes it. Threads may note several."""
+        there = None if self._old is None else self._old.find(name, kind, shape)
+        return TensorNote(self, name, ExportedTensor(kind, shape), there)
+
+    def add(self, name: str, kind: str, tensor: Tensor) -> None:
+        """Note a whole tensor."""
+        note = self.begin(name, kind, tuple(tensor.shape))
+        for chunk in TensorRows.of(tensor).chunks():
+            note(chunk)
+        note.close()
+
+    def not_exported(self) -> list[str]:
+        """Return the names of tensors that the base alone has."""
+        return [] if self._old is None else self._old.besides(self.tensors)
+
+
+class TensorNote:
+    """Sum the chunks of one tensor, and compare them with the tensor of the base as long as they are the same."""
+
+    def __init__(self, notes: TensorNotes, name: str, tensor: ExportedTensor, there: _Stored | str | None) -> None:
+        self._notes, self._name, self._tensor, self._there = notes, name, tensor, there
+        self._checksum = self._at = 0
+
+    def __call__(self, chunk: Bytes) -> None:
+        self._checksum = crc32(chunk, self._checksum)
+        if isinstance(self._there, _Stored) and not self._there.has(chunk, self._at):
+            self._there = _CHANGED
+        self._at += len(chunk)
+
+    def close(self) -> None:
+        base = _SAME if isinstance(self._there, _Stored) else self._there
+        self._notes.tensors[self._name] = replace(self._tensor, crc32=f"{self._checksum:08x}", base=base)
+
+
+def write_record(
+    folder: Path, base: Path | None = None, weight_map: WeightMap = SAME_NAMES, notes: TensorNotes | None = None
+) -> ExportRecord:
+    """Note everything in a finished folder, and return the record.
+
+    `notes`: those of its tensors, if they were made while it was written; `base` and `weight_map` are theirs then.
+    Otherwise, see `TensorNotes`.
+    """
+    with contextlib.nullcontext(notes) if notes is not None else TensorNotes(base, weight_map) as made:
+        if notes is None:
+            _, unreadable = _each_tensor(folder, made.add)
+            if unreadable:
+                raise TesseraError(f"what was written cannot be read: {unreadable[0]}", where=str(folder))
+        tensors = {name: made.tensors[name] for name in sorted(made.tensors)}
+        base, left = made.base, made.not_exported()
     files = {name: _file_record(folder, base, name) for name in _other_files(folder)}
     record = ExportRecord(None if base is None else _name_of(base), tensors, files, left)
     head = {
@@ -132,38 +198,53 @@ def _lines(table: Mapping[str, ExportedTensor | ExportedFile]) -> str:
     return "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()) + "\n }"
 
 
+class _Stored:
+    """Compare chunks with a tensor of the base, in memory or in its file."""
+
+    def __init__(self, where: Extent | Tensor, handle: int, scratch: Scratch) -> None:
+        self._where, self._handle, self._scratch = where, handle, scratch
+
+    def has(self, chunk: Bytes, at: int) -> bool:
+        if isinstance(self._where, Tensor):
+            return same_bytes(chunk, _bytes(self._where).numpy()[at : at + len(chunk)])
+        there = self._scratch.of_size(len(chunk))
+        return read_at(self._handle, there, self._where.offset + at) and same_bytes(chunk, there)
+
+
 class _Base:
-    """Tell what tensors are to those of the folder that they came from. Use it as a context: its files stay open."""
+    """Find the tensors of the folder that exported ones came from. Use it as a context: its files stay open."""
 
     def __init__(self, folder: Path, canonical: Callable[[str], str]) -> None:
         self._stored, self._canonical = FolderTensors(folder), canonical
         self._known = {canonical(name): name for name in self._stored.shapes}
+        self._scratch = Scratch()
+        self._handles: dict[Path, int] = {}
         self._one_reads = threading.Lock()  # weights in fewer bits are computed, and the last one is kept
-
-    def __enter__(self) -> _Base:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stored.__exit__()
+        for handle in self._handles.values():
+            os.close(handle)
 
-    def status(self, name: str, kind: str, tensor: Tensor) -> str:
+    def find(self, name: str, kind: str, shape: tuple[int, ...]) -> _Stored | str:
+        """Return the tensor that another one is compared with, or what is known of it without reading."""
         key = self._known.get(self._canonical(name))
         if key is None:
             return _NEW
-        if (self._stored.shapes[key], self._stored.kinds[key]) != (tuple(tensor.shape), kind):
+        if (self._stored.shapes[key], self._stored.kinds[key]) != (shape, kind):
             return _CHANGED
-        # A trained tensor differs in its first row: only what is the same is read whole.
-        rows = [tensor[:1], tensor] if tensor.ndim and len(tensor) > 1 else [tensor]
-        return _word(all(torch.equal(_bytes(self._read(key, part)), _bytes(part)) for part in rows))
+        extent = self._stored.extent(key)
+        with self._one_reads:
+            if extent is None:
+                return _Stored(self._stored.read(key), -1, self._scratch)
+            if extent.file not in self._handles:
+                self._handles[extent.file] = os.open(extent.file, os.O_RDONLY | os.O_CLOEXEC)
+            return _Stored(extent, self._handles[extent.file], self._scratch)
 
     def besides(self, exported: Collection[str]) -> list[str]:
         """Return the names of tensors that are here alone."""
         there = {self._canonical(name) for name in exported}
         return [key for name, key in self._known.items() if name not in there]
-
-    def _read(self, key: str, like: Tensor) -> Tensor:
-        with self._one_reads:
-            return self._stored.read(key, [0] * like.ndim, tuple(like.shape))
 
 
 def _file_record(folder: Path, base: Path | None, name: str) -> ExportedFile:
@@ -195,35 +276,43 @@ def _other_files(folder: Path) -> list[str]:
     return [name for name in found if not name.startswith(".") and name != MARK and not name.endswith(".safetensors")]
 
 
-def _hashed(folder: Path, base: _Base | None = None) -> tuple[dict[str, ExportedTensor], list[str]]:
-    """Return the tensors of a folder as they are stored, and what is wrong with files that cannot be read."""
+T = TypeVar("T")
+
+
+def _each_tensor(folder: Path, work: Callable[[str, str, Tensor], T]) -> tuple[dict[str, T], list[str]]:
+    """Return what `work` makes of the tensors of a folder as they are stored (name, type, tensor), by their names, and
+    what is wrong with files that cannot be read."""
     problems: list[str] = []
     try:
         paths = folder_layout(folder).weight_files()
     except TesseraError as error:
         problems.append(error.what)
         paths = sorted(folder.glob("*.safetensors"))
-    found: dict[str, ExportedTensor] = {}
+    found: dict[str, T] = {}
     with ThreadPoolExecutor(_THREADS) as pool:
         for path in paths:
             try:
                 with open_safetensors(path) as file:
                     names, positions = list(file.keys()), data_positions(path)
-                    hashed = functools.partial(_hash, path, file, positions, base)
-                    found |= zip(names, pool.map(hashed, names), strict=True)
+                    read = functools.partial(_read, path, file, positions)
+                    found |= zip(names, pool.map(lambda name, read=read: work(name, *read(name)), names), strict=True)
             except TesseraError as error:
                 problems.append(f"{path.name}: {error.what}")
     return found, problems
 
 
-def _hash(path: Path, file: Any, positions: Mapping[str, int], base: _Base | None, name: str) -> ExportedTensor:
+def _read(path: Path, file: Any, positions: Mapping[str, int], name: str) -> tuple[str, Tensor]:
     shape, kind = stored_shape(file, name), str(file.get_slice(name).get_dtype())
     if kind in DTYPES:  # its own pages alone: those that the whole file maps would stay in memory
-        tensor = map_elements(path, positions[name], math.prod(shape), DTYPES[kind]).view(shape)
-    else:
-        tensor = file.get_tensor(name)
-    digest = hashlib.sha256(_bytes(tensor).numpy().data).hexdigest()
-    return ExportedTensor(kind, shape, digest, None if base is None else base.status(name, kind, tensor))
+        return kind, map_elements(path, positions[name], math.prod(shape), DTYPES[kind]).view(shape)
+    return kind, file.get_tensor(name)
+
+
+def _summed(version: int, name: str, kind: str, tensor: Tensor) -> ExportedTensor:
+    """Return a tensor with the checksum that records of a version have."""
+    data = _bytes(tensor).numpy().data
+    checksum = hashlib.sha256(data).hexdigest() if version == _HASHED else f"{crc32(data):08x}"
+    return ExportedTensor(kind, tuple(tensor.shape), checksum)
 
 
 # ---------------------------------------------------------------------------------------------- checking
@@ -238,21 +327,23 @@ def read_record(folder: Path) -> ExportRecord | None:
     if content.get("version") == 1:
         return None
     try:
-        if content["format"] != FORMAT or content["version"] != VERSION:
-            raise ValueError(f"format {content['format']} version {content['version']}")
+        version = content["version"]
+        if content["format"] != FORMAT or version not in (VERSION, _HASHED):
+            raise ValueError(f"format {content['format']} version {version}")
+        checksum = "sha256" if version == _HASHED else "crc32"
         tensors = {
-            name: ExportedTensor(one["dtype"], tuple(one["shape"]), one["sha256"], one.get("base"))
+            name: ExportedTensor(one["dtype"], tuple(one["shape"]), one[checksum], one.get("base"))
             for name, one in content["tensors"].items()
         }
         files = {name: ExportedFile(one["sha256"], one.get("base")) for name, one in content["files"].items()}
-        return ExportRecord(content["base"], tensors, files, content["not_exported"])
+        return ExportRecord(content["base"], tensors, files, content["not_exported"], version)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TesseraError(f"not a record of an export: {error!r}", where=str(path)) from None
 
 
 def changes_since(folder: Path, record: ExportRecord) -> list[str]:
     """Return everything in a folder that is not as its record says, in words."""
-    found, problems = _hashed(folder)
+    found, problems = _each_tensor(folder, functools.partial(_summed, record.version))
     problems += tensor_differences(found, record.tensors, "was written")
     present = _other_files(folder)
     for name, one in record.files.items():
@@ -296,7 +387,7 @@ def tensor_differences(
         one = found.get(name)
         if one is None:
             alike = [other for other, has in extra.items() if replace(has, base=wanted.base) == wanted] if few else []
-            near = alike[0] if wanted.sha256 and alike else nearest(name, alike)
+            near = alike[0] if wanted.crc32 and alike else nearest(name, alike)
             if near is not None:
                 del extra[near]
             problems.append(f"{name} is missing" + ("" if near is None else f"; {near} may be it, renamed"))
@@ -305,6 +396,6 @@ def tensor_differences(
             problems.append(f"{name} has the shape {list(one.shape)}, {verb} as {list(wanted.shape)}{turned}")
         elif one.dtype != wanted.dtype and types:
             problems.append(f"{name} is stored as {one.dtype}, {verb} as {wanted.dtype}")
-        elif one.sha256 != wanted.sha256:
+        elif one.crc32 != wanted.crc32:
             problems.append(f"{name} has other bytes than {verb.replace('was', 'were')}")
     return problems + [f"{name} is not a tensor that {verb}" for name in extra]

@@ -18,7 +18,7 @@ from torch import Tensor
 from tessera.checkpoint.files import CODES, DTYPES, box_slices, data_positions, open_safetensors, stored_shape
 from tessera.checkpoint.quantized import QuantizedWeight, find_quantized
 from tessera.core.errors import TesseraError
-from tessera.core.file_plan import map_elements
+from tessera.core.file_plan import Extent, PlannedTensor, map_elements
 from tessera.core.layouts import CONFIG_FILE, ROOT, folder_layout
 
 _STATE_BYTES = 1 << 16
@@ -70,6 +70,13 @@ class FolderTensors:
             last = name, weight.dequantize([self._whole(part) for part in weight.parts]).to(self._dtype)
             self._last = last
         return last[1][box_slices(offsets, sizes)]
+
+    def extent(self, name: str) -> Extent | None:
+        """Return where a tensor lies that is stored as it is, also a part of one in fewer bits; None for others."""
+        if name not in self._places:
+            return None
+        path, position, kind, shape = self._places[name]
+        return Extent(path, position, PlannedTensor(DTYPES[kind], shape)) if kind in DTYPES else None
 
     def _whole(self, name: str, all_soon: bool = False) -> Tensor:
         """Return a stored tensor over its pages, which leave memory with it: those of a whole file would stay."""

@@ -18,17 +18,25 @@ from torch import Tensor
 
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, read_dcp_safetensors
-from tessera.checkpoint.files import DTYPES
+from tessera.checkpoint.files import CODES, DTYPES, data_positions
 from tessera.checkpoint.folder_tensors import FolderTensors
-from tessera.checkpoint.legacy.dcp import METADATA, read_dcp
+from tessera.checkpoint.legacy.dcp import METADATA, DcpTensor, read_dcp
 from tessera.checkpoint.legacy.megatron import MegatronLayout, is_megatron_folder, newest_iteration, read_megatron
-from tessera.checkpoint.weights import TensorSource, fill, plan_reading, shapes_fit
+from tessera.checkpoint.storage import KeyedPart
+from tessera.checkpoint.weights import (
+    TensorSource,
+    check_copies,
+    check_stored_kind,
+    fill,
+    plan_reading,
+    shapes_fit,
+)
 from tessera.core.errors import TesseraError
-from tessera.core.file_plan import PlannedTensor
+from tessera.core.file_plan import Extent, PlannedTensor
 from tessera.core.layouts import ROOT
 from tessera.core.megatron_form import MegatronForm
 from tessera.core.tensor_rows import TensorRows
-from tessera.core.weightmap import WeightMap
+from tessera.core.weightmap import WeightMap, native_rows
 
 
 class StoredForm(ABC):
@@ -55,9 +63,16 @@ class StoredForm(ABC):
         Several threads may read at a time.
         """
 
-    def read_slices(self, name: str) -> Sequence[Tensor]:
-        """Return one tensor as it is divided over ranks: all of it where the form divides nothing."""
-        return (self.read(name),)
+    def read_rows(self, name: str) -> TensorRows:
+        """Return one tensor as parts that are not joined before they are used."""
+        return TensorRows.of(self.read(name))
+
+    def extents(self, name: str) -> Sequence[Extent | None]:
+        """Return where the slices of a tensor lie, one for each rank that has a part of it; None: not in order.
+
+        Names are those of what is stored, also of the parts that a weight in fewer bits is computed from.
+        """
+        return (None,)
 
 
 class SafetensorsForm(StoredForm):
@@ -82,6 +97,14 @@ class SafetensorsForm(StoredForm):
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         return self._folder.read(name, offsets, sizes)
 
+    def extents(self, name: str) -> Sequence[Extent | None]:
+        return (self._folder.extent(name),)
+
+    def check_copies(self, weight_map: WeightMap) -> None:
+        """Raise if config.json ties two tables and the folder stores both with different numbers."""
+        shapes = self._folder.shapes
+        check_copies(weight_map.for_names(shapes), shapes, self._folder.read, self.where)
+
 
 class MegatronFolder(StoredForm):
     """Read the rank files of a Megatron-style job as whole tensors."""
@@ -97,8 +120,11 @@ class MegatronFolder(StoredForm):
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         return self._found[name].read(offsets, sizes)
 
-    def read_slices(self, name: str) -> Sequence[Tensor]:
-        return self._found[name].read_slices()
+    def read_rows(self, name: str) -> TensorRows:
+        return self._found[name].read_rows()
+
+    def extents(self, name: str) -> Sequence[Extent | None]:
+        return [part.extent() for part in self._found[name].slices]
 
 
 class DcpFolder(StoredForm):
@@ -111,6 +137,7 @@ class DcpFolder(StoredForm):
         self.where = str(folder)
         found = read_dcp(folder) if (folder / METADATA).is_file() else read_dcp_safetensors(folder)
         self._found = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+        self._positions: dict[Path, Mapping[str, int]] = {}  # of tensors in safetensors files
         if not self._found:
             raise TesseraError(f"no tensor's name begins with {prefix!r}", where=self.where, allowed=sorted(found)[:10])
 
@@ -119,6 +146,17 @@ class DcpFolder(StoredForm):
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         return self._found[name].read(offsets, sizes)
+
+    def extents(self, name: str) -> Sequence[Extent | None]:
+        found = self._found[name]
+        if isinstance(found, DcpTensor):
+            return [found.stored_part(part).extent() for part in found.parts]
+        return [self._extent(part, found.dtype) for part in found.parts]
+
+    def _extent(self, part: KeyedPart, dtype: torch.dtype) -> Extent:
+        if part.file not in self._positions:
+            self._positions[part.file] = data_positions(part.file)
+        return Extent(part.file, self._positions[part.file][part.key], PlannedTensor(dtype, part.sizes))
 
 
 @dataclass(frozen=True)
@@ -138,13 +176,14 @@ class NativeTensors:
         weight_map: WeightMap,
         shapes: Mapping[str, tuple[int, ...]],
         tied: Mapping[str, str],
+        types: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         """Check that names and shapes fit.
 
         `weight_map`: of forms that have none of their own. `shapes`: of all native tensors; `tied`: further names of
-        shared ones.
+        shared ones. `types`: of native tensors that are not to be as they are stored.
         """
-        self._stored, self.where = stored, stored.where
+        self._stored, self.where, self._types = stored, stored.where, types or {}
         available, used = stored.tensors(), stored.weight_map or weight_map
         sources = plan_reading(shapes.keys(), available, used, tied=tied, expected=(), where=stored.where)
         self._sources: dict[str, TensorSource] = {source.native: source for source in sources}
@@ -153,7 +192,7 @@ class NativeTensors:
         for name, shape in shapes.items():
             source = self._sources[name]
             shapes_fit(source, shape, self._shapes, stored.where)
-            self.plans[name] = PlannedTensor(available[source.foreign[0]].dtype, shape)
+            self.plans[name] = PlannedTensor(self._types.get(name, available[source.foreign[0]].dtype), shape)
 
     def __enter__(self) -> NativeTensors:
         return self
@@ -171,17 +210,36 @@ class NativeTensors:
 
     def read(self, name: str) -> Tensor:
         """Return one native tensor."""
-        return self.read_group([name])[name]
+        return self.read_group([name])[name].whole()
 
-    def read_group(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return native tensors; what several of them are made of is read once."""
+    def read_group(self, names: Sequence[str]) -> dict[str, TensorRows]:
+        """Return native tensors, mostly as views of files; what several of them are made of is read once."""
         sources = [self._sources[name] for name in names]
-        stored = {name: self._stored.read(name) for name in {name for source in sources for name in source.foreign}}
-        return {source.native: source.op.to_native([stored[name] for name in source.foreign]) for source in sources}
+        stored = {
+            name: self._stored.read_rows(name) for name in {name for source in sources for name in source.foreign}
+        }
+        found = {source.native: native_rows(source.op, [stored[name] for name in source.foreign]) for source in sources}
+        for name in self._types.keys() & found.keys():
+            if found[name].dtype != self._types[name]:
+                found[name] = TensorRows.of(found[name].whole().to(self._types[name]))
+        return found
 
-    def read_slices(self, foreign: str) -> Sequence[Tensor]:
-        """Return what is stored under a name of the form, as it is divided over ranks."""
-        return self._stored.read_slices(foreign)
+    def check_kinds(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise if a weight is stored as integers or a counter as floats. `tensors`: those of the model."""
+        for name, plan in self.plans.items():
+            stored = self._sources[name].foreign[0]
+            check_stored_kind(stored, CODES.get(plan.dtype, str(plan.dtype)), tensors[name].dtype, self.where)
+
+    def read_ahead(self, names: Sequence[str]) -> None:
+        """Ask the system to read what native tensors are made of soon."""
+        for foreign in dict.fromkeys(foreign for name in names for foreign in self._sources[name].foreign):
+            for extent in self._stored.extents(foreign):
+                if extent is not None:
+                    extent.read_ahead()
+
+    def extents(self, foreign: str) -> Sequence[Extent | None]:
+        """Return where the slices of what is stored under a name of the form lie."""
+        return self._stored.extents(foreign)
 
     def groups(self, weight_map: WeightMap) -> list[TensorGroup]:
         """Return the groups in which another form is written: tensors that share anything stored, here or there."""
@@ -195,7 +253,10 @@ class NativeTensors:
                 group = _join(joined, group, by_stored.setdefault(stored, group))
                 by_stored[stored] = group
         unique = {id(group): group for group in joined.values()}
-        made = [weight_map.to_foreign_rows({name: blanks[name] for name in group}) for group in unique.values()]
+        made = [
+            weight_map.to_foreign_rows({name: TensorRows.of(blanks[name]) for name in group})
+            for group in unique.values()
+        ]
         return [
             TensorGroup(tuple(group), {name: self._planned(name, rows) for name, rows in tensors.items()})
             for group, tensors in zip(unique.values(), made, strict=True)

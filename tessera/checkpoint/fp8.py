@@ -21,6 +21,7 @@ from tessera.checkpoint.files import open_safetensors
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.layouts import folder_layout
 from tessera.core.pattern import matches
+from tessera.core.tensor_rows import TensorRows
 from tessera.core.weightmap import WeightMap
 
 Quantization = Literal["fp8", "fp8-block"]
@@ -76,12 +77,21 @@ class Fp8Map(WeightMap):
             dtype=max(sizes, key=lambda dtype: sizes[dtype]),
         )
 
+    def to_foreign_rows(self, native: Mapping[str, TensorRows]) -> dict[str, TensorRows]:
+        made = super().to_foreign_rows(native)
+        if self.quantized.isdisjoint(native):
+            return made
+        # Scales stand before what they scale: in a file, wide numbers must not lie behind an odd number of bytes.
+        quantize = _quantize_rows if self.kind == "fp8" else _quantize_blocks
+        parts = [part for name, rows in made.items() for part in quantize(name, rows.whole()).items()]
+        return {name: TensorRows.of(tensor) for name, tensor in parts}
+
+    def scales_of(self, foreign: str) -> tuple[str, ...]:
+        """Return the names that the scales of a weight have, if it has any."""
+        return (f"{foreign}_scale" if self.kind == "fp8" else f"{foreign}_scale_inv",)
+
     def to_foreign(self, native: Mapping[str, Tensor]) -> dict[str, Tensor]:
         made = super().to_foreign(native)
-        # Scales stand before what they scale: in a file, wide numbers must not lie behind an odd number of bytes.
-        if not self.quantized.isdisjoint(native):
-            quantize = _quantize_rows if self.kind == "fp8" else _quantize_blocks
-            made = {key: part for name, tensor in made.items() for key, part in quantize(name, tensor).items()}
         self.digests.update({name: _digest(tensor) for name, tensor in made.items() if not tensor.is_meta})
         return made
 

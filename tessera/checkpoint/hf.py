@@ -34,20 +34,17 @@ from tessera.checkpoint.planned_folder import plan_safetensors
 from tessera.checkpoint.publish import Origin, Staging, begin, pretty_json, show
 from tessera.checkpoint.weights import (
     Counts,
-    ReadBox,
-    Shape,
+    check_copies,
     check_stored_kind,
     fill,
     judge_non_finite,
     non_finite,
     plan_reading,
 )
-from tessera.core.errors import TesseraError
 from tessera.core.file_plan import FilePlan, FolderPlan
 from tessera.core.layouts import CONFIG_FILE, ROOT, FolderLayout, TransformersFolder, single_folder
 from tessera.core.weightmap import WeightMap
 
-_COMPARED = 16 << 20  # numbers of two tables that are compared at a time
 _log = logging.getLogger("tessera")
 
 
@@ -105,35 +102,11 @@ def _load(
             return box
 
         if Ranks.current().rank == 0:
-            _check_copies(weight_map.for_names(shapes), shapes, read, folder)
+            check_copies(weight_map.for_names(shapes), shapes, read, str(folder))
         for source in sources:
             for name in source.foreign:
                 check_stored_kind(name, kinds[name], tensors[source.native].dtype, str(folder))
             fill(tensors[source.native], source, shapes, read, str(folder))
-
-
-def _check_copies(weight_map: WeightMap, shapes: Mapping[str, Shape], read: ReadBox, folder: Path) -> None:
-    """Raise if config.json ties two tables and the folder stores both with different numbers."""
-    stored_names = {weight_map.canonical(name): name for name in shapes}
-    for copied, native in weight_map.copies:
-        found = weight_map.rule_for(native)
-        if found is None or copied not in stored_names or found[1][0] not in stored_names:
-            continue
-        one, other = stored_names[copied], stored_names[found[1][0]]
-        shape, rows = shapes[one], max(1, _COMPARED // max(1, prod(shapes[one][1:])))
-        same = shape == shapes[other]
-        for start in range(0, shape[0] if same else 0, rows):
-            box = ((start, *[0] * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:]))
-            if not torch.equal(read(one, *box), read(other, *box)):
-                same = False
-                break
-        if not same:
-            raise TesseraError(
-                f"config.json ties the head to the embeddings, and {one} differs from {other}",
-                where=str(folder),
-                fix='set "tie_word_embeddings": false in config.json (inside of text_config, too, if it is there): the '
-                "folder holds a head of its own",
-            )
 
 
 def stored_dtype(folder: Path, component: str = ROOT) -> torch.dtype:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from tessera.checkpoint.files import Entry, safetensors_header, storage_order
 from tessera.core.crc32 import crc32
+from tessera.core.errors import TesseraError
 from tessera.core.file_plan import FilePlan, FolderPlan, Place
-from tessera.core.tensor_rows import TensorRows
+from tessera.core.libc import begin_write_back, same_bytes
+from tessera.core.tensor_rows import Bytes, TensorRows
+
+Watch = Callable[[Bytes], object]
+_WORTH_A_REQUEST = 1 << 20  # bytes that the disk is asked to write at once; less is gathered until the end
 
 
 def plan_safetensors(
@@ -29,12 +37,25 @@ def plan_safetensors(
     return FolderPlan(plans, places)
 
 
+class Scratch(threading.local):
+    """Keep memory of each thread for bytes that are read to be compared."""
+
+    def __init__(self) -> None:
+        self._bytes: Bytes = np.empty(0, dtype=np.uint8)
+
+    def of_size(self, count: int) -> Bytes:
+        if len(self._bytes) < count:
+            self._bytes = np.empty(count, dtype=np.uint8)
+        return self._bytes[:count]
+
+
 class PlannedFolder:
     """Write the files of a plan, new ones or those of a process that was interrupted. Use it as a context."""
 
     def __init__(self, folder: Path, plan: FolderPlan) -> None:
         self._folder, self._plan = folder, plan
         self._handles: dict[str, int] = {}
+        self._scratch = Scratch()
 
     def __enter__(self) -> Self:
         """Write everything but tensors: also where it was written before, since a power cut may have lost any of it."""
@@ -56,20 +77,53 @@ class PlannedFolder:
         for handle in self._handles.values():
             os.close(handle)
 
-    def put(self, name: str, tensor: TensorRows) -> list[int]:
-        """Write a tensor to its places, and return the checksums of its slices. Several threads may do so."""
+    def put(self, name: str, tensor: TensorRows, watch: Watch | None = None) -> list[int]:
+        """Write a tensor to its places, and return the checksums of its slices. Several threads may do so.
+
+        Each chunk is read again behind its write, while it is in a processor's cache, and must be the same. `watch`
+        sees every chunk of the tensor once.
+        """
         slices, known = self._plan.divide(name, tensor), dict[int, int]()
         for place in self._plan.places[name]:
-            position, checksum = place.offset, 0
+            handle, position, checksum = self._handles[place.file], place.offset, 0
+            first = place.slice not in known
             for chunk in slices[place.slice].chunks():
-                if place.checksums and place.slice not in known:
+                if place.checksums and first:
                     checksum = crc32(chunk, checksum)
-                _write_at(self._handles[place.file], chunk.data, position)
+                if watch is not None and first:
+                    watch(chunk)
+                _write_at(handle, chunk.data, position)
+                if not self._is_there(handle, chunk, position):
+                    raise TesseraError(
+                        f"{name} was read back with other bytes than were written",
+                        where=str(self._folder / place.file),
+                        fix="nothing was published: try again; if it happens twice, check the disk",
+                    )
                 position += len(chunk)
+            if position - place.offset >= _WORTH_A_REQUEST:
+                begin_write_back(handle, place.offset, position - place.offset)
             known.setdefault(place.slice, checksum)
         checksums = [known[place.slice] for place in self._plan.places[name]]
         self.put_checksums(name, checksums)
         return checksums
+
+    def holds(self, name: str, tensor: TensorRows, watch: Watch | None = None) -> bool:
+        """Return whether all places of a tensor hold its bytes. `watch` sees every chunk once, up to a difference."""
+        slices, seen = self._plan.divide(name, tensor), set[int]()
+        for place in self._plan.places[name]:
+            position = place.offset
+            for chunk in slices[place.slice].chunks():
+                if watch is not None and place.slice not in seen:
+                    watch(chunk)
+                if not self._is_there(self._handles[place.file], chunk, position):
+                    return False
+                position += len(chunk)
+            seen.add(place.slice)
+        return True
+
+    def _is_there(self, handle: int, chunk: Bytes, position: int) -> bool:
+        there = self._scratch.of_size(len(chunk))
+        return read_at(handle, there, position) and same_bytes(chunk, there)
 
     def put_checksums(self, name: str, checksums: Sequence[int]) -> None:
         """Write checksums, as `put` returned them."""
@@ -88,3 +142,14 @@ def _write_at(handle: int, data: bytes | memoryview, position: int) -> None:
     while view:
         count = os.pwrite(handle, view, position)
         view, position = view[count:], position + count
+
+
+def read_at(handle: int, target: Bytes, position: int) -> bool:
+    """Fill an array with bytes of a file; return whether the file has so many."""
+    view = target.data
+    while view:
+        count = os.preadv(handle, [view], position)
+        if not count:
+            return False
+        view, position = view[count:], position + count
+    return True

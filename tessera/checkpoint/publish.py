@@ -101,7 +101,7 @@ def begin(folder: Path, overwrite: bool, origin: Origin | None = None) -> Stagin
     """Return a new staging folder for a target that may be written."""
     parents = check_target(folder, overwrite, origin)
     path = folder.parent / f".staging-{folder.name}~{uuid.uuid4().hex[:8]}"
-    with _written_in(folder):
+    with written_in(folder):
         path.mkdir()
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     with suppress(OSError):  # a file system without locks
@@ -110,7 +110,8 @@ def begin(folder: Path, overwrite: bool, origin: Origin | None = None) -> Stagin
 
 
 @contextmanager
-def _written_in(folder: Path) -> Iterator[None]:
+def written_in(folder: Path) -> Iterator[None]:
+    """Raise errors of the system, such as a name that is too long, as a `TesseraError` about a target."""
     try:
         yield
     except OSError as error:
@@ -122,7 +123,7 @@ def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) ->
 
     An export of the same source in the same form is replaced.
     """
-    with _written_in(folder):
+    with written_in(folder):
         if folder.is_symlink():  # it would be replaced, and not what it leads to
             raise TesseraError("the target is a link", where=str(folder), fix=f"name {os.path.realpath(folder)}")
         if folder.exists() and not folder.is_dir():
@@ -300,7 +301,7 @@ class Journal:
 def _locked(path: Path, target: Path) -> int:
     """Open a journal and lock it for this process; refuse if another one has it."""
     while True:
-        with _written_in(target):
+        with written_in(target):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,11 +1,11 @@
 """Convert weights from one form to another: in one pass, by several threads, with little memory, and so that a killed
 conversion can go on.
 
-A group of tensors is read from the source, made into what the target form stores, written to its places, and read again
-by the reader of that form while its bytes are still in the system's cache: it must find what was to be written, bit for
-bit, and for one group of each kind (the layers of a model are of one kind) it makes the source of it again, too. Then
-the journal notes it. Sources are mapped, and rows in another order are views of them, so most bytes are copied once: by
-the write.
+A group of tensors is read from the source, made into what the target form stores, and written to its places. Each chunk
+is read again behind its write, while it is in a processor's cache, and must be the same bit for bit. The reader of the
+target form must find the tensors at these places, and for one group of each kind (the layers of a model are of one
+kind) make the source of them again. Then the journal notes the group. Sources are mapped, and rows in another order are
+views of them, so most bytes are copied once: by the write. The disk reads ahead, and begins to write at once.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from tessera.checkpoint.collective import Ranks
-from tessera.checkpoint.files import Fault, free_bytes, human_bytes, no_fault, remove_folder, sync_folder
+from tessera.checkpoint.export_record import TensorNotes
+from tessera.checkpoint.files import CODES, Fault, free_bytes, human_bytes, no_fault, remove_folder, sync_folder
 from tessera.checkpoint.forms import NativeTensors, TensorGroup
-from tessera.checkpoint.planned_folder import PlannedFolder
+from tessera.checkpoint.planned_folder import PlannedFolder, Watch
 from tessera.checkpoint.publish import Journal, Origin, check_target, remove_empty, show
 from tessera.core.errors import TesseraError
-from tessera.core.file_plan import FolderPlan
+from tessera.core.file_plan import Extent, FolderPlan, PlannedTensor
 from tessera.core.process import open_files, usable_cpus
 from tessera.core.tensor_rows import TensorRows
 from tessera.core.weightmap import WeightMap
 
 _IN_FLIGHT = 512 << 20  # bytes of tensors that are worked on at a time; each is in memory about three times
-_SYNC_EVERY = 512 << 20  # bytes after which the disk is asked to keep up
+_AHEAD = 256 << 20  # bytes of tensors that are not worked on yet, and that the disk is asked to read
 _REPORT_EVERY = 5.0  # seconds
 MOST_JOBS = 8
 _WAITING = 2  # threads beside one for each processor: some wait for the disk
 _WEIGHTS = (".safetensors", ".pt", ".distcp")
 _log = logging.getLogger("tessera")
+T = TypeVar("T")
 
 
 class Interrupted(TesseraError):
@@ -56,7 +57,8 @@ class Conversion:
 
     `weight_map`: that of the target form. `reopen` reads what lies in a staging folder. `extras` adds the files beside
     the weights, last. `source`: what the source is, in terms of JSON; where it differs, nothing is continued.
-    `origin`: see `made_from`.
+    `origin`: see `made_from`. `notes` takes the tensors of a folder of safetensors, for its record.
+    `rounded`: native tensors that are written in fewer bits, so that they cannot be made again.
     """
 
     native: NativeTensors
@@ -67,6 +69,8 @@ class Conversion:
     source: Mapping[str, Any]
     extras: Callable[[Path], object] | None = None
     origin: Origin | None = None
+    notes: TensorNotes | None = None
+    rounded: Collection[str] = ()
     jobs: int | None = None
     overwrite: bool = False
     fault: Fault = field(default=no_fault)
@@ -147,23 +151,23 @@ class _Work:
             pass
 
     def _run_groups(self, jobs: int, written: NativeTensors) -> None:
-        progress, unsynced = _Progress(sum(self._sizes)), 0
+        progress = _Progress(sum(self._sizes))
         running: dict[Future[None], int] = {}
-        with ThreadPoolExecutor(jobs + 1) as pool:  # one more: it waits for the disk
-            syncing = pool.submit(lambda: None)
+        ahead, asked = 0, 0  # the next group that the disk was not asked for, and the bytes before it
+        with ThreadPoolExecutor(jobs) as pool:
             try:
+                begun = 0
                 for number, size in [*enumerate(self._sizes), (-1, 0)]:
                     while running and (number < 0 or len(running) >= jobs or sum(running.values()) + size > _IN_FLIGHT):
                         for done in wait(running, return_when=FIRST_COMPLETED).done:
-                            unsynced += running[done]
                             progress.count(running.pop(done))
                             done.result()
-                    if unsynced > _SYNC_EVERY and syncing.done():
-                        syncing.result()
-                        unsynced, syncing = 0, pool.submit(self._files.sync)
+                    begun += size
+                    while ahead < len(self._sizes) and asked < begun + _AHEAD:
+                        self._conversion.native.read_ahead(self._conversion.groups[ahead].names)
+                        ahead, asked = ahead + 1, asked + self._sizes[ahead]
                     if number >= 0:
                         running[pool.submit(self._convert, number, written)] = size
-                syncing.result()
             finally:
                 for left in running:  # those that have begun are completed, and noted
                     left.cancel()
@@ -173,48 +177,66 @@ class _Work:
         group, known = self._conversion.groups[number], self._journal.written.get(number)
         native = self._conversion.native.read_group(group.names)
         made = self._conversion.weight_map.to_foreign_rows(native)
+        for name, rows in made.items():
+            self._check_places(name, rows, group, written)
         if known is not None:
-            if known.keys() == group.made.keys() and self._differing(group, native, made, written) is None:
+            if known.keys() == group.made.keys() and all(self._noted(self._files.holds, name, made) for name in made):
                 for name, of in known.items():
                     self._files.put_checksums(name, of)
+                self._prove(group, native, written)
                 return
             _log.warning("%s is damaged in what was written before: it is written again", group.names[0])
         self._conversion.fault(f"write {group.names[0]}")
-        checksums = {name: self._put(name, rows, group) for name, rows in made.items()}
-        differing = self._differing(group, native, made, written)
-        if differing is not None:
-            raise TesseraError(
-                f"{differing} was read back with other bytes than were written",
-                where=str(self._journal.staging),
-                fix="nothing was published: try again; if it happens twice, check the disk",
-            )
+        checksums = {name: self._noted(self._files.put, name, made) for name in made}
+        self._prove(group, native, written)
         self._conversion.fault(f"note {group.names[0]}")
         self._journal.note(number, checksums)
 
-    def _put(self, name: str, rows: TensorRows, group: TensorGroup) -> list[int]:
+    def _noted(
+        self, work: Callable[[str, TensorRows, Watch | None], T], name: str, made: Mapping[str, TensorRows]
+    ) -> T:
+        """Write or compare a tensor, and note it for the record."""
+        rows, notes = made[name], self._conversion.notes
+        if notes is None or rows.dtype is None:
+            return work(name, rows, None)
+        note = notes.begin(name, CODES[rows.dtype], rows.shape)
+        done = work(name, rows, note)
+        note.close()
+        return done
+
+    def _check_places(self, name: str, rows: TensorRows, group: TensorGroup, written: NativeTensors) -> None:
+        """Raise unless the reader of the target form looks for a tensor where it is written."""
         if (rows.dtype, rows.shape) != (group.made[name].dtype, group.made[name].shape):
             raise TesseraError(
                 f"what {name} is made of is stored in different types", where=self._conversion.native.where
             )
-        return self._files.put(name, rows)
+        assert rows.dtype is not None
+        plan, staging = self._conversion.plan, self._journal.staging
+        parts = [PlannedTensor(rows.dtype, part.shape) for part in plan.divide(name, rows)]
+        planned = {
+            (place.slice, Extent(staging / place.file, place.offset, parts[place.slice])) for place in plan.places[name]
+        }
+        found = written.extents(name)
+        if not found or not planned.issuperset(enumerate(found)):
+            raise TesseraError(
+                f"{name} is not looked for where it is written", where=str(staging), fix="report this: it is a fault"
+            )
 
-    def _differing(
-        self, group: TensorGroup, native: Mapping[str, Tensor], made: Mapping[str, TensorRows], written: NativeTensors
-    ) -> str | None:
-        """Read a group again, and return the name of a tensor that is not what it was; None if all are."""
-        for name, rows in made.items():
-            slices = self._conversion.plan.divide(name, rows)
-            if not all(map(TensorRows.same_bits, slices, written.read_slices(name))):
-                return name
+    def _prove(self, group: TensorGroup, native: Mapping[str, TensorRows], written: NativeTensors) -> None:
+        """Make the source of the first group of each kind again from what is written, and raise if it differs."""
         table, plans = self._conversion.weight_map, self._conversion.native.plans
         kind = tuple((rule[0], plans[name]) for name in group.names if (rule := table.rule_for(name)))
-        if kind not in self._proved:
-            found = written.read_group(group.names)
-            for name, tensor in native.items():
-                if not TensorRows.of(tensor).same_bits(found[name]):
-                    return name
-            self._proved.add(kind)
-        return None
+        if kind in self._proved or any(name in self._conversion.rounded for name in group.names):
+            return
+        found = written.read_group(group.names)
+        for name, rows in native.items():
+            if not rows.same_bits(found[name].whole()):
+                raise TesseraError(
+                    f"{name} was read back with other bytes than were written",
+                    where=str(self._journal.staging),
+                    fix="nothing was published: report this: it is a fault",
+                )
+        self._proved.add(kind)
 
 
 def _remove_others(staging: Path, planned: Mapping[str, Any]) -> None:

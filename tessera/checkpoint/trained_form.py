@@ -5,7 +5,7 @@ Frozen weights that a checkpoint does not store are read from the folder that th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -39,14 +39,15 @@ class TrainedForm(StoredForm):
         adapters: Adapters,
         dtype: torch.dtype,
         base: Path | None,
+        wide: Collection[str] = (),
     ) -> None:
         """Open a checkpoint, or a folder of adapters.
 
         `shapes`: of the model's tensors, without adapters. `base`: the folder that frozen weights, or the model of the
-        adapters, are in; None: the one that the checkpoint names.
+        adapters, are in; None: the one that the checkpoint names. `wide`: tensors that keep float32.
         """
         self.where = str(where)
-        self._shapes, self._adapters, self._dtype = shapes, adapters, dtype
+        self._shapes, self._adapters, self._dtype, self._wide = shapes, adapters, dtype, wide
         self._stored: Mapping[str, SplitTensor] = {}
         self._factors: dict[str, Tensor] = {}
         if (where / "adapter_config.json").is_file():
@@ -101,4 +102,6 @@ class TrainedForm(StoredForm):
         else:
             assert self._base is not None
             stored = self._base.plans[name].dtype
-        return self._dtype if stored.is_floating_point else stored
+        if not stored.is_floating_point:
+            return stored
+        return torch.float32 if name in self._wide else self._dtype

@@ -138,6 +138,7 @@ def add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> Te
     return target
 
 
+_COMPARED = 16 << 20  # numbers of two tables that are compared at a time
 Counts = dict[str, tuple[int, int, int]]  # by names of foreign tensors: numbers read, NaN, infinite
 
 
@@ -185,6 +186,30 @@ def judge_non_finite(counts: Iterable[Mapping[str, tuple[int, int, int]]], where
         for name, (read, nan, infinite) in sums.items()
         if nan or (infinite and read > 1)  # a single infinite number is a limit that is not set
     ]
+
+
+def check_copies(weight_map: WeightMap, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:
+    """Raise if config.json ties two tables and the folder stores both with different numbers."""
+    stored_names = {weight_map.canonical(name): name for name in shapes}
+    for copied, native in weight_map.copies:
+        found = weight_map.rule_for(native)
+        if found is None or copied not in stored_names or found[1][0] not in stored_names:
+            continue
+        one, other = stored_names[copied], stored_names[found[1][0]]
+        shape, rows = shapes[one], max(1, _COMPARED // max(1, math.prod(shapes[one][1:])))
+        same = shape == shapes[other]
+        for start in range(0, shape[0] if same else 0, rows):
+            box = ((start, *[0] * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:]))
+            if not torch.equal(read(one, *box), read(other, *box)):
+                same = False
+                break
+        if not same:
+            raise TesseraError(
+                f"config.json ties the head to the embeddings, and {one} differs from {other}",
+                where=where,
+                fix='set "tie_word_embeddings": false in config.json (inside of text_config, too, if it is there): the '
+                "folder holds a head of its own",
+            )
 
 
 # Numbers of layers, as configurations call them: each layer is built, and has a tensor at least.

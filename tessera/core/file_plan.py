@@ -6,6 +6,7 @@ threads, into files that readers can open from the beginning (`checkpoint.planne
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -93,6 +94,20 @@ class FolderPlan:
                 digest.update(repr((position, len(data))).encode() + data)
         digest.update(repr(sorted((name, list(places)) for name, places in self.places.items())).encode())
         return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Say where a tensor, or a slice of one, lies in a file: in order, and without gaps."""
+
+    file: Path
+    offset: int
+    plan: PlannedTensor
+
+    def read_ahead(self) -> None:
+        """Ask the system to read it soon, and do not wait for it."""
+        with contextlib.suppress(OSError), self.file.open("rb") as opened:  # whoever reads it says what is wrong
+            os.posix_fadvise(opened.fileno(), self.offset, self.plan.nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def map_elements(path: Path, offset: int, count: int, dtype: torch.dtype, *, all_soon: bool = False) -> Tensor:

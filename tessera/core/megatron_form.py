@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from tessera.core.tensor_rows import TensorRows
+from tessera.core.tensor_rows import Columns, TensorRows
 from tessera.core.weightmap import Box, Concat, Shapes, WeightMap
 
 LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
@@ -33,6 +33,10 @@ class TensorSplit(Protocol):
         ...
 
     def join_boxes(self, boxes: list[Tensor]) -> Tensor: ...
+
+    def join_rows(self, boxes: list[Tensor]) -> TensorRows:
+        """Do as `join_boxes` does with the boxes of a whole tensor, and copy nothing."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,10 @@ class EvenSplit:
         return found
 
     def join_boxes(self, boxes: list[Tensor]) -> Tensor:
-        return self._cat(boxes)
+        return self.join_rows(boxes).whole()
+
+    def join_rows(self, boxes: list[Tensor]) -> TensorRows:
+        return TensorRows((Columns(tuple(boxes), self.dim),) if self.dim and len(boxes) > 1 else tuple(boxes))
 
     def _blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         self._block_length(tensor.shape)

@@ -15,15 +15,43 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tessera.core.libc import same_bytes
+
 Bytes = NDArray[np.uint8]
-_CHUNK = 1 << 20  # bytes at a time: what is read, summed and written one after the other stays in a processor's cache
+_CHUNK = 256 << 10  # bytes at a time: what is read, summed, written and compared stays in a processor's cache
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Hold tensors side by side, along another dimension than the first. They are joined some rows at a time."""
+
+    parts: tuple[Tensor, ...]
+    dim: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0].shape
+        return (*first[: self.dim], sum(part.shape[self.dim] for part in self.parts), *first[self.dim + 1 :])
+
+    def rows(self, start: int, count: int) -> Columns:
+        return Columns(tuple(part[start : start + count] for part in self.parts), self.dim)
+
+    def whole(self) -> Tensor:
+        return torch.cat(self.parts, dim=self.dim)
+
+
+Part = Tensor | Columns
 
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Hold a tensor as parts along its first dimension, each a view of another tensor."""
+    """Hold a tensor as parts along its first dimension, each a view of another tensor, or of several."""
 
-    parts: tuple[Tensor, ...]
+    parts: tuple[Part, ...]
 
     @staticmethod
     def of(tensor: Tensor) -> TensorRows:
@@ -45,28 +73,30 @@ class TensorRows:
 
     def whole(self) -> Tensor:
         """Return one tensor; a single part is not copied."""
-        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+        parts = [part.whole() if isinstance(part, Columns) else part for part in self.parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def rows(self, start: int, count: int) -> TensorRows:
         """Return some of the rows."""
-        found, at = list[Tensor](), 0
+        found, at = list[Part](), 0
         for part in self.parts:
             low, high = max(start - at, 0), min(start + count - at, part.shape[0])
             if low < high:
-                found.append(part[low:high])
+                found.append(_rows(part, low, high - low))
             at += part.shape[0]
-        return TensorRows(tuple(found) or (self.parts[0][:0],))
+        return TensorRows(tuple(found) or (_rows(self.parts[0], 0, 0),))
 
     def narrow(self, dim: int, start: int, count: int) -> TensorRows:
         """Return a range of another dimension than the first."""
         assert dim > 0
-        return TensorRows(tuple(part.narrow(dim, start, count) for part in self.parts))
+        parts = (part.whole() if isinstance(part, Columns) else part for part in self.parts)
+        return TensorRows(tuple(part.narrow(dim, start, count) for part in parts))
 
     def chunks(self) -> Iterator[Bytes]:
         """Return the bytes, some at a time. Parts that do not lie in order are copied, as little as that."""
         for part in self.parts:
-            step = max(1, _CHUNK // max(1, prod(part.shape[1:]) * part.itemsize))
-            for some in [part] if part.is_contiguous() else part.split(step):
+            step = max(1, _CHUNK // max(1, prod(part.shape[1:]) * part.dtype.itemsize))
+            for some in _in_order(part, step):
                 data = _bytes(some)
                 yield from (data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK))
 
@@ -76,16 +106,25 @@ class TensorRows:
             return False
         there, at = _bytes(other), 0
         for chunk in self.chunks():
-            if not _same_bytes(chunk, there[at : at + len(chunk)]):
+            if not same_bytes(chunk, there[at : at + len(chunk)]):
                 return False
             at += len(chunk)
         return True
 
 
+def _rows(part: Part, start: int, count: int) -> Part:
+    return part.rows(start, count) if isinstance(part, Columns) else part[start : start + count]
+
+
+def _in_order(part: Part, step: int) -> Iterator[Tensor]:
+    """Return tensors whose elements lie in order: the whole part, or copies of so many rows at a time."""
+    if isinstance(part, Columns):
+        yield from (part.rows(start, step).whole() for start in range(0, part.shape[0], step))
+    elif part.is_contiguous() or not part.dim():
+        yield part
+    else:
+        yield from part.split(step)
+
+
 def _bytes(tensor: Tensor) -> Bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _same_bytes(one: Bytes, other: Bytes) -> bool:
-    wide = np.int64 if len(one) % 8 == 0 else np.uint8
-    return np.array_equal(one.view(wide), other.view(wide))

@@ -333,9 +333,23 @@ class TensorChunk:
         raise AssertionError("a chunk alone makes no foreign tensor: WeightMap.to_foreign joins all of them")
 
     def join_chunks(self, chunks: Sequence[Tensor]) -> list[TensorRows]:
+        return self.join_rows([TensorRows.of(chunk) for chunk in chunks])
+
+    def join_rows(self, chunks: Sequence[TensorRows]) -> list[TensorRows]:
         if self.dim == 0 and isinstance(self.op, Identity):
-            return [TensorRows(tuple(chunks))]
-        return [TensorRows.of(made) for made in self.op.to_foreign(torch.cat(list(chunks), dim=self.dim))]
+            return [TensorRows.joined(chunks)]
+        return [
+            TensorRows.of(made)
+            for made in self.op.to_foreign(torch.cat([chunk.whole() for chunk in chunks], dim=self.dim))
+        ]
+
+    def chunk_of(self, whole: TensorRows) -> TensorRows | None:
+        """Return the native rows of a foreign tensor without copying any; None where that cannot be."""
+        if self.dim or not isinstance(self.op, Identity):
+            return None
+        size = -(-whole.shape[0] // self.of)
+        start = min(self.number * size, whole.shape[0])
+        return whole.rows(start, min(size, whole.shape[0] - start))
 
 
 @dataclass(frozen=True)
@@ -351,10 +365,43 @@ class GroupedRows(RowOrder, TensorChunk):
         kind: Tensor = groups.split(list(self.rows), dim=1)[self.number]
         return kind.reshape(-1, *tensor.shape[1:]).contiguous()
 
-    def join_chunks(self, chunks: Sequence[Tensor]) -> list[TensorRows]:
-        rest = chunks[0].shape[1:]
-        groups = [chunk.reshape(-1, rows, *rest).unbind() for chunk, rows in zip(chunks, self.rows, strict=True)]
-        return [TensorRows(tuple(part for group in zip(*groups, strict=True) for part in group))]
+    def join_rows(self, chunks: Sequence[TensorRows]) -> list[TensorRows]:
+        groups = range(chunks[0].shape[0] // self.rows[0])
+        return [
+            TensorRows.joined(
+                chunk.rows(group * rows, rows)
+                for group in groups
+                for chunk, rows in zip(chunks, self.rows, strict=True)
+            )
+        ]
+
+    def chunk_of(self, whole: TensorRows) -> TensorRows | None:
+        each, before, rows = sum(self.rows), sum(self.rows[: self.number]), self.rows[self.number]
+        return TensorRows.joined(whole.rows(start + before, rows) for start in range(0, whole.shape[0], each))
+
+
+def native_rows(op: Operation, foreign: Sequence[TensorRows]) -> TensorRows:
+    """Do as `op.to_native` does, and copy nothing where rows only lie in another order."""
+    made = None
+    if isinstance(op, Identity | StoredTwice):
+        made = foreign[0]
+    elif isinstance(op, Concat) and op.dim == 0:
+        made = TensorRows.joined(foreign)
+    elif isinstance(op, TensorChunk):
+        made = op.chunk_of(foreign[0])
+    return TensorRows.of(op.to_native([rows.whole() for rows in foreign])) if made is None else made
+
+
+def foreign_rows(op: Operation, native: TensorRows) -> list[TensorRows]:
+    """Do as `op.to_foreign` does, and copy nothing where rows only lie in another order."""
+    if isinstance(op, Identity):
+        return [native]
+    if isinstance(op, StoredTwice):
+        return [native, native]
+    if isinstance(op, Concat) and op.dim == 0:
+        starts = [sum(op.sizes[:number]) for number in range(len(op.sizes))]
+        return [native.rows(start, size) for start, size in zip(starts, op.sizes, strict=True)]
+    return [TensorRows.of(made) for made in op.to_foreign(native.whole())]
 
 
 def can_read_boxes(op: Operation) -> bool:
@@ -447,12 +494,13 @@ class WeightMap:
 
     def to_foreign(self, native: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the foreign tensors that native ones become. Those of one `group_of` must be given together."""
-        return {name: rows.whole() for name, rows in self.to_foreign_rows(native).items()}
+        rows = {name: TensorRows.of(tensor) for name, tensor in native.items()}
+        return {name: made.whole() for name, made in self.to_foreign_rows(rows).items()}
 
-    def to_foreign_rows(self, native: Mapping[str, Tensor]) -> dict[str, TensorRows]:
+    def to_foreign_rows(self, native: Mapping[str, TensorRows]) -> dict[str, TensorRows]:
         """Do as `to_foreign` does, and leave parts that need only be joined as they are."""
         made: dict[str, TensorRows] = {}
-        for name, tensor in native.items():
+        for name, rows in native.items():
             found = self.rule_for(name)
             if found is None:
                 raise TesseraError(
@@ -460,10 +508,10 @@ class WeightMap:
                 )
             rule, foreign = found
             if not isinstance(rule.op, TensorChunk):
-                made.update(zip(foreign, map(TensorRows.of, rule.op.to_foreign(tensor)), strict=True))
+                made.update(zip(foreign, foreign_rows(rule.op, rows), strict=True))
             elif rule.op.number == 0:
                 made.update(
-                    zip(foreign, rule.op.join_chunks([native[chunk] for chunk in self.group_of(name)]), strict=True)
+                    zip(foreign, rule.op.join_rows([native[chunk] for chunk in self.group_of(name)]), strict=True)
                 )
         return made
 

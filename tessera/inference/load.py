@@ -163,7 +163,7 @@ class FoundModel:
 
 def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust) -> FoundModel:
     """Return what a Hugging Face folder, a run, a checkpoint or adapters hold. `dtype` None: as stored."""
-    kind = _dtype(dtype)
+    kind = weight_dtype(dtype)
     origin = origin_of(folder)
     if origin in ("folder", "adapters"):
         base = folder if origin == "folder" else base_of(folder)
@@ -343,12 +343,21 @@ def allocated(module: nn.Module, device: torch.device, dtype: torch.dtype, float
     modules that keep this type, as the plan of a family names them."""
     buffers = computed_buffers(module)
     module.to(dtype)
-    for path, part in module.named_modules():
-        if any(matches(pattern, path) for pattern in float32):
-            part.float()
+    for path in _wide(module, float32):
+        module.get_submodule(path).float()
     allocate(module, device)
     put_back_buffers(module, buffers)
     return module.eval()
+
+
+def _wide(module: nn.Module, float32: Sequence[str]) -> list[str]:
+    return [path for path, _ in module.named_modules() if any(matches(pattern, path) for pattern in float32)]
+
+
+def float32_names(module: nn.Module, float32: Sequence[str]) -> frozenset[str]:
+    """Return the tensors of a model that keep float32. `float32`: see `allocated`."""
+    wide = tuple(f"{path}." for path in _wide(module, float32))
+    return frozenset(name for name in model_tensors(module) if name.startswith(wide))
 
 
 def _needed(processor: Processor | None, spec: ModelSpec) -> LanguageProcessor:
@@ -362,7 +371,8 @@ def _needed(processor: Processor | None, spec: ModelSpec) -> LanguageProcessor:
     return processor
 
 
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def weight_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Return the type of weights that a word means, or raise; None: as stored."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:

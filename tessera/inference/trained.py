@@ -17,7 +17,7 @@ from tessera.core.adapters import Adapter
 from tessera.core.config import Section
 from tessera.core.errors import TesseraError
 from tessera.core.types import ModelSpec
-from tessera.inference.load import FoundModel
+from tessera.inference.load import FoundModel, float32_names
 from tessera.nn.lora import find_adapters
 
 
@@ -38,5 +38,5 @@ def open_trained(path: Path, found: FoundModel, spec: ModelSpec, config: Section
         if newest is None:
             raise TesseraError("this run has no checkpoint yet", where=str(path))
         path = newest
-    base = found.section.path
-    return TrainedForm(path, native_shapes(tensors), tied_names(module), hub, adapters, found.dtype, base)
+    base, wide = found.section.path, float32_names(module, spec.main.plan(config).float32)
+    return TrainedForm(path, native_shapes(tensors), tied_names(module), hub, adapters, found.dtype, base, wide)

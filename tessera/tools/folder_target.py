@@ -17,11 +17,13 @@ from tessera.core.errors import TesseraError
 from tessera.core.layouts import detect_layout
 from tessera.core.types import ModelSpec
 from tessera.core.weightmap import WeightMap
+from tessera.inference.load import FoundModel
 from tessera.models import is_original
-from tessera.models.common.exported_config import exported_config, with_dtype
+from tessera.models.common.exported_config import base_config, exported_config, with_dtype
 from tessera.models.common.side_files import copy_side_files, write_side_files
 from tessera.training.export import main_dtype
 
+_TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _log = logging.getLogger("tessera")
 
 
@@ -45,19 +47,40 @@ def hf_target(
     tensors: Mapping[str, Tensor],
     folder: Path,
     raw: Mapping[str, Any],
+    *,
+    own: bool = False,
 ) -> FolderTarget:
     """Return a Hugging Face folder with the side files of `folder` and what its config.json, `raw`, says.
 
-    Those of a folder in the form of its makers mean the same in words that transformers does not read: they are
-    written anew. `tensors`: native ones, maybe without data. If `folder` has weights, they are written as it has them:
+    `own`: it is the folder that is converted, and its side files are read, so that what they lack is added. Those of a
+    folder in the form of its makers mean the same in words that transformers does not read: they are written anew.
+    `tensors`: native ones, maybe without data. If `folder` has weights, they are written as it has them:
     in as many files, stacked experts the same way round, and a tied head if it stores one.
     """
     described = exported_config(config, raw, main_dtype(tensors))
-    if spec.processor is None or not is_original(spec, folder):
-        shapes, shards = ({}, {}) if is_original(spec, folder) else _stored(table, folder)
-        return FolderTarget(table.as_stored(shapes), described, functools.partial(copy_side_files, folder), shards)
-    read = functools.partial(spec.processor, config)
-    files = functools.partial(write_side_files, processor=read(folder), read=read, own=folder, weights=folder)
+    original = is_original(spec, folder)
+    shapes, shards = ({}, {}) if original else _stored(table, folder)
+    files: Callable[[Path], object] = functools.partial(copy_side_files, folder)
+    if spec.processor is not None and (original or (own and _has_processor(spec, folder))):
+        read = functools.partial(spec.processor, config)
+        files = functools.partial(write_side_files, processor=read(folder), read=read, own=folder, weights=folder)
+    return FolderTarget(table.as_stored(shapes), described, files, shards)
+
+
+def _has_processor(spec: ModelSpec, folder: Path) -> bool:
+    """Return whether a folder has what its processor is made of: a model may come without a tokenizer."""
+    return spec.generation is not None or any((folder / name).exists() for name in _TOKENIZERS)
+
+
+def trained_target(
+    spec: ModelSpec, config: Section, table: WeightMap, tensors: Mapping[str, Tensor], found: FoundModel
+) -> FolderTarget:
+    """Return the Hugging Face folder of a run, a checkpoint or adapters, as the export of a run is. `tensors`: native
+    ones, without data."""
+    described = exported_config(config, base_config(found.files), main_dtype(tensors))
+    read = None if spec.processor is None else functools.partial(spec.processor, config)
+    processor = None if read is None or found.files is None else read(found.files, **found.options)
+    files = functools.partial(write_side_files, processor=processor, read=read, own=found.files, weights=found.files)
     return FolderTarget(table, described, files, {})
 
 

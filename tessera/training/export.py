@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tessera.checkpoint.export_record import write_record
+from tessera.checkpoint.export_record import TensorNotes, write_record
 from tessera.checkpoint.fp8 import Fp8Map
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.peft import merge_adapter, save_adapters
@@ -90,8 +90,20 @@ def export_folder(
     )
 
 
-def seal_export(staging: Path, spec: ModelSpec, config: Any, *, base: Path | None, prove: Prove) -> None:
-    """Prove a Hugging Face folder that is about to be published, and write its record; raise if it is not right."""
+def seal_export(
+    staging: Path,
+    spec: ModelSpec,
+    config: Any,
+    *,
+    prove: Prove,
+    base: Path | None = None,
+    notes: TensorNotes | None = None,
+) -> None:
+    """Prove a Hugging Face folder that is about to be published, and write its record; raise if it is not right.
+
+    `base`: the folder that the weights came from. `notes`: those of the tensors, compared with the base, if they were
+    made while tensors were written.
+    """
     proof = prove_folder(staging, spec, config, prove)
     if proof.problems:
         raise TesseraError(
@@ -105,7 +117,7 @@ def seal_export(staging: Path, spec: ModelSpec, config: Any, *, base: Path | Non
     weight_map = spec.main.weight_map(config)
     assert weight_map is not None, "a family with Hugging Face folders has a weight map"
     comparable = base if is_original(spec, base) == is_original(spec, staging) else None  # names of one form
-    record = write_record(staging, comparable, weight_map)
+    record = write_record(staging, comparable, weight_map, notes)
     _log.info("%s; %s", record.summary(), proof.line)
 
 

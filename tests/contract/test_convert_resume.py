@@ -32,8 +32,9 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.models import build_on_meta, resolve
 from tests.dist.spawn import fork_context
+from tests.toys.chat_set import chat_recipe, write_chat_set
+from tests.toys.fragile_conversion import convert, killed_at
 from tests.toys.memory import peak_mib
-from tests.toys.shard_conversion import convert, killed_at
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,37 @@ def test_killed_at_twenty_moments_each_goes_on(folder: Path, expected: tuple[Pat
     for number in random.Random(1).sample(range(last + 1), 20):
         kill_and_go_on([number], folder, whole, tmp_path / "mm")
         shutil.rmtree(tmp_path / "mm")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("run")
+    recipe = chat_recipe(write_chat_set(root, samples=8), root, steps=1)
+    recipe["data"]["eval"] = []
+    return tessera.train(recipe).folder
+
+
+@pytest.mark.parametrize("kind", ["run", *(pytest.param(k, marks=pytest.mark.slow) for k in ("fp8", "hf", "dcp"))])
+def test_every_form_goes_on_after_a_kill(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, points = request.getfixturevalue("run" if kind == "run" else "folder"), list[str]()
+    whole, target = tmp_path / "whole" / "out", tmp_path / "killed" / "out"
+    convert(source, whole, points.append, kind)
+    noted = [number for number, point in enumerate(points) if point.startswith("note ")]
+    process = fork_context().Process(target=killed_at, args=(noted[len(noted) // 2], source, target, kind))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not target.exists()
+    with caplog.at_level(logging.INFO, logger="tessera"):
+        convert(source, target, kind=kind)
+    assert "going on: " in caplog.text
+    for folder in (whole, target):  # which has the time of writing
+        record = json.loads((folder / publish.MARK).read_text())
+        record.pop("written", None)
+        (folder / publish.MARK).write_text(json.dumps(record))
+    assert same(whole, target)
 
 
 class Stop(Exception):
@@ -181,12 +213,12 @@ def test_a_full_disk_is_said_before_and_while_writing(
         patched.setattr(publish, "free_bytes", lambda _: needed)
         plain, left = PlannedFolder.put, 9
 
-        def full(self: PlannedFolder, name: str, tensor: torch.Tensor) -> list[int]:
+        def full(self: PlannedFolder, name: str, *given: Any) -> list[int]:
             nonlocal left
             left -= 1
             if not left:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return plain(self, name, tensor)
+            return plain(self, name, *given)
 
         patched.setattr(PlannedFolder, "put", full)
         with pytest.raises(TesseraError, match="No space left") as refused:

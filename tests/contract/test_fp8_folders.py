@@ -16,6 +16,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, rep
 from typer.testing import CliRunner
 
 import tessera
+from tessera.checkpoint import planned_folder
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.cli.main import app
 from tessera.core.errors import TesseraError
@@ -198,13 +199,16 @@ def test_what_cannot_be_written_in_eight_bits_is_refused_by_name(tmp_path: Path)
 def test_a_changed_byte_is_found_before_the_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain("qwen2", tmp_path / "hf")
 
-    def spoil(_: Path, staging: Path) -> None:
-        (path,) = staging.glob("*.safetensors")
-        data = bytearray(path.read_bytes())
-        data[-7] ^= 1
-        path.write_bytes(data)
+    plain_write, spoiled = planned_folder._write_at, list[int]()
 
-    monkeypatch.setattr("tessera.tools.folder_target.copy_side_files", spoil)
+    def spoil(handle: int, data: Any, position: int) -> None:
+        changed = bytearray(data)
+        if position > 1 << 16 and not spoiled:  # behind the header: a tensor
+            changed[-7] ^= 1
+            spoiled.append(position)
+        plain_write(handle, changed, position)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planned_folder, "_write_at", spoil)
     with pytest.raises(TesseraError, match="read back with other bytes"):
         tessera.convert(tmp_path / "hf", tmp_path / "out", quantize="fp8")
     assert not (tmp_path / "out").exists()

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from small_folders import small_folder
 
 import tessera
+from tessera.checkpoint import planned_folder
 from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.core.errors import TesseraError
 from tessera.core.megatron_form import EvenSplit
-from tessera.core.tensor_rows import TensorRows
 
 # Layers of the small models: 2 or 3 vision, 2 text. Stages without layers of a part are allowed.
 CASES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl experts", "internvl"]
@@ -170,22 +170,28 @@ def test_what_is_written_is_read_again_before_it_is_published(
     spoilt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = small_folder("qwen2_vl", tmp_path / "hf")
-    plain = PlannedFolder.put
+    put, write, names = PlannedFolder.put, planned_folder._write_at, list[str]()
 
-    def spoiled(self: PlannedFolder, name: str, tensor: TensorRows) -> list[int]:
-        whole = tensor.whole().clone()
-        whole.view(-1)[-1] += spoilt in name  # the last number of the last rank
-        return plain(self, name, TensorRows.of(whole))
+    def named(self: PlannedFolder, name: str, *given: Any) -> list[int]:
+        names.append(name)
+        return put(self, name, *given)
 
-    monkeypatch.setattr(PlannedFolder, "put", spoiled)
+    def spoiled(handle: int, data: Any, position: int) -> None:
+        changed = bytearray(data)
+        changed[-1] ^= bool(names and spoilt in names[-1])
+        write(handle, changed, position)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PlannedFolder, "put", named)
+    monkeypatch.setattr(planned_folder, "_write_at", spoiled)
     with pytest.raises(TesseraError, match="other bytes"):
-        tessera.convert(folder, tmp_path / "new" / "a", to="mm", layout={"tp": 2})
+        tessera.convert(folder, tmp_path / "new" / "a", to="mm", layout={"tp": 2}, jobs=1)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]  # nor the folder that was made for it
 
 
 def test_a_reader_that_joins_wrongly_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes in their places are not enough: a group of each kind is made into the source again."""
-    monkeypatch.setattr(EvenSplit, "join_boxes", lambda self, boxes: self._cat(boxes[::-1]))
+    plain = EvenSplit.join_rows
+    monkeypatch.setattr(EvenSplit, "join_rows", lambda self, boxes: plain(self, boxes[::-1]))
     with pytest.raises(TesseraError, match="other bytes"):
         tessera.convert(small_folder("qwen2_vl", tmp_path / "hf"), tmp_path / "a", to="mm", layout={"tp": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

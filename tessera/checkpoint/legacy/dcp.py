@@ -107,12 +107,16 @@ class DcpTensor(TensorInParts[_Part]):
     parts: tuple[_Part, ...]
 
     def open_part(self, part: _Part) -> Callable[[Sequence[int], Sequence[int]], Tensor]:
+        return self.stored_part(part).read
+
+    def stored_part(self, part: _Part) -> StoredTensor:
+        """Return a part as its file describes it, or raise if that is not what the metadata say."""
         with open_regular(part.file) as opened:
             stored = read_torch_archive(opened, part.file, part.start, part.length)
         if not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != (self.dtype, part.sizes):
             raise TesseraError(f"the part of {self.name!r} in it is not what {METADATA} says", where=str(part.file))
         stored.check_size()
-        return stored.read
+        return stored
 
 
 def read_dcp(folder: Path) -> dict[str, DcpTensor]:

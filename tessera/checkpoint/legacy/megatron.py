@@ -208,9 +208,13 @@ class MegatronTensor:
         boxes = split.boxes(offsets or [0] * len(sizes), sizes, [part.shape for part in self.slices])
         return split.join_boxes([self.slices[rank].read(start, size) for rank, start, size in boxes])
 
-    def read_slices(self) -> list[Tensor]:
-        """Return what each tensor rank has of it: pages of the files."""
-        return [part.read() for part in self.slices]
+    def read_rows(self) -> TensorRows:
+        """Return the whole tensor as parts: pages of the files, which are not joined."""
+        split = self.form.split_of(self.name)
+        if split is None or len(self.slices) == 1 or 0 in self.shape:
+            return TensorRows.of(self.read())
+        boxes = split.boxes([0] * len(self.shape), self.shape, [part.shape for part in self.slices])
+        return split.join_rows([self.slices[rank].read(start, size) for rank, start, size in boxes])
 
     def _join(self, slices: list[Tensor]) -> Tensor:
         split = self.form.split_of(self.name)

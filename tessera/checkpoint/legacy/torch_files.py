@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Name, PersistentId, describe, flat_key
 from tessera.core.errors import TesseraError, first_line
-from tessera.core.file_plan import map_elements
+from tessera.core.file_plan import Extent, PlannedTensor, map_elements
 
 MOST_ENTRIES = 1_000_000
 MOST_AXES = 64
@@ -80,6 +80,12 @@ class StoredTensor:
         """Refuse a tensor that would take more memory than its bytes in the file, as one with a stride of 0 does."""
         if math.prod(self.shape) * self.dtype.itemsize > self.storage_bytes:
             raise TesseraError("a tensor in it has more elements than its storage", where=str(self.file))
+
+    def extent(self) -> Extent | None:
+        """Return where the tensor lies; None if it does not lie there in order."""
+        in_order = torch.empty(self.shape, device="meta").stride() == self.stride or 0 in self.shape
+        position = self.storage_offset + self.offset * self.dtype.itemsize
+        return Extent(self.file, position, PlannedTensor(self.dtype, self.shape)) if in_order else None
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         """Return the tensor, or a box of it: its pages of the file where it lies there in order, otherwise a copy."""

@@ -33,7 +33,7 @@ from tessera.core.layouts import TransformersFolder
 from tessera.core.weightmap import Identity, Operation, Reshape, Rule, WeightMap, shape_of
 from tessera.models.common.exported_config import with_dtype
 from tessera.models.common.side_files import copy_side_files
-from tessera.tools.convert import check_apart
+from tessera.tools.conversion import check_apart
 from tessera.training.export import main_dtype
 
 JOB = "model."  # names of a job's model begin so, before every other prefix

@@ -20,7 +20,9 @@ from tessera.core.run_config import ModelSection
 from tessera.core.tensor_rows import TensorRows
 from tessera.core.weightmap import Rule, WeightMap
 from tessera.models import FAMILIES, is_original, resolve
-from tessera.tools.convert import Form, check_apart, convert, resplit
+from tessera.tools.conversion import Form, check_apart
+from tessera.tools.convert import convert
+from tessera.tools.resplit import resplit
 from tessera.tools.shard_layout import parse_layout
 
 Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`

@@ -1,0 +1,52 @@
+"""Two functions of the C library that Python does not offer: comparing memory, and beginning to write a file back."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE
+
+
+def same_bytes(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
+    """Return whether two arrays hold the same bytes. Other threads run meanwhile."""
+    if one.nbytes != other.nbytes:
+        return False
+    assert one.flags.c_contiguous
+    assert other.flags.c_contiguous
+    return _memcmp()(one.ctypes.data, other.ctypes.data, one.nbytes) == 0
+
+
+def begin_write_back(handle: int, offset: int, length: int) -> None:
+    """Ask the system to begin writing a part of a file to its disk, and do not wait for it.
+
+    Where this cannot be asked for (other systems than Linux, some file systems), the disk begins when it likes to.
+    """
+    found = _sync_file_range()
+    if found is not None and length:
+        found(handle, offset, length, _WRITE)
+
+
+@functools.cache
+def _memcmp() -> Callable[[int, int, int], int]:
+    function = ctypes.CDLL(None).memcmp
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    function.restype = ctypes.c_int
+    compare: Callable[[int, int, int], int] = function
+    return compare
+
+
+@functools.cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    try:
+        function = ctypes.CDLL(None).sync_file_range
+    except AttributeError:
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    function.restype = ctypes.c_int
+    begin: Callable[[int, int, int, int], int] = function
+    return begin

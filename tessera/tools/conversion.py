@@ -1,0 +1,216 @@
+"""Convert between folders without a model in memory: what is read, what is written, and how both are described."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tessera.checkpoint.dcp_safetensors import plan_dcp_safetensors
+from tessera.checkpoint.export_record import TensorNotes
+from tessera.checkpoint.files import Fault, no_fault
+from tessera.checkpoint.forms import (
+    DcpFolder,
+    MegatronFolder,
+    NativeTensors,
+    SafetensorsForm,
+    StoredForm,
+    native_shapes,
+)
+from tessera.checkpoint.fp8 import Fp8Map
+from tessera.checkpoint.hf import plan_folder
+from tessera.checkpoint.legacy.dcp import plan_dcp
+from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron
+from tessera.checkpoint.publish import made_from, staging_of, written_in
+from tessera.checkpoint.state import model_tensors, tied_names
+from tessera.checkpoint.stream import Conversion, identity_of, stream
+from tessera.checkpoint.weights import check_config_numbers
+from tessera.core.config import Section
+from tessera.core.errors import TesseraError
+from tessera.core.file_plan import FolderPlan
+from tessera.core.layouts import folder_layout, single_folder
+from tessera.core.megatron_form import MegatronForm
+from tessera.core.run_config import ModelSection
+from tessera.core.types import ModelSpec
+from tessera.core.weightmap import WeightMap
+from tessera.inference.load import FoundModel, float32_names
+from tessera.inference.proof import Prove
+from tessera.inference.trained import open_trained
+from tessera.models import build_on_meta, is_original, resolve
+from tessera.models.common.text import PROJECTIONS
+from tessera.tools.folder_target import FolderTarget, hf_target, original_target, trained_target
+from tessera.tools.shard_layout import Recipe, layout_of_recipe
+from tessera.training.export import seal_export
+
+Form = Literal["hf", "original", "mm", "dcp", "dcp-safetensors"]
+
+
+def check_apart(target: Path, *sources: str | Path | None) -> None:
+    """Refuse a target that is, or holds, a folder that is read: it would be replaced."""
+    for source in sources:
+        if source is not None and Path(os.path.realpath(source)).is_relative_to(os.path.realpath(target)):
+            raise TesseraError(
+                f"{source} is read, and would be replaced by what is written",
+                where=str(target),
+                fix="name another folder",
+            )
+
+
+@dataclass
+class ConversionJob:
+    """Describe one conversion between folders."""
+
+    source: Path
+    found: Form | None  # None: of a run, a checkpoint or adapters
+    target: Path
+    to: Form
+    prefix: str = ""
+    overwrite: bool = False
+    prove: Prove = "auto"
+    quantize: str | None = None
+    recipe: Recipe | None = None
+    like: Path | None = None
+    jobs: int | None = None
+    dtype: torch.dtype | None = None  # of a Hugging Face folder that is written anew; None: as stored
+    trained: FoundModel | None = None
+    layout: MegatronLayout = field(default_factory=MegatronLayout)
+    source_layout: MegatronLayout | None = None
+    fault: Fault = no_fault
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """Describe the model that is converted. `folder`: with its config.json, `raw`, and the side files."""
+
+    section: ModelSection
+    spec: ModelSpec
+    config: Section
+    folder: Path | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(section: ModelSection) -> ConvertedModel:
+        return ConvertedModel(section, *resolve(section))
+
+    @staticmethod
+    def of_folder(folder: Path) -> ConvertedModel:
+        raw = folder_layout(folder).config()
+        check_config_numbers(raw, folder)
+        return replace(ConvertedModel.of(ModelSection(path=folder)), folder=folder, raw=raw)
+
+
+def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
+    """Carry out a conversion."""
+    spec, config = model.spec, model.config
+    module = build_on_meta(spec, config)
+    hub = spec.main.weight_map(config)
+    if hub is None:
+        raise TesseraError(f"the family {spec.name} has no Hugging Face form, and no other", where=str(job.source))
+    shards = (
+        megatron_form(spec, config, "--like" if job.found == "mm" else "--to mm")
+        if "mm" in (job.found, job.to)
+        else None
+    )
+    if shards is not None and job.recipe is not None:
+        job.layout = layout_of_recipe(job.recipe, model.section, shards)
+    tensors = model_tensors(module)
+    shapes, tied = native_shapes(tensors), tied_names(module)
+    types = {} if job.dtype is None else _types(module, spec.main.plan(config).float32, job.dtype)
+    stored = _source(job, model, module, shards)
+    if isinstance(stored, SafetensorsForm):
+        stored.check_copies(hub)
+    with NativeTensors(stored, hub, shapes, tied, types) as native:
+        native.check_kinds(tensors)
+        target = _folder_target(job, model, hub, native) if job.to in ("hf", "original") else None
+        table = hub if target is None else target.table
+        table = shards.weights if shards is not None and job.to == "mm" else table
+        groups = native.groups(table)
+        made = {name: plan for group in groups for name, plan in group.made.items()}
+        if target is not None:
+            plan = _plan_folder(job, native, target)
+        elif shards is not None and job.to == "mm":
+            plan = plan_megatron(shards, job.layout, made, str(job.target))
+        else:
+            plan = (plan_dcp if job.to == "dcp" else plan_dcp_safetensors)(made, job.prefix)
+
+        def reopen(folder: Path) -> NativeTensors:
+            return NativeTensors(_open(folder, job.to, job.prefix, shards, None), hub, shapes, tied)
+
+        base = model.section.path if model.folder is None else model.folder
+        read = [Path(native.where), *([] if base is None or not base.is_dir() else [base])]
+        conversion = Conversion(native, table, groups, plan, reopen, identity_of(*read))
+        conversion = replace(conversion, origin=made_from(job.to, job.source), overwrite=job.overwrite)
+        conversion = replace(conversion, jobs=job.jobs, fault=job.fault)
+        if target is None:
+            stream(job.target, conversion)
+            return
+        rounded = table.quantized if isinstance(table, Fp8Map) else frozenset()
+        original = job.to == "original"
+        comparable = base if base is not None and is_original(spec, base) == original else None  # names of one form
+        with TensorNotes(comparable, hub) as notes:
+
+            def finish(staging: Path) -> None:
+                target.add_files(staging)
+                seal_export(staging, spec, config, prove=job.prove, notes=notes)
+
+            stream(job.target, replace(conversion, extras=finish, notes=notes, rounded=rounded))
+
+
+def _types(module: nn.Module, float32: tuple[str, ...], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the type of each floating point tensor of a model that is written in one, by native names."""
+    wide = float32_names(module, float32)
+    floats = [name for name, tensor in model_tensors(module).items() if tensor.is_floating_point()]
+    return {name: torch.float32 if name in wide else dtype for name in floats}
+
+
+def _folder_target(job: ConversionJob, model: ConvertedModel, hub: WeightMap, native: NativeTensors) -> FolderTarget:
+    """Return how a Hugging Face folder, or one in the form of its makers, is written."""
+    blanks = native.blanks()
+    if job.to == "original":
+        return original_target(model.spec, hub, blanks, job.like or model.section.path, job.source)
+    if job.trained is not None:
+        target = trained_target(model.spec, model.config, hub, blanks, job.trained)
+    else:
+        assert model.folder is not None, "a folder has a configuration"
+        target = hf_target(model.spec, model.config, hub, blanks, model.folder, model.raw, own=job.found == "hf")
+    if job.quantize is None:
+        return target
+    # Experts lie as published folders have them, whichever way they lay: engines expect that of fp8.
+    fp8 = Fp8Map.of(hub, job.quantize, blanks, PROJECTIONS, str(job.source))
+    files = {scale: file for name, file in target.shards.items() for scale in (name, *fp8.scales_of(name))}
+    return replace(target, table=fp8, config=fp8.config(target.config), shards=files)
+
+
+def _plan_folder(job: ConversionJob, native: NativeTensors, target: FolderTarget) -> FolderPlan:
+    layout = single_folder(target.config)(staging_of(job.target))
+    with written_in(job.target):
+        return plan_folder(layout, native.blanks(), target.table, target.config, like=target.shards)
+
+
+def _open(
+    folder: Path, form: Form, prefix: str, shards: MegatronForm | None, layout: MegatronLayout | None
+) -> StoredForm:
+    if shards is not None and form == "mm":
+        return MegatronFolder(folder, shards, layout)
+    return SafetensorsForm(folder) if form in ("hf", "original") else DcpFolder(folder, prefix)
+
+
+def _source(job: ConversionJob, model: ConvertedModel, module: nn.Module, shards: MegatronForm | None) -> StoredForm:
+    """Open what is converted."""
+    if job.found is not None:
+        return _open(job.source, job.found, job.prefix, shards, job.source_layout)
+    assert job.trained is not None
+    return open_trained(job.source, job.trained, model.spec, model.config, module)
+
+
+def megatron_form(spec: ModelSpec, config: Section, where: str = "--to mm") -> MegatronForm:
+    """Return how a family keeps Megatron-style shards, or raise if it does not."""
+    if spec.main.megatron is None:
+        fix = "name the folder of the model that the shards are of" if where == "--like" else "--to dcp"
+        raise TesseraError(f"the family {spec.name} has no Megatron-style form", where=where, fix=fix)
+    return spec.main.megatron(config)

@@ -1,0 +1,70 @@
+"""Divide Megatron-style shards anew, without a Hugging Face folder beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tessera.checkpoint.forms import MegatronFolder, NativeTensors
+from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron
+from tessera.checkpoint.publish import made_from
+from tessera.checkpoint.stream import Conversion, identity_of, stream
+from tessera.core.errors import TesseraError
+from tessera.core.megatron_form import MegatronForm
+from tessera.core.run_config import ModelSection
+from tessera.core.weightmap import WeightMap
+from tessera.models import FAMILIES, resolve
+from tessera.tools.conversion import check_apart, megatron_form
+from tessera.tools.shard_layout import parse_layout
+
+
+def resplit(
+    source: str | Path,
+    target: str | Path,
+    family: str,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    *,
+    like: Path | None = None,
+) -> Path:
+    """Divide Megatron-style shards of a family anew, as `after` says, and return the folder.
+
+    No configuration is needed where names and lists of layers say how tensors are divided. `like` gives one where they
+    do not.
+    """
+    check_apart(Path(target), Path(source), like)
+    spec = FAMILIES.get(family)
+    old, new = parse_layout(before), parse_layout(after)
+    if like is not None:
+        form = megatron_form(spec, resolve(ModelSection(path=like))[1])
+    elif family == "internvl":
+        raise TesseraError(
+            "how the heads of this encoder are divided is said by config.json alone",
+            where=family,
+            fix="name the Hugging Face folder: --cfg.hf_config.hf_dir FOLDER",
+        )
+    else:
+        form = _form_by_lists(
+            megatron_form(spec, resolve(ModelSection(family=family, preset="quickstart"))[1]), old, new
+        )
+    whole = replace(form, weights=WeightMap((), same_names=True))  # tensors are taken by their Megatron names
+
+    def reopen(folder: Path, layout: MegatronLayout = new) -> NativeTensors:
+        stored = MegatronFolder(folder, whole, layout)
+        shapes = {name: planned.shape for name, planned in stored.tensors().items()}
+        return NativeTensors(stored, whole.weights, shapes, {})
+
+    with reopen(Path(source), old) as native:
+        plan = plan_megatron(form, new, native.plans, str(target))
+        groups, identity, origin = native.groups(whole.weights), identity_of(Path(source)), made_from("mm", source)
+        stream(Path(target), Conversion(native, whole.weights, groups, plan, reopen, identity, origin=origin))
+    return Path(target)
+
+
+def _form_by_lists(form: MegatronForm, old: MegatronLayout, new: MegatronLayout) -> MegatronForm:
+    """Return a form with as many layers as the lists have. A head is taken as a tensor of its own, tied or not."""
+    parts = tuple(replace(part, count=sum(old.stages(part))) for part in form.parts)
+    return replace(form, parts=parts, kv_heads=math.lcm(old.tp, new.tp), experts=0, tied=False)
