@@ -15,6 +15,7 @@ import typer
 
 import tessera
 from tessera.cli import run
+from tessera.cli.chat import chat
 from tessera.cli.data import data_app
 from tessera.cli.generate import generate
 from tessera.cli.migrate import migrate
@@ -49,7 +50,7 @@ ProveOption = Annotated[
 config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
-for _verb in (run.train, run.resume, run.preflight, run.launch, generate, migrate):
+for _verb in (run.train, run.resume, run.preflight, run.launch, generate, chat, migrate):
     app.command()(_verb)
 app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run.run_script)
 

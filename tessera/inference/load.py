@@ -30,6 +30,7 @@ from tessera.core.trust import Trust, check_trusted, find_code, model_code
 from tessera.core.types import Batch, LanguageProcessor, ModelPlan, ModelSpec, Processor, Sample
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
+from tessera.inference.chat import Chat
 from tessera.inference.generate import Sampling, TextStream, generate_tokens
 from tessera.inference.messages import conversations, sample_of
 from tessera.inference.over_ranks import ModelOverRanks, PassRanks
@@ -58,6 +59,7 @@ class LoadedModel(nn.Module):
         adapters: Adapters | None = None,
         base: Path | None = None,
         files: Path | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Make the model. `run`: what is called instead of a module that is split over several ranks. `base`: the
         folder of the model that adapters belong to, if it is known. `files`: the folder of tokenizer and template."""
@@ -70,6 +72,7 @@ class LoadedModel(nn.Module):
         self.spec = spec
         self.config = config
         self._processor = processor
+        self._limits = limits or Limits()
 
     @property
     def device(self) -> torch.device:
@@ -117,6 +120,27 @@ class LoadedModel(nn.Module):
             stream.close()
         texts = [processor.decode(tokens) for tokens in answers]
         return texts[0] if rows == 1 else texts
+
+    def chat(
+        self,
+        text: str,
+        image: Any = None,
+        *,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        system: str | None = None,
+        max_new_tokens: int = 512,
+        on_text: Callable[[str], None] | None = None,
+        **sampling: Any,
+    ) -> str:
+        """Return the answer to one question, with an image or several: `model.chat("What is this?", "cat.jpg")`.
+
+        `sampling`: temperature, top_k, top_p, seed, as in `generate`. For several turns see `tessera.inference.chat`.
+        """
+        processor = LoadedProcessor(self._processor, self.spec, self._limits)
+        shown = [*([] if image is None else [image]), *images]
+        talk = Chat(self, processor, system, max_new_tokens, sampling)
+        return talk.ask(text, images=shown, videos=videos, on_text=on_text)
 
 
 @dataclass(frozen=True)
@@ -241,7 +265,7 @@ def load(
         fill_from(folder, tensors, weights, tied, names, base=section.path)
     options = {**found.options, **(processor or {})}
     prepare = None if spec.processor is None or files is None else spec.processor(config, files, **options)
-    loaded = LoadedModel(module, spec, config, prepare, run, adapters, section.path, files)
+    loaded = LoadedModel(module, spec, config, prepare, run, adapters, section.path, files, found.limits)
     return loaded, LoadedProcessor(prepare, spec, found.limits)
 
 

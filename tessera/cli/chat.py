@@ -1,0 +1,142 @@
+"""Run `tessera chat MODEL`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tessera.cli.run import TrustFlag
+from tessera.core.errors import TesseraError, nearest
+
+if TYPE_CHECKING:
+    from tessera.inference.chat import Chat
+
+HELP = {
+    "/image PATH": "show an image with the next question",
+    "/video PATH": "show a video with the next question",
+    "/system TEXT": "set the system message; without a text, remove it",
+    "/undo": "forget the last question and its answer",
+    "/clear": "forget all questions and answers",
+    "/save FILE": "append the conversation to a .jsonl file, as training reads it",
+    "/help": "this list",
+    "/exit": "end; so does Ctrl-D",
+}
+_WORDS = [line.split()[0] for line in HELP]
+
+
+def chat(
+    model: Annotated[Path, typer.Argument(help="run, checkpoint, adapters or Hugging Face folder")],
+    system: Annotated[str | None, typer.Option("--system", help="system message")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 512,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="0: no limit")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or an accelerator")] = "auto",
+    trust: TrustFlag = False,
+) -> None:
+    """Talk with a model in the terminal; /image PATH shows it an image, /help lists the rest.
+
+    Without a terminal, each line of standard input is a question.
+    """
+    from tessera.inference.chat import Chat
+    from tessera.inference.generate import Sampling
+    from tessera.inference.load import load
+
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    Sampling(**sampling)  # type: ignore[arg-type]  # values without sense are refused before a model is loaded
+    if max_new_tokens < 1:
+        raise TesseraError(f"max_new_tokens is {max_new_tokens}", where="--max-new-tokens", allowed=["1 and above"])
+    loaded, processor = load(model, device=device, trust=trust)
+    Terminal(Chat(loaded, processor, system, max_new_tokens, sampling)).run()
+
+
+@dataclass
+class Terminal:
+    """Read questions and commands from standard input, and print answers as they come."""
+
+    chat: Chat
+    images: list[Path] = field(default_factory=list)  # for the next question
+    videos: list[Path] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Talk until the input ends."""
+        person = sys.stdin.isatty()
+        if person:
+            with contextlib.suppress(ImportError):  # lines can be edited, and come back by arrow keys
+                import readline  # noqa: F401
+            typer.echo("ask, or /help; Ctrl-C stops an answer, Ctrl-D ends", err=True)
+        while True:
+            try:
+                line = input(self._prompt() if person else "").strip()
+            except (EOFError, KeyboardInterrupt):
+                if person:
+                    typer.echo("", err=True)
+                return
+            try:
+                if line in ("/exit", "/quit"):
+                    return
+                self._take(line)
+            except TesseraError as error:
+                if not person:
+                    raise
+                typer.echo(str(error), err=True)  # a wrong path must not end a conversation
+
+    def _prompt(self) -> str:
+        shown = len(self.images) + len(self.videos)
+        return f"({shown} shown) > " if shown else "> "
+
+    def _take(self, line: str) -> None:
+        if not line:
+            return
+        if line.startswith("/"):
+            word, _, rest = line.partition(" ")
+            self._command(word, rest.strip())
+            return
+        try:
+            self.chat.ask(line, images=self.images, videos=self.videos, on_text=lambda text: typer.echo(text, nl=False))
+        except KeyboardInterrupt:
+            typer.echo("\n(stopped; the question is forgotten)", err=True)
+            return
+        typer.echo("")
+        self.images, self.videos = [], []
+
+    def _command(self, word: str, rest: str) -> None:
+        if word in ("/image", "/video"):
+            path = Path(rest.strip("'\"")).expanduser()
+            if not rest or not path.is_file():
+                raise TesseraError(f"no such file: {rest or '(none named)'}", where=word, fix=f"{word} PATH")
+            (self.images if word == "/image" else self.videos).append(path)
+        elif word == "/system":
+            self.chat.system = rest or None
+        elif word == "/undo":
+            typer.echo("forgotten" if self.chat.undo() else "nothing to forget", err=True)
+        elif word == "/clear":
+            self.chat.clear()
+            self.images, self.videos = [], []
+        elif word == "/save":
+            self._save(rest)
+        elif word == "/help":
+            for name, what in HELP.items():
+                typer.echo(f"{name:14} {what}", err=True)
+        else:
+            raise TesseraError(f"unknown command {word}", where="chat", allowed=_WORDS, nearest=nearest(word, _WORDS))
+
+    def _save(self, name: str) -> None:
+        if not name.endswith(".jsonl"):
+            raise TesseraError(f"cannot save to {name or '(no file named)'}", where="/save", fix="/save FILE.jsonl")
+        if not self.chat.turns:
+            raise TesseraError("nothing was said yet", where="/save")
+        path = Path(name).expanduser()
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"messages": self.chat.plain_messages()}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise TesseraError(f"cannot write: {error.strerror}", where=str(path)) from None
+        typer.echo(f"appended to {path}", err=True)

@@ -1,0 +1,94 @@
+"""Talk with a loaded model: a conversation in which every answer sees the turns before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from tessera.core.types import Batch
+
+
+class Answers(Protocol):
+    """Declare what a conversation asks of a model."""
+
+    def generate(
+        self,
+        batch: Batch,
+        max_new_tokens: int = ...,
+        *,
+        temperature: float = ...,
+        top_k: int = ...,
+        top_p: float = ...,
+        seed: int = ...,
+        on_text: Callable[[str], None] | None = ...,
+    ) -> str | list[str]: ...
+
+
+@dataclass
+class Chat:
+    """Hold a conversation with a model.
+
+    `processor` makes a batch of messages, as that of `tessera.load` does. `sampling`: temperature, top_k, top_p, seed.
+    """
+
+    model: Answers
+    processor: Callable[[Sequence[Any]], Batch]
+    system: str | None = None
+    max_new_tokens: int = 512
+    sampling: dict[str, Any] = field(default_factory=dict)
+    turns: list[dict[str, Any]] = field(default_factory=list)  # messages of user and assistant so far
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the conversation so far, as `processor` and data sets take it."""
+        return [*([] if self.system is None else [{"role": "system", "content": self.system}]), *self.turns]
+
+    def ask(
+        self,
+        text: str,
+        *,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        on_text: Callable[[str], None] | None = None,
+    ) -> str:
+        """Return the answer to the next turn; `on_text` is called with each new part of it.
+
+        Images are paths, PIL images or bytes; videos are paths, bytes or arrays of frames. A turn that fails, or is
+        interrupted, leaves the conversation as it was.
+        """
+        shown = [{"type": "image", "image": one} for one in images] + [
+            {"type": "video", "video": one} for one in videos
+        ]
+        asked = {"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text}
+        batch = self.processor([*self.messages, asked])
+        answer = self.model.generate(batch, self.max_new_tokens, on_text=on_text, **self.sampling)
+        assert isinstance(answer, str), "one conversation has one answer"
+        self.turns += [asked, {"role": "assistant", "content": answer}]
+        return answer
+
+    def undo(self) -> bool:
+        """Forget the last question and its answer; return whether there was one."""
+        had = bool(self.turns)
+        del self.turns[-2:]
+        return had
+
+    def clear(self) -> None:
+        """Forget all turns; the system message stays."""
+        self.turns.clear()
+
+    def plain_messages(self) -> list[dict[str, Any]]:
+        """Return the conversation with media as text, for a file: what is no path is left out."""
+        return [{**message, "content": _plain(message["content"])} for message in self.messages]
+
+
+def _plain(content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    parts = ({key: str(value) for key, value in part.items()} for part in content if _is_plain(part))
+    return list(parts)
+
+
+def _is_plain(part: dict[str, Any]) -> bool:
+    return all(isinstance(value, (str, Path)) for value in part.values())
