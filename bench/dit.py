@@ -153,6 +153,8 @@ def wan(config: Any, batch: Batch) -> tuple[Any, Callable[[], Tensor]]:
 def flux(config: Any, batch: Batch) -> tuple[Any, Callable[[], Tensor]]:
     from diffusers import FluxTransformer2DModel
 
+    # With the strides of this model's gradients torch 2.11 reads past the end of tensors in cuDNN's attention.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = FluxTransformer2DModel.from_config(config.to_hf())

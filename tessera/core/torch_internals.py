@@ -239,8 +239,14 @@ def cudnn_attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale
 def cudnn_attention_backward(
     tensors: Sequence[Tensor], lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, from the gradient of the result, all three and the result."""
+    """Return the gradients of queries, keys and values, from the gradient of the result, all three and the result.
+
+    The gradient is given the strides of the result. torch 2.11 keeps plans by the strides of all tensors but this one:
+    a plan for a part of wider rows, as blocks with parallel branches give it, then reads past the end of another.
+    """
     grad, q, k, v, out = tensors
+    if grad.stride() != out.stride():
+        grad = torch.empty_like(out).copy_(grad)
     dropout_state = torch.empty((), dtype=torch.int64, device=q.device)  # asked for also without dropout
     lengths = (q.shape[2], k.shape[2])
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tessera.core.types import Segments
 from tessera.nn.vit import VisionMLP, VisionShape
+from tessera.ops.attention import packed_attention
 from tessera.ops.cross_attention import packed_cross_attention
 from tessera.ops.linear import accumulate_matmul, tensor_core_padding
 from tessera.ops.loss import linear_cross_entropy
@@ -123,3 +124,21 @@ def test_attention_to_other_sequences_is_as_near_as_plain_products(
         peers = results("eager", "cpu", dtype)
         for one, peer, right in zip(results(way, "cuda", dtype), peers, exact, strict=True):
             assert_as_close(one, peer, right, roundings=1.0)
+
+
+def test_the_gradient_of_one_branch_of_wider_rows_does_not_spoil_the_next() -> None:
+    """Blocks with parallel branches give attention a part of wider rows, other blocks after them one of its own."""
+    torch.manual_seed(0)
+    tokens, heads, size = 4608, 24, 128
+    q, k, v = (torch.randn(tokens, heads, size, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    segments = Segments.of([tokens]).to(torch.device("cuda"))
+    wide = torch.randn(tokens, 5 * heads * size, device="cuda", dtype=torch.bfloat16)
+    part = wide[:, : heads * size].view(tokens, heads, size)
+    found = []
+    for grad in (part, part.contiguous(), torch.randn_like(part)[:tokens], part.contiguous()):
+        out = packed_attention(q, k, v, segments, causal=False)
+        found.append(torch.autograd.grad(out, (q, k, v), grad))
+    for one, other in zip(found[0], found[1], strict=True):
+        assert apart(one, other) < 1e-3
+    for one, other in zip(found[1], found[3], strict=True):
+        assert apart(one, other) < 1e-3
