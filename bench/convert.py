@@ -5,13 +5,14 @@
 One JSON line; what is known so far goes to standard error.
 
 The folder is a Qwen2-VL with random weights in bf16, as large as asked for. Each conversion runs in a
-process of its own. With --kills, each of so many conversions is killed at a random moment and started again; the result
-must be that of one that was not.
+process of its own. With --kills, each of so many conversions, of every form in turn, is killed at a random moment and
+started again; the result must be that of one that was not.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import filecmp
 import json
 import multiprocessing
@@ -28,6 +29,7 @@ import torch
 
 import tessera
 from tessera.checkpoint.hf import save_folder
+from tessera.checkpoint.publish import MARK
 from tessera.checkpoint.state import model_tensors
 from tessera.core import device as devices
 from tessera.core.run_config import ModelSection
@@ -37,7 +39,9 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (  # source, target, option
     ("hf", "mm", {"to": "mm", "layout": {"tp": 2}}),
     ("mm", "back", {"like": "hf", "prove": "never"}),  # the proof holds a whole model
     ("hf", "dcp", {"to": "dcp"}),
+    ("hf", "same", {"prove": "never"}),
 )
+KILLED = (*CASES, ("hf", "fp8", {"quantize": "fp8", "prove": "never"}))
 
 
 def write_folder(folder: Path, gigabytes: float) -> int:
@@ -121,13 +125,38 @@ def in_process(root: Path, source: str, target: str, options: dict[str, Any], ki
 
 def written(staging: Path) -> int:
     """Return how many bytes of files with holes are there."""
-    return sum(path.stat().st_blocks * 512 for path in staging.rglob("*.pt")) if staging.is_dir() else 0
+    found = 0
+    with contextlib.suppress(FileNotFoundError):  # it has just been published
+        found = sum(path.stat().st_blocks * 512 for path in staging.rglob("*"))
+    return found
 
 
 def same(one: Path, other: Path) -> bool:
-    """Return whether two folders hold the same files, byte for byte."""
+    """Return whether two folders hold the same files, byte for byte; but for the time in the record of an export."""
     names = [sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()) for root in (one, other)]
-    return names[0] == names[1] and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names[0])
+    records = [json.loads((root / MARK).read_text()) for root in (one, other)]
+    for record in records:
+        record.pop("written", None)
+    return (
+        names[0] == names[1]
+        and records[0] == records[1]
+        and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names[0] if name != MARK)
+    )
+
+
+def kill(root: Path, number: int, jobs: int | None, chance: random.Random) -> tuple[bool, bool]:
+    """Kill a conversion and start it again; return whether it was killed in time, and whether it is the same."""
+    source, target, options = KILLED[number % len(KILLED)]
+    options = options | {"jobs": jobs}
+    if not (root / target).exists():
+        in_process(root, source, target, options)
+    size = sum(path.stat().st_size for path in (root / target).rglob("*"))
+    killed = in_process(root, source, "again", options, chance.uniform(0, size)) is None
+    if not (root / "again").exists():
+        in_process(root, source, "again", options)
+    found = same(root / target, root / "again")
+    shutil.rmtree(root / "again")
+    return killed, found
 
 
 def main() -> None:
@@ -152,12 +181,10 @@ def main() -> None:
         copies(root, size, "after", found)
         chance = random.Random(0)
         found["killed"] = found["same after kills"] = 0
-        for _ in range(asked.kills):
-            source, target, options = "hf", "again", CASES[0][2] | {"jobs": asked.jobs}
-            found["killed"] += in_process(root, source, target, options, chance.uniform(0, size)) is None
-            in_process(root, source, target, options)
-            found["same after kills"] += same(root / "mm", root / "again")
-            shutil.rmtree(root / "again")
+        for number in range(asked.kills):
+            killed, equal = kill(root, number, asked.jobs, chance)
+            found["killed"] += killed
+            found["same after kills"] += equal
             tell(found)
         print(json.dumps(found))
 

@@ -325,7 +325,14 @@ def test_it_is_refused_and_nothing_changes(
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("words", [TO_MM, ["convert", "hf", "out", "--to", "dcp"], FROM_MM], ids=["mm", "dcp", "hf"])
+TO_HF = ["convert", "hf", "out", "--prove", "never"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [TO_MM, ["convert", "hf", "out", "--to", "dcp"], FROM_MM, TO_HF, [*TO_HF, "--quantize", "fp8"]],
+    ids=["mm", "dcp", "from mm", "hf", "fp8"],
+)
 def test_a_full_disk_is_said_and_leaves_nothing_under_the_name(
     words: list[str], made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -19,7 +20,8 @@ from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
 import tessera
-from tessera.checkpoint.export_record import read_record
+from tessera.checkpoint.export_record import changes_since, read_record, write_record
+from tessera.checkpoint.publish import MARK
 from tessera.cli.main import app
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
@@ -161,6 +163,33 @@ def test_the_record_says_what_became_of_each_tensor(base: Path, tmp_path: Path) 
     assert record.base is not None
     assert record.base.endswith("@0123abcd")
     assert str(tmp_path) not in (tmp_path / "out" / RECORD).read_text(), "a path of this machine is nobody's business"
+
+
+def test_what_is_noted_while_writing_is_what_lies_in_the_folder(exported: Path, base: Path, tmp_path: Path) -> None:
+    written, copy = read_record(exported), shutil.copytree(exported, tmp_path / "copy")
+    (copy / MARK).unlink()
+    again = write_record(copy, base)
+    assert written is not None
+    assert written.tensors == again.tensors
+    assert {one.base for one in written.tensors.values()} == {"same"}
+
+
+def test_records_of_an_earlier_version_are_still_checked(exported: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(exported, tmp_path / "copy")
+    record = json.loads((copy / MARK).read_text())
+    (path,) = copy.glob("*.safetensors")
+    for name, tensor in load_file(path).items():
+        data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        record["tensors"][name] = {**record["tensors"][name], "sha256": hashlib.sha256(data).hexdigest()}
+        del record["tensors"][name]["crc32"]
+    (copy / MARK).write_text(json.dumps(record | {"version": 2}))
+    old = read_record(copy)
+    assert old is not None
+    assert changes_since(copy, old) == []
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert [problem for problem in changes_since(copy, old) if "other bytes" in problem]
 
 
 def test_a_base_that_was_lost_since_does_not_stop_an_export(

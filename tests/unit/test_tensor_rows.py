@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tessera.core import tensor_rows
 from tessera.core.crc32 import crc32
-from tessera.core.tensor_rows import TensorRows
+from tessera.core.libc import begin_write_back, same_bytes
+from tessera.core.tensor_rows import Columns, TensorRows
+from tessera.core.weightmap import (
+    Concat,
+    GroupedRows,
+    Identity,
+    Operation,
+    Stack,
+    StoredTwice,
+    TensorChunk,
+    foreign_rows,
+    native_rows,
+)
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 1 << 20])
@@ -22,6 +36,9 @@ def test_parts_are_the_bytes_of_the_whole(chunk: int, monkeypatch: pytest.Monkey
         (TensorRows((whole[:5], whole[5:])).rows(3, 6), whole[3:9]),
         (TensorRows((whole[:5], whole[5:])).narrow(1, 4, 3), whole[:, 4:7]),
         (TensorRows.of(whole.t()), whole.t()),
+        (TensorRows((Columns((whole[:5, :4], whole[:5, 4:]), 1), whole[5:])), whole),
+        (TensorRows((Columns((whole[:, :4], whole[:, 4:]), 1),)).rows(2, 7), whole[2:9]),
+        (TensorRows((Columns((whole[:, :4], whole[:, 4:]), 1),)).narrow(1, 3, 2), whole[:, 3:5]),
         (TensorRows.of(torch.tensor(3)), torch.tensor(3)),
         (TensorRows.of(whole).rows(4, 0), whole[:0]),
     ]
@@ -41,3 +58,47 @@ def test_parts_are_the_bytes_of_the_whole(chunk: int, monkeypatch: pytest.Monkey
     assert not cases[0][0].same_bits(whole.float())
     assert not cases[0][0].same_bits(whole.view(10, 12))
     assert TensorRows((whole, whole.float())).dtype is None
+
+
+OPERATIONS: dict[str, tuple[Operation, list[tuple[int, ...]]]] = {
+    "identity": (Identity(), [(6, 4)]),
+    "stored twice": (StoredTwice(), [(6, 4), (6, 4)]),
+    "rows of several": (Concat((2, 4)), [(2, 3), (4, 3)]),
+    "columns of several": (Concat((2, 4), dim=1), [(3, 2), (3, 4)]),
+    "experts": (Stack(), [(2, 3), (2, 3)]),
+    "half": (TensorChunk(1, 2), [(6, 2)]),
+    "columns": (TensorChunk(1, 2, dim=1), [(6, 4)]),
+    "keys by head": (GroupedRows(1, 3, rows=(2, 1, 1)), [(8, 3)]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_rows_are_what_an_operation_makes_of_whole_tensors(name: str) -> None:
+    op, shapes = OPERATIONS[name]
+    whole = [torch.randn(shape) for shape in shapes]
+    if isinstance(op, StoredTwice):
+        whole[1] = whole[0]
+    parts = [TensorRows((tensor[:1], tensor[1:])) for tensor in whole]
+    native = op.to_native(whole)
+    assert torch.equal(native_rows(op, parts).whole(), native)
+    if isinstance(op, TensorChunk):
+        return  # one chunk makes no foreign tensor
+    made = foreign_rows(op, TensorRows((native[:1], native[1:])))
+    assert [rows.shape for rows in made] == shapes
+    assert all(torch.equal(rows.whole(), tensor) for rows, tensor in zip(made, whole, strict=True))
+
+
+def test_bytes_are_the_same_or_not(tmp_path: Path) -> None:
+    one = np.arange(1000, dtype=np.uint8)
+    other = one.copy()
+    assert same_bytes(one, other)
+    assert not same_bytes(one, other[:-1])
+    assert same_bytes(one[:0], other[:0])
+    other[-1] ^= 1
+    assert not same_bytes(one, other)
+    with (tmp_path / "file").open("wb") as file:
+        file.write(one.tobytes())
+        file.flush()
+        begin_write_back(file.fileno(), 0, 1000)
+        begin_write_back(file.fileno(), 0, 1 << 62)  # nothing that is wrong with it is an error
+    assert (tmp_path / "file").read_bytes() == one.tobytes()
