@@ -102,14 +102,59 @@ class EvenSplit:
         return [(units // ranks + (rank < units % ranks)) * (length // units) for rank in range(ranks)]
 
 
+@dataclass(frozen=True)
+class JoinedColumns:
+    """Divide the columns of a layer that reads two inputs side by side, each by itself. The first input is as wide as
+    the output, so that a slice tells where it ends."""
+
+    def divide(self, tensor: TensorRows, ranks: int) -> list[TensorRows]:
+        first, rest = self._widths(tensor.shape, 1, ranks)
+        whole = tensor.whole()
+        blocks = ((0, first), (first * ranks, rest))
+        return [
+            TensorRows.of(torch.cat([whole.narrow(1, start + rank * size, size) for start, size in blocks], dim=1))
+            for rank in range(ranks)
+        ]
+
+    def join(self, slices: list[Tensor]) -> Tensor:
+        parts = [part.split(list(self._widths(part.shape, len(slices), 1)), dim=1) for part in slices]
+        return torch.cat([part[block] for block in range(2) for part in parts], dim=1)
+
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], slices: Shapes) -> list[Box]:
+        order = [(rank, block) for block in range(2) for rank in range(len(slices))]
+        lengths = [self._widths(slices[rank], len(slices), 1)[block] for rank, block in order]
+        found: list[Box] = []
+        for piece, inside, size in Concat(tuple(lengths), 1).boxes(offsets, sizes, [(0, one) for one in lengths]):
+            rank, block = order[piece]
+            before = self._widths(slices[rank], len(slices), 1)[0] if block else 0
+            found.append((rank, (inside[0], inside[1] + before), size))
+        return found
+
+    def join_boxes(self, boxes: list[Tensor]) -> Tensor:
+        return self.join_rows(boxes).whole()
+
+    def join_rows(self, boxes: list[Tensor]) -> TensorRows:
+        return TensorRows((Columns(tuple(boxes), 1),) if len(boxes) > 1 else tuple(boxes))
+
+    @staticmethod
+    def _widths(shape: Sequence[int], of: int, ranks: int) -> tuple[int, int]:
+        """Return the columns of both inputs for each of `ranks`, of a tensor that is one of `of` slices."""
+        first = shape[0] // of
+        rest = shape[1] - first
+        if shape[0] % (of * ranks) or rest < 0 or rest % ranks:
+            raise ValueError(f"{shape[0]} and {shape[1] - first} columns are not divided by {of * ranks} ranks")
+        return first // ranks, rest // ranks
+
+
 ROWS, COLUMNS, GATE_AND_UP = EvenSplit(), EvenSplit(dim=1), EvenSplit(blocks=2)
+QUERIES_KEYS_VALUES = EvenSplit(blocks=3)
 
 
 @dataclass(frozen=True)
 class PipelinePart:
     """Describe how a pipeline divides an encoder or the decoder."""
 
-    option: Literal["vit", "llm", "audio"]  # as the layer lists of converters call it
+    option: Literal["vit", "llm", "audio", "dit", "dit_single"]  # as the layer lists of converters call it
     layers: str  # the names of its layers begin so
     first: tuple[str, ...]  # what lies on the stage of its first layer
     last: tuple[str, ...]  # what lies on the stage of its last layer

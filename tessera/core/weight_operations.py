@@ -145,6 +145,17 @@ def _regroup(tensor: Tensor, outer: int, inner: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class SwappedHalves(RowOrder):
+    """Swap the two halves of the rows: shift and scale of a modulation, which makers order in both ways."""
+
+    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
+        return torch.cat(foreign[0].chunk(2)[::-1])
+
+    def to_foreign(self, native: Tensor) -> list[Tensor]:
+        return [torch.cat(native.chunk(2)[::-1])]
+
+
+@dataclass(frozen=True)
 class ColumnsByHead:
     """Order the input columns of a layer by head, those of every kind for the first head, then for the second, and so
     on. Foreign columns are ordered by kind; `sizes`: columns of each."""

@@ -15,7 +15,7 @@ from tessera.parallel.plan import Plan
 from tessera.training.setup import build_meta_model
 
 Recipe = str | Path | Mapping[str, Any]
-_PARTS = ("vit", "llm", "audio")
+_PARTS = ("vit", "llm", "audio", "dit", "dit_single")
 _MOST = {"tp": 100, "pp": 1000, "ep": 1000}  # as many as the names of folders have digits for
 _MOST_FILES = 10_000  # all are open at a time
 

@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 
 import tessera
 from tessera.compat.mindspeed_mm.arguments import parse_args
+from tessera.compat.mindspeed_mm.convert import run as mm_convert
 from tessera.compat.mindspeed_mm.entry_points import extract_features, inference_sora, pretrain
 from tessera.compat.mindspeed_mm.job import recipe_of
 from tessera.compat.mindspeed_mm.migrate import lay_out, migrate
@@ -272,6 +273,19 @@ def test_the_recipe_of_a_job_is_its_run(here: Path) -> None:
     first, second = (weights(one) for one in (run, again.folder))
     assert first.keys() == second.keys()
     assert all(first[name].equal(second[name]) for name in first)
+
+
+@pytest.mark.slow
+def test_shards_of_mm_convert_are_loaded(here: Path) -> None:
+    """They say neither model nor sizes: the diffusers folder of the encoders does."""
+    words = ["--cfg.source_path", "ckpt/wan/transformer", "--cfg.target_path", "ckpt/mm"]
+    mm_convert(["WanConverter", "hf_to_mm", *words, "--cfg.target_parallel_config.pp_layers", "[1,1]"])
+    data = tiny_videos(example(DATA_22), here / "ckpt/wan")
+    both = [
+        weights(train(here, f"from-{name}", tiny_wan(here, MODEL_22), data, load))
+        for name, load in (("folder", "ckpt/wan/transformer"), ("shards", "ckpt/mm"))
+    ]
+    assert all(both[0][name].equal(both[1][name]) for name in both[0])
 
 
 @pytest.mark.slow

@@ -172,11 +172,11 @@ Mistral3Converter hf_to_dcp dcp_to_hf lora_hf_to_dcp merge_mm_lora_dcp_weight_to
 ExpertMergeDcpConverter hf_to_dcp dcp_to_hf
 Qwen3TTSConverter -dcp_to_hf -hf_to_dcp
 MOSSTTSConverter -dcp_to_hf -hf_to_dcp
-WanConverter -hf_to_mm -mm_to_hf -resplit -lora_hf_to_mm -merge_lora_to_base -layerzero_to_mm -mm_to_dcp
+WanConverter hf_to_mm mm_to_hf resplit -lora_hf_to_mm merge_lora_to_base -layerzero_to_mm -mm_to_dcp
 VACEConverter -hf_to_mm -mm_to_hf -hf_diffusers_to_mm -mm_to_hf_diffusers
-HunyuanVideoConverter -source_to_mm -resplit -layerzero_to_mm -merge_lora_to_base -t2v_text_encoder
+HunyuanVideoConverter source_to_mm hf_to_mm mm_to_hf resplit -layerzero_to_mm merge_lora_to_base -t2v_text_encoder
 OpenSoraPlanConverter -hf_to_mm -source_to_mm -resplit -vae_convert
-CogVideoConverter -hf_to_mm -source_to_mm -resplit -layerzero_to_mm -merge_lora_to_base
+CogVideoConverter hf_to_mm mm_to_hf source_to_mm resplit -layerzero_to_mm merge_lora_to_base
 LuminaConverter -hf_to_mm -mm_to_hf
 BagelConverter -hf_to_mm
 OpenSoraConverter -hf_to_mm

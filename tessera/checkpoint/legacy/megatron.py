@@ -37,8 +37,8 @@ _VERSION = 3.0
 class MegatronLayout:
     """Over how many ranks a model is divided.
 
-    `layers`: for each part of a pipeline ("vit", "llm", "audio") a list for each virtual stage, of the layers on each
-    pipeline rank. A part without a list lies on one stage.
+    `layers`: for each part of a pipeline ("vit", "llm", "audio", "dit") a list for each virtual stage, of the layers on
+    each pipeline rank. A part without a list lies on one stage.
     """
 
     tp: int = 1
@@ -259,7 +259,7 @@ def read_megatron(
         # A single number behind the tensor rank is the expert rank: every file has the table of embeddings, which only
         # one pipeline rank would have (the first that holds layers of the decoder).
         contents = {(tp, 0, ep): models for (tp, ep, _), models in contents.items()}
-    found = _found_layout(form, contents)
+    found = _found_layout(form.parts, contents)
     if some_layers and layout is not None and (layout.pp, layout.virtual) == (found.pp, found.virtual):
         found = replace(found, layers=layout.layers)
     check_layout(form, found, str(folder))
@@ -350,14 +350,24 @@ def _tensors(chunk: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Stored
             raise TesseraError(f"{name} in it is no tensor", where=str(path))
 
 
+def stored_layout(folder: Path, parts: Sequence[PipelinePart]) -> MegatronLayout:
+    """Return over how many ranks the files of a folder are divided, with the layers of each part on each stage."""
+    contents = {rank: _models(path, {}) for rank, path in _rank_files(folder).items()}
+    return _found_layout(parts, contents, always=True)
+
+
 def _found_layout(
-    form: MegatronForm, contents: Mapping[tuple[int, int, int], list[dict[str, StoredTensor]]]
+    parts: Sequence[PipelinePart],
+    contents: Mapping[tuple[int, int, int], list[dict[str, StoredTensor]]],
+    *,
+    always: bool = False,
 ) -> MegatronLayout:
+    """Return the layout of files. `always`: with lists of layers, also where there is one stage."""
     tp, pp, ep = (max(key[axis] for key in contents) + 1 for axis in range(3))
     virtual = len(contents[0, 0, 0])
     layers: dict[str, tuple[tuple[int, ...], ...]] = {}
-    if pp > 1 or virtual > 1:
-        for part in form.parts:
+    if always or pp > 1 or virtual > 1:
+        for part in parts:
             layers[part.option] = tuple(
                 tuple(_layers_in(part, contents[0, rank, 0], chunk) for rank in range(pp)) for chunk in range(virtual)
             )

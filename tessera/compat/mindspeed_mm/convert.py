@@ -5,10 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from tessera.compat.mindspeed_mm.convert_options import CommandLine, collect, help_of, shown
-from tessera.compat.mindspeed_mm.convert_table import CONVERTERS, FOLDERS, Converter, type_of
+from tessera.compat.mindspeed_mm.convert_options import (
+    CommandLine,
+    Converter,
+    Method,
+    collect,
+    collect_plain,
+    help_of,
+    shown,
+)
+from tessera.compat.mindspeed_mm.convert_table import CONVERTERS, FOLDERS, type_of
 from tessera.core import log
 from tessera.core.errors import TesseraError, first_line, nearest, reported
 from tessera.models import FAMILIES
@@ -46,7 +54,8 @@ def run(words: Sequence[str]) -> Path | None:
         return None
     if method.refused is not None or method.run is None:
         raise TesseraError(f"{' '.join(given.path)}: {method.refused}", where="mm-convert")
-    values = collect(given, method)
+    built = _constructor(given, converter)
+    values = {**collect(given, method), **built}
     if given.show is not None:
         print(shown(values, method, given.show), end="")
         return None
@@ -58,6 +67,15 @@ def run(words: Sequence[str]) -> Path | None:
             if key in values:
                 _check_folder(converter, Path(values[key]))
     return method.run(converter.family, values)
+
+
+def _constructor(given: CommandLine, converter: Converter) -> dict[str, Any]:
+    """Take the options of the converter itself, which stand before the method, out of what was typed."""
+    known = [f"--{name}" for name in converter.options]
+    early = [one for one in given.options if one[0] == 1 and one[1] in known]
+    given.options = [one for one in given.options if one not in early]
+    method = Method("", options=converter.options, prefix="")
+    return collect_plain({key.removeprefix("--"): value for _, key, value in early}, method, given.path[0])
 
 
 def _found(name: str, known: Mapping[str, T], kind: str) -> T:

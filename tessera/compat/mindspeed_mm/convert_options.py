@@ -14,7 +14,7 @@ from tessera.core.config import parse_yaml, read_mapping
 from tessera.core.errors import TesseraError, nearest
 
 Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
-Kind = Literal["path", "text", "size", "flag", "number", "list", "lists", "names", "pairs"]
+Kind = Literal["path", "text", "size", "flag", "number", "list", "lists", "stages", "names", "pairs"]
 _SHAPES: Mapping[Kind, tuple[str, Callable[[Any], bool]]] = {
     "path": ("a path", lambda value: isinstance(value, str) and value != ""),
     "text": ("text", lambda value: isinstance(value, str)),
@@ -25,6 +25,10 @@ _SHAPES: Mapping[Kind, tuple[str, Callable[[Any], bool]]] = {
     "lists": (
         "a list of lists, one for each virtual stage, such as [[28]]",
         lambda value: isinstance(value, list) and bool(value) and all(map(_numbers, value)),
+    ),
+    "stages": (
+        "a list of numbers, or a list of such lists for virtual stages, such as [10,10,10,10]",
+        lambda value: value == [] or _numbers(value) or (isinstance(value, list) and all(map(_numbers, value))),
     ),
     "names": ("a list of names", lambda value: isinstance(value, list) and all(isinstance(n, str) for n in value)),
     "pairs": ("a mapping of names", lambda value: isinstance(value, dict)),
@@ -53,6 +57,17 @@ class Method:
     options: Mapping[str, Option] = field(default_factory=dict)
     prefix: str = "cfg."  # of its options
     refused: str | None = None
+    plain: tuple[str, ...] = ()  # options without the prefix
+
+
+@dataclass(frozen=True)
+class Converter:
+    """Describe a converter: its methods, the family it is for (empty: any) and further types of config.json."""
+
+    family: str
+    methods: Mapping[str, Method] = field(default_factory=dict)
+    types: tuple[str, ...] = ()
+    options: Mapping[str, Option] = field(default_factory=dict)  # that stand before the method
 
 
 @dataclass
@@ -105,12 +120,22 @@ def collect(given: CommandLine, method: Method) -> dict[str, Any]:
         elif method.prefix and key == "--" + method.prefix.rstrip("."):
             tree = parse_yaml(value, key) if value[:1] == "{" else read_mapping(Path(value))
             raw |= _flat(tree, method)
+        elif level == len(given.path) and key.removeprefix("--") in method.plain:
+            raw |= _one(key.removeprefix("--"), value, method)
         elif level == len(given.path) and key.startswith("--" + method.prefix):
             raw |= _one(key.removeprefix("--" + method.prefix), value, method)
         else:
-            names = [f"--{method.prefix}{name}" for name in method.options]
+            names = [f"--{'' if name in method.plain else method.prefix}{name}" for name in method.options]
             raise TesseraError(f"no option {key} here", where=where, nearest=nearest(key, names), allowed=names)
     return {key: _checked(key, value, method, where) for key, value in raw.items() if value is not None}
+
+
+def collect_plain(given: Mapping[str, str], method: Method, name: str) -> dict[str, Any]:
+    """Return the values of options that are typed alone, without files and variables."""
+    raw: dict[str, Any] = {}
+    for key, value in given.items():
+        raw |= _one(key, value, method)
+    return {key: _checked(key, value, method, f"mm-convert {name}") for key, value in raw.items() if value is not None}
 
 
 def _one(key: str, text: str, method: Method) -> dict[str, Any]:
@@ -225,6 +250,7 @@ def help_of(name: str, method: Method) -> str:
         return "\n".join([*lines, f"  refused: {method.refused}"])
     for key, option in method.options.items():
         note = "required" if option.required else f"default: {str(option.default).lower()}"
-        lines.append(f"  --{method.prefix}{key}  {option.about or _SHAPES[option.kind][0]} ({note})")
+        prefix = "" if key in method.plain else method.prefix
+        lines.append(f"  --{prefix}{key}  {option.about or _SHAPES[option.kind][0]} ({note})")
     lines += ["  --config FILE.yaml  options from a file", "  --print_config[=comments,skip_default,skip_null]"]
     return "\n".join(lines)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,11 @@ import torch
 
 from tessera.compat.mindspeed_mm import convert_dcp, convert_shards
 from tessera.compat.mindspeed_mm.convert_dcp import Naming
-from tessera.compat.mindspeed_mm.convert_options import Method, Option, Options
+from tessera.compat.mindspeed_mm.convert_options import Converter, Method, Option, Options
+from tessera.compat.mindspeed_mm.convert_video_table import VIDEO_CONVERTERS
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError
-
-
-@dataclass(frozen=True)
-class Converter:
-    """Describe a converter: its methods, the family it is for (empty: any) and further types of config.json."""
-
-    family: str
-    methods: Mapping[str, Method] = field(default_factory=dict)
-    types: tuple[str, ...] = ()
-
+from tessera.core.layouts import CLASS_NAME
 
 # ---------------------------------------------------------------------------------------------- options
 
@@ -277,7 +268,8 @@ _EXPERT_NAMES = {
 def type_of(folder: Path) -> str:
     if not (folder / "config.json").is_file():
         raise TesseraError("no config.json here", where=str(folder), fix="name a Hugging Face folder")
-    return str(read_mapping(folder / "config.json").get("model_type", ""))
+    content = read_mapping(folder / "config.json")
+    return str(content.get("model_type") or content.get(CLASS_NAME, ""))
 
 
 def _merging(run: Callable[[Naming, str, Options], Path]) -> Callable[[str, Options], Path]:
@@ -334,7 +326,7 @@ def _refused(reason: str, *names: str) -> Converter:
     return Converter("", {name: Method("(refused)", refused=reason) for name in names})
 
 
-_VIDEO = "image and video generation has no family here yet: convert with MindSpeed-MM itself"
+_VIDEO = "this model has no family here: convert with MindSpeed-MM itself"
 _SOUND = "no family here reads or writes sound yet: convert with MindSpeed-MM itself"
 _THREE = ("hf_to_mm", "mm_to_hf", "resplit")
 CONVERTERS: Mapping[str, Converter] = {
@@ -399,15 +391,9 @@ CONVERTERS: Mapping[str, Converter] = {
     "VideoAlignConverter": _refused("VideoAlign has no family here: convert with MindSpeed-MM itself", *_THREE),
     "Qwen2_5_OmniConverter": _refused(_SOUND, *_THREE),
     **dict.fromkeys(("Qwen3TTSConverter", "MOSSTTSConverter"), _refused(_SOUND, "dcp_to_hf", "hf_to_dcp")),
-    "WanConverter": _refused(_VIDEO, *_THREE, "lora_hf_to_mm", "merge_lora_to_base", "layerzero_to_mm", "mm_to_dcp"),
+    **VIDEO_CONVERTERS,
     "VACEConverter": _refused(_VIDEO, "hf_to_mm", "mm_to_hf", "hf_diffusers_to_mm", "mm_to_hf_diffusers"),
-    "HunyuanVideoConverter": _refused(
-        _VIDEO, "source_to_mm", "resplit", "layerzero_to_mm", "merge_lora_to_base", "t2v_text_encoder"
-    ),
     "OpenSoraPlanConverter": _refused(_VIDEO, "hf_to_mm", "source_to_mm", "resplit", "vae_convert"),
-    "CogVideoConverter": _refused(
-        _VIDEO, "hf_to_mm", "source_to_mm", "resplit", "layerzero_to_mm", "merge_lora_to_base"
-    ),
     "LuminaConverter": _refused(_VIDEO, "hf_to_mm", "mm_to_hf"),
     "BagelConverter": _refused(_VIDEO, "hf_to_mm"),
     **dict.fromkeys(("OpenSoraConverter", "StepVideoConverter"), _refused(_VIDEO, "hf_to_mm", "source_to_mm")),

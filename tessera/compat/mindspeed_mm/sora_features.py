@@ -60,6 +60,7 @@ def feature_recipe(args: Args) -> tuple[dict[str, Any], JobReport]:
     section = nested(data.section)
     section["length"] = row_length(data, form, strides_of(spec.name, form, pipeline), sources["data"])
     section["workers"] = args.num_workers
+    model.encoders.pop("steps", None)  # features are encoded as many at a time as fit
     options = {**model.options, "encoders": {"folder": pipeline, **nested(model.encoders)}}
     options.pop("caption_dropout", None)
     recipe = {

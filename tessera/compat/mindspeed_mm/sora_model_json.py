@@ -317,8 +317,8 @@ def read_encoders(file: GenerationFile, data: Mapping[str, Any], source: str, re
     interval = data.get("encoder_offload_interval")
     if interval is not None:
         if isinstance(interval, int) and interval > 1:
-            file.encoders |= {"vae.residence": "offloaded", "text.residence": "offloaded"}
-            note = "train.task_options.encoders: residence=offloaded; samples are encoded in the step that trains them"
+            file.encoders |= {"steps": interval, "vae.residence": "offloaded", "text.residence": "offloaded"}
+            note = "train.task_options.encoders.steps, with residence=offloaded"
             report.add(source, "encoder_offload_interval", interval, "mapped", note)
         else:
             report.add(source, "encoder_offload_interval", interval, "not needed", "off")

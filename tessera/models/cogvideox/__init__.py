@@ -9,7 +9,7 @@ from tessera.core.types import Component, ModelSpec
 from tessera.models.cogvideox.config import CogVideoXConfig
 from tessera.models.cogvideox.model import CogVideoXModel
 from tessera.models.cogvideox.plan import example, flops, plan, work
-from tessera.models.cogvideox.weights import weights
+from tessera.models.cogvideox.weights import megatron, weights
 from tessera.models.common.family import generation_processor
 
 _LARGE = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
@@ -36,7 +36,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 SPEC = ModelSpec(
     name="cogvideox",
     config=CogVideoXConfig,
-    components={"model": Component(CogVideoXModel, plan, {"hf": weights})},
+    components={"model": Component(CogVideoXModel, plan, {"hf": weights}, megatron=megatron)},
     processor=generation_processor(CogVideoXConfig.generation),
     flops=flops,
     work=work,

@@ -11,7 +11,7 @@ from tessera.models.wan.config import WanConfig
 from tessera.models.wan.model import WanModel
 from tessera.models.wan.original import MODEL_TYPES, hf_config
 from tessera.models.wan.plan import example, flops, plan, work
-from tessera.models.wan.weights import original, weights
+from tessera.models.wan.weights import megatron, original, weights
 
 _SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # 14B is the default of diffusers
 _IMAGES = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
@@ -44,7 +44,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 SPEC = ModelSpec(
     name="wan",
     config=WanConfig,
-    components={"model": Component(WanModel, plan, {"hf": weights, "original": original})},
+    components={"model": Component(WanModel, plan, {"hf": weights, "original": original}, megatron=megatron)},
     processor=generation_processor(WanConfig.generation),
     flops=flops,
     work=work,
