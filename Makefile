@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-all margins layouts lint types clean help
+.PHONY: quickstart quickstart-video test test-all margins layouts lint types clean help
 
 help:
 	@echo "make quickstart  set up and train a small vision-language model on handwritten digits (a few minutes on 2 cores)"
+	@echo "make quickstart-video  the same for a small video model: moving digits from captions"
 	@echo "make test        set up and run style, type and unit tests"
 	@echo "make test-all    the same with the slow tests: more kills, a longer soak"
 	@echo "make margins     how near every numeric comparison came to its limit"
@@ -21,6 +22,9 @@ $(READY): pyproject.toml constraints.txt
 
 quickstart: $(READY)
 	$(BIN)/python recipes/quickstart/run.py
+
+quickstart-video: $(READY)
+	$(BIN)/python recipes/quickstart-video/run.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

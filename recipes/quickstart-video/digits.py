@@ -23,7 +23,7 @@ FRAMES = 5
 SCAN = 8
 TRAVEL = 4  # pixels from the first frame to the last
 FREE = SIDE - SCAN  # the places of a scan on an axis
-_FINE = 4  # positions are quarters of a pixel: drawn finely, then averaged
+ACROSS = (2, 6)  # the first and the last place on the axis that it does not move along
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,14 @@ def caption(digit: int, way: str) -> str:
 
 def video(scan: np.ndarray, way: str, chance: random.Random) -> np.ndarray:
     """Return frames [F, H, W] in uint8 of a scan that moves one way, from a place that is drawn."""
-    start = chance.randint(0, (FREE - TRAVEL) * _FINE)
-    across = chance.randint(0, FREE * _FINE)
-    fine = np.kron(scan, np.ones((_FINE, _FINE)))
-    frames = []
-    for number in range(FRAMES):
-        along = start + round(TRAVEL * _FINE * number / (FRAMES - 1))
-        along = FREE * _FINE - along if way in ("left", "up") else along
+    start, across = chance.randint(0, FREE - TRAVEL), chance.randint(*ACROSS)
+    frames = np.zeros((FRAMES, SIDE, SIDE))
+    for number, frame in enumerate(frames):
+        along = start + TRAVEL * number // (FRAMES - 1)
+        along = FREE - along if way in ("left", "up") else along
         x, y = (along, across) if way in ("left", "right") else (across, along)
-        canvas = np.zeros((SIDE * _FINE, SIDE * _FINE))
-        canvas[y : y + len(fine), x : x + len(fine)] = fine
-        frames.append(canvas.reshape(SIDE, _FINE, SIDE, _FINE).mean((1, 3)))
-    return (np.stack(frames) * 255).round().astype(np.uint8)
+        frame[y : y + SCAN, x : x + SCAN] = scan
+    return (frames * 255).round().astype(np.uint8)
 
 
 def drawn(digits: Digits, count: int, seed: int) -> tuple[np.ndarray, np.ndarray, list[str]]:

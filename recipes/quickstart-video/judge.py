@@ -34,7 +34,7 @@ class Judge:
         videos, labels, _ = digits.drawn(known, 2 * len(known), seed=1)
         frames = np.random.default_rng(0).integers(0, videos.shape[1], len(videos))
         shown = _bright(videos)[np.arange(len(videos)), frames]
-        self._reader = SVC(C=10, gamma=0.02).fit(_centred(shown), labels)
+        self._reader = SVC(C=10, gamma=0.2).fit(_centred(shown), labels)
 
     def __call__(self, videos: np.ndarray) -> Verdict:
         """Judge grey videos, uint8 [N, F, H, W]: the digit that all frames together speak for."""
