@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from tessera.checkpoint.files import (
+    CODES,
     DTYPES,
     data_positions,
     hash_file,
@@ -235,7 +236,7 @@ class _Base:
             return _CHANGED
         extent = self._stored.extent(key)
         with self._one_reads:
-            if extent is None:
+            if extent is None or CODES[extent.plan.dtype] != kind:  # it is computed from what lies there
                 return _Stored(self._stored.read(key), -1, self._scratch)
             if extent.file not in self._handles:
                 self._handles[extent.file] = os.open(extent.file, os.O_RDONLY | os.O_CLOEXEC)

@@ -142,6 +142,7 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
             return NativeTensors(_open(folder, job.to, job.prefix, shards, None), hub, shapes, tied)
 
         base = model.section.path if model.folder is None else model.folder
+        base = job.like or base if job.to == "original" else base
         read = [Path(native.where), *([] if base is None or not base.is_dir() else [base])]
         conversion = Conversion(native, table, groups, plan, reopen, identity_of(*read))
         conversion = replace(conversion, origin=made_from(job.to, job.source), overwrite=job.overwrite)

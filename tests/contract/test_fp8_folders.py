@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import tessera
 from tessera.checkpoint import planned_folder
+from tessera.checkpoint.export_record import read_record
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.cli.main import app
 from tessera.core.errors import TesseraError
@@ -148,6 +149,9 @@ def test_other_types_zeros_and_tiny_numbers_keep_what_they_mean(dtype: torch.dty
             if kind == "fp8":
                 assert bool((read.read(name)[1, 128:] > 0).all())
         again = tensors(tessera.convert(written, tmp_path / f"back-{kind}", prove="never"))
+        record = read_record(tmp_path / f"back-{kind}")
+        assert record is not None
+        assert {one.base for one in record.tensors.values()} == {"same"}  # as what the eight bits mean
         meant, _ = means(stored, name)
         assert torch.equal(again[name], meant.to(dtype))
 
