@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tessera.checkpoint.adapter_files import is_adapters
+from tessera.checkpoint.adapter_reading import part_of, read_adapters
+from tessera.checkpoint.adapters import merge_adapter
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm
 from tessera.checkpoint.frozen import FrozenWeights
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.checkpoint.peft import merge_adapter, read_adapters
 from tessera.checkpoint.state import MODEL
 from tessera.checkpoint.storage import SplitTensor, split_tensors
 from tessera.core.adapters import Adapters, factor_names
@@ -50,8 +52,9 @@ class TrainedForm(StoredForm):
         self._shapes, self._adapters, self._dtype, self._wide = shapes, adapters, dtype, wide
         self._stored: Mapping[str, SplitTensor] = {}
         self._factors: dict[str, Tensor] = {}
-        if (where / "adapter_config.json").is_file():
-            for path, found in read_adapters(where, [n.removesuffix(".weight") for n in shapes], weight_map).items():
+        if is_adapters(where):
+            paths = [name.removesuffix(".weight") for name in shapes]
+            for path, found in read_adapters(where, paths, weight_map, part_of(base)).items():
                 self._factors |= dict(zip(factor_names(path), (found.a.to(dtype), found.b.to(dtype)), strict=True))
         else:
             base = self._open_checkpoint(where, base)

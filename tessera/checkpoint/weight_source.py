@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from tessera.checkpoint.adapter_files import is_adapters
 from tessera.checkpoint.files import MANIFEST
 from tessera.checkpoint.frozen import FrozenSource
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.checkpoint.peft import is_adapter_folder
 from tessera.checkpoint.state import MODEL
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError, nearest
@@ -73,7 +73,7 @@ def origin_of(path: Path) -> Origin:
         return "run"
     if detect_layout(path) is not None:
         return "folder"
-    if is_adapter_folder(path):
+    if is_adapters(path):
         return "adapters"
     raise _nothing_here(path)
 

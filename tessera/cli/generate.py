@@ -29,6 +29,12 @@ def generate(
     seed: Annotated[int, typer.Option("--seed")] = 0,
     device: Annotated[str, typer.Option("--device")] = "auto",
     trust: TrustFlag = False,
+    adapter: Annotated[
+        list[Path] | None, typer.Option("--adapter", help="LoRA file or PEFT folder; may be given again")
+    ] = None,
+    strength: Annotated[
+        list[float] | None, typer.Option("--strength", help="of each --adapter, in order; default: 1")
+    ] = None,
     video: Annotated[list[Path] | None, typer.Option("--video", help="answers: video to show")] = None,
     system: Annotated[str | None, typer.Option("--system", help="answers: system prompt")] = None,
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", help="answers: 256 by default")] = None,
@@ -56,6 +62,10 @@ def generate(
     count: Annotated[int | None, typer.Option("--count", help="media: samples of each prompt")] = None,
     batch: Annotated[int | None, typer.Option("--batch", help="media: samples that are computed together")] = None,
     last_image: Annotated[Path | None, typer.Option("--last-image", help="media: last frame")] = None,
+    adapter_2: Annotated[
+        list[Path] | None, typer.Option("--adapter-2", help="media: for the second expert, for little noise")
+    ] = None,
+    strength_2: Annotated[list[float] | None, typer.Option("--strength-2", help="media: of each --adapter-2")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="media: float32, bfloat16 or float16")] = None,
     vae_tiling: Annotated[bool, typer.Option("--vae-tiling", help="media: decode in overlapping tiles")] = False,
     vae_slicing: Annotated[bool, typer.Option("--vae-slicing", help="media: decode one after another")] = False,
@@ -98,10 +108,12 @@ def generate(
         "vae_slicing": vae_slicing or None,
     }
     layout = {"--nproc": nproc, "--cp": cp, "--ulysses": ulysses, "--tp": tp}
-    media = {f"--{name.replace('_', '-')}": value for name, value in wanted.items()}
+    media: dict[str, Any] = {f"--{name.replace('_', '-')}": value for name, value in wanted.items()}
+    media |= {"--adapter-2": adapter_2, "--strength-2": strength_2}
     media |= {"--out": out, "--prompt": prompt, "--prompts": prompts, "--dtype": dtype, "--parts": parts}
     if again is not None:
-        others = {"MODEL": model, "QUESTION": question, "--image": image, "--seed": seed or None}
+        others: dict[str, Any] = {"MODEL": model, "QUESTION": question, "--image": image, "--seed": seed or None}
+        others |= {"--adapter": adapter, "--strength": strength}
         _refuse(answers | media | others | {"--out": None}, "--again makes what its file says", allowed=["--out"])
         if not _started(ctx, nproc):
             with _ranks(layout, device) as parallel:
@@ -111,9 +123,14 @@ def generate(
         raise TesseraError("no model is named", where="tessera generate", fix="tessera generate MODEL ...")
     from tessera.inference.diffusion.load import generates_media
 
+    merged = _strengths(adapter, strength, "--strength")
     if not generates_media(model, trust):
-        _refuse(media | layout, "this model answers in text", allowed=[*answers, "--image", "--seed", "--device"])
-        _answer(model, question, image or [], {**answers, "--seed": seed}, device, trust)
+        _refuse(
+            media | layout,
+            "this model answers in text",
+            allowed=[*answers, "--image", "--adapter", "--strength", "--seed", "--device"],
+        )
+        _answer(model, question, image or [], {**answers, "--seed": seed, "--adapters": merged}, device, trust)
         return
     _refuse(answers, "this model makes images or videos", allowed=list(media))
     if out is None:
@@ -135,10 +152,12 @@ def generate(
 
     # Before any rank starts: a misspelt word should cost a moment.
     request = build(Request, {"prompts": texts, "seed": seed, "images": pictured, **given}, "tessera generate")
+    loaded: dict[str, Any] = {"device": device, "dtype": dtype, "parts": parts, "trust": trust, "adapters": merged}
+    loaded["adapters_2"] = _strengths(adapter_2, strength_2, "--strength-2")
     if _started(ctx, nproc):
         return
     with _ranks(layout, device) as parallel:
-        _make(model, out, request, device, dtype, parts, parallel, trust)
+        _make(model, out, request, {**loaded, "parallel": parallel})
 
 
 def _started(ctx: typer.Context, nproc: int | None) -> bool:
@@ -199,6 +218,17 @@ def _ranks(layout: Mapping[str, int | None], device: str) -> Iterator[dict[str, 
         yield asked
 
 
+def _strengths(adapters: list[Path] | None, strengths: list[float] | None, where: str) -> dict[Path, float]:
+    """Return the adapters with their strengths; those without one have 1."""
+    paths, given = adapters or [], strengths or []
+    if len(given) > len(paths):
+        option = where.replace("strength", "adapter")
+        raise TesseraError(
+            f"{len(given)} strengths for {len(paths)} adapters", where=where, fix=f"give an {option} for each"
+        )
+    return dict(zip(paths, [*given, *[1.0] * (len(paths) - len(given))], strict=True))
+
+
 def _refuse(given: Mapping[str, Any], why: str, allowed: list[str]) -> None:
     """Raise if an option was given that means nothing here."""
     name = next((name for name, value in given.items() if value is not None), None)
@@ -231,29 +261,10 @@ def _answer(
     typer.echo()
 
 
-def _make(
-    model: Path,
-    out: Path,
-    request: Request,
-    device: str,
-    dtype: str | None,
-    parts: Path | None,
-    parallel: dict[str, int] | None,
-    trust: bool,
-) -> None:
+def _make(model: Path, out: Path, request: Request, loaded: Mapping[str, Any]) -> None:
     from tessera.inference.diffusion.load import generate_files
 
-    made = generate_files(
-        model,
-        out,
-        request,
-        device=device,
-        dtype=dtype,
-        parts=parts,
-        parallel=parallel,
-        trust=trust,
-        on_step=_progress_of_main(),
-    )
+    made = generate_files(model, out, request, on_step=_progress_of_main(), **loaded)
     if not _is_main():
         return
     for path in made.files:

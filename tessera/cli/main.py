@@ -92,12 +92,19 @@ def plan(
 @app.command()
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="run, checkpoint, adapters, or a folder: Hugging Face, Megatron-style, torch DCP")
+        Path,
+        typer.Argument(
+            help="run, checkpoint, adapters, LoRA file, or a folder: Hugging Face, Megatron-style, torch DCP"
+        ),
     ],
     target: Annotated[Path, typer.Argument(help="folder to write")],
     to: Annotated[
         str,
-        typer.Option("--to", help="hf, original (its makers'), mm (Megatron-style shards), dcp or dcp-safetensors"),
+        typer.Option(
+            "--to",
+            help="hf, original (its makers'), mm (Megatron-style shards), dcp or dcp-safetensors; with --adapters: "
+            "peft, diffusers, comfyui or kohya",
+        ),
     ] = "hf",
     layout: Annotated[
         str | None, typer.Option("--layout", help='of mm, such as "{tp: 2, vit: [32, 0], llm: [10, 18]}"')
@@ -106,7 +113,7 @@ def convert(
         Path | None, typer.Option("--recipe", help="of mm instead of --layout: as a run by this recipe is divided")
     ] = None,
     like: Annotated[
-        Path | None, typer.Option("--like", help="Hugging Face folder with config.json, for mm and dcp sources")
+        Path | None, typer.Option("--like", help="Hugging Face folder with config.json, for mm, dcp and LoRA files")
     ] = None,
     prefix: Annotated[
         str, typer.Option("--prefix", help="what names in a DCP folder begin with, such as model.; others are left out")
@@ -118,7 +125,9 @@ def convert(
     quantize: Annotated[
         str | None, typer.Option("--quantize", help="fp8 or fp8-block: projections in eight bits, as vLLM serves them")
     ] = None,
-    adapters: Annotated[bool, typer.Option("--adapters", help="only the adapters, as PEFT keeps them")] = False,
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="only the adapters, as PEFT keeps them or as --to says")
+    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace a folder that is not an earlier export of the same source")
     ] = False,

@@ -15,8 +15,10 @@ from tessera.core.values import Ahead, Count, Ranks, Rate, Seconds, Steps, Steps
 
 NAME_PATTERN, NAME_LENGTH = r"^[^\W_][\w.\-]*$", 128  # of runs: a name is a folder's, and not .. or -rf
 DType = Literal["float32", "bfloat16"]
-AdapterRank = Annotated[int, Field(gt=0, le=10**5)]
-AdapterAlpha = Annotated[float, Field(gt=0, le=1e6)]
+MAX_ADAPTER_RANK, MAX_ADAPTER_ALPHA = 10**5, 1e6
+AdapterRank = Annotated[int, Field(gt=0, le=MAX_ADAPTER_RANK)]
+AdapterAlpha = Annotated[float, Field(gt=0, le=MAX_ADAPTER_ALPHA)]
+AdapterForm = Literal["peft", "diffusers", "comfyui", "kohya"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -40,8 +42,14 @@ class LoraSection(Section):
     rslora: bool = Field(False, description="scale by alpha / sqrt(rank)")
     path: Path | None = Field(
         None,
-        description="adapters to start from: a PEFT folder, a run or a checkpoint; without `targets`, it also says "
-        "which layers have which rank",
+        description="adapters to start from: a PEFT folder, a LoRA file (.safetensors) of diffusers, ComfyUI or kohya, "
+        "a run or a checkpoint; without `targets`, it also says which layers have which rank",
+    )
+    forms: list[AdapterForm] = Field(
+        ["peft"],
+        min_length=1,
+        description="what checkpoint.export writes into RUN/adapter: peft, and for models of images and videos the "
+        "files of diffusers, comfyui and kohya",
     )
     merge: bool = Field(False, description="at the end also export the whole model, with the adapters merged into it")
     quantize: Literal["nf4"] | None = Field(

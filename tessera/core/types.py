@@ -455,7 +455,7 @@ class Component:
         make = self.weights.get(form)
         if make is None or form != "hf":
             return None if make is None else make(config)
-        others = tuple(other(config) for name, other in self.weights.items() if name != form)
+        others = {name: other(config) for name, other in self.weights.items() if name != form}
         return replace(make(config), others=others)
 
 

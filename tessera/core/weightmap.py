@@ -70,6 +70,7 @@ __all__ = [
     "WeightMap",
     "can_read_boxes",
     "foreign_rows",
+    "fused_rules",
     "native_rows",
     "shape_of",
 ]
@@ -95,6 +96,19 @@ class Rule:
         return replace(self, op=replace(self.op, op=op) if isinstance(self.op, TensorChunk) else op)
 
 
+def fused_rules(native: str, names: Sequence[str], foreign: str, rows: Sequence[int] = ()) -> list[Rule]:
+    """Return the rules of layers `native`.name that are one layer, one after another, in foreign files.
+
+    `rows`: outputs of each, where they are not all equal.
+    """
+    count = len(names)
+    ops = [
+        GroupedRows(number, count, rows=tuple(rows)) if rows else TensorChunk(number, count) for number in range(count)
+    ]
+    pairs = zip(names, ops, strict=True)
+    return [Rule(f"{native}.{name}.{{kind}}", f"{foreign}.{{kind}}", op) for name, op in pairs]
+
+
 @dataclass(frozen=True)
 class WeightMap:
     rules: tuple[Rule, ...]
@@ -106,11 +120,12 @@ class WeightMap:
     same_names: bool = False  # a name without a rule is the same on both sides
     idle: tuple[str, ...] = ()  # native layers that nothing is computed with: adapters for them change nothing
     mark: str = ""  # a foreign name that no other form of the family has
-    others: tuple[WeightMap, ...] = ()  # the tables of other forms that folders of the family have
+    # The tables of other forms that folders of the family have, by form.
+    others: Mapping[str, WeightMap] = field(default_factory=dict)
 
     def for_names(self, foreign: Collection[str]) -> WeightMap:
         """Return the table of the form that a folder with these names has: one of the others, or this one."""
-        return next((other for other in self.others if other.mark in foreign), self)
+        return next((other for other in self.others.values() if other.mark in foreign), self)
 
     def as_stored(self, shapes: Mapping[str, Sequence[int]]) -> WeightMap:
         """Return the table that writes tensors as a folder with these does: stacked experts lie the way they lie there,

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tessera.checkpoint.adapter_files import is_adapters
+from tessera.checkpoint.adapter_reading import fill_adapters, merge_into, part_of, settled
 from tessera.checkpoint.hf import stored_dtype
-from tessera.checkpoint.peft import base_of, fill_adapters, settled
+from tessera.checkpoint.peft import base_of
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.checkpoint.weight_source import Origin, fill_from, origin_of, saved_config
 from tessera.checkpoint.weights import check_config_numbers, check_folder_fit
@@ -34,7 +36,7 @@ from tessera.inference.chat import Chat
 from tessera.inference.generate import Sampling, TextStream, generate_tokens
 from tessera.inference.messages import conversations, sample_of
 from tessera.inference.over_ranks import ModelOverRanks, PassRanks
-from tessera.models import build_on_meta, resolve
+from tessera.models import build_on_meta, for_family, resolve
 from tessera.models.common.side_files import side_folder
 from tessera.nn.lora import add_adapters, find_adapters, with_adapters
 from tessera.parallel.apply import allocate, parallelize
@@ -44,6 +46,7 @@ from tessera.parallel.plan import Workload, make_plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RUN_CONFIG = "config.yaml"
+AdapterPaths = str | Path | Sequence[str | Path] | Mapping[str, float] | Mapping[Path, float]
 
 
 class LoadedModel(nn.Module):
@@ -185,12 +188,15 @@ class FoundModel:
     parts: Path | None = None  # the diffusers folder whose VAE and text encoders a run used
 
 
-def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust) -> FoundModel:
-    """Return what a Hugging Face folder, a run, a checkpoint or adapters hold. `dtype` None: as stored."""
+def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust, base: Path | None = None) -> FoundModel:
+    """Return what a Hugging Face folder, a run, a checkpoint or adapters hold. `dtype` None: as stored.
+
+    `base`: the folder of the model that adapters belong to; None: the one that they name.
+    """
     kind = weight_dtype(dtype)
     origin = origin_of(folder)
     if origin in ("folder", "adapters"):
-        base = folder if origin == "folder" else base_of(folder)
+        base = folder if origin == "folder" else base or base_of(folder)
         lora = None if origin == "folder" else {"path": folder}
         section = build(ModelSection, {"path": base, "lora": lora}, str(folder))
         check_config_numbers(folder_layout(base).config(), base)
@@ -219,6 +225,8 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     *,
+    adapters: AdapterPaths | None = None,
+    base: str | Path | None = None,
     parallel: Mapping[str, Any] | None = None,
     processor: Mapping[str, Any] | None = None,
     trust: Trust = False,
@@ -226,6 +234,10 @@ def load(
     """Load a model and its processor; the family is found from the folder.
 
     `device` "auto": an accelerator if there is one. `dtype` None: as stored.
+
+    `adapters`: LoRA files or PEFT folders that are merged into the weights: a path, several, or {path: strength}.
+
+    `base`: where `path` is one of adapters, the folder of the model that they belong to, if they do not name it.
 
     `parallel`: a layout as in a recipe ({"tp": 2, "pp": 2}), for a model that one device does not hold. Every rank of a
     process group calls this, and then everything else, together and with the same prompts; all get the answers.
@@ -236,37 +248,68 @@ def load(
     """
     folder = Path(path)
     where = device if isinstance(device, torch.device) else _own_device(device or "auto", parallel is not None)
-    found = find_model(folder, dtype, trust)
+    found = find_model(folder, dtype, trust, None if base is None else Path(base))
     origin, section, kind, files = found.origin, found.section, found.dtype, found.files
+    merged = adapter_strengths(adapters)
+    if merged and section.lora is not None and section.lora.quantize is not None:
+        raise TesseraError(
+            "weights in four bits are not what adapters are merged into",
+            where=str(folder),
+            fix="give the model's folder, and the adapters of this run beside the others",
+        )
     spec, config = resolve(section)
     whole = build_on_meta(spec, config)
-    weights = spec.main.weight_map(config)
-    adapters: dict[str, Adapter] = {}
+    weights, part = spec.main.weight_map(config), part_of(section.path)
+    own: dict[str, Adapter] = {}
     names, tied = list(model_tensors(whole)), tied_names(whole)
     if origin in ("folder", "adapters") and weights is not None:
         assert section.path is not None
         check_folder_fit(section.path, model_tensors(whole), weights, tied=tied)
     if section.lora is not None:
-        adapters = find_adapters(settled(section.lora, names, weights), whole, spec.main.plan(config))
-        add_adapters(whole, adapters, quantized=section.lora.quantize is not None)
+        with for_family(spec):
+            own = find_adapters(settled(section.lora, names, weights, part), whole, spec.main.plan(config))
+        add_adapters(whole, own, quantized=section.lora.quantize is not None)
     run: Callable[..., Any] | None = None
     if parallel is None:
         module = allocated(whole, where, kind, spec.main.plan(config).float32)
     else:
         plan = spec.main.plan(config)
         form = None if spec.generation is None else spec.generation(config)
-        module, run = _over_ranks(whole, with_adapters(plan) if adapters else plan, parallel, where, kind, form)
+        module, run = _over_ranks(whole, with_adapters(plan) if own else plan, parallel, where, kind, form)
     tensors = model_tensors(module)
     if origin == "adapters":
         assert section.path is not None
         fill_from(section.path, {n: t for n, t in tensors.items() if not is_factor(n)}, weights, tied, names)
-        fill_adapters(folder, tensors, adapters, names, weights)
+        fill_adapters(folder, tensors, own, names, weights, part)
     else:
         fill_from(folder, tensors, weights, tied, names, base=section.path)
+    for path_of_adapters, strength in merged.items():
+        with for_family(spec):
+            merge_into(path_of_adapters, strength, tensors, names, weights, part)
     options = {**found.options, **(processor or {})}
     prepare = None if spec.processor is None or files is None else spec.processor(config, files, **options)
-    loaded = LoadedModel(module, spec, config, prepare, run, adapters, section.path, files, found.limits)
+    loaded = LoadedModel(module, spec, config, prepare, run, own, section.path, files, found.limits)
     return loaded, LoadedProcessor(prepare, spec, found.limits)
+
+
+def adapter_strengths(adapters: AdapterPaths | None) -> dict[Path, float]:
+    """Return the adapters that were given, each with its strength, in order."""
+    if adapters is None:
+        return {}
+    if isinstance(adapters, (str, Path)):
+        adapters = [adapters]
+    given = adapters if isinstance(adapters, Mapping) else dict.fromkeys(adapters, 1.0)
+    found = {Path(path): float(strength) for path, strength in given.items()}
+    for path in found:
+        if not is_adapters(path):
+            origin_of(path)  # says what is wrong with a path that leads nowhere
+            raise TesseraError(
+                "a whole model lies here, and no adapters",
+                where=str(path),
+                allowed=["a LoRA file (.safetensors)", "a PEFT folder"],
+                fix=f"a run that trained adapters gives them with: tessera convert {path} ADAPTERS --adapters",
+            )
+    return found
 
 
 def generate(
@@ -281,15 +324,16 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
+    adapters: AdapterPaths | None = None,
     device: str | torch.device = "auto",
     trust: bool = False,
     on_text: Callable[[str], None] | None = None,
 ) -> str:
     """Load a model, ask it one question and return the answer. To ask more than once, `load` the model once.
 
-    `on_text` is called with each new part of the answer. `trust`: see `load`.
+    `on_text` is called with each new part of the answer. `adapters` and `trust`: see `load`.
     """
-    loaded, processor = load(model, device=device, trust=trust)
+    loaded, processor = load(model, device=device, adapters=adapters, trust=trust)
     parts: list[dict[str, Any]] = [{"type": "image", "image": str(path)} for path in images]
     parts += [{"type": "video", "video": str(path)} for path in videos]
     messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import nn
 
+from tessera.checkpoint.adapter_reading import part_of, settled
 from tessera.checkpoint.forms import native_shapes
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.checkpoint.peft import settled
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.checkpoint.trained_form import TrainedForm
 from tessera.checkpoint.weight_source import find_file
@@ -18,6 +18,7 @@ from tessera.core.config import Section
 from tessera.core.errors import TesseraError
 from tessera.core.types import ModelSpec
 from tessera.inference.load import FoundModel, float32_names
+from tessera.models import for_family
 from tessera.nn.lora import find_adapters
 
 
@@ -32,7 +33,9 @@ def open_trained(path: Path, found: FoundModel, spec: ModelSpec, config: Section
         )
     adapters: Mapping[str, Adapter] = {}
     if lora is not None:
-        adapters = find_adapters(settled(lora, list(tensors), hub), module, spec.main.plan(config))
+        with for_family(spec):
+            lora = settled(lora, list(tensors), hub, part_of(found.section.path))
+        adapters = find_adapters(lora, module, spec.main.plan(config))
     if found.origin == "run":
         newest = CheckpointManager(find_file(path, "checkpoints"), keep=1).latest()
         if newest is None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from tessera.core.adapters import UnknownLayersError
 from tessera.core.config import Section, apply_overrides, build, read_mapping
 from tessera.core.errors import TesseraError, first_line, foreign_values, nearest
 from tessera.core.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, folder_layout
@@ -16,6 +20,7 @@ from tessera.core.registry import Instance, Registry
 from tessera.core.run_config import ModelSection, load_config
 from tessera.core.trust import check_trusted, model_code
 from tessera.core.types import ModelSpec
+from tessera.core.weightmap import WeightMap
 
 FAMILIES: Registry[ModelSpec] = Registry(
     "model family", "tessera.models", "SPEC", key="model.family", accepts=Instance(ModelSpec)
@@ -37,6 +42,53 @@ def family_of(model_type: str) -> ModelSpec:
         nearest=nearest(model_type, known),
         fix=_advice(model_type),
     )
+
+
+@contextmanager
+def for_family(spec: ModelSpec) -> Iterator[None]:
+    """Name the family that adapters are for, if they turn out to be for another one."""
+    try:
+        yield
+    except UnknownLayersError as error:
+        others = families_with_layers(error.layers)
+        if not others or spec.name in others:
+            raise
+        raise TesseraError(
+            f"these adapters are for {' or '.join(others)}, and the model is {spec.name}",
+            where=error.where,
+            fix="give them to the model that they were trained with",
+        ) from None
+
+
+def families_with_layers(layers: Collection[str]) -> list[str]:
+    """Return the families that make images or videos and have all these layers, in any of their forms.
+
+    Dots may be written as underscores.
+    """
+    found: list[str] = []
+    for name in FAMILIES.names():
+        spec = FAMILIES.get(name)
+        if spec.generation is None or "quickstart" not in spec.presets:
+            continue
+        hub = spec.main.weight_map(resolve(ModelSection(family=name, preset="quickstart"))[1])
+        tables = [] if hub is None else [hub, *hub.others.values()]
+        if any(all(_has_layer(table, layer) for layer in layers) for table in tables):
+            found.append(name)
+    return found
+
+
+def _has_layer(table: WeightMap, layer: str) -> bool:
+    dot = "." if "." in layer else "_"
+    templates = (name for rule in table.rules for name in rule.foreign_names())
+    return any(re.fullmatch(_layer_pattern(name, dot), layer) is not None for name in templates)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer_pattern(template: str, dot: str) -> str:
+    """Return the pattern of a layer's name from the template of its weight's name. `dot`: what stands for dots."""
+    name = template.removesuffix(".weight").removesuffix(".{kind}").replace(".", dot)
+    parts = re.split(r"\{\w+\}", name)
+    return "[^.]+".join(map(re.escape, parts))
 
 
 def is_original(spec: ModelSpec, folder: Path | None) -> bool:

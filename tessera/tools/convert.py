@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
+from tessera.checkpoint.adapter_export import save_adapters
+from tessera.checkpoint.adapter_files import is_adapters
 from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors
 from tessera.checkpoint.forms import weights_folder
 from tessera.checkpoint.legacy.dcp import METADATA
 from tessera.checkpoint.legacy.megatron import FILE as SHARD_FILE
 from tessera.checkpoint.legacy.megatron import LATEST, is_megatron_folder
-from tessera.checkpoint.peft import save_adapters
 from tessera.checkpoint.publish import made_from
-from tessera.checkpoint.state import model_tensors
 from tessera.checkpoint.weight_source import origin_of
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.layouts import CONFIG_FILE, detect_layout
+from tessera.core.run_config import AdapterForm
 from tessera.core.trust import Trust
-from tessera.inference.load import find_model, load, weight_dtype
+from tessera.inference.adapters import load_adapters
+from tessera.inference.load import find_model, weight_dtype
 from tessera.inference.proof import Prove, check_choice
 from tessera.tools.conversion import ConversionJob, ConvertedModel, Form, check_apart, convert_folder
 from tessera.tools.shard_layout import Recipe, parse_layout
@@ -32,7 +34,7 @@ def convert(
     source: str | Path,
     target: str | Path,
     *,
-    to: Form = "hf",
+    to: Form | AdapterForm = "hf",
     layout: Mapping[str, Any] | None = None,
     recipe: Recipe | None = None,
     like: str | Path | None = None,
@@ -56,7 +58,8 @@ def convert(
     `quantize`: "fp8" (a scale for each output) or "fp8-block" (for each block of 128 x 128): projections of the text
     decoder are written in eight bits, as vLLM serves them. `jobs`: threads that convert between folders; by default two
     more than processors, and at most 8.
-    Adapters are merged into the model that they belong to; with `adapters` they alone are written, as PEFT keeps them.
+    Adapters are merged into the model that they belong to: `like`, if they do not name it. With `adapters` they alone
+    are written: `to` "peft" (also "hf"), "diffusers", "comfyui" or "kohya".
     `prove`: whether logits of a Hugging Face folder are compared with those of transformers before it is published:
     "auto" (see `tessera.inference.proof`), "always" or "never".
     """
@@ -64,6 +67,14 @@ def convert(
     check_apart(target, source, like)
     source = weights_folder(source)
     check_choice(prove)
+    if adapters:
+        unused = {"--layout": layout, "--recipe": recipe, "--prefix": prefix or None, "--quantize": quantize}
+        for option, given in {**unused, "--jobs": jobs}.items():
+            if given is not None:
+                raise TesseraError("means nothing for adapters alone", where=option, fix="leave it out")
+        return _write_adapters(source, target, _adapter_form(to), like, dtype, overwrite, trust)
+    if to == "peft" or to == "diffusers" or to == "comfyui" or to == "kohya":
+        raise TesseraError(f"{to} is a form of adapters", where="--to", fix=f"--adapters --to {to}")
     if to not in get_args(Form):
         raise TesseraError(
             f"no such form: {to!r}", where="--to", allowed=get_args(Form), nearest=nearest(to, get_args(Form))
@@ -73,14 +84,10 @@ def convert(
             raise TesseraError("only Megatron-style shards have a layout", where=option, fix="--to mm")
     if layout is not None and recipe is not None:
         raise TesseraError("a layout and a recipe both say how to divide the model", where="--recipe", fix="give one")
-    if quantize is not None and (to != "hf" or adapters):
+    if quantize is not None and to != "hf":
         raise TesseraError("whole Hugging Face folders alone are written in eight bits", where="--quantize")
     found = _form_of(source)
     _check_used(found, to, None if like is None else Path(like), prefix, prove, jobs)
-    if adapters and to == "hf":
-        return _adapters_of(source, target, dtype, overwrite, trust)
-    if adapters:
-        raise TesseraError("adapters alone are written as PEFT keeps them", where="--adapters", fix="leave --to out")
     if dtype is not None and found is not None and (found, to) != ("hf", "hf"):
         raise TesseraError(f"from {found} to {to} every tensor keeps its type", where="--dtype", fix="leave it out")
     pattern = None if like is None else Path(like)
@@ -88,7 +95,7 @@ def convert(
     job.layout = parse_layout({} if layout is None else layout)
     job.source_layout = None if source_layout is None else parse_layout(source_layout)
     if found is None:
-        job.trained = find_model(source, dtype, trust)
+        job.trained = find_model(source, dtype, trust, pattern if is_adapters(source) else None)
         convert_folder(job, ConvertedModel.of(job.trained.section))
     else:
         job.dtype = weight_dtype(dtype)
@@ -147,19 +154,34 @@ def _described(source: Path, form: Form, like: Path | None) -> Path:
     return like
 
 
-def _adapters_of(source: Path, target: Path, dtype: str | None, overwrite: bool, trust: Trust) -> Path:
-    """Write the adapters of a run, a checkpoint or a folder of adapters as PEFT keeps them."""
-    model, _ = load(source, device="cpu", dtype=dtype, trust=trust)
-    if not model.adapters:
-        raise TesseraError("this model has no adapters", where=str(source), fix="leave --adapters out")
+def _write_adapters(
+    source: Path,
+    target: Path,
+    form: AdapterForm,
+    like: str | Path | None,
+    dtype: str | None,
+    overwrite: bool,
+    trust: Trust,
+) -> Path:
+    """Write adapters alone. The weights of the model that they belong to are not read."""
+    found = load_adapters(source, None if like is None else Path(like), dtype, trust)
     save_adapters(
         target,
-        model_tensors(model.module),
-        model.adapters,
-        model.spec.main.weight_map(model.config),
-        base="" if model.base is None else str(model.base),
-        language=model.spec.generation is None,
+        found.tensors,
+        found.adapters,
+        found.weight_map,
+        forms=[form],
+        base="" if found.base is None else str(found.base),
+        language=found.spec.generation is None,
         origin=made_from("adapters", source),
         overwrite=overwrite,
     )
     return target
+
+
+def _adapter_form(to: str) -> AdapterForm:
+    forms = get_args(AdapterForm)
+    form = "peft" if to == "hf" else to
+    if form not in forms:
+        raise TesseraError(f"adapters have no form {to!r}", where="--to", allowed=forms, nearest=nearest(to, forms))
+    return cast(AdapterForm, form)

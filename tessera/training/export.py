@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tessera.checkpoint.adapter_export import save_adapters
+from tessera.checkpoint.adapters import merge_adapter
 from tessera.checkpoint.export_record import TensorNotes, write_record
 from tessera.checkpoint.fp8 import Fp8Map
 from tessera.checkpoint.hf import save_folder
-from tessera.checkpoint.peft import merge_adapter, save_adapters
 from tessera.checkpoint.publish import Origin, made_from
 from tessera.checkpoint.state import model_tensors
 from tessera.core.adapters import Adapters, factor_names, is_factor
@@ -167,6 +168,7 @@ class Export(Callback):
                 model_tensors(trainer.module),
                 self._adapters,
                 spec.main.weight_map(model_config),
+                forms=section.lora.forms,
                 base="" if section.path is None else str(section.path),
                 dropout=section.lora.dropout,
                 language=spec.generation is None,

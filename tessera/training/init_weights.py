@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from tessera.checkpoint.adapter_reading import fill_adapters, part_of
 from tessera.checkpoint.forms import NativeTensors, fill_from_form, native_shapes, open_form
 from tessera.checkpoint.frozen import FrozenSource
-from tessera.checkpoint.peft import fill_adapters
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.checkpoint.weight_source import fill_from, origin_of
 from tessera.checkpoint.weights import check_folder_fit
@@ -64,7 +64,8 @@ def initial_weights(
             start_parameters(module, start_factor, seed, device, is_factor)
         if lora is not None and lora.path is not None:
             weight_map = setup.spec.main.weight_map(setup.config)
-            fill_adapters(lora.path, model_tensors(module), adapters, names, weight_map)
+            part = part_of(config.model.path)
+            fill_adapters(lora.path, model_tensors(module), adapters, names, weight_map, part)
 
     return fill
 

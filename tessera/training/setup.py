@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tessera.checkpoint.peft import settled
+from tessera.checkpoint.adapter_export import check_forms
+from tessera.checkpoint.adapter_reading import part_of, settled
 from tessera.checkpoint.weights import check_config_numbers
 from tessera.core import device as devices
 from tessera.core.adapters import Adapters, spelled_out
@@ -20,7 +21,7 @@ from tessera.core.layouts import detect_layout
 from tessera.core.run_config import LoraSection, PrecisionSection, RunConfig
 from tessera.core.task import FrozenPart, Task
 from tessera.core.types import ModelSpec, Training
-from tessera.models import build_on_meta, resolve
+from tessera.models import build_on_meta, for_family, resolve
 from tessera.models.module import spec_of_object
 from tessera.nn.lora import add_adapters, find_adapters, with_adapters
 from tessera.optim.optimizer import state_bytes
@@ -137,7 +138,9 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
                 fix="parallel.tp=1: with four bits a layer is small, and data ranks or a pipeline share the work",
             )
         weight_map = spec.main.weight_map(model_config)
-        lora = settled(lora, [name for name, _ in module.named_parameters()], weight_map)
+        with for_family(spec):
+            lora = settled(lora, [name for name, _ in module.named_parameters()], weight_map, part_of(path))
+        check_forms(lora.forms, weight_map, spec.generation is None, "model.lora.forms")
         adapters = find_adapters(lora, module, model_plan)
         add_adapters(module, adapters, lora.dropout, lora.quantize is not None)
         lora, model_plan = spelled_out(lora, adapters), with_adapters(model_plan)

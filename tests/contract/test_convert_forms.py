@@ -273,7 +273,7 @@ def test_recipes_that_shards_cannot_follow_are_refused(folder: Path, tmp_path: P
         (["--to", "hf", "--recipe", "r.yaml"], "only Megatron-style"),
         (["--to", "mm", "--recipe", "missing.yaml"], "missing.yaml"),
         (["--to", "dcp", "--dtype", "float32"], "keeps its type"),
-        (["--to", "mm", "--adapters"], "as PEFT keeps them"),
+        (["--to", "mm", "--adapters"], "adapters have no form"),
     ],
 )
 def test_wrong_words_of_convert(folder: Path, tmp_path: Path, words: list[str], said: str) -> None:

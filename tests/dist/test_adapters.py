@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tessera.checkpoint.peft import save_adapters
+from tessera.checkpoint.adapter_export import save_adapters
 from tessera.core.run_config import load_config
 from tessera.training.run import resume, train
 from tessera.training.setup import build_meta_model

@@ -14,7 +14,8 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 from test_lora_peft import compare_weights, foreign, ours, weights_of
 
-from tessera.checkpoint.peft import _by_pattern, fill_adapters, read_adapters, settled
+from tessera.checkpoint.adapter_reading import fill_adapters, read_adapters, settled
+from tessera.checkpoint.peft import _by_pattern
 from tessera.checkpoint.state import model_tensors
 from tessera.core.errors import TesseraError
 from tessera.core.pattern import first_matches
@@ -47,7 +48,7 @@ NAMES = [
 def test_patterns_match_as_peft_matches_them(chosen: list[str]) -> None:
     """Which of several comes first decides; a part of a name that does not begin at a dot is none of its ends."""
     table = {pattern: place + 1 for place, pattern in enumerate(chosen)}
-    found = _by_pattern({"alpha_pattern": table}, "alpha_pattern", NAMES, 99, Path("folder"))
+    found = _by_pattern({"alpha_pattern": table}, "alpha_pattern", NAMES, 99, "folder")
     assert found == {name: table.get(get_pattern_key(table.keys(), name), 99) for name in NAMES}
 
 
@@ -97,7 +98,7 @@ def test_what_is_no_regular_expression_is_refused(bad: str) -> None:
         ({"alpha_pattern": {"q_proj": "8"}}, "numbers above 0"),
         ({"alpha_pattern": ["q_proj"]}, "mapping of patterns"),
         ({"lora_alpha": float("nan")}, "numbers above 0"),
-        ({"rank_pattern": {"q_proj": 3}}, "states rank 3, the weights have 2"),
+        ({"rank_pattern": {"q_proj": 3}}, "rank 3 is stated, the weights have 2"),
     ],
 )
 def test_patterns_without_sense_are_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
@@ -107,4 +108,4 @@ def test_patterns_without_sense_are_refused(change: dict[str, Any], told: str, t
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **change}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(TesseraError, match=told):
-        read_adapters(tmp_path, ["text.layers.0.attn.q"], WeightMap(()))
+        read_adapters(tmp_path, [layer.removeprefix("base_model.model.")], WeightMap((), same_names=True))

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from vision_language import Pair
 
 import tessera
+from tessera.checkpoint.adapter_export import save_adapters
+from tessera.checkpoint.adapter_reading import fill_adapters, read_adapters, settled
+from tessera.checkpoint.adapters import merge_adapter
 from tessera.checkpoint.hf import load_folder
-from tessera.checkpoint.peft import fill_adapters, merge_adapter, read_adapters, save_adapters, settled
 from tessera.checkpoint.state import model_tensors
 from tessera.checkpoint.weight_source import fill_from
 from tessera.core.adapters import is_factor
@@ -304,7 +306,7 @@ def test_what_is_not_plain_lora_is_refused(change: dict[str, Any], told: str, tm
     [
         ({f"{Q}.lora_A.weight": torch.zeros(2, 4)}, "only lora_A"),
         ({f"{Q}.lora_A.weight": torch.zeros(2, 4), f"{Q}.lora_B.weight": torch.zeros(4, 3)}, "rank 2"),
-        ({f"{Q}.lora_magnitude_vector": torch.zeros(4)}, "no part of"),
+        ({f"{Q}.lora_magnitude_vector": torch.zeros(4)}, "is DoRA"),
         (
             {f"{Q}x.lora_A.weight": torch.zeros(2, 4), f"{Q}x.lora_B.weight": torch.zeros(4, 2)},
             "which this model does not have",

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tessera.checkpoint.peft import Factors, join_to_native, read_adapters, to_peft
+from tessera.checkpoint.adapter_reading import read_adapters
+from tessera.checkpoint.adapters import Factors, join_to_native, to_foreign
 from tessera.core.adapters import Adapter
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
@@ -145,7 +146,7 @@ def test_an_adapter_of_such_columns_is_the_same_in_its_published_form_and_back()
     op = ColumnsByHead(2, (4, 6))
     table = WeightMap((Rule("out.weight", "proj_out.weight", op),))
     a, b = torch.randn(3, 10), torch.randn(5, 3)
-    published = to_peft({"out": Factors(Adapter(3, 6.0), a, b)}, table, "here")["proj_out"]
+    published = to_foreign({"out": Factors(Adapter(3, 6.0), a, b)}, table, "here")["proj_out"]
     assert torch.allclose(published.b @ published.a, op.to_foreign(b @ a)[0], atol=1e-5)
     again = join_to_native(op, [published])
     assert torch.equal(again.a, a)

@@ -7,7 +7,7 @@ import io
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -52,6 +52,8 @@ class Record:
     request: Request
     digests: tuple[str, ...]
     suffix: str = ".png"  # of the files
+    adapters: Mapping[Path, float] = field(default_factory=dict)  # merged into the model, with their strengths
+    adapters_2: Mapping[Path, float] = field(default_factory=dict)  # into its second expert
 
 
 def check_out(out: Path, frames: int) -> None:
@@ -93,6 +95,11 @@ def write_samples(out: Path, record: Record, samples: Sequence[Generated], facts
         "model": str(record.model.absolute()),
         "parts": str(record.parts.absolute()),
         "dtype": record.dtype,
+        **{
+            key: {str(path.absolute()): strength for path, strength in merged.items()}
+            for key, merged in (("adapters", record.adapters), ("adapters_2", record.adapters_2))
+            if merged
+        },
         "request": record.request.model_dump(mode="json"),
         "samples": [
             {"file": path.name, "prompt": one.prompt, "seed": one.seed, "pixels": one.digest}
@@ -126,8 +133,12 @@ def read_record(path: Path) -> Record:
     with foreign_values(str(path)):
         suffix = Path(samples[0]["file"]).suffix
         digests = tuple(str(one["pixels"]) for one in samples)
+        first, second = (
+            {Path(name): float(strength) for name, strength in data.get(key, {}).items()}
+            for key in ("adapters", "adapters_2")
+        )
     checked = build(Request, request, f"{path}: request")
-    return Record(Path(model), Path(parts), dtype, checked, digests, suffix)
+    return Record(Path(model), Path(parts), dtype, checked, digests, suffix, first, second)
 
 
 def encoded(frames: np.ndarray, suffix: str, fps: float) -> bytes:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tessera.checkpoint.adapter_files import FIRST, SECOND, parts_in
+from tessera.checkpoint.adapter_reading import part_of
 from tessera.core.errors import TesseraError
 from tessera.core.layouts import DiffusersFolder, pipeline_folder
 from tessera.core.trust import Trust
@@ -25,10 +27,8 @@ from tessera.inference.diffusion.files import (
 )
 from tessera.inference.diffusion.pipeline import OnStep, Pipeline
 from tessera.inference.diffusion.request import Request
-from tessera.inference.load import FoundModel, find_model, load
+from tessera.inference.load import AdapterPaths, FoundModel, adapter_strengths, find_model, load
 from tessera.models import resolve
-
-_SECOND = "transformer_2"  # the component of a second expert, for little noise
 
 
 def generates_media(path: Path, trust: Trust = False) -> bool:
@@ -41,33 +41,54 @@ def load_pipeline(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     *,
+    adapters: AdapterPaths | None = None,
+    adapters_2: AdapterPaths | None = None,
+    base: str | Path | None = None,
     parts: str | Path | None = None,
     parallel: Mapping[str, Any] | None = None,
     trust: Trust = False,
 ) -> Pipeline:
     """Load a generation model from a diffusers folder, a run, one of its checkpoints or adapters.
 
+    `adapters`: LoRA files or PEFT folders that are merged into the model, with their strengths as `load` takes them. Of
+    a model with two experts they are for the one for much noise, `adapters_2` for the one for little noise; a file
+    that names both experts is for both.
+
     `parts`: the diffusers folder whose VAE and text encoders are used, where the model does not lie in one. The other
     arguments are those of `load`. With `parallel`, all ranks call everything together, and all get the samples.
     """
     folder = Path(path)
-    found = find_model(folder, dtype, trust)
+    found = find_model(folder, dtype, trust, None if base is None else Path(base))
     spec, config = resolve(found.section)
     if spec.generation is None:
         raise TesseraError(
             f"{spec.name} generates text", where=str(folder), fix="use tessera.load, or tessera generate"
         )
     home = _home(found, None if parts is None else Path(parts))
-    model, _ = load(folder, device, found.dtype, parallel=parallel, trust=trust)
-    experts = [(model, 0.0)]
-    index = DiffusersFolder(home).index
-    boundary = index.get("boundary_ratio")
-    if _SECOND in DiffusersFolder(home).components() and isinstance(boundary, (int, float)):
-        second = found.section.path is not None and found.section.path.name == _SECOND
-        other_folder = home / ("transformer" if second else _SECOND)
-        other, _ = load(other_folder, device, found.dtype, parallel=parallel, trust=trust)
-        experts = [(other, 1000.0 * boundary), (model, 0.0)] if second else [(model, 1000.0 * boundary), (other, 0.0)]
+    boundary = DiffusersFolder(home).index.get("boundary_ratio")
+    if not (SECOND in DiffusersFolder(home).components() and isinstance(boundary, (int, float))):
+        if adapters_2 is not None:
+            raise TesseraError("this model has one expert", where="adapters_2", fix="give them as adapters")
+        model, _ = load(folder, device, found.dtype, adapters=adapters, base=base, parallel=parallel, trust=trust)
+        return Pipeline([(model, 0.0)], spec.generation(config), home, model.device, found.dtype, model.passes)
+    second = part_of(found.section.path) == SECOND
+    first_merged, second_merged = _by_expert(adapter_strengths(adapters), adapter_strengths(adapters_2))
+    own, others = (second_merged, first_merged) if second else (first_merged, second_merged)
+    model, _ = load(folder, device, found.dtype, adapters=own, base=base, parallel=parallel, trust=trust)
+    other, _ = load(
+        home / (FIRST if second else SECOND), device, found.dtype, adapters=others, parallel=parallel, trust=trust
+    )
+    experts = [(other, 1000.0 * boundary), (model, 0.0)] if second else [(model, 1000.0 * boundary), (other, 0.0)]
     return Pipeline(experts, spec.generation(config), home, model.device, found.dtype, model.passes)
+
+
+def _by_expert(
+    adapters: Mapping[Path, float], adapters_2: Mapping[Path, float]
+) -> tuple[dict[Path, float], dict[Path, float]]:
+    """Return which adapters each expert gets: a file may name both."""
+    first = {path: strength for path, strength in adapters.items() if FIRST in parts_in(path)}
+    second = {path: strength for path, strength in adapters.items() if SECOND in parts_in(path)}
+    return first, {**second, **adapters_2}
 
 
 def _home(found: FoundModel, parts: Path | None) -> Path:
@@ -99,6 +120,8 @@ def generate_files(
     *,
     device: str | torch.device | None = None,
     dtype: str | None = None,
+    adapters: AdapterPaths | None = None,
+    adapters_2: AdapterPaths | None = None,
     parts: str | Path | None = None,
     parallel: Mapping[str, Any] | None = None,
     trust: Trust = False,
@@ -108,12 +131,16 @@ def generate_files(
     call this, the first writes."""
     target = Path(out)
     check_out(target, request.frames or 1)
-    pipeline = load_pipeline(model, device, dtype, parts=parts, parallel=parallel, trust=trust)
+    merged, merged_2 = adapter_strengths(adapters), adapter_strengths(adapters_2)
+    pipeline = load_pipeline(
+        model, device, dtype, adapters=merged, adapters_2=merged_2 or None, parts=parts, parallel=parallel, trust=trust
+    )
     full = pipeline.resolved(request)
     check_out(target, full.frames or 1)
     samples: Sequence[Generated] = pipeline.run(full, on_step=on_step)
     kind = str(pipeline.dtype).removeprefix("torch.")
-    record = Record(Path(model), pipeline.parts.folder, kind, full, tuple(sample.digest for sample in samples))
+    digests = tuple(sample.digest for sample in samples)
+    record = Record(Path(model), pipeline.parts.folder, kind, full, digests, adapters=merged, adapters_2=merged_2)
     made_with = {"device": str(pipeline.device)}
     if parallel is not None:
         made_with["ranks"] = str(dist.get_world_size())
@@ -144,6 +171,8 @@ def generate_again(
         record.request,
         device=device,
         dtype=record.dtype,
+        adapters=record.adapters,
+        adapters_2=record.adapters_2,
         parts=record.parts,
         parallel=parallel,
         trust=trust,

@@ -72,12 +72,15 @@ def joint_family(
     config: type[JointConfig],
     presets: Mapping[str, Mapping[str, Any]],
     weights: Callable[[Any], WeightMap],
+    original: Callable[[Any], WeightMap] | None = None,
 ) -> ModelSpec:
-    """Return the specification of a family. `weights`: names and shapes in diffusers folders."""
+    """Return the specification of a family. `weights`: names and shapes in diffusers folders, `original`: in the files
+    of its makers."""
+    forms = {"hf": weights} if original is None else {"hf": weights, "original": original}
     return ModelSpec(
         name=name,
         config=config,
-        components={"model": Component(_build, _plan, {"hf": weights})},
+        components={"model": Component(_build, _plan, forms)},
         flops=_flops,
         work=_work,
         example=_example,

@@ -10,7 +10,7 @@ from tessera.models.common.family import generation_processor
 from tessera.models.hunyuan_video.config import HunyuanVideoConfig
 from tessera.models.hunyuan_video.model import HunyuanVideoModel
 from tessera.models.hunyuan_video.plan import example, flops, plan, work
-from tessera.models.hunyuan_video.weights import megatron, weights
+from tessera.models.hunyuan_video.weights import megatron, original, weights
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {
@@ -32,7 +32,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 SPEC = ModelSpec(
     name="hunyuan_video",
     config=HunyuanVideoConfig,
-    components={"model": Component(HunyuanVideoModel, plan, {"hf": weights}, megatron=megatron)},
+    components={"model": Component(HunyuanVideoModel, plan, {"hf": weights, "original": original}, megatron=megatron)},
     processor=generation_processor(HunyuanVideoConfig.generation),
     flops=flops,
     work=work,

@@ -1,4 +1,4 @@
-"""Parameter names of HunyuanVideo in diffusers folders, and in jobs of MindSpeed-MM."""
+"""Parameter names of HunyuanVideo: in diffusers folders, in the files of its makers, and in jobs of MindSpeed-MM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tessera.core.megatron_form import (
     MegatronForm,
     PipelinePart,
 )
-from tessera.core.weightmap import ColumnsByHead, Reshape, Rule, SwappedHalves, TensorChunk, WeightMap
+from tessera.core.weightmap import ColumnsByHead, Reshape, Rule, SwappedHalves, TensorChunk, WeightMap, fused_rules
 from tessera.models.common.joint import CONDITIONS, double_rules, plain_rules, single_rules
 from tessera.models.hunyuan_video.config import HunyuanConfig, HunyuanVideoConfig
 
@@ -33,15 +33,57 @@ _SHARED = (
     ("embed.text.pooled.down.{kind}", "context_embedder.time_text_embed.text_embedder.linear_2.{kind}"),
     ("head.proj.{kind}", "proj_out.{kind}"),
 )
+# Native names, and those in the makers' files.
+_ORIGINAL = (
+    ("embed.latents.bias", "img_in.proj.bias"),
+    ("embed.time.up.{kind}", "time_in.mlp.0.{kind}"),
+    ("embed.time.down.{kind}", "time_in.mlp.2.{kind}"),
+    ("embed.guidance.up.{kind}", "guidance_in.mlp.0.{kind}"),
+    ("embed.guidance.down.{kind}", "guidance_in.mlp.2.{kind}"),
+    ("embed.pooled.up.{kind}", "vector_in.in_layer.{kind}"),
+    ("embed.pooled.down.{kind}", "vector_in.out_layer.{kind}"),
+    ("embed.text.embed.{kind}", "txt_in.input_embedder.{kind}"),
+    ("embed.text.time.up.{kind}", "txt_in.t_embedder.mlp.0.{kind}"),
+    ("embed.text.time.down.{kind}", "txt_in.t_embedder.mlp.2.{kind}"),
+    ("embed.text.pooled.up.{kind}", "txt_in.c_embedder.linear_1.{kind}"),
+    ("embed.text.pooled.down.{kind}", "txt_in.c_embedder.linear_2.{kind}"),
+    ("head.proj.{kind}", "final_layer.linear.{kind}"),
+    *(
+        (
+            f"embed.text.blocks.{{i}}.{native}.{{kind}}",
+            f"txt_in.individual_token_refiner.blocks.{{i}}.{foreign}.{{kind}}",
+        )
+        for native, foreign in (
+            ("attn_norm", "norm1"),
+            ("out", "self_attn_proj"),
+            ("mlp_norm", "norm2"),
+            ("mlp.up", "mlp.fc1"),
+            ("mlp.down", "mlp.fc2"),
+            ("modulation", "adaLN_modulation.1"),
+        )
+    ),
+    *(
+        (f"blocks.{{i}}.{native.format(own)}", f"double_blocks.{{i}}.{theirs}_{foreign}")
+        for own, theirs in (("latent", "img"), ("text", "txt"))
+        for native, foreign in (
+            ("{}_modulation.{{kind}}", "mod.linear.{kind}"),
+            ("{}_mlp.up.{{kind}}", "mlp.fc1.{kind}"),
+            ("{}_mlp.down.{{kind}}", "mlp.fc2.{kind}"),
+            ("attn.{}_out.{{kind}}", "attn_proj.{kind}"),
+            ("attn.{}_norm.{{h}}.weight", "attn_{h}_norm.weight"),
+        )
+    ),
+    ("single_blocks.{i}.modulation.{kind}", "single_blocks.{i}.modulation.linear.{kind}"),
+    ("single_blocks.{i}.norm.{h}.weight", "single_blocks.{i}.{h}_norm.weight"),
+    ("single_blocks.{i}.out.bias", "single_blocks.{i}.linear2.bias"),
+)
 
 
 def shared_rules(config: HunyuanConfig) -> list[Rule]:
     """Return the rules of what both generations have. Folders embed patches by a convolution."""
-    size, channels = config.hidden_size, config.in_channels
-    flat = Reshape((size, channels * config.patch_values), (size, channels, *config.patch))
     native, foreign = _BLOCK
     return [
-        Rule("embed.latents.weight", "x_embedder.proj.weight", flat),
+        _patches(config, "x_embedder.proj.weight"),
         *plain_rules(_SHARED),
         *(Rule(native + one, foreign + other) for one, other in _BLOCK_PAIRS),
         *double_rules(),
@@ -50,6 +92,34 @@ def shared_rules(config: HunyuanConfig) -> list[Rule]:
 
 def weights(config: HunyuanVideoConfig) -> WeightMap:
     return WeightMap((*shared_rules(config), *plain_rules(CONDITIONS), *single_rules(config.shape)))
+
+
+def original(config: HunyuanVideoConfig) -> WeightMap:
+    """Return the names and shapes of the makers' files: queries, keys and values are one layer."""
+    block = config.shape.block
+    rows = (block.hidden,) * 3 + (block.intermediate,)
+    refiner = "txt_in.individual_token_refiner.blocks.{i}.self_attn_qkv"
+    rules = (
+        _patches(config, "img_in.proj.weight"),
+        *plain_rules(_ORIGINAL),
+        Rule("head.modulation.{kind}", "final_layer.adaLN_modulation.1.{kind}", SwappedHalves()),
+        *fused_rules("embed.text.blocks.{i}.qkv", "qkv", refiner),
+        *fused_rules("blocks.{i}.attn.latent", "qkv", "double_blocks.{i}.img_attn_qkv"),
+        *fused_rules("blocks.{i}.attn.text", "qkv", "double_blocks.{i}.txt_attn_qkv"),
+        *fused_rules("single_blocks.{i}.proj", ("q", "k", "v", "up"), "single_blocks.{i}.linear1", rows),
+        Rule(
+            "single_blocks.{i}.out.weight",
+            "single_blocks.{i}.linear2.weight",
+            ColumnsByHead(block.heads, (block.hidden, block.intermediate)),
+        ),
+    )
+    return WeightMap(rules, mark="img_in.proj.weight")
+
+
+def _patches(config: HunyuanConfig, foreign: str) -> Rule:
+    size, channels = config.hidden_size, config.in_channels
+    flat = Reshape((size, channels * config.patch_values), (size, channels, *config.patch))
+    return Rule("embed.latents.weight", foreign, flat)
 
 
 _REFINER = "txt_in.individual_token_refiner.blocks.{i}."
@@ -111,11 +181,10 @@ _FIRST = ("img_in.", "txt_in.", "time_in.", "vector_in.", "guidance_in.")
 
 def megatron(config: HunyuanVideoConfig) -> MegatronForm:
     """Return the form in which jobs of MindSpeed-MM keep the transformer: tensor ranks have files of their own."""
-    block, size = config.shape.block, config.hidden_size
-    flat = Reshape((size, config.in_channels * config.patch_values), (size, config.in_channels, *config.patch))
+    block = config.shape.block
     joined = ColumnsByHead(block.heads, (block.hidden, block.intermediate))
     rules = [
-        Rule("embed.latents.weight", "img_in.proj.weight", flat),
+        _patches(config, "img_in.proj.weight"),
         Rule("head.modulation.{kind}", "adaLN_modulation.1.{kind}", SwappedHalves()),
         Rule("single_blocks.{i}.out.weight", _SINGLE + "linear2.weight", joined),
         *plain_rules(_JOB_PAIRS),

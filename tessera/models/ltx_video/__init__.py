@@ -10,7 +10,7 @@ from tessera.models.common.family import generation_processor
 from tessera.models.ltx_video.config import LTXVideoConfig
 from tessera.models.ltx_video.model import LTXVideoModel
 from tessera.models.ltx_video.plan import example, flops, plan, work
-from tessera.models.ltx_video.weights import weights
+from tessera.models.ltx_video.weights import original, weights
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {
@@ -28,7 +28,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 SPEC = ModelSpec(
     name="ltx_video",
     config=LTXVideoConfig,
-    components={"model": Component(LTXVideoModel, plan, {"hf": weights})},
+    components={"model": Component(LTXVideoModel, plan, {"hf": weights, "original": original})},
     processor=generation_processor(LTXVideoConfig.generation),
     flops=flops,
     work=work,

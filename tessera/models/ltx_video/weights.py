@@ -1,4 +1,4 @@
-"""Parameter names of LTX-Video in diffusers folders."""
+"""Parameter names of LTX-Video: in diffusers folders ("hf"), and in the files of its makers ("original")."""
 
 from __future__ import annotations
 
@@ -27,5 +27,19 @@ _PAIRS = (
 )
 
 
+# How names in the makers' files differ from these.
+_ORIGINAL = (("proj_in.", "patchify_proj."), ("time_embed.", "adaln_single."), (".norm_{x}.", ".{x}_norm."))
+
+
 def weights(config: LTXVideoConfig) -> WeightMap:
     return WeightMap(tuple(Rule(native, foreign) for native, foreign in _PAIRS))
+
+
+def original(config: LTXVideoConfig) -> WeightMap:
+    return WeightMap(tuple(Rule(native, _theirs(foreign)) for native, foreign in _PAIRS), mark="patchify_proj.weight")
+
+
+def _theirs(name: str) -> str:
+    for published, own in _ORIGINAL:
+        name = name.replace(published, own)
+    return name

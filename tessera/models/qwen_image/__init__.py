@@ -54,4 +54,5 @@ def weights(config: QwenImageConfig) -> WeightMap:
     return WeightMap((*plain_rules(_NAMES), *double_rules(_BLOCKS)), idle=idle_layers(config.shape))
 
 
-SPEC = joint_family("qwen_image", QwenImageConfig, PRESETS, weights)
+# Its makers publish it as a diffusers folder: theirs are the same names.
+SPEC = joint_family("qwen_image", QwenImageConfig, PRESETS, weights, weights)

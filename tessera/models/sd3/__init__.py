@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.core.weightmap import GroupByHead, Reshape, Rule, WeightMap
+from tessera.core.weightmap import GroupByHead, Reshape, Rule, SwappedHalves, WeightMap, fused_rules
 from tessera.models.common.joint import CONDITIONS, double_rules, joint_family, plain_rules
 from tessera.models.sd3.config import SD3Config
 
@@ -58,23 +58,80 @@ _DUAL = (
 )
 
 
+# Native names of a block, and those in the files of its makers.
+_ORIGINAL_BLOCK = (
+    *(
+        (f"attn.{own}_norm.{which}.weight", f"{theirs}_block.attn.ln_{which}.weight")
+        for own, theirs in (("latent", "x"), ("text", "context"))
+        for which in ("q", "k")
+    ),
+    *((f"attn2.latent_norm.{which}.weight", f"x_block.attn2.ln_{which}.weight") for which in ("q", "k")),
+    ("attn.latent_out.{kind}", "x_block.attn.proj.{kind}"),
+    ("attn.text_out.{kind}", "context_block.attn.proj.{kind}"),
+    ("attn2.latent_out.{kind}", "x_block.attn2.proj.{kind}"),
+    ("latent_modulation.{kind}", "x_block.adaLN_modulation.1.{kind}"),
+    ("text_modulation.{kind}", "context_block.adaLN_modulation.1.{kind}"),
+    ("latent_mlp.up.{kind}", "x_block.mlp.fc1.{kind}"),
+    ("latent_mlp.down.{kind}", "x_block.mlp.fc2.{kind}"),
+    ("text_mlp.up.{kind}", "context_block.mlp.fc1.{kind}"),
+    ("text_mlp.down.{kind}", "context_block.mlp.fc2.{kind}"),
+)
+_ORIGINAL = (
+    ("embed.latents.bias", "x_embedder.proj.bias"),
+    ("embed.text.{kind}", "context_embedder.{kind}"),
+    ("embed.time.up.{kind}", "t_embedder.mlp.0.{kind}"),
+    ("embed.time.down.{kind}", "t_embedder.mlp.2.{kind}"),
+    ("embed.pooled.up.{kind}", "y_embedder.mlp.0.{kind}"),
+    ("embed.pooled.down.{kind}", "y_embedder.mlp.2.{kind}"),
+)
+
+
 def weights(config: SD3Config) -> WeightMap:
     """Return the names and shapes of diffusers folders."""
-    shape, side, channels = config.shape, config.patch_size, config.in_channels
-    hidden, table = config.hidden, (shape.table**2, config.hidden)
-    patches = Reshape((hidden, shape.latent_values), (hidden, channels, side, side))
-    # Predictions of the published models are ordered by place in the patch, then by channel; here, as inputs are.
-    by_channel = GroupByHead(config.out_channels or channels, side**2)
     return WeightMap(
         (
             *plain_rules(_NAMES),
-            Rule("embed.latents.weight", "pos_embed.proj.weight", patches),
-            Rule("embed.table.weight", "pos_embed.pos_embed", Reshape(table, (1, *table))),
-            Rule("head.proj.{kind}", "proj_out.{kind}", by_channel),
+            *_reshaped(config, "pos_embed.proj.weight", "pos_embed.pos_embed", "proj_out.{kind}"),
             *double_rules(),
             *double_rules(_DUAL),
         )
     )
 
 
-SPEC = joint_family("sd3", SD3Config, PRESETS, weights)
+def original(config: SD3Config) -> WeightMap:
+    """Return the names and shapes of the makers' files: queries, keys and values are one layer."""
+    # Behind the last attention text has a scale and a shift alone, as the output has: there, in the other order.
+    last = config.num_layers - 1
+    ending = (
+        Rule("head.modulation.{kind}", "final_layer.adaLN_modulation.1.{kind}", SwappedHalves()),
+        Rule(
+            f"blocks.{last}.text_modulation.{{kind}}",
+            f"joint_blocks.{last}.context_block.adaLN_modulation.1.{{kind}}",
+            SwappedHalves(),
+        ),
+    )
+    rules = (
+        *ending,
+        *plain_rules(_ORIGINAL),
+        *_reshaped(config, "x_embedder.proj.weight", "pos_embed", "final_layer.linear.{kind}"),
+        *(Rule("blocks.{i}." + native, "joint_blocks.{i}." + foreign) for native, foreign in _ORIGINAL_BLOCK),
+        *fused_rules("blocks.{i}.attn.latent", "qkv", "joint_blocks.{i}.x_block.attn.qkv"),
+        *fused_rules("blocks.{i}.attn.text", "qkv", "joint_blocks.{i}.context_block.attn.qkv"),
+        *fused_rules("blocks.{i}.attn2.latent", "qkv", "joint_blocks.{i}.x_block.attn2.qkv"),
+    )
+    return WeightMap(rules, mark="x_embedder.proj.weight")
+
+
+def _reshaped(config: SD3Config, patch: str, table: str, head: str) -> tuple[Rule, ...]:
+    """Return the rules of tensors that lie in another way in both forms, under the names that they have there."""
+    shape, side, channels = config.shape, config.patch_size, config.in_channels
+    hidden, places = config.hidden, (shape.table**2, config.hidden)
+    return (
+        Rule("embed.latents.weight", patch, Reshape((hidden, shape.latent_values), (hidden, channels, side, side))),
+        Rule("embed.table.weight", table, Reshape(places, (1, *places))),
+        # Predictions of the published models are ordered by place in the patch, then by channel; here, as inputs are.
+        Rule("head.proj.{kind}", head, GroupByHead(config.out_channels or channels, side**2)),
+    )
+
+
+SPEC = joint_family("sd3", SD3Config, PRESETS, weights, original)

@@ -1,0 +1,187 @@
+"""The matrices of LoRA adapters: between native layers and those of a folder or a file, and merged into weights.
+
+Where one native layer is several foreign ones, or the other way round, matrices are put side by side: their ranks add
+up, and the product is exactly the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tessera.checkpoint.weights import add_product
+from tessera.core.adapters import Adapter, Adapters, factor_names
+from tessera.core.errors import TesseraError
+from tessera.core.weightmap import (
+    ColumnsByHead,
+    Concat,
+    GroupedRows,
+    Identity,
+    Operation,
+    RowOrder,
+    TensorChunk,
+    WeightMap,
+)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Hold one adapter with its two matrices."""
+
+    adapter: Adapter
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+
+
+def to_foreign(native: Mapping[str, Factors], weight_map: WeightMap, where: str) -> dict[str, Factors]:
+    """Return adapters by the names that layers have in the form of a weight map."""
+    made: dict[str, Factors] = {}
+    for path, factors in native.items():
+        match = weight_map.rule_for(f"{path}.weight")
+        if match is None:
+            raise TesseraError(f"the weight map has no rule for {path}.weight", where=where)
+        rule, foreign = match
+        check_operation(rule.op, path, where)
+        modules = [weight_map.in_memory(name).removesuffix(".weight") for name in foreign]
+        if isinstance(rule.op, TensorChunk):
+            if modules[0] not in made:
+                members = [native.get(n.removesuffix(".weight")) for n in weight_map.group_of(f"{path}.weight")]
+                made[modules[0]] = _joined(rule.op, members)
+            continue
+        if isinstance(rule.op, ColumnsByHead):
+            made[modules[0]] = Factors(factors.adapter, rule.op.to_foreign(factors.a)[0], factors.b)
+            continue
+        for module, b in zip(modules, rule.op.to_foreign(factors.b), strict=True):
+            made[module] = Factors(factors.adapter, factors.a, b)
+    return made
+
+
+def _joined(op: TensorChunk, members: Sequence[Factors | None]) -> Factors:
+    """Return the adapter of one foreign layer that is several native ones."""
+    given = [factors for factors in members if factors is not None]
+    if len(given) == len(members) and _same_input(given):
+        blocks = [factors.b for factors in given]
+        return Factors(given[0].adapter, given[0].a, op.join_chunks(blocks)[0].whole())
+    adapter, a, blocks = _side_by_side(members, _rows(op, members))
+    return Factors(adapter, a, op.join_chunks(blocks)[0].whole())
+
+
+def _rows(op: TensorChunk, members: Sequence[Factors | None]) -> list[int]:
+    """Return how many outputs each native layer has, also those without an adapter."""
+    number, first = next((n, factors) for n, factors in enumerate(members) if factors is not None)
+    if not isinstance(op, GroupedRows):
+        return [first.b.shape[0]] * len(members)
+    groups = first.b.shape[0] // op.rows[number]
+    return [groups * rows for rows in op.rows]
+
+
+def _same_input(given: Sequence[Factors]) -> bool:
+    """Return whether adapters have one matrix A, so that their blocks of B can lie below each other."""
+    first = given[0]
+    return all(one.adapter == first.adapter and torch.equal(one.a, first.a) for one in given)
+
+
+def _side_by_side(present: Sequence[Factors | None], rows: Sequence[int]) -> tuple[Adapter, Tensor, list[Tensor]]:
+    """Return an adapter whose rank is the sum of all ranks, matrix A, and a block of matrix B for each layer.
+
+    `rows`: how many outputs each layer has. A layer without an adapter has a block of zeros.
+    """
+    given = [factors for factors in present if factors is not None]
+    like, rank = given[0].adapter, sum(factors.adapter.rank for factors in given)
+    blocks, at = [], 0
+    for factors, outputs in zip(present, rows, strict=True):
+        block = given[0].b.new_zeros(outputs, rank)
+        if factors is not None:
+            block[:, at : at + factors.adapter.rank] = factors.b * (factors.adapter.scale / like.scale)
+            at += factors.adapter.rank
+        blocks.append(block)
+    return _of_rank(like, rank), torch.cat([factors.a for factors in given]), blocks
+
+
+def _of_rank(like: Adapter, rank: int) -> Adapter:
+    """Return an adapter of another rank with the same scale."""
+    return Adapter(rank, like.scale * (math.sqrt(rank) if like.rslora else rank), like.rslora)
+
+
+def join_to_native(op: Operation, present: Sequence[Factors | None]) -> Factors:
+    """Return one native adapter from those of the foreign layers that the native layer is made of."""
+    given = [factors for factors in present if factors is not None]
+    first = given[0]
+    if isinstance(op, ColumnsByHead):
+        return Factors(first.adapter, op.to_native([first.a]), first.b)
+    if isinstance(op, TensorChunk):
+        return _without_idle_ranks(Factors(first.adapter, first.a, op.to_native([first.b])))
+    if len(given) == len(present) and _same_input(given):
+        return Factors(first.adapter, first.a, op.to_native([factors.b for factors in given]))
+    rows = op.sizes if isinstance(op, Concat) else [first.b.shape[0]] * len(present)
+    adapter, a, blocks = _side_by_side(present, rows)
+    return Factors(adapter, a, op.to_native(blocks))
+
+
+def _without_idle_ranks(factors: Factors) -> Factors:
+    """Leave out columns of B that are zero, with the rows of A that they are for: those of the other layers, where
+    adapters of several layers lie side by side. All zeros are an adapter that was not trained, and stay."""
+    used = factors.b.any(dim=0)
+    if not used.any() or used.all():
+        return factors
+    return Factors(_of_rank(factors.adapter, int(used.sum())), factors.a[used], factors.b[:, used].contiguous())
+
+
+def check_operation(op: Operation, path: str, where: str) -> None:
+    """Raise if a layer is none in the form of a weight map, so that an adapter of it cannot be stored there."""
+    if not (_of_outputs(op) or isinstance(op, ColumnsByHead)):  # columns are reordered in matrix A
+        raise TesseraError(
+            f"{path} is no linear layer there ({type(op).__name__}): its adapter has no such form",
+            where=where,
+            fix="leave it out of model.lora.targets, or export with model.lora.merge",
+        )
+
+
+def _of_outputs(op: Operation) -> bool:
+    """Return whether an operation only reorders and joins the outputs of layers: then it does the same to matrix B."""
+    if isinstance(op, TensorChunk):
+        return op.dim == 0 and _of_outputs(op.op)
+    return isinstance(op, (Identity, RowOrder)) or (isinstance(op, Concat) and op.dim == 0)
+
+
+@torch.no_grad()
+def merge_adapter(name: str, weight: Tensor, tensors: Mapping[str, Tensor], adapters: Adapters) -> Tensor:
+    """Return a new weight with its adapter added; the weight itself if it has none.
+
+    All ranks that hold the weight call this together.
+    """
+    path = name.removesuffix(".weight")
+    if path not in adapters or path == name:
+        return weight
+    factors = (tensors[factor] for factor in factor_names(path))
+    a, b = (factor.full_tensor() if isinstance(factor, DTensor) else factor.detach() for factor in factors)
+    return add_product(weight.detach().clone(), b, a, adapters[path].scale)
+
+
+@torch.no_grad()
+def merge_factors(found: Mapping[str, Factors], tensors: Mapping[str, Tensor], strength: float, where: str) -> None:
+    """Add adapters, `strength` times, to the weights of a model in place. Weights may be sharded."""
+    for path, factors in found.items():
+        weight = tensors.get(f"{path}.weight")
+        if weight is None:
+            continue  # of another stage of a pipeline
+        check_shapes(path, factors, tuple(weight.shape), where)
+        a, b = (matrix.to(weight.device) for matrix in (factors.a, factors.b))
+        add_product(weight, b, a, strength * factors.adapter.scale)
+
+
+def check_shapes(path: str, factors: Factors, shape: Sequence[int], where: str) -> None:
+    """Raise if an adapter does not fit the layer that it is for, whose weight has `shape`."""
+    made = (factors.b.shape[0], factors.a.shape[1])
+    if made != tuple(shape):
+        raise TesseraError(
+            f"the adapter of {path} is for a layer of {made[1]} inputs and {made[0]} outputs, this model has "
+            f"{shape[1]} and {shape[0]}",
+            where=where,
+            fix="check that the adapters belong to this model: another size of the family has other layers",
+        )

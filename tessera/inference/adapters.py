@@ -1,0 +1,66 @@
+"""Read the adapters of a run, a checkpoint, a PEFT folder or a LoRA file, without the weights of their model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tessera.checkpoint.adapter_files import is_adapters, open_adapters
+from tessera.checkpoint.adapter_reading import fill_adapters, part_of, settled
+from tessera.checkpoint.state import model_tensors
+from tessera.checkpoint.weight_source import find_file
+from tessera.core.adapters import Adapters, factor_names
+from tessera.core.errors import TesseraError
+from tessera.core.trust import Trust
+from tessera.core.types import ModelSpec
+from tessera.core.weightmap import WeightMap
+from tessera.inference.load import find_model
+from tessera.models import build_on_meta, for_family, resolve
+from tessera.nn.lora import find_adapters
+
+
+@dataclass(frozen=True)
+class LoadedAdapters:
+    """Hold adapters with their matrices. The model's own weights are on the meta device."""
+
+    spec: ModelSpec
+    weight_map: WeightMap | None
+    adapters: Adapters
+    tensors: Mapping[str, Tensor]
+    base: Path | None  # the folder of the model that they belong to
+
+
+def load_adapters(source: Path, base: Path | None, dtype: str | None, trust: Trust = False) -> LoadedAdapters:
+    """Return the adapters at a path. `base`: the folder of their model, where a file does not name it. `dtype` None: as
+    stored."""
+    named = is_adapters(source)
+    if base is not None and not named:
+        raise TesseraError("a run says itself which model it is of", where="--like", fix="leave it out")
+    found = find_model(source, dtype, trust, base)
+    if found.section.lora is None:
+        raise TesseraError("this model has no adapters", where=str(source), fix="leave --adapters out")
+    spec, config = resolve(found.section)
+    module = build_on_meta(spec, config)
+    weights, part = spec.main.weight_map(config), part_of(found.section.path)
+    tensors = dict(model_tensors(module))
+    parameters = list(tensors)
+    with for_family(spec):
+        adapters = find_adapters(settled(found.section.lora, parameters, weights, part), module, spec.main.plan(config))
+    kind = found.dtype if dtype is not None or not named else _stored_type(source, part)
+    for path, adapter in adapters.items():
+        outputs, inputs = tensors[f"{path}.weight"].shape
+        a, b = factor_names(path)
+        tensors |= {a: torch.empty(adapter.rank, inputs, dtype=kind), b: torch.empty(outputs, adapter.rank, dtype=kind)}
+    where = source if named or found.origin == "checkpoint" else find_file(source, "checkpoints").parent
+    fill_adapters(where, tensors, adapters, parameters, weights, part)
+    return LoadedAdapters(spec, weights, adapters, tensors, found.section.path)
+
+
+def _stored_type(source: Path, part: str) -> torch.dtype:
+    """Return the type of the matrices in a file."""
+    sides = next(iter(open_adapters(source, part).sides.values()))
+    return next(iter(sides.values())).dtype
