@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,13 @@ class StackedExperts(nn.Module):
 
     dispatch: nn.Module
     top_k: int
+
+
+@runtime_checkable
+class KeepsFrozenBuffers(Protocol):
+    """Mark a module whose frozen weights are buffers, such as those in four bits."""
+
+    frozen_buffers: tuple[str, ...]
 
 
 def clean_name(name: str) -> str:

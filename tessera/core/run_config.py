@@ -336,6 +336,11 @@ class ParallelSection(Section):
     compile: bool | list[str] = Field(
         False, description="compile the model's blocks, or modules by pattern: faster steps after a slow first one"
     )
+    block_offload: bool | list[str] = Field(
+        False,
+        description="frozen weights of the model's blocks, or of modules by pattern, wait in host memory and come to "
+        "the device one module ahead of their use; these modules are recomputed",
+    )
     offload: bool = Field(False, description="keep parameters, gradients and optimizer state in host memory")
     pin_memory: bool = Field(True, description="page-locked host memory for offload; off where nothing could use it")
     prefetch_forward: Ahead = Field(0, description="blocks gathered ahead in forward; 0: each when it is needed")

@@ -61,6 +61,7 @@ class QuantizedLoraLinear(LoraLinear):
 
     packed: Tensor
     scales: Tensor
+    frozen_buffers = (PACKED, SCALES)
 
     def __init__(self, linear: nn.Linear, adapter: Adapter, dropout: float = 0.0) -> None:
         super().__init__(linear, adapter, dropout)

@@ -1,7 +1,7 @@
 """Apply a plan to a model, in a fixed order:
 
-freeze -> types -> pipeline split -> tensor -> experts -> context -> activation offload -> recompute -> compile ->
-fully_shard -> materialize -> initialize.
+freeze -> types -> pipeline split -> tensor -> experts -> context -> activation offload -> block offload -> recompute
+-> compile -> fully_shard -> materialize -> initialize.
 
 Loading weights comes after, in `checkpoint`.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tessera.core import device as devices
 from tessera.core.adapters import is_factor
 from tessera.core.errors import TesseraError
 from tessera.core.gradients import LossScale
@@ -23,6 +24,7 @@ from tessera.core.rng import generator
 from tessera.core.torch_internals import local_chunks, tensor_of_chunk
 from tessera.core.types import AdjustsAfterInit, InitializesByName
 from tessera.parallel.activations import apply_activation_offload, apply_recompute
+from tessera.parallel.block_offload import apply_block_offload, waiting_on_host
 from tessera.parallel.collectives import PostBackward
 from tessera.parallel.context_parallel import apply_context
 from tessera.parallel.engine import Engine, SimpleEngine
@@ -74,6 +76,7 @@ def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, 
     if plan.context is not None:
         apply_context(module, plan.context, mesh)
     apply_activation_offload(module, present(module, plan.activation_offload), device)
+    apply_block_offload(module, present(module, plan.block_offload), device, parameters=not plan.sharded)
     if plan.sharded and isinstance(module, ShardsItself):
         # Before the class recomputes or shards anything: both are hooks around a block, or a call of it, and what is
         # compiled is the block's own code.
@@ -214,7 +217,8 @@ Owner = tuple[nn.Module, str]  # a module and the name of its parameter
 
 
 def materialize(module: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
-    allocate(module, torch.device("cpu") if plan.offload else device)
+    with waiting_on_host(module, pin=plan.pin_memory and devices.supports(device, "pinned_memory")):
+        allocate(module, torch.device("cpu") if plan.offload else device)
     if plan.offload:
         _move_what_computes(module, plan, device)
     return module

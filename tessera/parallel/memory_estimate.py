@@ -19,6 +19,7 @@ from tessera.parallel.mesh import FSDP_EXPERTS, Axes
 from tessera.parallel.pipeline_plan import PipelinePlan
 from tessera.parallel.tensor import TensorPlan
 
+BLOCKS_AT_ONCE = 2  # of those whose weights wait in host memory: the one in use and the next
 StateBytes = Callable[[str, int], int]  # name of a parameter, its bytes on a rank -> bytes of the optimizer's state
 
 
@@ -72,10 +73,13 @@ class MemoryBytes:
     gradients: int
     optimizer: int
     buffers: int = 0  # whole on every rank: weights in four bits, tables
+    window: int = 0  # of weights that wait in host memory, those of the two largest blocks in use
+    host: int = 0  # all of these weights, in host memory
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.buffers
+        """Return the bytes on the device."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.window
 
 
 def param_shards(
@@ -147,6 +151,14 @@ def buffer_bytes(module: nn.Module, pipeline: PipelinePlan | None, position: int
     return sum(buffer.nbytes for name, buffer in here if home(name, modules) is not None)
 
 
+def blocks_of_stage(blocks: Sequence[str], pipeline: PipelinePlan | None, position: int) -> list[str]:
+    """Return the blocks at a position of the pipeline."""
+    if pipeline is None:
+        return list(blocks)
+    modules = _modules_at(pipeline, position)
+    return [path for path in blocks if home(path, modules) is not None]
+
+
 def _modules_at(pipeline: PipelinePlan, position: int) -> list[str]:
     return [path for stage in pipeline.stages_of(position) for path in pipeline.stages[stage].modules]
 
@@ -157,13 +169,29 @@ def memory_bytes(
     computed: torch.dtype,
     buffers: int = 0,
     state: StateBytes = adamw_state,
+    waiting: Sequence[tuple[int, int]] = (),
+    float32: Sequence[str] = (),
 ) -> MemoryBytes:
-    """Return the bytes of fully sharded training. Ignored modules, which are frozen, are kept in the type of
-    computation."""
-    sizes = [
-        (shard.local_numel * (computed if shard.whole and not shard.trained else kept).itemsize, shard)
-        for shard in parts
-    ]
+    """Return the bytes of fully sharded training.
+
+    Ignored modules, which are frozen, are kept in the type of computation, and those of `float32` in this one.
+    `waiting`: parameters and buffers in bytes of each block whose frozen weights are in host memory.
+    """
+
+    def type_of(shard: ParamShard) -> torch.dtype:
+        if home(shard.name, float32) is not None:
+            return torch.float32
+        return computed if shard.whole and not shard.trained else kept
+
+    sizes = [(shard.local_numel * type_of(shard).itemsize, shard) for shard in parts]
     trained = [(size, shard.name) for size, shard in sizes if shard.trained]
     optimizer = sum(state(name, size) for size, name in trained)
-    return MemoryBytes(sum(size for size, _ in sizes), sum(size for size, _ in trained), optimizer, buffers)
+    away = [sum(block) for block in waiting]
+    return MemoryBytes(
+        sum(size for size, _ in sizes) - sum(size for size, _ in waiting),
+        sum(size for size, _ in trained),
+        optimizer,
+        buffers - sum(size for _, size in waiting),
+        window=sum(sorted(away)[-BLOCKS_AT_ONCE:]),
+        host=sum(away),
+    )

@@ -9,6 +9,7 @@ them) are taken for variables from their second value on; after that nothing is 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -57,6 +58,7 @@ class ModulePlan:
     recompute: tuple[Recompute, ...]
     activation_offload: tuple[str, ...]
     compiled: tuple[str, ...]
+    block_offload: tuple[str, ...] = ()
 
 
 def plan_modules(section: ParallelSection, model_plan: ModelPlan, module: nn.Module, frozen: set[str]) -> ModulePlan:
@@ -74,7 +76,10 @@ def plan_modules(section: ParallelSection, model_plan: ModelPlan, module: nn.Mod
         )
     )
     _refuse_nested([*((r.path, "recomputed") for r in recompute), *((path, "offloaded") for path in offloaded)])
-    return ModulePlan(blocks, ignored, recompute, offloaded, _compiled(section, model_plan, tree, offloaded))
+    compiled = _compiled(section, model_plan, tree, offloaded)
+    return ModulePlan(
+        blocks, ignored, recompute, offloaded, compiled, _block_offload(section, model_plan, tree, recompute)
+    )
 
 
 # ---------------------------------------------------------------------------------------------- each part
@@ -173,6 +178,34 @@ def _compiled(
         if other:
             raise TesseraError(
                 f"what is compiled stays whole, and {other}", where=f"{where} and {key}", fix="one of them"
+            )
+    return tuple(found)
+
+
+def _block_offload(
+    section: ParallelSection, model_plan: ModelPlan, tree: dict[str, nn.Module], recompute: Sequence[Recompute]
+) -> tuple[str, ...]:
+    where = "parallel.block_offload"
+    if not section.block_offload:
+        return ()
+    patterns = model_plan.blocks if section.block_offload is True else section.block_offload
+    found = _callable(_select_once(patterns, tree, where), tree, where)
+    again = {part.path for part in recompute}
+    for path in found:
+        if path not in again:
+            pattern = re.sub(r"\.\d+", ".{*}", path)
+            raise TesseraError(
+                f"{path} is not recomputed: what it keeps for backward would hold its weights on the device",
+                where=f"{where} and parallel.recompute",
+                fix=f'parallel.recompute: ["{pattern}"]',
+            )
+    for other, key in (
+        (section.offload and "all parameters are in host memory already", "parallel.offload"),
+        (section.compile and "what is compiled keeps the weights that it saw", "parallel.compile"),
+    ):
+        if other:
+            raise TesseraError(
+                f"frozen weights come and go, and {other}", where=f"{where} and {key}", fix="one of them"
             )
     return tuple(found)
 

@@ -17,6 +17,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.pattern import home, select, select_trees
 from tessera.core.run_config import ParallelSection, PrecisionSection
 from tessera.core.types import ModelPlan
+from tessera.parallel.block_offload import block_bytes
 from tessera.parallel.communication import CommVolume, Kind
 from tessera.parallel.context_parallel import ContextPlan, plan_context
 from tessera.parallel.experts import ExpertPlan, plan_experts
@@ -26,6 +27,7 @@ from tessera.parallel.memory_estimate import (
     ParamShard,
     StateBytes,
     adamw_state,
+    blocks_of_stage,
     buffer_bytes,
     memory_bytes,
     param_shards,
@@ -74,6 +76,7 @@ class Plan:
     recompute: tuple[Recompute, ...]  # modules whose activations are recomputed in backward
     use_reentrant: bool
     activation_offload: tuple[str, ...]  # modules whose activations wait in host memory
+    block_offload: tuple[str, ...]  # modules whose frozen weights wait in host memory
     compiled: tuple[str, ...]
     offload: bool  # parameters, gradients and optimizer state live in host memory
     pin_memory: bool
@@ -246,6 +249,9 @@ def make_plan(
         # Torch cannot keep other shares gathered by fewer ranks; and what a class does itself is its own affair.
         rows_only=not isinstance(reshard, bool) or isinstance(module, ShardsItself),
     )
+    sharded = world > 1 or casts or section.offload
+    waiting = block_bytes(module, roles.block_offload, kept, wide, parameters=not sharded)
+    _check_waiting(waiting, sharded)
     by_position = [shards_of_stage(parts, pipeline, position) for position in range(section.pp)]
     reduced = DTYPES[precision.reduce]
     whole_gradients = max(sum(shard.numel for shard in here if shard.trained) for here in by_position)
@@ -261,12 +267,13 @@ def make_plan(
         world=world,
         replicate=axes.size(REPLICATE),
         shard=shard,
-        sharded=world > 1 or casts or section.offload,
+        sharded=sharded,
         blocks=roles.blocks,
         ignored=roles.ignored,
         recompute=roles.recompute,
         use_reentrant=section.use_reentrant,
         activation_offload=roles.activation_offload,
+        block_offload=roles.block_offload,
         compiled=roles.compiled,
         offload=section.offload,
         pin_memory=section.pin_memory,
@@ -286,11 +293,34 @@ def make_plan(
         trained=sum(p.numel() for name, p in parameters.items() if name not in set(frozen)),
         param_shards=tuple(parts),
         memory=tuple(
-            memory_bytes(here, kept, computed, buffer_bytes(module, pipeline, position), state)
+            memory_bytes(
+                here,
+                kept,
+                computed,
+                buffer_bytes(module, pipeline, position),
+                state,
+                [waiting[path] for path in blocks_of_stage(roles.block_offload, pipeline, position)],
+                wide,
+            )
             for position, here in enumerate(by_position)
         ),
         whole_gradient_bytes=whole_gradients * reduced.itemsize if accumulate == "local" and world > 1 else 0,
     )
+
+
+def _check_waiting(waiting: Mapping[str, tuple[int, int]], sharded: bool) -> None:
+    """Raise if blocks have no frozen weights that a rank has whole."""
+    for path, sizes in waiting.items():
+        if not sum(sizes):
+            why = "shared by ranks, or cast for computing" if sharded else "trained"
+            raise TesseraError(
+                f"{path} has no frozen weights that could wait in host memory: they are {why}",
+                where="parallel.block_offload",
+                fix="model.lora with quantize: nf4 keeps them whole in four bits; on one rank, so does "
+                "precision.weights: bfloat16 without it"
+                if sharded
+                else "it is for adapters (model.lora) and frozen blocks (model.freeze)",
+            )
 
 
 def _check_reshard(again: bool | int, shard: int) -> None:

@@ -32,6 +32,7 @@ def plan_text(plan: Plan) -> str:
         ("ignored", _summary(plan.ignored)),
         ("recompute", _recompute(plan)),
         ("activations", _summary(plan.activation_offload)),
+        ("host blocks", _host_blocks(plan)),
         ("compile", _summary(plan.compiled)),
         ("offload", _offload(plan)),
         ("prefetch", _prefetch(plan)),
@@ -103,7 +104,8 @@ def _memory(plan: Plan) -> str:
     words = f"parameters {readable(most.parameters)}"
     if most.buffers:
         words += f", buffers {readable(most.buffers)} (whole on every rank)"
-    return f"{words}, gradients {readable(most.gradients)}, optimizer {readable(most.optimizer)}"
+    words += f", gradients {readable(most.gradients)}, optimizer {readable(most.optimizer)}"
+    return f"{words}, blocks in use {readable(most.window)}" if most.window else words
 
 
 def _communication(plan: Plan) -> list[tuple[str, str]]:
@@ -129,6 +131,14 @@ def _recompute(plan: Plan) -> str:
         parts.append(_summary([r.path for r in found]) + kept)
     form = ", reentrant" if plan.use_reentrant and parts else ""
     return "; ".join(parts) + form
+
+
+def _host_blocks(plan: Plan) -> str:
+    if not plan.block_offload:
+        return "none"
+    most = plan.heaviest
+    sizes = f"{readable(most.host)} in host memory, at most {readable(most.window)} of them on the device"
+    return f"frozen weights of {_summary(plan.block_offload)}: {sizes}"
 
 
 def _offload(plan: Plan) -> str:

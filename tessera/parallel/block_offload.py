@@ -1,0 +1,152 @@
+"""Block offload: frozen weights of a block wait in host memory, and come to the device one block ahead of their use.
+
+A block is wrapped inside of its recompute wrapper. Before it computes, in forward and again when backward recomputes
+it, its weights are copied to the device on a stream of their own, while the block before computes; afterwards the
+module lets go of the copy, which then lives as long as what backward saved of it. So the device holds the weights of
+two blocks at once. Nothing is copied back, since frozen weights do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tessera.core.modules import KeepsFrozenBuffers
+from tessera.core.pattern import home
+from tessera.core.torch_internals import ActivationWrapper, wrapped_module
+from tessera.parallel.activations import CopyStream
+from tessera.parallel.modules import wrap_submodule
+
+Owner = tuple[nn.Module, str]  # a module and the name of its parameter or buffer
+
+
+def frozen_weights(block: nn.Module, parameters: bool) -> list[Owner]:
+    """Return the frozen weights of a block that a rank has whole. `parameters`: whether those are among them, and not
+    buffers alone; fully_shard moves parameters itself."""
+    found: list[Owner] = []
+    for part in block.modules():
+        if isinstance(part, KeepsFrozenBuffers):
+            found += [(part, name) for name in part.frozen_buffers]
+        if parameters:
+            found += [(part, name) for name, p in part.named_parameters(recurse=False) if not p.requires_grad]
+    return found
+
+
+def block_bytes(
+    module: nn.Module, paths: Sequence[str], kept: torch.dtype, float32: Sequence[str], *, parameters: bool
+) -> dict[str, tuple[int, int]]:
+    """Return the bytes of parameters and of buffers of each block that will wait in host memory.
+
+    `kept`: the type that parameters will have; `float32`: modules that keep this one.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for path in paths:
+        block = module.get_submodule(path)
+        names = {part: name for name, part in block.named_modules(prefix=path)}
+        sizes = [0, 0]
+        for part, name in frozen_weights(block, parameters):
+            tensor = getattr(part, name)
+            if isinstance(tensor, nn.Parameter):
+                width = 4 if home(f"{names[part]}.{name}", float32) is not None else kept.itemsize
+                sizes[0] += tensor.numel() * width
+            else:
+                sizes[1] += tensor.nbytes
+        found[path] = (sizes[0], sizes[1])
+    return found
+
+
+def apply_block_offload(module: nn.Module, paths: Sequence[str], device: torch.device, *, parameters: bool) -> None:
+    """Wrap blocks, in order of execution, so that their frozen weights wait in host memory."""
+    order = BlockOrder(CopyStream(device), device)
+    for path in paths:
+        wrap_submodule(module, path, partial(HostBlock, order=order, parameters=parameters))
+
+
+@contextmanager
+def waiting_on_host(module: nn.Module, pin: bool) -> Iterator[None]:
+    """Take the weights that wait in host memory out of a model on the meta device, while the rest of it is allocated,
+    and allocate them there. `pin`: in page-locked memory, from which copies need not be waited for."""
+    blocks = [part for part in module.modules() if isinstance(part, HostBlock)]
+    shapes = {(owner, name): getattr(owner, name) for block in blocks for owner, name in block.owners}
+    for owner, name in shapes:
+        setattr(owner, name, None)
+    yield
+    for (owner, name), meta in shapes.items():
+        host = torch.empty_like(meta, device="cpu", pin_memory=pin)
+        setattr(owner, name, nn.Parameter(host, requires_grad=False) if isinstance(meta, nn.Parameter) else host)
+
+
+class BlockOrder:
+    """Know the blocks of a model in order of execution, and which one ran last."""
+
+    def __init__(self, copies: CopyStream, device: torch.device) -> None:
+        self.copies = copies
+        self.device = device
+        self.blocks: list[HostBlock] = []
+        self._last = -1
+
+    def next_after(self, number: int) -> HostBlock | None:
+        """Return the block that will be needed after block `number`, which is about to run: in backward, the one before
+        it."""
+        backward, self._last = self._last >= number, number
+        after = number - 1 if backward else number + 1
+        return self.blocks[after] if 0 <= after < len(self.blocks) else None
+
+
+class HostBlock(ActivationWrapper):
+    """Run a block with copies of its frozen weights, which are in host memory."""
+
+    def __init__(self, module: nn.Module, order: BlockOrder, parameters: bool) -> None:
+        super().__init__(module)
+        self.order = order
+        self.number = len(order.blocks)
+        self.owners = frozen_weights(module, parameters)
+        self._copies: dict[Owner, tuple[Tensor, torch.Event | None]] = {}
+        order.blocks.append(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.fetch()
+        following = self.order.next_after(self.number)
+        copies, self._copies = self._copies, {}
+        host = self._show(copies)
+        if following is not None:
+            following.fetch()
+        try:
+            return wrapped_module(self)(*args, **kwargs)
+        finally:  # recomputing ends with an exception once it has what backward needs
+            for owner, tensor in host.items():
+                _put(owner, tensor)
+
+    def fetch(self) -> None:
+        """Begin to copy the weights to the device, unless that has begun."""
+        if self._copies:
+            return
+        for owner, name in self.owners:
+            tensor = getattr(owner, name).detach()
+            self._copies[owner, name] = self.order.copies.to_device(tensor, self.order.device)
+
+    def _show(self, copies: Mapping[Owner, tuple[Tensor, torch.Event | None]]) -> dict[Owner, Tensor]:
+        """Put copies in the place of weights, once they are there; return the weights."""
+        host: dict[Owner, Tensor] = {}
+        for (owner, name), (copy, ready) in copies.items():
+            if ready is not None:
+                stream = torch.accelerator.current_stream(self.order.device)
+                stream.wait_event(ready)
+                copy.record_stream(stream)
+            host[owner, name] = getattr(owner, name).detach()
+            _put((owner, name), copy)
+        return host
+
+
+def _put(owner: Owner, tensor: Tensor) -> None:
+    module, name = owner
+    value = getattr(module, name)
+    if isinstance(value, nn.Parameter):
+        value.data = tensor
+    else:
+        setattr(module, name, tensor)
