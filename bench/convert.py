@@ -109,7 +109,8 @@ def convert(root: Path, source: str, target: str, options: dict[str, Any], resul
 
 def in_process(root: Path, source: str, target: str, options: dict[str, Any], kill_at: float | None = None) -> Any:
     """Convert in another process; return its seconds and peak memory, or None if it was killed at so many bytes."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tessera.tools.convert"])  # one process imports it, and the others begin from that
     results = context.SimpleQueue()
     process = context.Process(target=convert, args=(root, source, target, options, results))
     process.start()
