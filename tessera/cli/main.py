@@ -69,7 +69,10 @@ def plan(
     overrides: Overrides = None,
     world: Annotated[int, typer.Option("--world", help="number of ranks")] = 1,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="also run a step of each role without data or memory; count what it sends")
+        bool,
+        typer.Option(
+            "--dry-run", help="also run a step of each role without data or memory; count its memory and what it sends"
+        ),
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures for programs")] = None,
 ) -> None:

@@ -31,8 +31,9 @@ from tessera.core.torch_internals import fake_tensor_mode, lone_stage
 from tessera.core.types import Batch, RowSource
 from tessera.optim.optimizer import total_norm
 from tessera.parallel.apply import build_engine, materialize, parallelize_on_meta
-from tessera.parallel.communication import CommCounter, CommVolume, comm_text
+from tessera.parallel.communication import CommCounter, CommVolume, comm_text, readable
 from tessera.parallel.experts import RankDispatch
+from tessera.parallel.live_memory import LiveMemory
 from tessera.parallel.memory_estimate import shards_of_stage
 from tessera.parallel.mesh import PP, Mesh
 from tessera.parallel.pipeline_engine import PipelineEngine
@@ -52,11 +53,23 @@ class Role:
     ranks: int  # how many have this role
     volumes: tuple[CommVolume, ...]
     seconds: float  # that the dry run of it took
+    held: int = 0  # bytes on the device all the time, by the plan
+    activations: int = 0  # bytes that a step needs besides at its peak: activations, gradients, what it computes with
+    encoding: int = 0  # bytes of the largest frozen component that comes to the device before the step
+
+    @property
+    def total(self) -> int:
+        """Return the bytes that a rank needs on its device at most: encoders have left when the model computes."""
+        return self.held + max(self.activations, self.encoding)
 
     def describe(self) -> str:
         stages = ", ".join(map(str, self.positions))
         head = f"ranks at {stages} of the pipeline ({self.ranks} in all), counted in {self.seconds:.1f} s"
-        return "\n".join([head, *(f"  {line}" for line in comm_text(self.volumes))])
+        memory = f"memory: {readable(self.held)} held, {readable(self.activations)} more in a step"
+        if self.encoding:
+            memory += f", {readable(self.encoding)} of weights before it, while encoders are used"
+        memory += f": {readable(self.total)} at most"
+        return "\n".join([head, f"  {memory}", *(f"  {line}" for line in comm_text(self.volumes))])
 
 
 def dry_run(
@@ -115,7 +128,8 @@ def _in_new_process(config: RunConfig, world: int, positions: Sequence[int]) -> 
         )
     answer = json.loads(done.stdout.splitlines()[-1])
     volumes = tuple(CommVolume(**line) for line in answer["volumes"])
-    return Role(tuple(positions), len(positions) * answer["ranks"], volumes, answer["seconds"])
+    memory = {name: answer[name] for name in ("held", "activations", "encoding")}
+    return Role(tuple(positions), len(positions) * answer["ranks"], volumes, answer["seconds"], **memory)
 
 
 def main() -> None:
@@ -139,11 +153,15 @@ def run_role(config: RunConfig, world: int, position: int) -> Role:
             materialize(module, plan, cpu)
             engine = build_engine(module, plan, mesh, cpu, pipeline=_DryPipeline)
             _route_evenly(module)
-            with CommCounter(mesh) as counted:
+            with LiveMemory() as memory, CommCounter(mesh) as counted:  # the counter sees all, as without the other
                 engine.step(setup.task, [_without_memory(batch, shapes_only) for batch in batches])
                 total_norm([p.grad for p in module.parameters() if p.grad is not None], cpu, others=mesh.group(PP))
     ranks = world // plan.axes.size(PP)
-    return Role((position,), ranks, tuple(counted.volumes), time.perf_counter() - began)
+    frozen = plan.frozen_components.values()
+    held = plan.memory[position].total + sum(kept.size for kept in frozen if kept.residence != "offloaded")
+    encoding = max((kept.size for kept in frozen if kept.residence == "offloaded"), default=0)
+    seconds = time.perf_counter() - began
+    return Role((position,), ranks, tuple(counted.volumes), seconds, held, memory.most, encoding)
 
 
 class _DryPipeline(PipelineEngine):

@@ -10,6 +10,7 @@ import pytest
 
 from tessera.core.run_config import RunConfig, load_config
 from tessera.parallel.plan import Plan
+from tessera.tools.dry_run import run_role
 from tessera.training.setup import build_meta_model
 from tests.toys.published_folders import MODELS, PIPELINES, write_published
 
@@ -76,6 +77,18 @@ def test_recipe_fits_into_the_memory_it_names(recipe: Path, whole: Path) -> None
     plan = build_meta_model(prepared(recipe, whole, layers=None), world).plan
     assert memory is not None
     assert held_bytes(plan) < memory
+
+
+@pytest.mark.slow  # a step of all 40 blocks, on tensors without memory
+def test_a_step_of_adapters_of_14b_fits_into_24_gb_with_activations_and_encoders(whole: Path) -> None:
+    recipe = ROOT / "wan" / "lora-24gb.yaml"
+    config = prepared(recipe, whole, layers=None)
+    role = run_role(config, 1, 0)
+    plan = build_meta_model(config, 1).plan
+    assert plan.parameters + plan.heaviest.host * 16 // 9 > 14e9  # 4.5 bits for a weight
+    assert role.activations > 40 * config.data.length * 5120 * 2  # the input of every block is kept
+    assert role.encoding > 5e9 * 2  # the text encoder, in bfloat16
+    assert role.total < 24e9
 
 
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if "quickstart" not in path.parts[-2]], ids=named)
