@@ -20,6 +20,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 from vae import VideoVae, as_pixels
 
 TEXT = 64  # width of the text encoder
+LOUD = 10.0  # spread of its embeddings
 
 
 def write(folder: Path, weights: Path, arguments: dict[str, Any], seed: int) -> Path:
@@ -31,7 +32,10 @@ def write(folder: Path, weights: Path, arguments: dict[str, Any], seed: int) -> 
     words = ("<pad>", "</s>", "<unk>", "a", *map(str, range(10)), "moving", *digits.WAYS)
     torch.manual_seed(seed)
     size = {"d_model": TEXT, "d_kv": 16, "d_ff": 2 * TEXT, "num_layers": 2, "num_heads": 4}
-    UMT5EncoderModel(UMT5Config(vocab_size=len(words), **size)).save_pretrained(folder / "text_encoder")
+    encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(words), **size))
+    # Wan's layer for text begins with small weights: larger embeddings let captions weigh from the first step.
+    torch.nn.init.constant_(encoder.encoder.final_layer_norm.weight, LOUD)
+    encoder.save_pretrained(folder / "text_encoder")
     _write_tokenizer(folder / "tokenizer", words)
     FlowMatchEulerDiscreteScheduler(shift=1.0).save_pretrained(folder / "scheduler")
     index = {

@@ -55,7 +55,7 @@ class VideoVae(nn.Module):
     def init_weights(self) -> None:
         """Begin as the cosine transform that JPEG makes of blocks of pixels: its lowest frequencies are the latents.
 
-        Random weights take ten times as long to learn as much. Residual branches begin with zero. Norms divide by
+        From there a few hundred steps are enough. Residual branches begin with zero. Norms divide by
         the length of all channels and activations are curved: a constant in every channel makes both almost linear.
         """
         for part in self.vae.modules():
