@@ -161,7 +161,7 @@ SERVED: dict[str, tuple[str, ...]] = {
     "mindspeed_mm.models.transformers_model": ("mindspeed_mm.classes:TransformersModel",),
     "mindspeed_mm.models.vl_model": ("mindspeed_mm.vl_model:VLModel",),
     "mindspeed_mm.models.vlm_model": ("mindspeed_mm.vl_model:VLMModel",),
-    "mindspeed_mm.models.sora_model": ("mindspeed_mm.vl_model:SoRAModel",),
+    "mindspeed_mm.models.sora_model": ("mindspeed_mm.sora_model:SoRAModel",),
 }
 
 

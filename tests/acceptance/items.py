@@ -26,7 +26,6 @@ SEEDS = {
     "004": "a first training script on MindSpeed and Megatron",
 }
 
-GENERATION = "the issue on image and video generation"
 EVERYDAY = "the issue on everyday use"
 ANALYSIS = "the issue on migration analysis of other people's scripts"
 MINDSPORE = "the issue on MindSpore"
@@ -201,11 +200,17 @@ ITEMS: list[Item] = [
     *_seed(
         "001",
         [
-            ("one suite for understanding and generation", _lacks(f"generation: {GENERATION}")),
+            (
+                "one suite for understanding and generation",
+                _by(
+                    "acceptance/test_jobs.py::test_the_seeds_script_runs",
+                    "acceptance/test_generation_jobs.py::test_a_job_trains_and_samples",
+                ),
+            ),
             (
                 "preset mainstream models",
                 _lacks(
-                    f"generation and sound: {GENERATION}, {OMNI}",
+                    f"sound: {OMNI}",
                     "unit/test_presets_published.py::test_parameters_are_as_many_as_published",
                 ),
             ),
@@ -356,7 +361,7 @@ ITEMS: list[Item] = [
             (
                 "more than 20 models out of the box",
                 _lacks(
-                    f"generation and sound: {GENERATION}, {OMNI}",
+                    f"sound: {OMNI}",
                     "unit/test_presets_published.py::test_the_page_lists_every_published_size_and_no_other",
                 ),
             ),
@@ -368,7 +373,10 @@ ITEMS: list[Item] = [
                     "contract/test_wan_parallel.py",
                 ),
             ),
-            ("HunyuanVideo", _lacks(GENERATION)),
+            (
+                "HunyuanVideo",
+                _by("acceptance/test_generation_jobs.py::test_hunyuanvideo_and_cogvideox_train_and_sample"),
+            ),
             ("QwenVL", _by("contract/test_vision_language_folders.py::test_we_read_what_transformers_saves")),
             ("InternVL", _by("contract/test_vision_language_folders.py::test_we_read_what_transformers_saves")),
             ("Qwen-Omni", _lacks(OMNI)),
@@ -378,10 +386,7 @@ ITEMS: list[Item] = [
             ),
             (
                 "`SoRAModel`",
-                _lacks(
-                    f"it says why it cannot be built: {GENERATION}",
-                    "unit/test_compat_vl_model.py::test_what_is_not_here_is_refused",
-                ),
+                _by("acceptance/test_sora_model.py::test_videos_ids_and_features_have_one_loss"),
             ),
             (
                 "`VLModel`",
@@ -418,9 +423,9 @@ ITEMS: list[Item] = [
             ),
             (
                 "data preprocessing and engineering",
-                _lacks(
-                    f"videos with captions and latents: {GENERATION}",
+                _by(
                     "unit/test_data_rows.py::test_a_batch_says_what_it_holds",
+                    "acceptance/test_generation_jobs.py::test_features_of_the_entry_point_train",
                 ),
             ),
             (
@@ -498,7 +503,10 @@ ITEMS: list[Item] = [
             ),
             (
                 "`pretrain_vlm.py`, `pretrain_sora.py`, `pretrain_transformers.py`",
-                _by("acceptance/test_jobs.py::test_a_workspace_has_the_names_that_users_type"),
+                _by(
+                    "acceptance/test_jobs.py::test_a_workspace_has_the_names_that_users_type",
+                    "acceptance/test_generation_jobs.py::test_a_job_trains_and_samples",
+                ),
             ),
             (
                 "`mindspeed_mm/training.py`: `pretrain`, `train`, `train_step`",

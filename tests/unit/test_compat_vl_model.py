@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import tessera
-from tessera.compat.mindspeed_mm.vl_model import SoRAModel, VLModel
+from tessera.compat.mindspeed_mm.vl_model import VLModel
 from tessera.core.callback import Callback
 from tessera.core.errors import TesseraError
 from tessera.core.modules import clean_name
@@ -213,8 +213,6 @@ def test_classes_of_which_none_is_there_are_refused(tmp_path: Path) -> None:
 def test_what_is_not_here_is_refused() -> None:
     with pytest.raises(TesseraError, match="belongs to no family here"):
         VLModel(model_json(model_id="SigLip"))
-    with pytest.raises(TesseraError, match="families of generation"):
-        SoRAModel({})
     model = VLModel(model_json())
     batch = together([row(0, [(1, 4, 4)])])
     with pytest.raises(TesseraError, match="more images than image_grid_thw"):

@@ -1,4 +1,4 @@
-"""Offer `VLModel`, a vision-language model made from a `model.json`, and `SoRAModel`, which says when it will come."""
+"""Offer `VLModel`, a vision-language model made from a `model.json`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.checkpoint.weight_source import fill_from
@@ -232,16 +232,4 @@ def _check_run(count: int, layout: MediaLayout) -> None:
             f"an image or video of {layout.grid} patches makes {layout.tokens[0]} tokens, the text has {count} for it",
             where="VLModel: input_ids and the grids",
             fix="processor and model must agree on patch size and merge size",
-        )
-
-
-class SoRAModel(nn.Module):
-    """Stand for MindSpeed-MM's model of image and video generation, which is not here yet."""
-
-    def __init__(self, config: Any) -> None:
-        raise TesseraError(
-            "SoRAModel is made of a VAE, text encoders, a diffusion schedule and a DiT, and families of generation "
-            "have not been added yet",
-            where=WHERE,
-            allowed=["VLModel", "TransformersModel"],
         )
