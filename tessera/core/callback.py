@@ -96,18 +96,22 @@ class AsyncScalars:
     """Copy named numbers to the host while the device goes on. Calling it waits for the copy alone, and not for what
     was queued after it: begun before an update is queued, reading the loss leaves no device idle."""
 
-    def __init__(self, names: Sequence[str], copy: devices.HostCopy) -> None:
-        self._names, self._copy = names, copy
+    def __init__(self, names: Sequence[str], conditions: Sequence[str], copy: devices.HostCopy) -> None:
+        self._names, self._conditions, self._copy = names, conditions, copy
 
     @staticmethod
-    def of(numbers: Mapping[str, Tensor]) -> AsyncScalars:
-        """Begin to copy scalars to the host."""
+    def of(numbers: Mapping[str, Tensor], counted: Mapping[str, Tensor] | None = None) -> AsyncScalars:
+        """Begin to copy scalars to the host. `counted`: of some of them, whether there is such a number; one that is
+        not there is left out."""
+        known = counted or {}
         wide = devices.sum_dtype(next(iter(numbers.values())).device)
-        stacked = torch.stack([number.detach().to(wide) for number in numbers.values()])
-        return AsyncScalars(list(numbers), devices.HostCopy(stacked))
+        stacked = torch.stack([number.detach().to(wide) for number in (*numbers.values(), *known.values())])
+        return AsyncScalars(list(numbers), list(known), devices.HostCopy(stacked))
 
     def __call__(self) -> dict[str, float]:
-        return dict(zip(self._names, self._copy(), strict=True))
+        values = self._copy()
+        there = dict(zip(self._conditions, values[len(self._names) :], strict=True))
+        return {name: value for name, value in zip(self._names, values, strict=False) if there.get(name, 1.0)}
 
     def ready(self) -> bool:
         """Return whether a call would not have to wait."""

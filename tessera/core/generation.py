@@ -23,8 +23,8 @@ Objective = Literal["flow", "epsilon", "v"]
 # the noisy latents, with a time of zero.
 ImageCondition = Literal["none", "mask_channels", "channels", "channels_mask", "replace"]
 # What follows the embeddings of a short caption, up to `TextForm.length`: nothing, zeros, or what the encoder makes of
-# padding tokens.
-TextPadding = Literal["none", "zeros", "encoded"]
+# padding tokens; or nothing, although the encoder reads the padding tokens.
+TextPadding = Literal["none", "zeros", "encoded", "read"]
 # How frames, rows and columns of latents are counted, and where text lies:
 # grid      from 0, the first reference image in the frames behind those of the sample; text at 0
 # centered  rows and columns from the middle; text on the diagonal, behind the largest of them
@@ -57,7 +57,9 @@ class TextForm:
         """Return how many embeddings a caption of so many token ids gives, with its template."""
         if not self.tokens:
             return 0
-        return self.length if self.padding != "none" else max(0, min(ids, self.length + self.skip) - self.skip)
+        if self.padding in ("zeros", "encoded"):
+            return self.length
+        return max(0, min(ids, self.length + self.skip) - self.skip)
 
     def prompt(self, caption: str) -> str:
         """Return the text that is tokenised for a caption."""
@@ -94,6 +96,7 @@ class GenerationForm:
     whole_text: bool = False
     text: tuple[TextForm, ...] = (TextForm(),)
     edit: TextForm | None = None  # in place of `text` where the text encoder reads reference images, too
+    text_reads_frames: bool = False  # whether the published text encoder reads given frames, which none does here
     objective: Objective = "flow"
     condition: ImageCondition = "none"
     image_embeds: bool = False  # whether it reads embeddings of given frames, too, which an image encoder makes
@@ -102,6 +105,16 @@ class GenerationForm:
     sampling: SamplingForm = SamplingForm()
     positions: PositionStyle = "grid"
     table: int = 0  # rows and columns of a table of positions
+
+    def check_text(self, where: str) -> None:
+        """Raise if captions cannot be encoded here as the published pipeline does."""
+        if self.text_reads_frames:
+            raise TesseraError(
+                "the text encoder of this model reads the first frame, too, which is not done here",
+                where=where,
+                fix="take a model whose text encoder reads text alone, such as Wan I2V; or train on features that were "
+                "made elsewhere",
+            )
 
     @property
     def zeros_to(self) -> int:

@@ -206,6 +206,10 @@ class LossTotals:
         shown = [at for at, spec in enumerate(self.specs) if spec.weight is None or several]
         return {self.specs[at].name: self._mean(at) for at in shown}
 
+    def counted(self) -> dict[str, Tensor]:
+        """Return, by the name of a metric, whether anything was counted for it: one of nothing is no number."""
+        return {spec.name: self.counts[spec.count] > 0 for spec in self.specs if spec.weight is None}
+
     def _mean(self, at: int) -> Tensor:
         return self.sums[at] / self.counts[self.specs[at].count].clamp(min=1)
 

@@ -187,6 +187,7 @@ class DiffusionTask(Task):
         chosen = self.options.encoders
         if chosen is None:
             return {}
+        self.form.check_text("train.task_options.encoders")
         folder = chosen.folder or config.model.path
         if folder is None:
             raise TesseraError(

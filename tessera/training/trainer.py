@@ -156,7 +156,7 @@ class Trainer:
         scalars = {"loss": loss, "grad_norm": grad_norm, **out.metrics()}
         if self.engine.loss_scale is not None:
             scalars["loss_scale"] = self.engine.loss_scale.state[0]  # after this step's update
-        numbers = AsyncScalars.of(scalars)
+        numbers = AsyncScalars.of(scalars, out.counted())
         outcome = self.optimizer_step.update(self, loss, grad_norm, microbatches)
         self.optimizer.zero_grad(set_to_none=True)
         if outcome == "rewound":
@@ -233,7 +233,7 @@ class Trainer:
                 out = self.engine.evaluate(self.task, batch.to(self.world.device), counts)
                 totals = out if totals is None else totals + out
         assert totals is not None, "held-out rows make at least one batch"
-        metrics = {"loss": float(totals.loss()), **{name: float(value) for name, value in totals.metrics().items()}}
+        metrics = AsyncScalars.of({"loss": totals.loss(), **totals.metrics()}, totals.counted())()
         self.report_eval(metrics)
         return metrics
 

@@ -13,9 +13,18 @@ import torch
 from PIL import Image
 
 import tessera
+from tessera.core.config import build
 from tessera.core.errors import TesseraError
 from tessera.inference.diffusion.pipeline import Pipeline
-from tests.toys.sampling_folders import write_cogvideox, write_flux, write_qwen_image, write_sd3, write_wan
+from tessera.inference.diffusion.request import Request
+from tests.toys.sampling_folders import (
+    write_cogvideox,
+    write_flux,
+    write_ltx_video,
+    write_qwen_image,
+    write_sd3,
+    write_wan,
+)
 
 SIZE = {"height": 32, "width": 48}
 SEED = 5
@@ -156,6 +165,21 @@ def test_qwen_image_edits_as_diffusers_does(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(edit, "calculate_dimensions", lambda area, ratio: sizes(64 * 64, ratio))
     ours = {"guidance": 4.0, "images": [image(0)], "reference_pixels": 64 * 64}
     sampled_alike(pipeline, tmp_path, as_tokens, {"true_cfg_scale": 4.0, "image": image(0)}, ours)
+
+
+@pytest.mark.slow
+def test_ltx_video_reads_captions_as_diffusers_does(tmp_path: Path) -> None:
+    pipeline = write_ltx_video(tmp_path)
+    ours = tessera.pipeline(tmp_path, device="cpu")
+    request = ours.resolved(build(Request, {"prompts": PROMPTS, "height": 64, "width": 64, "frames": 9}, "test"))
+    for text, found in ours.prepare(request).prompts.items():
+        theirs, mask, *_ = pipeline.encode_prompt(text, do_classifier_free_guidance=False)
+        wide = copy.deepcopy(pipeline).to(torch.float64)
+        exact = wide.encode_prompt(text, do_classifier_free_guidance=False)[0][mask]
+        # The encoder reads 128 tokens, most of them padding; the model reads what it makes of the words alone.
+        assert found.text.shape == exact.shape
+        limit = 4 * float((theirs[mask] - exact).abs().max())
+        assert float((found.text - exact).abs().max()) <= limit, text
 
 
 @pytest.fixture(scope="module")

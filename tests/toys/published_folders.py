@@ -41,7 +41,6 @@ PIPELINES: Mapping[str, tuple[str, str, Parts]] = {
     "Wan2.2-I2V-A14B-Diffusers": ("wan", "2.2-i2v-a14b", _WAN),
     "Wan2.2-TI2V-5B-Diffusers": ("wan", "2.2-ti2v-5b", _WAN),
     "HunyuanVideo": ("hunyuan_video", "13b", _HUNYUAN),
-    "HunyuanVideo-I2V": ("hunyuan_video", "13b-i2v", _HUNYUAN),
     "HunyuanVideo-1.5-Diffusers-480p_t2v": ("hunyuan_video_1_5", "480p-t2v", _HUNYUAN_15),
     "FLUX.1-dev": ("flux", "dev", _FLUX),
     "FLUX.1-Kontext-dev": ("flux", "dev", _FLUX),

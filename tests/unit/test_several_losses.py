@@ -4,6 +4,7 @@ those of the loss when backward has ended."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import tessera
-from tessera.core.callback import Callback
+from tessera.core.callback import AsyncScalars, Callback
 from tessera.core.errors import TesseraError
-from tessera.core.task import Counts, Losses, LossTerm, Metric, Task
+from tessera.core.task import Counts, Losses, LossTerm, LossTotals, Metric, SumSpec, Task
 from tessera.core.types import Batch
 from tessera.parallel.engine import SimpleEngine
 from tests.close import assert_as_close
@@ -206,3 +207,13 @@ def test_the_page_s_example_is_the_formula() -> None:
     named = batch.with_tensors(value=batch["values"])
     totals = SimpleEngine(module).step(defined["TASK"](), [named])
     assert float(totals.loss()) == pytest.approx(exact()[0], rel=1e-5)
+
+
+def test_a_metric_of_nothing_is_left_out() -> None:
+    specs = (SumSpec("text", "labels", 1.0), SumSpec("error_at_low_noise", "low"), SumSpec("broken", "labels"))
+    counts = {"labels": torch.tensor(4), "low": torch.tensor(0)}
+    totals = LossTotals(specs, torch.tensor([2.0, 0.0, float("nan")]), counts)
+    found = AsyncScalars.of({"loss": totals.loss(), **totals.metrics()}, totals.counted())()
+    assert found["loss"] == 0.5
+    assert math.isnan(found["broken"]), "what is no number is shown, where something was counted"
+    assert "error_at_low_noise" not in found

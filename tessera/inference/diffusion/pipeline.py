@@ -124,6 +124,7 @@ class Pipeline:
         last_image: str | Path | Image.Image | None = None,
     ) -> Prepared:
         """Encode prompts and images of a resolved request. Images may be given here as objects."""
+        self.form.check_text("generate")
         last = last_image if last_image is not None else request.last_image
         opened = open_images(images or request.images)
         ending = None if last is None else open_images([last])[0]
@@ -223,9 +224,9 @@ class Pipeline:
             return None
         processor = image_processor(self.parts, "image_processor")
         pixels = processor(images=list(images), return_tensors="pt").pixel_values
-        encoder = self.parts.image_encoder(dtype=self.dtype).eval().to(self.device)
-        states = encoder(pixels.to(self.device, self.dtype), output_hidden_states=True).hidden_states[-2]
-        return states.flatten(0, 1)  # type: ignore[no-any-return]
+        encoder = self.parts.frame_encoder(dtype=self.dtype).eval().to(self.device)
+        embeddings: Tensor = encoder(pixels.to(self.device, self.dtype))
+        return embeddings.flatten(0, 1)
 
     # ------------------------------------------------------------------------------------------ sampling
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.core.types import Component, ModelSpec
 from tessera.models.cogvideox.config import CogVideoXConfig
 from tessera.models.cogvideox.model import CogVideoXModel
 from tessera.models.cogvideox.plan import example, flops, plan, work
 from tessera.models.cogvideox.weights import megatron, weights
-from tessera.models.common.family import generation_processor
+from tessera.models.common.family import generation_family
 
 _LARGE = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
 _IMAGE = {"in_channels": 32}
@@ -33,17 +32,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "1.5-5b": _V15,
     "1.5-5b-i2v": {**_V15, **_IMAGE, "ofs_embed_dim": 512},
 }
-SPEC = ModelSpec(
-    name="cogvideox",
-    config=CogVideoXConfig,
-    components={"model": Component(CogVideoXModel, plan, {"hf": weights}, megatron=megatron)},
-    processor=generation_processor(CogVideoXConfig.generation),
-    flops=flops,
-    work=work,
+SPEC = generation_family(
+    "cogvideox",
+    CogVideoXConfig,
+    PRESETS,
+    build=CogVideoXModel,
+    plan=plan,
+    weights=weights,
+    costs=(flops, work),
     example=example,
-    presets=PRESETS,
-    task="diffusion",
-    needs_processor_files=False,
-    hf_types=(CogVideoXConfig.class_name,),
-    generation=CogVideoXConfig.generation,
+    megatron=megatron,
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
 from pydantic import Field
 from torch import nn
 
@@ -166,6 +167,40 @@ def _load_processor(family: str, class_name: str, config: Any, folder: Path, **o
 def generation_processor(form: Callable[[Any], GenerationForm]) -> Callable[..., Processor]:
     """Return what makes the processor of a generation family, given what the family says of itself."""
     return functools.partial(_generation_processor, form)
+
+
+def generation_family(
+    name: str,
+    config: type[Any],
+    presets: Mapping[str, Mapping[str, Any]],
+    *,
+    build: Callable[[Any], nn.Module],
+    plan: Callable[[Any], ModelPlan],
+    weights: Callable[[Any], WeightMap],
+    costs: tuple[Callable[..., float], Callable[..., dict[str, np.ndarray]]],
+    example: Callable[[Any, int], Batch],
+    megatron: Callable[[Any], MegatronForm] | None = None,
+    other_weights: Mapping[str, Callable[[Any], WeightMap]] | None = None,
+    originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] | None = None,
+) -> ModelSpec:
+    """Return the specification of a family that generates, from its parts. `config`: a configuration of diffusers with
+    `generation`. `costs`: FLOPs of a batch, and of each sample. The rest is as in `vision_family`."""
+    flops, work = costs
+    return ModelSpec(
+        name=name,
+        config=config,
+        components={"model": Component(build, plan, {"hf": weights, **(other_weights or {})}, megatron=megatron)},
+        processor=generation_processor(config.generation),
+        flops=flops,
+        work=work,
+        example=example,
+        presets=presets,
+        task="diffusion",
+        needs_processor_files=False,
+        hf_types=(config.class_name,),
+        originals=originals or {},
+        generation=config.generation,
+    )
 
 
 def _generation_processor(

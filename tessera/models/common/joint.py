@@ -16,7 +16,6 @@ from tessera.core.generation import GenerationForm
 from tessera.core.types import (
     FULL,
     Batch,
-    Component,
     ModelPlan,
     ModelSpec,
     PipelineUnit,
@@ -29,7 +28,7 @@ from tessera.core.types import (
 from tessera.core.weightmap import ColumnsByHead, Rule, WeightMap
 from tessera.models.common.costs import Measures
 from tessera.models.common.diffusers_config import DiffusersConfig
-from tessera.models.common.family import generation_processor
+from tessera.models.common.family import generation_family
 from tessera.models.common.foreign_names import GENERATION_NAMES
 from tessera.nn.joint_transformer import TIME_FEATURES, JointTransformer, TransformerShape
 from tessera.nn.stage_carry import CARRY
@@ -76,21 +75,9 @@ def joint_family(
 ) -> ModelSpec:
     """Return the specification of a family. `weights`: names and shapes in diffusers folders, `original`: in the files
     of its makers."""
-    forms = {"hf": weights} if original is None else {"hf": weights, "original": original}
-    return ModelSpec(
-        name=name,
-        config=config,
-        components={"model": Component(_build, _plan, forms)},
-        flops=_flops,
-        work=_work,
-        example=_example,
-        presets=presets,
-        processor=generation_processor(config.generation),
-        task="diffusion",
-        needs_processor_files=False,
-        hf_types=(config.class_name,),
-        generation=config.generation,
-    )
+    parts: dict[str, Any] = {"build": _build, "plan": _plan, "weights": weights, "example": _example}
+    others = {} if original is None else {"original": original}
+    return generation_family(name, config, presets, costs=(_flops, _work), other_weights=others, **parts)
 
 
 def _build(config: JointConfig) -> JointTransformer:

@@ -195,7 +195,7 @@ class TextEncoder(nn.Module):
         if not captions:
             return []
         longest = max(len(ids) for ids in captions)
-        length = form.length + form.skip if form.padding == "encoded" else max(longest, 1)
+        length = form.length + form.skip if form.padding in ("encoded", "read") else max(longest, 1)
         ids = captions[0].new_full((len(captions), length), self.pad)
         for row, caption in zip(ids, captions, strict=True):
             row[: len(caption)] = caption
@@ -247,6 +247,7 @@ class FrameEncoder(nn.Module):
         return list(self(pixels).unbind())
 
     def forward(self, pixels: Tensor) -> Tensor:
+        """Return the embeddings [B, M, D] of prepared pixels [B, 3, H, W]."""
         states: Tensor = self.encoder(pixels, output_hidden_states=True).hidden_states[-2]
         return states
 
@@ -326,10 +327,6 @@ class PipelineFolder:
             list(load_tokenizer(self.folder / text.tokenizer).encode(text.template.replace("{}", "")).ids)
             for text in form.text
         ]
-
-    def image_encoder(self, *, dtype: torch.dtype = torch.float32, meta: bool = False) -> nn.Module:
-        """Return the encoder of given frames, a module of transformers, as `autoencoder` does."""
-        return self._component("image_encoder", "transformers", ENCODERS, dtype, meta)
 
     def _layout(self) -> DiffusersFolder:
         if not DiffusersFolder.detect(self.folder):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.core.types import Component, ModelSpec
-from tessera.models.common.family import generation_processor
+from tessera.models.common.family import generation_family
 from tessera.models.hunyuan_video.config import HunyuanVideoConfig
 from tessera.models.hunyuan_video.model import HunyuanVideoModel
 from tessera.models.hunyuan_video.plan import example, flops, plan, work
@@ -29,17 +28,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "13b-i2v": {"image_condition_type": "token_replace"},
     "13b-i2v-33ch": {"image_condition_type": "latent_concat", "in_channels": 33, "guidance_embeds": False},
 }
-SPEC = ModelSpec(
-    name="hunyuan_video",
-    config=HunyuanVideoConfig,
-    components={"model": Component(HunyuanVideoModel, plan, {"hf": weights, "original": original}, megatron=megatron)},
-    processor=generation_processor(HunyuanVideoConfig.generation),
-    flops=flops,
-    work=work,
+SPEC = generation_family(
+    "hunyuan_video",
+    HunyuanVideoConfig,
+    PRESETS,
+    build=HunyuanVideoModel,
+    plan=plan,
+    weights=weights,
+    costs=(flops, work),
     example=example,
-    presets=PRESETS,
-    task="diffusion",
-    needs_processor_files=False,
-    hf_types=(HunyuanVideoConfig.class_name,),
-    generation=HunyuanVideoConfig.generation,
+    other_weights={"original": original},
+    megatron=megatron,
 )

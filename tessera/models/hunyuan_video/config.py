@@ -117,6 +117,7 @@ class HunyuanVideoConfig(HunyuanConfig):
                 TextForm("text_encoder_2", "tokenizer_2", length=77, tokens=False, pooled=True),
             ),
             condition=conditions.get(self.image_condition_type, "none"),
+            text_reads_frames=self.image_condition_type is not None,
             guidance=self.guidance_embeds,
             sampling=SamplingForm(720, 1280, 129, 24.0, guidance=6.0, negative=None, even_levels=True),
         )

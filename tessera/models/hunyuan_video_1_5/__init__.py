@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.core.types import Component, ModelSpec
-from tessera.models.common.family import generation_processor
+from tessera.models.common.family import generation_family
 from tessera.models.hunyuan_video_1_5.config import HunyuanVideo15Config
 from tessera.models.hunyuan_video_1_5.model import HunyuanVideo15Model
 from tessera.models.hunyuan_video_1_5.plan import example, flops, plan, work
@@ -32,17 +31,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "720p-t2v": {"task_type": "t2v", "target_size": 960},
     "720p-i2v": {"target_size": 960},
 }
-SPEC = ModelSpec(
-    name="hunyuan_video_1_5",
-    config=HunyuanVideo15Config,
-    components={"model": Component(HunyuanVideo15Model, plan, {"hf": weights})},
-    processor=generation_processor(HunyuanVideo15Config.generation),
-    flops=flops,
-    work=work,
+SPEC = generation_family(
+    "hunyuan_video_1_5",
+    HunyuanVideo15Config,
+    PRESETS,
+    build=HunyuanVideo15Model,
+    plan=plan,
+    weights=weights,
+    costs=(flops, work),
     example=example,
-    presets=PRESETS,
-    task="diffusion",
-    needs_processor_files=False,
-    hf_types=(HunyuanVideo15Config.class_name,),
-    generation=HunyuanVideo15Config.generation,
 )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.core.types import Component, ModelSpec
-from tessera.models.common.family import generation_processor
+from tessera.models.common.family import generation_family
 from tessera.models.ltx_video.config import LTXVideoConfig
 from tessera.models.ltx_video.model import LTXVideoModel
 from tessera.models.ltx_video.plan import example, flops, plan, work
@@ -25,17 +24,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "2b": {},
     "13b": {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096, "coordinates": "frames"},
 }
-SPEC = ModelSpec(
-    name="ltx_video",
-    config=LTXVideoConfig,
-    components={"model": Component(LTXVideoModel, plan, {"hf": weights, "original": original})},
-    processor=generation_processor(LTXVideoConfig.generation),
-    flops=flops,
-    work=work,
+SPEC = generation_family(
+    "ltx_video",
+    LTXVideoConfig,
+    PRESETS,
+    build=LTXVideoModel,
+    plan=plan,
+    weights=weights,
+    costs=(flops, work),
     example=example,
-    presets=PRESETS,
-    task="diffusion",
-    needs_processor_files=False,
-    hf_types=(LTXVideoConfig.class_name,),
-    generation=LTXVideoConfig.generation,
+    other_weights={"original": original},
 )

@@ -64,7 +64,7 @@ class LTXVideoConfig(DiffusersConfig):
             channels=self.predicted // (frames * rows * columns),
             patch=self.patch,
             # The encoder reads padding as if it were text; the model reads the embeddings of text alone.
-            text=(TextForm(length=256 if newer else 128, masked=False),),
+            text=(TextForm(length=256 if newer else 128, padding="read", masked=False),),
             condition=self.condition,
             token_times=self.condition == "replace",
             sampling=SamplingForm(512, 704, frames=161, fps=self.frame_rate, guidance=3.0, even_levels=True),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.core.types import Component, ModelSpec
-from tessera.models.common.family import generation_processor
+from tessera.models.common.family import generation_family
 from tessera.models.wan.config import WanConfig
 from tessera.models.wan.model import WanModel
 from tessera.models.wan.original import MODEL_TYPES, hf_config
@@ -41,18 +40,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "out_channels": 48,
     },
 }
-SPEC = ModelSpec(
-    name="wan",
-    config=WanConfig,
-    components={"model": Component(WanModel, plan, {"hf": weights, "original": original}, megatron=megatron)},
-    processor=generation_processor(WanConfig.generation),
-    flops=flops,
-    work=work,
+SPEC = generation_family(
+    "wan",
+    WanConfig,
+    PRESETS,
+    build=WanModel,
+    plan=plan,
+    weights=weights,
+    costs=(flops, work),
     example=example,
-    presets=PRESETS,
-    task="diffusion",
-    needs_processor_files=False,
-    hf_types=(WanConfig.class_name,),
+    megatron=megatron,
+    other_weights={"original": original},
     originals=dict.fromkeys(MODEL_TYPES, hf_config),
-    generation=WanConfig.generation,
 )
