@@ -27,6 +27,7 @@ from tessera.tools.data_doctor.examine import ForModel, examine, for_model, for_
 from tessera.tools.data_doctor.findings import KINDS
 from tessera.tools.data_doctor.histogram import bars, chart, histogram, short
 from tests.toys.chat_set import chat_recipe, write_chat_set
+from tests.toys.generation_set import pipeline_folder, processor_of, write_image, write_video
 from tests.unit.data_cases import LetterProcessor, pictures, png_header, row, seen, write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -401,3 +402,36 @@ def test_the_data_bench_runs(tmp_path: Path) -> None:
     assert written["by_loading"] == 0
     assert written["pixel_bytes_loaded"] > 0
     assert written["by_indexing"]["data"] == written["by_indexing"]["temporary"] == 0
+
+
+def test_images_and_videos_with_captions_are_examined(tmp_path: Path) -> None:
+    write_image(tmp_path / "fine.png")
+    write_video(tmp_path / "clip.mp4", 9)
+    write_video(tmp_path / "long.mp4", 41)
+    write_image(tmp_path / "small.png", (4, 4))
+    (tmp_path / "garbage.mp4").write_bytes(b"no video")
+    rows = [
+        {"path": "fine.png", "cap": "a red square"},
+        {"path": "clip.mp4", "cap": "a red square moving"},
+        {"path": "long.mp4", "cap": "a blue square"},
+        {"path": "small.png", "cap": "a green square"},
+        {"path": "garbage.mp4", "cap": "a square"},
+        {"path": "gone.mp4", "cap": "a square up"},
+        {"path": "fine.png", "cap": "  "},
+        {"path": "fine.png", "cap": "a" * 100_001},
+        {"path": "fine.png", "cap": " ".join(["red"] * 40)},
+    ]
+    processor = processor_of(pipeline_folder(tmp_path / "model"), num_frames=41)
+    diagnosis = looked_at(write_jsonl(tmp_path / "set.jsonl", rows), processor=processor, length=32)
+    found = counts(diagnosis)
+    wanted = {
+        *("too-long", "unfit", "unreadable-media", "missing-file"),
+        *("empty-caption", "huge-caption", "long-caption"),
+    }
+    assert {name: found.get(name) for name in wanted} == dict.fromkeys(wanted, 1)
+    assert not {"nothing-trained", "all-trained", "turn-order", "empty-answer", "short-answer"} & set(found)
+    assert diagnosis.total("usable") == 3
+    assert {one.unit for one in diagnosis.histograms} >= {"seconds", "embeddings", "pixels"}
+    assert [rung.dropped for rung in diagnosis.forecast if rung.chosen] == [1]
+    assert diagnosis.exit_code == 1
+    assert "clip.mp4" in diagnosis.html()

@@ -22,7 +22,7 @@ from tessera.core.types import Processor
 from tessera.data.index.measure import Progress
 from tessera.data.kinds import Work
 from tessera.data.media.files import Limits
-from tessera.data.media.read import ChatProcessor
+from tessera.data.media.read import CaptionProcessor, ChatProcessor
 from tessera.data.sources.source import Source, open_source
 from tessera.data.workers.pool import Lost, Pool
 from tessera.tools.data_doctor.collect import Collection, forecast
@@ -41,6 +41,8 @@ _WITH_TOKENS = (
     ("Trained on in a sample", "tokens", "trained"),
     ("Media tokens of a sample", "tokens", "media_tokens"),
     ("Patches of a sample", "patches", "patches"),
+    ("Text of a sample", "embeddings", "text"),
+    ("Length of videos", "seconds", "seconds"),
 )
 _WITHOUT_TOKENS = (
     ("Length of a sample", "characters", "characters"),
@@ -70,9 +72,11 @@ def examine(
     began = time.perf_counter()
     if not sections:
         raise TesseraError("no data sets are given", where="tessera data doctor", fix="name one or more files")
-    if processor is not None and not isinstance(processor, ChatProcessor):
+    if isinstance(processor, CaptionProcessor):
+        sections = [section.model_copy(update={"format": "generation"}) for section in sections]
+    if processor is not None and not isinstance(processor, (ChatProcessor, CaptionProcessor)):
         raise TesseraError(
-            f"{type(processor).__name__} cannot serve conversations",
+            f"{type(processor).__name__} serves neither conversations nor captions",
             where="tessera data doctor",
             fix="leave out --recipe and --model: the data is then examined without tokens",
         )

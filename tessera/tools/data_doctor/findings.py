@@ -60,6 +60,13 @@ KINDS: dict[str, Kind] = {
     "too-long": Kind(
         "loss", "Longer than a row", "raise data.length, lower max_pixels of data.processor, or set data.truncate=turns"
     ),
+    "empty-caption": Kind("loss", "Empty captions", "write captions, or remove these rows"),
+    "huge-caption": Kind("loss", "Captions too long to be any", "shorten them; check that the right column is read"),
+    "long-caption": Kind(
+        "warning",
+        "Captions longer than the model reads",
+        "shorten them: what is beyond is cut; data.processor.long_captions=leave_out leaves such samples out",
+    ),
     "empty-answer": Kind("warning", "Empty answers", "remove these turns: a model learns from them to say nothing"),
     "turn-order": Kind(
         "warning", "Turns out of order", "let user and assistant take turns, a system message come first"
@@ -96,6 +103,8 @@ KINDS: dict[str, Kind] = {
 _REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(words, re.IGNORECASE), kind)
     for words, kind in (
+        (r"caption is empty", "empty-caption"),
+        (r"a caption of [\d,]+ (?:characters|tokens)", "huge-caption"),
         (r"placeholder|token count that cannot match", "placeholders"),
         (r"unknown (?:role|speaker)", "unknown-role"),
         (r"no such file|not a file|does not exist", "missing-file"),

@@ -5,6 +5,7 @@ No text travels back but that of a few findings and of the samples that are show
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.types import PLAIN, MediaSize, Message, Part, Sample
 from tessera.data.index.split import TruncateToLength
 from tessera.data.media.files import Limits
-from tessera.data.media.read import ChatProcessor, decode, probe, read_media
+from tessera.data.media.read import CaptionProcessor, ChatProcessor, decode, probe, read_media
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.container import RecordError, reason_of
 from tessera.data.sources.source import Source
@@ -30,6 +31,7 @@ LOST, USABLE, TOO_LONG = 0, 1, 2  # values of the column `state`
 MEDIA_KINDS = ("image", "video", "audio")
 ENLARGED, SHRUNK = 1.5, 0.25  # target over own pixels: beyond rounding to whole blocks; less than half of each side
 _KNOWN_SIZES = 10_000
+_OF_ANY_TEXT = ("mojibake", "control-character")  # the other problems are about turns of a conversation
 _PER_MEDIA = {"row": np.int64, "hash": np.uint64, "kind": np.uint8, "pixels": np.int64, "ratio": np.float32}
 
 
@@ -85,7 +87,7 @@ class Examiner:
     """Examine chunks, as work of a pool. It is picklable: it opens nothing before it is called."""
 
     sources: Sequence[Source]
-    processor: ChatProcessor | None
+    processor: ChatProcessor | CaptionProcessor | None
     limits: Limits
     length: int
     decode_all: bool
@@ -94,6 +96,11 @@ class Examiner:
     def __post_init__(self) -> None:
         self.sampling = VideoSampling() if self.processor is None else self.processor.sampling
         self._media_tokens: dict[tuple[str, MediaSize], int] = {}
+
+    @property
+    def captions(self) -> bool:
+        """Return whether rows are images and videos with captions, and no conversations."""
+        return isinstance(self.processor, CaptionProcessor)
 
     def __call__(self, item: Chunk | ToShow, note: Note) -> Seen | Shown:
         if isinstance(item, ToShow):
@@ -118,11 +125,12 @@ class Examiner:
         root = look.source.root
         texts = check_texts(sample)
         for kind, detail in texts.problems.items():
-            look.report(kind, row, sample.id, detail)
+            if not self.captions or kind in _OF_ANY_TEXT:
+                look.report(kind, row, sample.id, detail)
         parts = sample.media()
         marks = [media_hash(part, root) for part in parts]
         hashes = {"hash.id": hash_of(sample.id), "hash.content": content_hash(sample, marks)}
-        if texts.answer is not None:
+        if texts.answer is not None and not self.captions:
             hashes["hash.answer"] = hash_of(texts.answer.strip())
         stage = "unreadable-media"
         try:
@@ -138,15 +146,38 @@ class Examiner:
             kind = "damaged-media" if stage == "damaged-media" and kind != "stuck" else kind
             look.report(kind, row, sample.id, reason_of(error))
             return hashes
-        measures.pop("samples", None)
+        if self.captions:
+            measures |= self._caption_facts(look, row, sample, sizes, measures)
+        else:
+            measures.pop("samples", None)
         frames = sum(size.frames for part, size in zip(parts, sizes, strict=True) if part.kind == "video")
         measures |= {"characters": texts.characters, "answer_characters": texts.answer_characters}
         measures |= {"media": len(parts), "frames": frames}
         measures["state"] = self._state(look, row, sample, measures)
-        measures["media_tokens"] = self._note_media(look, row, sample, sizes, marks)
+        tokens = self._note_media(look, row, sample, sizes, marks)
+        measures["media_tokens"] = measures["latents"] if self.captions else tokens
         return {**hashes, **measures}
 
+    def _caption_facts(
+        self, look: _Look, row: int, sample: Sample, sizes: Sequence[MediaSize], measures: dict[str, int]
+    ) -> dict[str, int]:
+        """Return how long the videos of a sample are, and report a caption that is cut."""
+        if measures.get("cut_captions"):
+            look.report("long-caption", row, sample.id, f"{measures['text']:,} embeddings are read of it")
+        seconds = sum(size.total / size.rate for size in sizes if size.rate)
+        return {"seconds": math.ceil(seconds)}
+
     def _state(self, look: _Look, row: int, sample: Sample, measures: dict[str, int]) -> int:
+        if not self.captions and not self._is_trained_on(look, row, sample, measures):
+            return LOST
+        if self.processor is not None and measures["tokens"] > self.length:
+            detail = f"{measures['tokens']:,} tokens, a row has {self.length:,}"
+            look.report("too-long", row, sample.id, detail)
+            return TOO_LONG
+        return USABLE
+
+    def _is_trained_on(self, look: _Look, row: int, sample: Sample, measures: dict[str, int]) -> bool:
+        """Return whether anything of a conversation is trained on."""
         roles = {message.role for message in sample.messages}
         if self.processor is None:
             trained, everything = bool(roles & {"assistant", PLAIN}), roles == {"assistant"}
@@ -155,14 +186,10 @@ class Examiner:
             trained, everything = bool(count), count >= measures["tokens"] - 1
         if not trained:
             look.report("nothing-trained", row, sample.id, f"roles: {', '.join(sorted(roles))}")
-            return LOST
+            return False
         if everything and PLAIN not in roles:
             look.report("all-trained", row, sample.id, f"roles: {', '.join(sorted(roles))}")
-        if self.processor is not None and measures["tokens"] > self.length:
-            detail = f"{measures['tokens']:,} tokens, a row has {self.length:,}"
-            look.report("too-long", row, sample.id, detail)
-            return TOO_LONG
-        return USABLE
+        return True
 
     def _note_media(
         self, look: _Look, row: int, sample: Sample, sizes: Sequence[MediaSize], marks: Sequence[int]
@@ -173,7 +200,7 @@ class Examiner:
         for part, size, mark in zip(sample.media(), sizes, marks, strict=True):
             ratio = 1.0
             if self.processor is not None:
-                tokens += self._tokens_of(part, size)
+                tokens += 0 if self.captions else self._tokens_of(part, size)
                 target = None if part.kind == "audio" else self.processor.target(part.kind, size)
                 if target is not None:
                     ratio = target[0] * target[1] / (size.width * size.height)
@@ -208,6 +235,8 @@ class Examiner:
     def kept_tokens(self, source: Source, row: int, length: int) -> int:
         """Return the tokens left of a sample that is cut by turns; 0 when nothing of it fits."""
         assert self.processor is not None
+        if not isinstance(self.processor, ChatProcessor):  # an image or a video is whole, or is left out
+            return 0
         sample = source.read(row)
         sizes = [probe(part, source.root, self.limits, self.sampling) for part in sample.media()]
         try:
@@ -234,7 +263,8 @@ class Examiner:
         try:
             with time_limit(self.timeout_s):
                 media, sizes = self._pixels(sample, source)
-                return show(location, sample, media, sizes, self.processor, self._tokens_of)
+                processor = self.processor if isinstance(self.processor, ChatProcessor) else None
+                return show(location, sample, media, sizes, processor, self._tokens_of)
         except (TesseraError, OSError) as error:
             return show(location, sample, [], [], None, self._tokens_of, problem=reason_of(error))
 
