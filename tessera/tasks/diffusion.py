@@ -10,6 +10,7 @@ Latents and embeddings come with the batch as features, or from frozen encoders 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +37,7 @@ from tessera.models.common.noise_levels import TIMES, NoiseLevel, NoiseLevels, T
 from tessera.models.common.pipeline_parts import IMAGE_ENCODER, VAE, PipelineFolder
 from tessera.models.common.sample_encoders import (
     IMAGE_EMBEDS,
+    Disturb,
     Given,
     SampleEncoders,
     id_names,
@@ -76,6 +78,13 @@ class EncoderOptions(Section):
     text: TextEncoderOptions = Field(default_factory=TextEncoderOptions)
 
 
+class GivenNoise(Section):
+    """Declare the noise on given images: its strength is log-normal, so that a model does not copy them."""
+
+    mean: float = Field(-3.0, ge=-100, le=10, description="of the logarithm of its strength, pixels being -1 to 1")
+    std: float = Field(0.5, ge=0, le=10)
+
+
 class DiffusionOptions(TimeOptions):
     """Declare `train.task_options` of `DiffusionTask`."""
 
@@ -89,6 +98,12 @@ class DiffusionOptions(TimeOptions):
     )
     given: Given = Field(
         "none", description="frames of a video that the model is given: none, the first, or the first and the last"
+    )
+    given_noise: GivenNoise | None = Field(
+        None, description="noise on given images before they are encoded, as CogVideoX I2V is trained; {}: as published"
+    )
+    given_dropout: float = Field(
+        0.0, ge=0, le=1, description="share of samples without their given image: its channels are zeros (CogVideoX)"
     )
     guidance: float = Field(1.0, ge=0, le=100, description="guidance scale that a distilled model reads")
     encoders: EncoderOptions | None = Field(
@@ -169,6 +184,22 @@ class DiffusionTask(Task):
             allowed: list[str] = ["none", "first"] if self.form.condition != "none" else ["none"]
             raise TesseraError(
                 "this model reads no such frames of a video", where="train.task_options.given", allowed=allowed
+            )
+        for key, asked in (
+            ("given_noise", self.options.given_noise is not None),
+            ("given_dropout", self.options.given_dropout > 0),
+        ):
+            if asked and self.form.condition != "channels":
+                raise TesseraError(
+                    "this model does not read a given image as channels alone",
+                    where=f"train.task_options.{key}",
+                    fix=f"leave {key} out: it is for models such as CogVideoX I2V",
+                )
+        if self.options.given_noise is not None and self.options.encoders is None:
+            raise TesseraError(
+                "features hold given images as they were encoded, without noise",
+                where="train.task_options.given_noise",
+                fix="encode in every step (train.task_options.encoders={}), or leave given_noise out",
             )
         always = self.form.condition == "replace" and not self.form.token_times  # first frames have the time 0
         if given == "none" and (self.form.condition in ("mask_channels", "channels") or always):
@@ -251,6 +282,25 @@ class DiffusionTask(Task):
         drawn = [one.chance("caption").random() for one in self._samples(batch)]
         return {number for number, value in enumerate(drawn) if value < share}
 
+    def _disturb(self, batch: Batch) -> Disturb | None:
+        """Return what adds noise to given images: the same for a sample, wherever it is encoded."""
+        asked, samples = self.options.given_noise, self._samples(batch)
+        if asked is None:
+            return None
+
+        def disturb(number: int, pixels: Tensor) -> Tensor:
+            one = samples[number]
+            strength = math.exp(one.chance("given noise").gauss(asked.mean, asked.std))
+            drawn = torch.randn(pixels.shape, generator=generator("cpu", one.seed, "given noise", one.place))
+            return pixels + strength * drawn.to(pixels)
+
+        return disturb
+
+    def _kept_images(self, batch: Batch) -> list[float]:
+        """Return 1 for samples that keep their given image, and 0 for the others."""
+        share = self.options.given_dropout
+        return [float(one.chance("given image").random() >= share) for one in self._samples(batch)]
+
     # ------------------------------------------------------------------------------------------ parts of a sequence
 
     def _own(self, batch: Batch) -> Tensor | None:
@@ -303,14 +353,16 @@ class DiffusionTask(Task):
         read = {"frames", "references", *id_names(self.form)}  # pixels of several steps need not wait on the device
         return [
             replace(batch, tensors={name: one for name, one in batch.tensors.items() if name not in read})
-            for batch in self._encoders.encode_all(batches, [self._dropped(batch) for batch in batches])
+            for batch in self._encoders.encode_all(
+                batches, [self._dropped(batch) for batch in batches], [self._disturb(batch) for batch in batches]
+            )
         ]
 
     def inputs(self, batch: Batch) -> Batch:
         if self._encoders is None:
             batch = self._features(batch, self._dropped(batch))
         elif "clean" not in batch:
-            batch = self._encoders.encode(batch, self._dropped(batch))
+            batch = self._encoders.encode(batch, self._dropped(batch), self._disturb(batch))
         if self.form.image_embeds and IMAGE_EMBEDS not in batch:
             raise TesseraError(
                 "this model reads embeddings of given frames, and the batch has none",
@@ -329,7 +381,10 @@ class DiffusionTask(Task):
         if self.form.condition == "channels_mask" and "condition" not in batch:  # no frame is given
             noisy = F.pad(noisy, (0, noisy.shape[1] + noisy.shape[1] // self.form.channels))
         elif "condition" in batch:
-            noisy = torch.cat([noisy, self._part(batch, batch["condition"]).to(noisy)], -1)
+            given = self._part(batch, batch["condition"]).to(noisy)
+            if self.options.given_dropout:
+                given = given * self._level_of_latents(batch, self._kept_images(batch)).unsqueeze(1)
+            noisy = torch.cat([noisy, given], -1)
         times = [one.time for one in levels]
         found = {
             "latents": noisy,

@@ -205,3 +205,20 @@ def test_given_frames_are_embedded_as_clip_does(folder: Path, tmp_path: Path) ->
     features.bind(spec_of(form), None)
     with pytest.raises(TesseraError, match="embeddings of given frames"):
         features.inputs(batch.with_tensors(clean=torch.zeros(20, form.patch_values)))
+
+
+def test_noise_on_given_images_is_that_of_the_sample_and_some_go_without(folder: Path) -> None:
+    form = replace(FORM, condition="channels")
+    batch, _, _ = media_batch(form)
+
+    def given(**options: Any) -> torch.Tensor:
+        made = online_task(folder, form, given="first", **options).inputs(batch)
+        return made["latents"][:, form.patch_values :]
+
+    plain, noisy = given(), given(given_noise={})
+    assert torch.equal(noisy, given(given_noise={})), "the noise follows from the seed of the row"
+    moved = (noisy - plain).norm()
+    assert 0 < (given(given_noise={"mean": -12.0, "std": 0.0}) - plain).norm() < 1e-2 * moved
+    assert torch.equal(given(given_dropout=1.0), torch.zeros_like(plain))
+    with pytest.raises(TesseraError, match="channels alone"):
+        online_task(folder, FORM, given_dropout=0.5)

@@ -6,8 +6,9 @@ samples that could not be read, have zeros.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -30,6 +31,8 @@ from tessera.models.common.pipeline_parts import (
 
 # Which frames of a video are given to a model that continues images: none, the first, or the first and the last.
 Given = Literal["none", "first", "first_last"]
+# Changes the pixels of a given image, by the number of its sample.
+Disturb = Callable[[int, Tensor], Tensor]
 IMAGE_EMBEDS = "image_embeds"
 CHANNELS = ("mask_channels", "channels", "channels_mask")  # the conditions that are channels beside noisy latents
 
@@ -55,12 +58,15 @@ class SampleEncoders:
     given: Given = "none"
     empty: Sequence[Sequence[int]] = ()
 
-    def encode(self, batch: Batch, dropped: Collection[int]) -> Batch:
-        """Return the batch with features; samples whose numbers are in `dropped` get the empty caption."""
-        (found,) = self.encode_all([batch], [dropped])
+    def encode(self, batch: Batch, dropped: Collection[int], disturb: Disturb | None = None) -> Batch:
+        """Return the batch with features; samples whose numbers are in `dropped` get the empty caption. `disturb` adds
+        noise to given images."""
+        (found,) = self.encode_all([batch], [dropped], [disturb])
         return found
 
-    def encode_all(self, batches: Sequence[Batch], dropped: Sequence[Collection[int]]) -> list[Batch]:
+    def encode_all(
+        self, batches: Sequence[Batch], dropped: Sequence[Collection[int]], disturbed: Sequence[Disturb | None]
+    ) -> list[Batch]:
         """Return batches with features, of which each is what `encode` makes of it. Every encoder comes to the device
         once for all of them."""
         found = self._with_text(batches, dropped)
@@ -70,11 +76,11 @@ class SampleEncoders:
                 found = [self._with_image_embeds(batch, encoder) for batch in found]
         with self.parts[VAE].use() as vae:
             assert isinstance(vae, Autoencoder)
-            return [self._with_latents(batch, vae) for batch in found]
+            return [self._with_latents(batch, vae, disturb) for batch, disturb in zip(found, disturbed, strict=True)]
 
     # ------------------------------------------------------------------------------------------ latents
 
-    def _with_latents(self, batch: Batch, vae: Autoencoder) -> Batch:
+    def _with_latents(self, batch: Batch, vae: Autoencoder, disturb: Disturb | None) -> Batch:
         shapes, sizes = batch.shapes["frames"], latent_lengths(batch, self.form)
         numbers = [number for number, shape in enumerate(shapes) if shape[0]]
         videos = _split(batch["frames"], [shapes[number] for number in numbers])
@@ -89,8 +95,15 @@ class SampleEncoders:
         found = {"clean": clean}
         if self.given != "none" and self.form.condition in CHANNELS:
             conditions = [
-                given_channels(self.form, vae, video, latent.shape, self.given)
-                for video, latent in zip(videos, latents, strict=True)
+                given_channels(
+                    self.form,
+                    vae,
+                    video,
+                    latent.shape,
+                    self.given,
+                    None if disturb is None else partial(disturb, number),
+                )
+                for number, video, latent in zip(numbers, videos, latents, strict=True)
             ]
             width = conditions[0].shape[1] if conditions else 0
             by_number = {number: [one] for number, one in zip(numbers, conditions, strict=True)}
@@ -209,12 +222,18 @@ def _joined_rows(
 
 
 def given_channels(
-    form: GenerationForm, vae: Autoencoder, video: Tensor, latents: Sequence[int], given: Given
+    form: GenerationForm,
+    vae: Autoencoder,
+    video: Tensor,
+    latents: Sequence[int],
+    given: Given,
+    disturb: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the channels that tell a model the given frames of a video, as tokens."""
+    """Return the channels that tell a model the given frames of a video, as tokens. `disturb` changes the pixels of a
+    first frame, which lie between -1 and 1."""
     pixels = video.float() / 127.5 - 1
     if form.condition != "mask_channels":  # the latents of the first image, and zeros for later frames
-        (first,) = vae.encode([pixels[:1]])
+        (first,) = vae.encode([pixels[:1] if disturb is None else disturb(pixels[:1])])
         if form.condition == "channels_mask":
             first = torch.cat([first, torch.ones_like(first[:1])])
         whole = first.new_zeros(first.shape[0], *latents[1:])
