@@ -615,8 +615,10 @@ class GuardSection(Section):
         "and spikes where the policy is rollback or stop",
     )
     probes: int = Field(64, gt=0, description="samples that are run apart to find those to blame, at most")
-    coverage: Literal["stop", "warn", "off"] = Field(
-        "stop", description="when a trained tensor received no gradient in the first step"
+    coverage: Literal["auto", "stop", "warn", "off"] = Field(
+        "auto",
+        description="when a trained tensor received no gradient in the first step; auto: stop, and warn for a class of "
+        "transformers, which may have parts that no loss reaches",
     )
 
     @field_validator("policy", "coverage", mode="before")

@@ -300,6 +300,7 @@ class ModelPlan:
     # Modules that compute attention and nothing else, forward(q, k, v, segments): what context parallelism wraps.
     attention: tuple[str, ...] = ()
     heads: Mapping[str, int] = field(default_factory=dict)  # module pattern -> heads that its columns hold
+    decoder: str = ""  # path of the decoder of text, where `streams` do not tell it from encoders
     # Modules whose weights stay in float32, whatever type the rest is computed in. They cast by themselves what they
     # read and return. Those inside of blocks are small: every rank keeps them whole.
     float32: tuple[str, ...] = ()
@@ -479,6 +480,10 @@ class ModelSpec:
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # (config) -> how a family that generates images or videos reads latents and captions.
     generation: Callable[[Any], GenerationForm] | None = None
+    # For classes that continue prompts by themselves: (module, batch, *, max_new_tokens, stop_tokens, choose: logits
+    # [rows, vocabulary] -> tokens [rows], greedy, on_token) -> the new tokens of each row.
+    generate: Callable[..., list[list[int]]] | None = None
+    spare_parts: bool = False  # whether a model may have parameters that no loss reaches
     task: str = "language"  # the objective when the recipe names none
     needs_processor_files: bool = True  # off: a run without tokenizer files goes on without a processor
     # Values of "model_type" (transformers) or "_class_name" (diffusers) in config.json that mean this family.

@@ -108,9 +108,17 @@ class GenerativeModel(Protocol):
         """Return an empty cache for so many sequences of at most `capacity` tokens."""
 
 
+@dataclass(frozen=True)
+class OwnGeneration:
+    """Hold a module that continues prompts by itself, and how (see `ModelSpec.generate`)."""
+
+    module: Any
+    generate: Callable[..., list[list[int]]]
+
+
 @torch.no_grad()
 def generate_tokens(
-    model: GenerativeModel,
+    model: GenerativeModel | OwnGeneration,
     batch: Batch,
     *,
     max_new_tokens: int,
@@ -133,6 +141,21 @@ def generate_tokens(
     stops = set(stop_tokens)
     done = [False] * rows
     chooser = Chooser(sampling, rows)
+    if isinstance(model, OwnGeneration):
+
+        def choose(logits: Tensor) -> Tensor:
+            _check_numbers(logits)
+            return chooser.choose(logits)
+
+        return model.generate(
+            model.module,
+            batch,
+            max_new_tokens=max_new_tokens,
+            stop_tokens=stops,
+            choose=choose,
+            greedy=sampling.temperature == 0,
+            on_token=on_token,
+        )
     cache = model.new_cache(rows, segments.longest + max_new_tokens)
     positions = _next_positions(batch)
     step = batch

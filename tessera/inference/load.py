@@ -33,7 +33,7 @@ from tessera.core.types import Batch, LanguageProcessor, ModelPlan, ModelSpec, P
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.inference.chat import Chat
-from tessera.inference.generate import Sampling, TextStream, generate_tokens
+from tessera.inference.generate import OwnGeneration, Sampling, TextStream, generate_tokens
 from tessera.inference.messages import conversations, sample_of
 from tessera.inference.over_ranks import ModelOverRanks, PassRanks
 from tessera.models import build_on_meta, for_family, resolve
@@ -111,8 +111,9 @@ class LoadedModel(nn.Module):
         stream = None if on_text is None else TextStream(processor.decode, on_text)
         if stream is not None and rows != 1:
             raise TesseraError(f"on_text follows one answer, the batch asks for {rows}", fix="ask one at a time")
+        own = self.spec.generate
         answers = generate_tokens(
-            self._run,
+            self._run if own is None else OwnGeneration(self.module, own),
             batch.to(self.device),
             max_new_tokens=max_new_tokens,
             stop_tokens=processor.stop_tokens,

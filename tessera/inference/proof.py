@@ -30,6 +30,7 @@ from tessera.data.media.read import ChatProcessor, read_media
 from tessera.inference.load import allocated
 from tessera.inference.reference import StockModel, TransformersReference
 from tessera.models import build_on_meta
+from tessera.models.transformers import ClassProcessor
 
 Prove = Literal["auto", "always", "never"]
 AUTO_BYTES = 4 << 30  # of weights in float32; more takes minutes
@@ -87,17 +88,17 @@ def _compare(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     warnings: list[str] = []
     batch = ours.example() if ours.processor is None else ours.prompt(asked)
     found, moved = ours.logits(batch)
-    inputs: dict[str, Any] = {"input_ids": batch["tokens"][None]}
+    inputs: dict[str, Any] = {"input_ids": _tokens(batch)[None]}
     stock = StockModel(folder) if ours.processor is None else TransformersReference(folder)
     if isinstance(stock, TransformersReference):
         theirs = stock.inputs(asked, images)
-        difference = _other_prompt(theirs["input_ids"][0].tolist(), batch["tokens"].tolist())
+        difference = _other_prompt(theirs["input_ids"][0].tolist(), _tokens(batch).tolist())
         if difference is None:
             inputs = theirs
         else:  # then of tokens that are the same on both sides
             warnings.append(difference)
             batch = ours.prompt(_messages([]))
-            inputs["input_ids"] = batch["tokens"][None]
+            inputs["input_ids"] = _tokens(batch)[None]
             found, moved = _Ours(folder, spec, config).logits(batch)
     expected = stock.logits(inputs)
     problems = [f"transformers finds no tensor for {few_names(stock.missing)}"] if stock.missing else []
@@ -119,7 +120,8 @@ def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | 
     data = folder_layout(folder).config()
     if CLASS_NAME in data:
         return "it is a model of diffusers"
-    if str(data.get("model_type")) not in spec.hf_types or spec.example is None:
+    foreign = spec.generate is not None
+    if not foreign and (str(data.get("model_type")) not in spec.hf_types or spec.example is None):
         return f"the family {spec.name} has no model of its own for this folder"
     if "quantization_config" in data:
         return "it computes with weights in fewer bits in a way of its own"
@@ -129,6 +131,8 @@ def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | 
         return f"it has no class {data.get('architectures')}"
     if spec.processor is not None and _sees(spec, config) and not (folder / "tokenizer.json").is_file():
         return "the folder has no tokenizer"
+    if foreign and (reason := _no_conversations(folder, spec, config)) is not None:
+        return reason
     with FolderTensors(folder) as stored:
         size = 4 * sum(prod(shape) for shape in stored.shapes.values())
     free = devices.free_memory(torch.device("cpu"))
@@ -156,7 +160,9 @@ class _Ours:
         self.processor = made if isinstance(made, ChatProcessor) else None
 
     def images(self) -> list[Any]:
-        if self.processor is None or not _sees(self._spec, self._config):
+        processor = self.processor
+        sees = processor.sees if isinstance(processor, ClassProcessor) else _sees(self._spec, self._config)
+        if processor is None or not sees:
             return []
         rows, columns = torch.meshgrid(torch.arange(48), torch.arange(64), indexing="ij")
         colours = torch.stack([5 * rows, 3 * columns, (rows * columns) % 251], dim=-1)
@@ -184,12 +190,33 @@ class _Ours:
         """
         module, self._module = self._module, None
         assert module is not None, "it computes once"
-        found = module(batch, logits=True).logits
+        found = self._forward(module, batch)
         chance = torch.Generator().manual_seed(0)
         for weight in module.parameters():
             signs = torch.randint(0, 2, weight.shape, generator=chance).to(weight) * 2 - 1
             weight.addcmul_(weight, signs, value=torch.finfo(weight.dtype).eps)
-        return found, module(batch, logits=True).logits
+        return found, self._forward(module, batch)
+
+    def _forward(self, module: nn.Module, batch: Batch) -> Tensor:
+        logits: Tensor = module(batch).logits[0] if "input_ids" in batch else module(batch, logits=True).logits
+        return logits
+
+
+def _tokens(batch: Batch) -> Tensor:
+    """Return the tokens of a prompt: classes of transformers have rows of them."""
+    return batch["input_ids"][0] if "input_ids" in batch else batch["tokens"]
+
+
+def _no_conversations(folder: Path, spec: ModelSpec, config: Any) -> str | None:
+    """Return why a class of transformers gets no prompt to be compared on."""
+    made = None if spec.processor is None else spec.processor(config, folder)
+    if not isinstance(made, ClassProcessor):
+        return f"the family {spec.name} has no conversations"
+    try:
+        made.library.check()
+    except TesseraError as error:
+        return error.what
+    return None
 
 
 def _sees(spec: ModelSpec, config: Any) -> bool:

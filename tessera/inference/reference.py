@@ -14,6 +14,7 @@ from torch import Tensor
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.layouts import folder_layout
 from tessera.core.types import Message
+from tessera.models.transformers.library import load_processor
 
 
 class StockModel:
@@ -125,56 +126,6 @@ class TransformersReference(StockModel):
             if all(text.strip() in prompt for text in texts) and "{'type'" not in prompt:
                 return chat
         raise TesseraError("the folder's chat template does not write these messages", where="chat_template")
-
-
-def load_processor(folder: Path) -> Any:
-    """Return the `AutoProcessor` of the folder, with the image processor that computes with Pillow.
-
-    Ours gives the pixels of that one. Where torchvision is installed the library prefers another, whose resized pixels
-    differ by up to a few of 255 levels: that difference says nothing about a folder.
-
-    The video part of a processor needs torchvision. Without it the library refuses the whole processor, and the class
-    is made here from its other parts.
-    """
-    from transformers import AutoProcessor
-
-    try:
-        processor = AutoProcessor.from_pretrained(folder)
-    except (ImportError, ValueError):  # without a file for videos it is ValueError
-        if importlib.util.find_spec("torchvision") is not None:
-            raise
-        return _without_video(folder)
-    if getattr(processor, "image_processor", None) is not None:
-        processor.image_processor = load_image_processor(folder)
-    return processor
-
-
-def load_image_processor(folder: Path) -> Any:
-    """Return the `AutoImageProcessor` of the folder that computes with Pillow, whatever else is installed."""
-    from transformers import AutoImageProcessor
-
-    return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
-
-
-def _without_video(folder: Path) -> Any:
-    from transformers import AutoConfig, AutoTokenizer
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
-
-    kind: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder))]
-
-    class WithoutVideo(kind):  # type: ignore[misc]
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument_name == "video_processor" and argument is None:
-                return None
-            return super().check_argument_for_proper_class(argument_name, argument)
-
-    parts = {
-        "image_processor": lambda: load_image_processor(folder),
-        "tokenizer": lambda: AutoTokenizer.from_pretrained(folder),
-        "video_processor": lambda: None,
-    }
-    settings, _ = kind.get_processor_dict(folder)
-    return WithoutVideo.from_args_and_dict([parts[name]() for name in kind.get_attributes()], settings)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

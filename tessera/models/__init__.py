@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,20 +28,29 @@ FAMILIES: Registry[ModelSpec] = Registry(
 )
 
 
-def family_of(model_type: str) -> ModelSpec:
-    """Return the family that reads folders whose config.json has this `model_type`, or this class of diffusers."""
+FOREIGN = "transformers"  # the family that runs the library's own classes
+
+
+def family_of(model_type: str, *, with_code: bool = False) -> ModelSpec:
+    """Return the family that reads folders whose config.json has this `model_type`, or this class of diffusers.
+
+    Where no family has a model of its own for it, the library's class is run, if it has one. `with_code`: the folder
+    brings a class of its own (`auto_map`), which is never run.
+    """
     known: list[str] = []
     for name in FAMILIES.names():
         spec = FAMILIES.get(name)
         if model_type in spec.hf_types or model_type in spec.originals:
             return spec
         known.extend([*spec.hf_types, *spec.originals])
+    if _in_library(model_type):
+        return FAMILIES.get(FOREIGN)
     raise TesseraError(
         f"no model family reads models of type {model_type!r}",
         where="config.json",
         allowed=sorted(known),
         nearest=nearest(model_type, known),
-        fix=_advice(model_type),
+        fix=_advice(with_code),
     )
 
 
@@ -97,14 +107,24 @@ def is_original(spec: ModelSpec, folder: Path | None) -> bool:
     return layout is not None and layout.config().get("model_type") in spec.originals
 
 
-def _advice(model_type: str) -> str:
-    """Return advice for a model that no family here reads."""
+def _in_library(model_type: str) -> bool:
+    """Return whether the installed transformers has classes of this type."""
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     except ImportError:
-        return "model.family=transformers runs the library's own class, if the library is installed and has one"
-    if model_type in CONFIG_MAPPING_NAMES:
-        return "model.family=transformers runs the library's own class"
+        return False
+    return model_type in CONFIG_MAPPING_NAMES
+
+
+def _advice(with_code: bool) -> str:
+    """Return advice for a model that neither a family here nor the library reads."""
+    if with_code:
+        return (
+            "its class is code that lies in the folder (auto_map), which is never run: use a folder in the form of "
+            "transformers' own class, or install the class and name it (model.family=module)"
+        )
+    if importlib.util.find_spec("transformers") is None:
+        return "pip install 'tessera-mm[hf]': then the library's own class is run, if it has one"
     return "no class of the installed transformers reads it either: model.family=module runs a class of yours"
 
 
@@ -133,7 +153,7 @@ def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
         if section.preset is not None:
             raise _preset_and_path()
         kind = str(data.get("model_type") or data.get(CLASS_NAME, ""))
-        spec = FAMILIES.get(section.family) if section.family else family_of(kind)
+        spec = FAMILIES.get(section.family) if section.family else family_of(kind, with_code=bool(data.get("auto_map")))
         with foreign_values(str(section.path / CONFIG_FILE)):
             original = spec.originals.get(str(data.get("model_type")))
             read = spec.config.from_hf(data if original is None else original(section.path, data))  # type: ignore[attr-defined]

@@ -101,6 +101,8 @@ def find_adapters(section: LoraSection, module: nn.Module, plan: ModelPlan) -> d
     encoders = [path for stream in plan.encoders.values() for path in (stream.module, stream.projector) if path]
     blocks = [path for path, _ in module.named_modules() if any(matches(pattern, path) for pattern in plan.blocks)]
     usual = [path for path in layers if home(path, blocks) is not None and home(path, encoders) is None]
+    if plan.decoder:
+        usual = [path for path in usual if home(path, [plan.decoder]) is not None]
     return choose(section, layers, usual, refused)
 
 

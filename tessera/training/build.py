@@ -118,7 +118,7 @@ def build_trainer(
             form = setup.spec.generation(setup.config)
             callbacks.append(Previews(config, ModelOverRanks(module, form, plan, mesh, world.device)))
         else:
-            model = generating_model(module, plan, mesh, world.device)
+            model = generating_model(setup.spec, module, plan, mesh, world.device)
             callbacks.append(GenerationEval(config, processor, model))
     if scale is not None:
         callbacks.append(KeepLossScale(scale))
@@ -309,7 +309,10 @@ def _callbacks(
         average = ema.in_place if ema is not None and ema.settings.export else None
         callbacks.append(Export(setup.spec, setup.config, processor, setup.adapters, average))
     callbacks.append(Report())
-    if config.guard.coverage != "off":
+    coverage = config.guard.coverage
+    if coverage == "auto":
+        coverage = "warn" if setup.spec.spare_parts else "stop"
+    if coverage != "off":
         names = [shard.name for shard in setup.plan.param_shards if shard.trained]
-        callbacks.append(Coverage(names, config.guard.coverage))
+        callbacks.append(Coverage(names, coverage))
     return callbacks

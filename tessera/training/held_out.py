@@ -14,12 +14,12 @@ from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.core.errors import TesseraError
 from tessera.core.files import write_jsonl
 from tessera.core.run_config import RunConfig
-from tessera.core.types import Batch, Processor, RowSource
+from tessera.core.types import Batch, ModelSpec, Processor, RowSource
 from tessera.data.loader.loader import RowReader, workers_per_rank
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.data.sources.source import Question, open_source, questions
-from tessera.inference.generate import GenerativeModel, Sampling, generate_tokens
+from tessera.inference.generate import GenerativeModel, OwnGeneration, Sampling, generate_tokens
 from tessera.parallel.mesh import CONTEXT, DATA, Mesh
 from tessera.parallel.pipeline_stages import LocalStages, PipelinedModel
 from tessera.parallel.plan import Plan
@@ -66,7 +66,7 @@ class GenerationEval(Callback):
 
     def __init__(self, config: RunConfig, processor: Processor | None, model: object) -> None:
         """Read the questions. `model`: what `inference.generate` calls."""
-        if not isinstance(processor, ChatProcessor) or not isinstance(model, GenerativeModel):
+        if not isinstance(processor, ChatProcessor) or not isinstance(model, GenerativeModel | OwnGeneration):
             raise TesseraError(
                 "this model does not generate answers to conversations",
                 where="train.generate_every",
@@ -125,7 +125,7 @@ class GenerationEval(Callback):
         return [self.processor.decode(tokens) for tokens in found]
 
 
-def generating_model(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> object:
+def generating_model(spec: ModelSpec, module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> object:
     """Return what generates text with the weights of a run, if its model can."""
     if plan.axes.size(CONTEXT) > 1:
         raise TesseraError(
@@ -133,6 +133,8 @@ def generating_model(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.de
             where="train.generate_every",
             fix="set train.generate_every=0, or parallel.cp=1",
         )
+    if spec.generate is not None:
+        return OwnGeneration(module, spec.generate)
     if isinstance(module, LocalStages):
         return PipelinedModel(module, plan, mesh, device)
     return _OnDevice(module, device) if isinstance(module, GenerativeModel) else module

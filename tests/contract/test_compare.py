@@ -14,7 +14,7 @@ from transformers import AutoProcessor
 
 import tessera
 from tessera.core.errors import TesseraError
-from tessera.inference.reference import load_processor
+from tessera.models.transformers.library import load_processor
 from tests.toys.chat_set import write_chat_set
 
 TORCHVISION = importlib.util.find_spec("torchvision") is not None

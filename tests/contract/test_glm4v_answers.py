@@ -15,9 +15,9 @@ from transformers import Glm4vForConditionalGeneration
 
 import tessera
 from tessera.core.types import Batch
-from tessera.inference.reference import load_image_processor
 from tessera.models.glm4v import SPEC
 from tessera.models.glm4v.processor import GLM4V
+from tessera.models.transformers.library import load_image_processor
 
 VOCAB = 300
 WORDS = ("<|endoftext|>", "</answer>", *GLM4V.special_words())

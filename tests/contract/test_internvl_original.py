@@ -18,9 +18,9 @@ from tessera.compat.mindspeed_mm.convert import run
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.data.tokenizer import load_tokenizer
-from tessera.inference.reference import load_image_processor
 from tessera.models import resolve
 from tessera.models.internvl.processor import InternVLProcessor
+from tessera.models.transformers.library import load_image_processor
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 

@@ -28,10 +28,10 @@ import tessera
 from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Encoded, MediaSize, Message, Sample
 from tessera.data.tokenizer import train_tokenizer
-from tessera.inference.reference import load_image_processor
 from tessera.models.internvl import SPEC
 from tessera.models.internvl.config import InternVLConfig
 from tessera.models.internvl.processor import InternVLProcessor, TileCutter
+from tessera.models.transformers.library import load_image_processor
 from tessera.tools.compare import compare
 
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"]

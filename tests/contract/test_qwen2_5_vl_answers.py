@@ -17,8 +17,8 @@ import tessera
 from tessera.core.types import Batch, Message, Part, Sample
 from tessera.data.chat import ChatTemplate
 from tessera.inference.generate import Sampling, generate_tokens
-from tessera.inference.reference import load_image_processor
 from tessera.models.qwen2_5_vl import SPEC
+from tessera.models.transformers.library import load_image_processor
 
 VOCAB = 300
 WORDS = (*ChatTemplate().special_words(), "<|endoftext|>")

@@ -16,6 +16,7 @@ from tessera.training.run import Run, resume, train
 from tests.close import assert_within_rounding, move_by_a_rounding
 from tests.dist.spawn import run_ranks
 from tests.toys.hf_folders import CASES, write_folder
+from tests.toys.vision_classes import CLASSES, write_chats, write_class
 
 OWN = "tests.toys.own_models"
 NAMES = ["tempered", "internvl", "adapted"]
@@ -25,6 +26,9 @@ LATER = [
     "qwen3",
     "whisper",
 ]  # "tempered" is the first with one parameter more, "adapted" is the second
+
+CHATS = [name for name in CLASSES if name != "got_ocr2"]  # its image has 256 tokens
+CHATS_LATER = [name for name in CHATS if name != "gemma3"]
 
 
 class Keep(Callback):
@@ -74,7 +78,25 @@ def losses(run: Run) -> list[float]:
     return [row["loss"] for row in run.metrics if row["kind"] == "train"]
 
 
+def chat_recipe(name: str, folders: dict[str, Path], out: Path, micro_batch: int = 2) -> dict[str, Any]:
+    """One conversation to a row: in the first step, one of four has no image, and one has two."""
+    folder = write_class(name, folders["internvl"].parent / name)
+    data = write_chats(name, folders["internvl"].parent / f"{name}-chats")
+    return {
+        "name": name,
+        "out": str(out),
+        "model": {"path": str(folder)},
+        "data": {"train": str(data), "length": 256, "workers": 0, "pack": False, "shuffle": False},
+        "train": {"steps": 3, "global_batch": 4, "micro_batch": micro_batch, "device": "cpu"},
+        "optim": {"lr": 1e-3, "eps": 1e-3, "schedule": {"kind": "constant"}},
+        "checkpoint": {"every": 2, "export": True},
+        "log": {"every": 1},
+    }
+
+
 def recipe(name: str, folders: dict[str, Path], out: Path, micro_batch: int = 2) -> dict[str, Any]:
+    if name in CHATS:
+        return chat_recipe(name, folders, out, micro_batch)
     make = "digits"
     model: dict[str, Any]
     parallel: dict[str, Any] = {}
@@ -124,7 +146,7 @@ def names(request: pytest.FixtureRequest) -> list[str]:
     """The models that tests of this file ask for, whatever was deselected."""
     here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     asked = {item.callspec.params.get("name") for item in here if hasattr(item, "callspec")}
-    return [name for name in [*NAMES, *LATER] if name in asked or name == "internvl"]
+    return [name for name in [*NAMES, *LATER, *CHATS] if name in asked or name == "internvl"]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +161,7 @@ def two_ranks(names: list[str], folders: dict[str, Path], tmp_path_factory: pyte
     must not weigh more."""
     out = tmp_path_factory.mktemp("two")
     recipes = [recipe(name, folders, out, micro_batch=1) for name in names]
-    found = run_ranks(begin_all, 2, recipes)[0]
+    found = run_ranks(begin_all, 2, recipes, timeout=60.0 * (2 + len(recipes)))[0]
     return {name: (*results, out / name) for name, results in zip(names, found, strict=True)}
 
 
@@ -179,6 +201,23 @@ def test_two_ranks_train_as_one_and_resume(name: str, one_rank: dict[str, Any], 
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
         torch.testing.assert_close(ours[key], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in CHATS_LATER)])
+def test_a_class_trains_on_conversations_on_two_ranks_as_on_one(
+    name: str, folders: dict[str, Path], one_rank: dict[str, Any], two_ranks: dict[str, Any], tmp_path: Path
+) -> None:
+    """A rank whose only conversation has no image takes part in all that the other one gathers."""
+    gradients, values, folder = one_rank[name]
+    found, begun, groups, other = two_ranks[name]
+    assert sum("layers.0" in path or "layer.0" in path for path in groups) >= (1 if name == "paligemma" else 2), groups
+    off = {"checkpoint.export": False, "checkpoint.every": 0}
+    moved, near, _ = begin(0, 1, recipe(name, folders, tmp_path), off, 1, move=True)
+    assert found.keys() == gradients.keys() == moved.keys()
+    assert_within_rounding(first_step(found, begun), first_step(gradients, values), first_step(moved, near))
+    assert len(losses(resume(other))) == 3  # the last step on one rank
+    ours, theirs = (load_file(place / "hf" / "model.safetensors") for place in (other, folder))
+    assert ours.keys() == theirs.keys()
 
 
 def test_mixed_precision_casts_what_the_data_gives(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tessera.data.index.build import build_index
 from tessera.data.index.split import SplitIndex
 from tessera.data.kinds import RowRequest, Work
 from tessera.data.media.files import Limits
-from tessera.data.media.read import ChatProcessor, MediaProcessor
+from tessera.data.media.read import ChatProcessor, MediaProcessor, PadsSamples
 from tessera.data.order.order import Order, PackingConfig, Samples, row_table
 from tessera.data.order.packed_rows import COUNTS, PackedRows, hole
 from tessera.data.sources.columns import ROLES
@@ -60,7 +60,11 @@ def pack_rows(
         timeout_s=section.sample_timeout_s,
     )
     seed = request.seed if request.split == "train" else 0
-    packing = PackingConfig(section.length, seed, section.pack, section.shuffle, section.balance)
+    pack = section.pack
+    if pack and isinstance(processor, PadsSamples) and not processor.packs:
+        pack = False
+        log.info("this class is not known to keep samples of one row apart: every row has one sample, with padding")
+    packing = PackingConfig(section.length, seed, pack, section.shuffle, section.balance)
     table = row_table(weigh(index, sections, request.work), packing, request.cache_folder)
     log.info("%s: %s", "rows" if request.split == "train" else "held-out rows", table.stats.summary())
     return PackedRows(

@@ -19,7 +19,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.types import Batch, Encoded, MediaSize, Message, PartKind, RowSource, Sample
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.chat import build as build_chat
-from tessera.data.media.read import ChatProcessor
+from tessera.data.media.read import ChatProcessor, PadsSamples
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.formats import CHOSEN, REJECTED
 
@@ -127,6 +127,12 @@ def build(request: RowRequest) -> RowSource:
             f"{type(processor).__name__} cannot serve conversations",
             where="data.kind=preference",
             fix="use a family whose processor serves conversations (tessera.data.media.read.ChatProcessor)",
+        )
+    if isinstance(processor, PadsSamples):
+        raise TesseraError(
+            "classes of transformers are not trained on pairs of answers yet",
+            where="data.kind=preference",
+            fix="use a model that has a family of its own, or data.kind=chat",
         )
     if section.truncate != "never":
         raise TesseraError(

@@ -61,6 +61,19 @@ class ChatProcessor(LanguageProcessor, MediaProcessor, Protocol):
 
 
 @runtime_checkable
+class PadsSamples(Protocol):
+    """Mark a processor whose batches have rows [rows, tokens] that are as long as the longest, not of constant length.
+
+    Its models keep samples that share a row apart, or do not.
+    """
+
+    @property
+    def packs(self) -> bool:
+        """Return whether several samples may share a row."""
+        ...
+
+
+@runtime_checkable
 class CaptionProcessor(MediaProcessor, Protocol):
     """Declare what images and videos with captions need of a family's processor."""
 

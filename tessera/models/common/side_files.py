@@ -248,7 +248,8 @@ class _Writer:
 def _with_named_words(config: Mapping[str, Any], words: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the settings with the special words that the family's processor asks the tokenizer for by name."""
     named = config.get("extra_special_tokens") or {}
-    missing = {name: word for name, word in (words or {}).items() if name not in config and name not in named}
+    given = words if isinstance(words, Mapping) else {}  # a list of words has no names
+    missing = {name: word for name, word in given.items() if name not in config and name not in named}
     if not missing or not isinstance(named, dict):
         return dict(config)
     return {**config, "extra_special_tokens": {**named, **missing}}

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from tessera.core.types import Component, ModelSpec
 from tessera.models.transformers.config import TransformersConfig
+from tessera.models.transformers.generation import continue_prompts
 from tessera.models.transformers.hub import ClassHub
 from tessera.models.transformers.model import TransformersBuilder
-from tessera.models.transformers.processor import SideFiles
+from tessera.models.transformers.processor import ClassProcessor
 
 SPEC = ModelSpec(
     name="transformers",
@@ -25,9 +26,11 @@ SPEC = ModelSpec(
             fresh=lambda config: TransformersBuilder(config).fresh(),
         )
     },
-    processor=SideFiles.load,
+    processor=ClassProcessor.load,
+    generate=continue_prompts,
+    spare_parts=True,
     needs_processor_files=False,
     task="transformers",
 )
 
-__all__ = ["SPEC", "ClassHub", "SideFiles", "TransformersBuilder", "TransformersConfig"]
+__all__ = ["SPEC", "ClassHub", "ClassProcessor", "TransformersBuilder", "TransformersConfig"]

@@ -67,6 +67,13 @@ class ClassHub:
             return self.find(model_type)
         named = hf.get("architectures")
         if isinstance(named, list) and named and isinstance(named[0], str) and ":" not in named[0]:
+            if hf.get("auto_map") and named[0] not in self.classes and not hasattr(_library(), named[0]):
+                raise TesseraError(
+                    f"{named[0]} is code that lies in the folder (auto_map in config.json), which is never run",
+                    where=WHERE,
+                    fix="use a folder in the form of transformers' own class (often published with -hf in its name), "
+                    "or install the class and name its import path: package.module:ClassName",
+                )
             return self.find(named[0])
         raise TesseraError(
             f"config.json (model_type {model_type!r}) does not say which class it is for",

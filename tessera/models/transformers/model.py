@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tessera.core.errors import TesseraError
 from tessera.core.modules import without_weights
 from tessera.core.torch_internals import build_from_config, unsplit_modules
-from tessera.core.types import Batch, ModelPlan
+from tessera.core.types import Batch, ModelPlan, TensorStyle
 from tessera.core.weightmap import WeightMap
 from tessera.models.common.foreign import Arguments, accept_batches
 from tessera.models.transformers.config import TransformersConfig
@@ -64,7 +64,8 @@ class TransformersBuilder:
         names = unsplit_modules(module)
         units = [path for path, part in module.named_modules() if path and type(part).__name__ in names]
         blocks = [path for path in units if not any(path.startswith(f"{outer}.") for outer in units)]
-        return ModelPlan(blocks=tuple(blocks), tensor={name: "replicate" for name, _ in module.named_parameters()})
+        tensor: dict[str, TensorStyle] = {name: "replicate" for name, _ in module.named_parameters()}
+        return ModelPlan(blocks=tuple(blocks), tensor=tensor, decoder=_decoder_of(module))
 
     def weights(self) -> WeightMap:
         # Of the library's class: an adapted one has the same weights, but the library keeps no table for it.
@@ -80,6 +81,12 @@ class TransformersBuilder:
                 f"{kind.__name__} cannot be built from this configuration: {error}", where="model.config.hf"
             ) from error
         return model
+
+
+def _decoder_of(module: Any) -> str:
+    """Return the path of the decoder of text; empty for a class that is nothing else, or does not tell."""
+    found = module.get_decoder() if hasattr(module, "get_decoder") else None
+    return next((path for path, part in module.named_modules() if part is found), "")
 
 
 def _without_cache(settings: Any) -> None:

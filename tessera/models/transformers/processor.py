@@ -1,48 +1,183 @@
-"""The files beside the weights (tokenizer, preprocessor, chat template, generation settings), copied to exports."""
+"""The processor of any class of transformers: conversations by the folder's own tokenizer, template and preprocessor.
+
+Media are preprocessed by the library, for all samples of a batch at once: so a batch is what its own processor makes.
+The number of tokens of a sample depends on the sizes of its images alone; it is found with blank images of these sizes.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Self
 
+import numpy as np
+from PIL import Image
+from pydantic import Field, model_validator
+
+from tessera.core.config import build
 from tessera.core.errors import TesseraError
-from tessera.core.types import Batch, Encoded, MediaSize, Sample
-from tessera.models.common.side_files import copy_side_files, side_folder
+from tessera.core.types import Batch, Encoded, MediaSize, Message, Part, PartKind, Sample
+from tessera.data.media.images import to_rgb
+from tessera.data.media.video_frames import VideoSampling
+from tessera.models.common.preprocessor_files import VideoOptions
+from tessera.models.common.side_files import copy_side_files, side_files, side_folder
+from tessera.models.transformers.batches import EncodedChat, Library
+from tessera.models.transformers.classes import has_prefix_types, packs
 from tessera.models.transformers.config import TransformersConfig
+from tessera.models.transformers.library import checked_processor
+from tessera.models.transformers.model import TransformersBuilder
+from tessera.models.transformers.turns import Turns
+
+VERSION = "transformers 1"  # the number is raised when the same files and options give other tokens than before
+# Files that decide how a conversation becomes tokens.
+_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "processor", "chat_template")
 
 
-class SideFiles:
-    """Take the place of a processor: it copies side files and makes no batches, which a data kind does."""
+class ClassOptions(VideoOptions):
+    """Declare the keys of `data.processor`."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
+    min_frames: int = Field(1, gt=0, le=10**6, description="taken even from a short video, if it has them")
+    max_frames: int = Field(8, gt=0, le=10**6, description="taken even from a long video; each is read as an image")
+    response_start: str | None = Field(
+        None, min_length=1, description="text of the chat template after which an answer begins"
+    )
+    response_end: str | None = Field(
+        None, min_length=1, description="text that ends an answer, and is trained on; default: the end of the text"
+    )
+
+    @model_validator(mode="after")
+    def _start_and_end(self) -> Self:
+        if self.response_end is not None and self.response_start is None:
+            raise ValueError("response_end needs response_start: the text after which an answer begins")
+        return self
+
+    @property
+    def response(self) -> tuple[str, str] | None:
+        return None if self.response_start is None else (self.response_start, self.response_end or "")
+
+
+@dataclass(frozen=True, eq=False)
+class ClassProcessor:
+    """Turn conversations into the keyword arguments of a class, and tokens back into text.
+
+    The library's processor is loaded when it is first needed: a data kind of the user's own makes batches without it,
+    and for such a run this object only copies the files beside the weights.
+    """
+
+    config: TransformersConfig
+    folder: Path | None
+    options: ClassOptions
+    train_on: tuple[str, ...] = ("assistant",)
+    last_only: bool = False
 
     @classmethod
     def load(
-        cls, config: TransformersConfig, folder: Path | None, train_on: Sequence[str] = (), **options: Any
-    ) -> SideFiles:
-        if options:
-            raise TesseraError(
-                f"family transformers has no processor options: {', '.join(options)}",
-                where="data.processor",
-                fix="options of a data kind of your own belong into data.options",
-            )
-        return cls(side_folder(folder or config.folder))
+        cls, config: TransformersConfig, folder: Path | None, train_on: Sequence[str] = ("assistant",), **options: Any
+    ) -> ClassProcessor:
+        chosen = build(ClassOptions, options, "data.processor")
+        return cls(config, side_folder(folder or config.folder), chosen, tuple(train_on))
 
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.folder is not None:
-            copy_side_files(self.folder, folder)
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what travels to worker processes, which load the library's processor for themselves."""
+        kept = {name: value for name, value in self.__dict__.items() if name != "library"}
+        return {"kept": kept, "load": "library" in self.__dict__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state["kept"])
+        if state["load"]:  # now, and not within the time that a worker has for its first sample
+            assert self.library
+
+    @cached_property
+    def library(self) -> Library:
+        """Return the library's processor and what depends on it."""
+        processor = checked_processor(self.folder, self.config.hf)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if tokenizer.pad_token_id is None:  # what is padded is masked: any word does
+            tokenizer.pad_token = tokenizer.eos_token
+        sees = getattr(processor, "image_processor", None) is not None
+        turns = Turns(processor, tokenizer, self.options.response, self.options.system, sees)
+        return Library(processor, tokenizer, turns, has_prefix_types(self.config.hf))
+
+    # ------------------------------------------------------------------------------------------ abilities
+
+    @property
+    def sees(self) -> bool:
+        """Return whether the class is given images."""
+        return self.library.sees
+
+    @property
+    def packs(self) -> bool:
+        """Return whether several samples may share a row."""
+        return packs(self.config.hf, self._settings.get_text_config().model_type)
+
+    @property
+    def _settings(self) -> Any:
+        """Return the configuration as the class reads it, with its defaults."""
+        return TransformersBuilder(self.config).model_class.config_class.from_dict(dict(self.config.hf))
+
+    @property
+    def sampling(self) -> VideoSampling:
+        chosen = self.options
+        return VideoSampling(chosen.fps, chosen.min_frames, chosen.max_frames, 1, chosen.frames)
+
+    def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
+        return None  # only the library's preprocessor knows; it gets all pixels
+
+    def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> Self:
+        if roles:
+            self._check_decoder()
+            self.library.check()
+        return replace(self, train_on=tuple(roles), last_only=last_only)
+
+    def _check_decoder(self) -> None:
+        if self._settings.is_encoder_decoder:
+            name = TransformersBuilder(self.config).model_class.__name__
+            raise TesseraError(
+                f"{name} is an encoder-decoder: such classes are not trained on conversations",
+                where="data.kind=chat",
+                fix="make batches by a data kind of your own (data.kind)",
+            )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        import transformers
+
+        found = {} if self.folder is None else side_files(self.folder)
+        files = {
+            name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for name, path in found.items()
+            if any(word in name for word in _FILES)
+        }
+        options = self.options.model_dump(mode="json", exclude={"train_on"})
+        roles = [self.train_on, self.last_only]
+        facts = [VERSION, transformers.__version__, files, options, asdict(self.sampling), roles]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    # ------------------------------------------------------------------------------------------ one sample
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
-        self._no_batches()
+        blank = [_blank(part, size) for part, size in zip(sample.media(), sizes, strict=True)]
+        return self._encode(sample, blank).counts
 
-    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Encoded:
-        self._no_batches()
+    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> EncodedChat:
+        return self._encode(sample, media)
+
+    def _encode(self, sample: Sample, media: Sequence[Any]) -> EncodedChat:
+        shown, images = _as_images(sample, media)
+        text = self.library.turns.write(shown.messages, self.train_on, last_only=self.last_only)
+        encoded = self.library.encode(sample.id, text, images)
+        frames = sum(len(one) for part, one in zip(sample.media(), media, strict=True) if part.kind == "video")
+        encoded.counts |= {"images": sum(part.kind == "image" for part in sample.media()), "frames": frames}
+        return encoded
+
+    # ------------------------------------------------------------------------------------------ batches
 
     def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
-        self._no_batches()
+        return self.library.collate(rows)
 
     def prompt(
         self,
@@ -50,18 +185,62 @@ class SideFiles:
         media: Sequence[Sequence[Any]],
         sizes: Sequence[Sequence[MediaSize]] | None = None,
     ) -> Batch:
-        self._no_batches()
+        """Return a batch of prompts, without a last answer of the assistant: that is what the model shall generate."""
+        items = []
+        for sample, objects in zip(samples, media, strict=True):
+            count = max((n for n, m in enumerate(sample.messages, 1) if m.role != "assistant"), default=0)
+            asked = Sample(sample.id, sample.messages[:count])
+            shown, images = _as_images(asked, objects[: len(asked.media())])
+            items.append(self.library.encode(sample.id, self.library.turns.prompt(shown.messages), images))
+        return self.library.prompts(items)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        self._no_batches()
+        return str(self.library.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        return str(self.library.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        return ()
+        """Return the tokens that end an answer; none where the folder has no template to write one with."""
+        try:
+            self.library.check()
+        except TesseraError:
+            return ()
+        return self.library.stop_tokens
 
-    def _no_batches(self) -> NoReturn:
-        raise TesseraError(
-            "family transformers has no processor of its own: it takes batches as they are",
-            where="data.kind",
-            fix="name a data kind of your own, whose batches hold the keyword arguments of the class",
-        )
+    # ------------------------------------------------------------------------------------------ files
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.folder is not None:
+            copy_side_files(self.folder, folder)
+
+
+def _as_images(sample: Sample, media: Sequence[Any]) -> tuple[Sample, list[Image.Image]]:
+    """Return a sample whose media are images alone, and these: a video is read as its frames."""
+    remaining, images, messages = iter(media), [], []
+    for message in sample.messages:
+        parts: list[Part] = []
+        for part in message.parts:
+            if part.kind == "text":
+                parts.append(part)
+                continue
+            if part.kind not in ("image", "video"):
+                raise TesseraError(
+                    f"classes of transformers are trained on images and videos here, not on {part.kind}",
+                    fix="leave such samples out, or make batches by a data kind of your own",
+                )
+            one = next(remaining)
+            pictures = [to_rgb(one)] if part.kind == "image" else [Image.fromarray(frame) for frame in one]
+            images += pictures
+            parts += [Part("image", None)] * len(pictures)
+        messages.append(Message(message.role, tuple(parts)))
+    return Sample(sample.id, tuple(messages)), images
+
+
+def _blank(part: Part, size: MediaSize) -> Any:
+    image = Image.new("RGB", (size.width, size.height))
+    if part.kind != "video":
+        return image
+    return np.zeros((size.frames, size.height, size.width, 3), dtype=np.uint8)

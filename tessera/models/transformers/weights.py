@@ -31,6 +31,10 @@ class PublishedNames(WeightMap):
     def canonical(self, foreign: str) -> str:
         return self.names.get(_renamed(foreign, self.renamings), foreign)
 
+    def in_memory(self, foreign: str) -> str:
+        """Return the name in the class, which adapters are named by."""
+        return next((ours for ours, name in self.names.items() if name == foreign), foreign)
+
     def skips(self, foreign: str) -> bool:
         return any(re.search(pattern, foreign) for pattern in self.unused)
 

@@ -1,0 +1,271 @@
+"""Batches for a class of transformers: what the library's own processor makes of texts and images, and labels.
+
+Every micro-batch has an image where the class reads any: without one, a rank would not gather the weights of the vision
+encoder, and ranks that do would wait for it. A batch of text gets one blank sample more, which nobody is trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import IGNORE, Batch, Encoded, Message, Part, Segments
+from tessera.models.transformers.library import SizedImages, library_errors, with_parts
+from tessera.models.transformers.marks import Encoding, MarkedTokenizer, without_marks
+from tessera.models.transformers.turns import Turns
+
+IDS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
+_NOT_INPUTS = (IDS, MASK, "labels")  # of what a processor returns: made here
+_BLANK_SIDE = 64  # pixels of the image of a blank sample
+_MULTIPLE = 8  # rows of padded samples have a multiple of so many tokens
+
+
+@dataclass
+class EncodedChat(Encoded):
+    """Hold a sample, its text as it is given to the library's processor, and its images."""
+
+    text: str = ""
+    images: tuple[Image.Image, ...] = ()
+    types: dict[str, Tensor] = field(default_factory=dict)  # further inputs with an entry for each token
+
+
+@dataclass(frozen=True, eq=False)
+class Library:
+    """Hold a processor of transformers. `tokenizer` is the processor itself where a class reads text alone."""
+
+    processor: Any
+    tokenizer: Any
+    turns: Turns
+    prefix_types: bool = False  # see `classes.has_prefix_types`
+
+    @property
+    def sees(self) -> bool:
+        return self.turns.sees
+
+    def check(self) -> None:
+        """Raise where conversations cannot be written: no template, or one that writes no image."""
+        assert self.turns.jinja
+        if self.sees:
+            assert self._blank.images
+
+    @cached_property
+    def _sized(self) -> Any:
+        """Return the processor for images of which only the sizes are read."""
+        return with_parts(self.processor, image_processor=SizedImages(self.processor.image_processor))
+
+    @cached_property
+    def _blank(self) -> EncodedChat:
+        """Return the sample that stands for images in a batch without any."""
+        asked = Message("user", (Part("image", None), Part("text", "a")))
+        said = [asked, Message("assistant", (Part("text", "b"),))]
+        found = self.encode("", self.turns.write(said, ()), [_blank_image()])
+        return replace(found, counts={})
+
+    @cached_property
+    def _nested(self) -> bool:
+        """Return whether images are given as a list for each text: processors of one image to a text want them flat."""
+        text = self.turns.write([Message("user", (Part("image", None), Part("text", "a")))], ())
+        try:
+            self._call(self._sized, [text], [[_blank_image()]], nested=True)
+        except Exception:  # whatever a processor raises that does not expect it
+            return False
+        return True
+
+    @cached_property
+    def pad(self) -> int:
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        return next((int(one) for one in ids if one is not None), 0)
+
+    @cached_property
+    def stop_tokens(self) -> tuple[int, ...]:
+        words = [*self.turns.stop_words(), self.tokenizer.eos_token]
+        known = [self.tokenizer.convert_tokens_to_ids(word) for word in dict.fromkeys(words) if word]
+        return tuple(dict.fromkeys(int(one) for one in known if one is not None))
+
+    # ------------------------------------------------------------------------------------------ one sample
+
+    def encode(self, id: str, text: str, images: Sequence[Image.Image]) -> EncodedChat:
+        """Return the tokens of a text with marks, and which of them are trained on. Of images, only the sizes count."""
+        tokenizer = MarkedTokenizer(self.tokenizer)
+        with library_errors("the folder's processor refuses this sample"):
+            if self.sees:
+                processor = with_parts(self._sized, tokenizer=tokenizer)
+                nested = bool(images) and self._nested
+                made = self._call(processor, [text], [list(images)] if images else None, nested=nested)
+            else:
+                made = tokenizer([text], add_special_tokens=self._adds(text), return_tensors="pt")
+        if len(tokenizer.seen) != 1 or made[IDS][0].tolist() != tokenizer.seen[0].ids:
+            raise TesseraError(f"{type(self.processor).__name__} changes tokens after they were encoded")
+        found = tokenizer.seen[0]
+        flags = torch.tensor(found.trained(), dtype=torch.bool)
+        self._prove(found, flags)
+        tokens = made[IDS][0]
+        labels = torch.where(flags, tokens, IGNORE)
+        labels[:1] = IGNORE  # nothing comes before the first token, so nothing predicts it
+        counts = {
+            "samples": 1,
+            "tokens": len(tokens),
+            "trained": int((labels != IGNORE).sum()),
+            "images": 0,
+            "frames": 0,
+            "patches": 0,
+        }
+        types = {name: value[0] for name, value in self._token_inputs(made).items()}
+        if self.prefix_types:
+            types[TYPES] = (labels != IGNORE).cummax(0).values.long()
+        positions = torch.arange(len(tokens))
+        return EncodedChat(id, tokens, labels, positions, {}, counts, without_marks(text)[0], tuple(images), types)
+
+    def _prove(self, found: Encoding, flags: Tensor) -> None:
+        """Raise unless the tokens that are trained on say what was marked."""
+        offsets = torch.tensor(found.offsets).reshape(-1, 2)
+        for begin, end in found.spans:
+            inside = flags & (offsets[:, 0] < end) & (offsets[:, 1] > begin)
+            said = self.tokenizer.decode([one for one, flag in zip(found.ids, inside.tolist(), strict=True) if flag])
+            alone = self.tokenizer(found.text[begin:end], add_special_tokens=False)[IDS]
+            meant = self.tokenizer.decode(alone)
+            if meant.strip() not in said:
+                raise TesseraError(
+                    f"tokens that would be trained on say {said[:80]!r}, and should say {meant[:80]!r}",
+                    fix="the tokenizer's offsets are wrong: use the one that the model's makers publish",
+                )
+
+    def _adds(self, text: str) -> bool:
+        """Return whether the tokenizer adds special tokens: not where the template has begun the text itself."""
+        begin = self.tokenizer.bos_token
+        return begin is None or not without_marks(text)[0].startswith(begin)
+
+    def _call(
+        self, processor: Any, texts: list[str], images: list[list[Image.Image]] | None, *, nested: bool
+    ) -> Mapping[str, Any]:
+        given: Any = images if nested or images is None else [one for group in images for one in group]
+        more = {} if self._adds(texts[0]) else {"add_special_tokens": False}
+        made: Mapping[str, Any] = processor(
+            text=texts, **({} if given is None else {"images": given}), padding=True, return_tensors="pt", **more
+        )
+        return made
+
+    def _token_inputs(self, made: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the inputs with an entry for each token."""
+        found = {}
+        for name, value in made.items():
+            if name in _NOT_INPUTS or not isinstance(value, Tensor) or value.shape[:2] != made[IDS].shape:
+                continue
+            if value.dim() != 2:
+                raise TesseraError(
+                    f"{name} of {type(self.processor).__name__} has {value.dim()} dimensions: such a class is not "
+                    "trained on conversations yet",
+                    fix="make batches by a data kind of your own (data.kind)",
+                )
+            found[name] = value
+        return found
+
+    # ------------------------------------------------------------------------------------------ batches
+
+    def collate(self, rows: Sequence[Sequence[Encoded]]) -> Batch:
+        """Return rows as a batch: one sample each with padding, or several where the class allows it."""
+        given = [[self._filled(item) for item in row] for row in rows]
+        packed = any(len(row) > 1 for row in rows)
+        if self.sees and not any(item.images for row in given for item in row):
+            if packed:
+                given = [[*given[0], self._blank], *given[1:]]
+            else:
+                given = [*given, [self._blank]]
+        media = self._media([item for row in given for item in row])
+        tensors = self._packed(given) if packed else self._padded([row[0] for row in given])
+        return self._batch(given, {**tensors, **media})
+
+    def prompts(self, items: Sequence[EncodedChat]) -> Batch:
+        """Return prompts as a batch. Padding comes first: what follows a prompt is generated."""
+        tensors = self._padded(items, left=True)
+        del tensors["labels"]
+        batch = self._batch([[item] for item in items], {**tensors, **self._media(items)})
+        return replace(batch, sample_ids=tuple(item.id for item in items))
+
+    def _batch(self, rows: Sequence[Sequence[EncodedChat]], tensors: dict[str, Tensor]) -> Batch:
+        counts: dict[str, int] = {}
+        for row in rows:
+            for item in row:
+                for name, count in item.counts.items():
+                    counts[name] = counts.get(name, 0) + count
+        lengths = [len(item.tokens) for row in rows for item in row]
+        return Batch(tensors, {"text": Segments.of(lengths)}, counts=counts)
+
+    def _filled(self, item: Encoded) -> EncodedChat:
+        """Return a sample; of one that could not be read there is only the length, and it is filled with padding."""
+        if isinstance(item, EncodedChat):
+            return item
+        tokens = torch.full_like(item.tokens, self.pad)
+        types = {name: torch.zeros_like(tokens) for name in self._type_names}
+        return EncodedChat(item.id, tokens, item.labels, item.positions, {}, item.counts, types=types)
+
+    @cached_property
+    def _type_names(self) -> tuple[str, ...]:
+        return tuple(self._blank.types if self.sees else self.encode("", "a", []).types)
+
+    def _padded(self, items: Sequence[EncodedChat], left: bool = False) -> dict[str, Tensor]:
+        longest = max(len(item.tokens) for item in items)
+        length = longest if left else -(-longest // _MULTIPLE) * _MULTIPLE
+
+        def fill(values: Sequence[Tensor], padding: int) -> Tensor:
+            out = torch.full((len(values), length), padding, dtype=torch.int64)
+            for row, value in zip(out, values, strict=True):
+                row[length - len(value) if left else 0 :][: len(value)] = value
+            return out
+
+        return {
+            IDS: fill([item.tokens for item in items], self.pad),
+            MASK: fill([torch.ones_like(item.tokens) for item in items], 0),
+            "labels": fill([item.labels for item in items], IGNORE),
+            **{name: fill([item.types[name] for item in items], 0) for name in items[0].types},
+        }
+
+    def _packed(self, rows: Sequence[Sequence[EncodedChat]]) -> dict[str, Tensor]:
+        """Return rows of several samples. Positions that begin anew are how a class knows where one ends."""
+        joined = [
+            replace(
+                row[0],
+                tokens=torch.cat([item.tokens for item in row]),
+                labels=torch.cat([item.labels for item in row]),
+                positions=torch.cat([item.positions for item in row]),
+                types={name: torch.cat([item.types[name] for item in row]) for name in row[0].types},
+            )
+            for row in rows
+        ]
+        tensors = self._padded(joined)
+        length = tensors[IDS].shape[1]
+        positions = [torch.cat([one.positions, torch.arange(length - len(one.positions))]) for one in joined]
+        del tensors[MASK]  # with a mask, a class does not look at the positions
+        return {**tensors, "position_ids": torch.stack(positions)}
+
+    def _media(self, items: Sequence[EncodedChat]) -> dict[str, Tensor]:
+        """Return what the library's processor makes of all images of a batch."""
+        shown = [item for item in items if item.images]
+        if not shown:
+            return {}
+        with library_errors("the folder's processor refuses this batch"):
+            texts, images = [item.text for item in shown], [list(item.images) for item in shown]
+            made = self._call(self.processor, texts, images, nested=self._nested)
+        for item, ids, mask in zip(shown, made[IDS], made[MASK], strict=True):
+            if not torch.equal(ids[mask.bool()], item.tokens):
+                raise TesseraError(
+                    f"{type(self.processor).__name__} gives other tokens in a batch than for one sample",
+                    where=f"sample {item.id}",
+                )
+        of_tokens = self._token_inputs(made)
+        return {
+            name: value
+            for name, value in made.items()
+            if isinstance(value, Tensor) and name not in _NOT_INPUTS and name not in of_tokens
+        }
+
+
+def _blank_image() -> Image.Image:
+    return Image.new("RGB", (_BLANK_SIDE, _BLANK_SIDE))

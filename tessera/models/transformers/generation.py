@@ -1,0 +1,86 @@
+"""Continue prompts by the `generate` of a class of transformers: it knows its cache and its positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import Batch
+
+Choose = Callable[[Tensor], Tensor]  # logits [rows, vocabulary] -> tokens [rows]
+
+
+class _Chosen:
+    """Leave one token to choose at each step, and keep the tokens of each row up to its end."""
+
+    def __init__(self, rows: int, stop_tokens: Collection[int], choose: Choose, on_token: Any) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.done = [False] * rows
+        self.asked = False
+        self._stops, self._choose, self._on_token = set(stop_tokens), choose, on_token
+
+    def add(self, chosen: Tensor) -> None:
+        for row, token in enumerate(chosen.tolist()):
+            if self.done[row] or token in self._stops:
+                self.done[row] = True
+                continue
+            self.tokens[row].append(token)
+            if self._on_token is not None:
+                self._on_token(row, token)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.asked = True
+        chosen = self._choose(scores)
+        self.add(chosen)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, chosen.unsqueeze(-1), 0.0)
+
+
+@torch.no_grad()
+def continue_prompts(
+    module: Any,
+    batch: Batch,
+    *,
+    max_new_tokens: int,
+    stop_tokens: Collection[int],
+    choose: Choose,
+    greedy: bool = False,
+    on_token: Callable[[int, int], None] | None = None,
+) -> list[list[int]]:
+    """Return the tokens that follow each prompt of a batch, up to and without a stop token.
+
+    `greedy`: `choose` takes the likeliest token, as the class itself does.
+    """
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+    rows = len(batch["input_ids"])
+    chosen = _Chosen(rows, stop_tokens, choose, on_token)
+    if not rows or not max_new_tokens:
+        return chosen.tokens
+    if not module.can_generate():
+        raise TesseraError(f"{type(module).__name__} does not generate", fix="use a class for causal language models")
+
+    def finished(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.tensor(chosen.done, device=ids.device)
+
+    inputs = {name: tensor for name, tensor in batch.tensors.items() if "." not in name}
+    dtype = next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+    out = module.generate(
+        **{name: one.to(dtype) if one.is_floating_point() else one for name, one in inputs.items()},
+        generation_config=GenerationConfig(
+            do_sample=False, max_new_tokens=max_new_tokens, use_cache=True, pad_token_id=0, eos_token_id=None
+        ),
+        logits_processor=LogitsProcessorList([chosen]),
+        stopping_criteria=StoppingCriteriaList([finished]),
+    )
+    if not chosen.asked:  # a class with a `generate` of its own may not ask
+        if not greedy:
+            raise TesseraError(
+                f"{type(module).__name__}.generate chooses tokens by itself", where="temperature", allowed=[0]
+            )
+        for step in out[:, batch["input_ids"].shape[1] :].unbind(1):
+            chosen.add(step)
+    return chosen.tokens

@@ -1,0 +1,306 @@
+"""Conversations written by a folder's own chat template, with marks around what a model is trained to write.
+
+Where the marks are comes from one of three, in this order: the texts that enclose an answer, if `data.processor` names
+them; generation blocks in the template; the words of each turn, which are marked before the template writes them. The
+template must then have written the same text as without marks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, Literal
+
+from tessera.core.errors import TesseraError
+from tessera.core.types import PLAIN, Message, Part
+from tessera.models.transformers.library import chat_template, library_errors
+from tessera.models.transformers.marks import Span, generation_marks, has_marks, marked, with_marks, without_marks
+
+Chat = list[dict[str, Any]]
+# How the content of a message is given to a template: as a list of parts; as one string where it is text alone; as one
+# string with the word for an image in it.
+Form = Literal["parts", "strings", "words"]
+_FORMS: tuple[Form, ...] = ("parts", "strings", "words")
+_AS_PYTHON = ("{'type'", '{"type"')  # what a template writes that takes a list for a string
+MEND = (
+    "put {% generation %} and {% endgeneration %} around what the assistant writes in the folder's chat template, or "
+    "set data.processor.response_start and data.processor.response_end to the texts that enclose an answer"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """Write conversations. `processor`: of transformers; a tokenizer where a class reads text alone."""
+
+    processor: Any
+    tokenizer: Any
+    response: tuple[str, str] | None = None  # the texts that enclose an answer
+    system: str | None = None  # said where a conversation has no system message
+    sees: bool = False
+
+    @cached_property
+    def jinja(self) -> str:
+        found = chat_template(self.processor, self.tokenizer)
+        if found is None:
+            raise TesseraError(
+                "the folder has no chat template",
+                where="chat_template.jinja",
+                fix="put a chat_template.jinja beside the tokenizer: the model's makers may publish one for its "
+                "instruction-tuned form; for a model without one, write how you want conversations written",
+            )
+        return found
+
+    @cached_property
+    def _with_generation_marks(self) -> str | None:
+        return generation_marks(self.jinja)
+
+    @cached_property
+    def control_words(self) -> tuple[str, ...]:
+        """Return the words of the vocabulary that only a template may write."""
+        named = [getattr(self.processor, name, None) for name in ("image_token", "video_token", "audio_token")]
+        words = {*self.tokenizer.all_special_tokens, *(word for word in named if isinstance(word, str))}
+        words |= {one.content for one in self.tokenizer.added_tokens_decoder.values() if one.special}
+        return tuple(sorted(word for word in words if word.strip()))
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        return re.compile(
+            "|".join(re.escape(word) for word in sorted(self.control_words, key=len, reverse=True)) or "(?!)"
+        )
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Return a conversation up to where the assistant's answer begins."""
+        self._check_words(messages)
+        messages = self._with_system(messages)
+        return self._render(self._chat(messages, self._form(messages, answer=True)), answer=True)
+
+    def write(self, messages: Sequence[Message], train_on: Collection[str], *, last_only: bool = False) -> str:
+        """Return a conversation with marks around what is trained on."""
+        self._check_words(messages)
+        if any(message.role == PLAIN for message in messages):
+            return self._plain(messages)
+        messages = self._with_system(messages)
+        form = self._form(messages)
+        plain = self._render(self._chat(messages, form))
+        turns = [number for number, message in enumerate(messages) if message.role in train_on]
+        if not turns:
+            return plain
+        spans = self._spans(messages, form, plain, turns, only_assistant=set(train_on) == {"assistant"})
+        text = self._with_end(plain, spans) if messages[-1].role in train_on else plain
+        if len(text) > len(plain):
+            spans[-1] = (spans[-1][0], len(text))
+        return with_marks(text, spans[-1:] if last_only else spans)
+
+    def _plain(self, messages: Sequence[Message]) -> str:
+        """Return text that nobody says: all of it is trained on, and it ends with the end of a text."""
+        said = "".join(part.value for message in messages for part in message.parts if part.kind == "text")
+        if any(part.kind != "text" for message in messages for part in message.parts):
+            raise TesseraError("plain text has no images", fix="write the sample as a conversation")
+        return with_marks(said + (self.tokenizer.eos_token or ""), [(0, len(said + (self.tokenizer.eos_token or "")))])
+
+    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if self.system is None or (messages and messages[0].role == "system"):
+            return messages
+        return [Message("system", (Part("text", self.system),)), *messages]
+
+    def _check_words(self, messages: Sequence[Message]) -> None:
+        """Raise where someone says a word of the template: a model would read it as the template's."""
+        for number, message in enumerate(messages):
+            for part in message.parts:
+                if part.kind != "text":
+                    continue
+                found = self._control.search(part.value)
+                if found is not None:
+                    raise TesseraError(
+                        f"message {number + 1} ({message.role}) says {found[0]}, a control word of this tokenizer",
+                        fix="write it otherwise: a model would read it as if the template had written it",
+                    )
+                if has_marks(part.value):
+                    raise TesseraError(f"message {number + 1} has characters that are reserved for marks")
+
+    # ------------------------------------------------------------------------------------------ the template
+
+    def _chat(self, messages: Sequence[Message], form: Form, mark: Collection[int] = ()) -> Chat:
+        return [
+            {"role": message.role, "content": self._content(message, form, number in mark)}
+            for number, message in enumerate(messages)
+        ]
+
+    def _content(self, message: Message, form: Form, mark: bool) -> Any:
+        texts = [marked(part.value) if mark and part.kind == "text" else part.value for part in message.parts]
+        kinds = [part.kind for part in message.parts]
+        if form == "words" or (form == "strings" and all(kind == "text" for kind in kinds)):
+            image = getattr(self.processor, "image_token", None) or ""
+            return "".join(text if kind == "text" else image for kind, text in zip(kinds, texts, strict=True))
+        return [
+            {"type": "text", "text": text} if kind == "text" else {"type": "image"}
+            for kind, text in zip(kinds, texts, strict=True)
+        ]
+
+    def _render(self, chat: Chat, *, jinja: str | None = None, answer: bool = False) -> str:
+        with library_errors("the folder's chat template refuses this conversation"):
+            return str(
+                self.processor.apply_chat_template(
+                    chat, chat_template=jinja or self.jinja, add_generation_prompt=answer, tokenize=False
+                )
+            )
+
+    def _form(self, messages: Sequence[Message], answer: bool = False) -> Form:
+        """Return the first form in which the template writes everything that is said, and every image."""
+        refusals: list[tuple[int, TesseraError]] = []  # the one that tells most is raised
+        for form in _FORMS if self.sees else ("strings", "parts"):
+            try:
+                text = self._render(self._chat(messages, form), answer=answer)
+            except TesseraError as error:
+                refusals.append((1, error))
+                continue
+            missing = self._missing(messages, text)
+            if missing is None:
+                return form
+            refusals.append((0 if _as_python(messages, text) else 2, missing))
+        raise max(refusals, key=itemgetter(0))[1]
+
+    def _missing(self, messages: Sequence[Message], text: str) -> TesseraError | None:
+        if _as_python(messages, text):
+            return TesseraError("the folder's chat template writes messages as Python lists")
+        at = 0
+        for number, message in enumerate(messages):
+            for part in message.parts:
+                words = part.value.strip() if part.kind == "text" else ""
+                found = text.find(words, at)
+                if found < 0:
+                    return TesseraError(
+                        f"the folder's chat template leaves out or changes message {number + 1} ({message.role})",
+                        fix=MEND,
+                    )
+                at = found + len(words)
+        images = sum(part.kind != "text" for message in messages for part in message.parts)
+        word = getattr(self.processor, "image_token", None)
+        if isinstance(word, str) and word and images != text.count(word):
+            return TesseraError(
+                f"the folder's chat template writes {text.count(word)} images of {images}", fix="leave such samples out"
+            )
+        return None
+
+    # ------------------------------------------------------------------------------------------ marks
+
+    def _spans(
+        self, messages: Sequence[Message], form: Form, plain: str, turns: Sequence[int], *, only_assistant: bool
+    ) -> list[Span]:
+        """Return the characters of `plain` that are trained on, one span for each turn."""
+        if self.response is not None:
+            spans = list(_enclosed(plain, *self.response))
+            if len(spans) != len(turns):
+                raise TesseraError(
+                    f"{len(spans)} answers are enclosed by data.processor.response_start and response_end, and "
+                    f"{len(turns)} turns are trained on",
+                    fix="name the texts as the chat template writes them; `tessera data doctor --html` shows them",
+                )
+            return spans
+        if only_assistant and self._with_generation_marks is not None:
+            found = self._clean(self._render(self._chat(messages, form), jinja=self._with_generation_marks), plain)
+            if found is not None and _answers(plain, found, [messages[turn] for turn in turns]):
+                return found
+            raise TesseraError(
+                f"the generation blocks of the folder's chat template do not enclose {len(turns)} answers", fix=MEND
+            )
+        found = self._clean(self._render(self._chat(messages, form, turns)), plain)
+        if found is None:
+            raise self._which(messages, form, plain, turns)
+        return self._joined(messages, form, plain, turns, found)
+
+    def _clean(self, text: str, plain: str) -> list[Span] | None:
+        """Return the marked spans of a text; None where it is not the plain one with marks."""
+        try:
+            cleaned, spans = without_marks(text)
+        except ValueError:
+            return None
+        return sorted(spans) if cleaned == plain else None
+
+    def _which(self, messages: Sequence[Message], form: Form, plain: str, turns: Sequence[int]) -> TesseraError:
+        for turn in turns:
+            if self._clean(self._render(self._chat(messages, form, [turn])), plain) is None:
+                what = f"the folder's chat template changes the words of message {turn + 1} ({messages[turn].role})"
+                return TesseraError(f"{what}: what is trained on cannot be told", fix=MEND)
+        return TesseraError("the folder's chat template changes the words of its messages", fix=MEND)
+
+    def _joined(
+        self, messages: Sequence[Message], form: Form, plain: str, turns: Sequence[int], found: Sequence[Span]
+    ) -> list[Span]:
+        """Return one span for each turn: its texts, and the word that ends it."""
+        spans: list[Span] = []
+        remaining = iter(found)
+        for turn in turns:
+            parts = [next(remaining) for part in messages[turn].parts if part.kind == "text"]
+            if not parts:
+                raise TesseraError(f"message {turn + 1} ({messages[turn].role}) is trained on and says nothing")
+            end = parts[-1][1]
+            spans.append((parts[0][0], end + self._end_length(messages, form, plain, turn, end)))
+        return spans
+
+    def _end_length(self, messages: Sequence[Message], form: Form, plain: str, turn: int, end: int) -> int:
+        """Return how many characters after a turn's words end it: up to the last special word that the template writes
+        there, whether or not another message follows."""
+        after = plain[end:]
+        if turn + 1 < len(messages):
+            shorter = self._render(self._chat(messages[: turn + 1], form))
+            if not shorter.startswith(plain[:end]):
+                return 0
+            after = _common(shorter[end:], after)
+        words = list(self._control.finditer(after))
+        return words[-1].end() if words else 0
+
+    def _with_end(self, plain: str, spans: Sequence[Span]) -> str:
+        """Return the text with an end-of-text word where the last turn has no end: a model would never stop."""
+        last = plain[spans[-1][0] : spans[-1][1]]
+        if self.response is not None or self._control.search(last) or not self.tokenizer.eos_token:
+            return plain
+        return plain[: spans[-1][1]] + str(self.tokenizer.eos_token)
+
+    def stop_words(self) -> list[str]:
+        """Return the words that end an answer, as the template writes them."""
+        said = [Message("user", (Part("text", "a"),)), Message("assistant", (Part("text", "b"),))]
+        try:
+            text, spans = without_marks(self.write(said, ("assistant",)))
+        except TesseraError:
+            return []
+        return [found[0] for found in self._control.finditer(text[spans[-1][0] : spans[-1][1]])]
+
+
+def _as_python(messages: Sequence[Message], text: str) -> bool:
+    """Return whether a template wrote the content of a message as Python does, and not because someone said so."""
+    said = [part.value for message in messages for part in message.parts if part.kind == "text"]
+    return any(text.count(word) > sum(one.count(word) for one in said) for word in _AS_PYTHON)
+
+
+def _enclosed(text: str, start: str, end: str) -> Iterator[Span]:
+    """Yield the spans between two texts, with the one that ends them."""
+    at = text.find(start)
+    while at >= 0:
+        begin = at + len(start)
+        close = text.find(end, begin) if end else -1
+        stop = len(text) if close < 0 else close + len(end)
+        yield begin, stop
+        at = text.find(start, stop)
+
+
+def _answers(plain: str, spans: Sequence[Span], messages: Sequence[Message]) -> bool:
+    """Return whether each span has the words of one message."""
+    if len(spans) != len(messages):
+        return False
+    return all(
+        part.value.strip() in plain[begin:end]
+        for (begin, end), message in zip(spans, messages, strict=True)
+        for part in message.parts
+        if part.kind == "text"
+    )
+
+
+def _common(one: str, two: str) -> str:
+    length = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+    return one[:length]
