@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tessera.checkpoint.adapter_files import DOTTED, FILES, FIRST, HEADER_KEY, UNDERSCORED
+from tessera.checkpoint.adapter_parts import MAGNITUDE_KEY, modules_of, plain_form, saved_tensors
 from tessera.checkpoint.adapters import Factors, to_foreign
 from tessera.checkpoint.files import Entry, SafetensorsFile, storage_order, write_file
 from tessera.checkpoint.hf import gather_on_rank0
 from tessera.checkpoint.peft import CONFIG, PREFIX, WEIGHTS, make_config
 from tessera.checkpoint.publish import Origin, publish
-from tessera.core.adapters import Adapters, factor_names
+from tessera.core.adapters import Adapters, factor_names, magnitude_name, tensor_names
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import AdapterForm
 from tessera.core.weightmap import WeightMap
@@ -33,27 +34,37 @@ def save_adapters(
     language: bool = True,
     origin: Origin | None = None,
     overwrite: bool = False,
+    saved: Collection[str] = (),
 ) -> None:
     """Write a folder of adapters. Every rank calls this with its part of the model and all `adapters`.
 
-    `forms`: which files it has. `language`: whether the model is one that PEFT gives the methods of a language model.
+    `saved`: parameters that were trained whole beside them. `forms`: which files it has. `language`: whether the model
+    is one that PEFT gives the methods of a language model.
     """
     check_forms(forms, weight_map, language, str(folder))
     assert weight_map is not None, "checked"
-    wanted = {name for path in adapters for name in factor_names(path)}
+    extra = bool(saved) or any(adapter.dora for adapter in adapters.values())
+    if extra and any(form != "peft" for form in forms):
+        raise TesseraError(
+            "DoRA and modules that were trained whole have no such form", where=str(folder), allowed=["peft"]
+        )
+    tensors, adapters = plain_form(tensors, adapters)
+    modules_to_save = modules_of(saved, weight_map)  # what has no name there is told before anything is gathered
+    wanted = {name for path, adapter in adapters.items() for name in tensor_names(path, adapter)} | set(saved)
     whole = gather_on_rank0({name: tensor for name, tensor in tensors.items() if name in wanted})
 
     def write(staging: Path) -> None:
         native = {}
         for path, adapter in adapters.items():
             a, b = factor_names(path)
-            native[path] = Factors(adapter, whole[a].cpu(), whole[b].cpu())
+            m = whole[magnitude_name(path)].cpu() if adapter.dora else None
+            native[path] = Factors(adapter, whole[a].cpu(), whole[b].cpu(), m)
         modules = _all_modules(tensors, weight_map)
         for form in dict.fromkeys(forms):
             if form in ("peft", "diffusers"):
                 made = to_foreign(native, weight_map, str(folder))
-                config = make_config(made, modules, base, dropout, language)
-                _write_peft(staging, form, made, config)
+                config = make_config(made, modules, base, dropout, language, modules_to_save)
+                _write_peft(staging, form, made, config, saved_tensors(whole, saved, weight_map))
             else:
                 _write_exchange(staging, form, to_foreign(native, weight_map.others["original"], str(folder)))
 
@@ -79,7 +90,13 @@ def check_forms(forms: Sequence[AdapterForm], weight_map: WeightMap | None, lang
             )
 
 
-def _write_peft(staging: Path, form: str, made: Mapping[str, Factors], config: Mapping[str, object]) -> None:
+def _write_peft(
+    staging: Path,
+    form: str,
+    made: Mapping[str, Factors],
+    config: Mapping[str, object],
+    saved: Mapping[str, Tensor],
+) -> None:
     """Write the matrices under the names of diffusers or transformers, with PEFT's configuration."""
     if form == "peft":
         write_file(staging / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
@@ -89,6 +106,8 @@ def _write_peft(staging: Path, form: str, made: Mapping[str, Factors], config: M
         for module, factors in made.items()
         for side, tensor in (("lora_A", factors.a), ("lora_B", factors.b))
     }
+    sides |= {f"{prefix}{module}{MAGNITUDE_KEY}": f.m for module, f in made.items() if f.m is not None}
+    sides |= {f"{prefix}{name}": tensor for name, tensor in saved.items()}
     stated = {f"{FIRST}.{key}": value for key, value in config.items() if key != "base_model_name_or_path"}
     header = None if form == "peft" else {HEADER_KEY: json.dumps(stated, indent=2, sort_keys=True)}
     _write(staging / (WEIGHTS if form == "peft" else FILES[form]), sides, header)

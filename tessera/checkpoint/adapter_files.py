@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tessera.checkpoint.adapter_parts import MAGNITUDE_KEY, native_saved
 from tessera.checkpoint.adapters import Factors
 from tessera.checkpoint.files import open_safetensors, read_tensors
 from tessera.checkpoint.peft import (
@@ -91,6 +92,7 @@ class StoredAdapters:
     underscored: bool
     config: Mapping[str, Any] | None  # what PEFT says about them
     config_where: str
+    lengths: Mapping[str, Tensor] = field(default_factory=dict)  # layer -> lengths of rows, of DoRA
 
     def factors(self, names: Mapping[str, str], weight_map: WeightMap) -> dict[str, Factors]:
         """Return the adapters by the names that the rules of a weight map use. `names`: layer -> that name."""
@@ -102,8 +104,14 @@ class StoredAdapters:
         for layer, name in names.items():
             a, b = _matrices(layer, self.sides[layer], self.where)
             adapter = self._adapter(layer, own[layer], a.shape[0], stated.get(own[layer]))
-            found[name] = Factors(adapter, a, b)
+            found[name] = Factors(adapter, a, b, self._lengths(layer, adapter, b))
         return found
+
+    def _lengths(self, layer: str, adapter: Adapter, b: Tensor) -> Tensor | None:
+        m = self.lengths.get(layer)
+        if adapter.dora and (m is None or m.shape != b.shape[:1] or not torch.isfinite(m.float()).all()):
+            raise TesseraError(f"{layer}: use_dora, and its lengths of rows are missing or wrong", where=self.where)
+        return m if adapter.dora else None
 
     def _adapter(self, layer: str, own: str, rank: int, stated: tuple[float, float] | None) -> Adapter:
         if stated is None:  # without any alpha the product is taken as it is
@@ -122,7 +130,7 @@ class StoredAdapters:
                 where=self.where,
                 allowed=[f"a rank up to {MAX_ADAPTER_RANK:,}", f"an alpha above 0 and up to {MAX_ADAPTER_ALPHA:,.0f}"],
             )
-        return Adapter(rank, alpha, rslora)
+        return Adapter(rank, alpha, rslora, bool((self.config or {}).get("use_dora")))
 
 
 def _matrices(layer: str, sides: Mapping[str, Tensor], where: str) -> tuple[Tensor, Tensor]:
@@ -165,7 +173,15 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
         check_inside(file, path)
     sides: dict[str, dict[str, Tensor]] = {}
     alphas: dict[str, float] = {}
+    lengths: dict[str, Tensor] = {}
+    stated, saved = read_config(path) if peft else {}, 0
     for key, tensor in read_tensors(file).items():
+        if stated.get("use_dora") and key.endswith(MAGNITUDE_KEY):
+            lengths[key.removesuffix(MAGNITUDE_KEY)] = tensor
+            continue
+        if stated.get("modules_to_save") and ".lora_" not in key:
+            saved += 1  # a parameter that was trained whole
+            continue
         match = _KEY.fullmatch(key)
         if match is not None:
             sides.setdefault(match[1], {})[_SIDES[match[2]]] = tensor
@@ -173,13 +189,25 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
             alphas[key.removesuffix(_ALPHA)] = _alpha(key, tensor, str(file))
         elif not (".diff" in key and not tensor.any()):  # differences of zero change nothing
             raise _not_plain(key, str(file))
-    prefix, names = _stripped([*sides, *alphas], part, str(file))
+    if stated.get("modules_to_save") and not saved:
+        raise TesseraError(
+            f"modules_to_save names {stated['modules_to_save']!r:.80}, and the weights have none of them",
+            where=str(path / CONFIG),
+            fix="check that the two files belong together",
+        )
+    prefix, names = _stripped([*sides, *alphas, *lengths], part, str(file))
     layers = {names[name]: halves for name, halves in sides.items() if name in names}
     _check_alphas(layers, known := {names[name]: alpha for name, alpha in alphas.items() if name in names}, str(file))
     if not layers:
         raise TesseraError("no adapters here", where=str(file))
     config_where = str(path / CONFIG) if peft else f"{file}, {HEADER_KEY} of its header"
     config = read_config(path) if peft else _header_config(file, config_where, prefix)
+    if config is not None and config.get("use_dora") and not lengths:
+        raise TesseraError(
+            "use_dora, and the weights have no lengths of rows",
+            where=config_where,
+            allowed=[f"LAYER{MAGNITUDE_KEY} in a PEFT folder"],
+        )
     if config is not None and known:
         raise TesseraError(
             "the scale of adapters is stated twice, by alpha beside the weights and by PEFT's configuration",
@@ -187,7 +215,26 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
             fix=f"remove {HEADER_KEY} from the header, or the alphas",
         )
     underscored = prefix in (UNDERSCORED, "lora_transformer_")
-    return StoredAdapters(str(file), layers, known, underscored, config, config_where)
+    own_lengths = {names[name]: tensor for name, tensor in lengths.items() if name in names}
+    return StoredAdapters(str(file), layers, known, underscored, config, config_where, own_lengths)
+
+
+def read_saved(path: Path, parameters: Sequence[str], weight_map: WeightMap | None) -> dict[str, Tensor]:
+    """Return the parameters of a PEFT folder that were trained whole, by native names; `parameters`: of the model."""
+    if not is_adapter_folder(path) or weight_map is None or not read_config(path).get("modules_to_save"):
+        return {}
+    check_inside(path / WEIGHTS, path)
+    stored = {key.removeprefix(PREFIX): tensor for key, tensor in read_tensors(path / WEIGHTS).items()}
+    saved = {name: tensor for name, tensor in stored.items() if ".lora_" not in name}
+    found = native_saved(saved, parameters, weight_map, str(path / WEIGHTS))
+    tied = "head.weight" not in parameters and any(name.endswith(".embed.weight") for name in found)
+    if tied and not read_config(path).get("ensure_weight_tying"):
+        raise TesseraError(
+            "the embedding was trained and the head, which shares its weight here, was not",
+            where=str(path / CONFIG),
+            fix="train with ensure_weight_tying=True in PEFT",
+        )
+    return found
 
 
 def parts_in(path: Path) -> set[str]:

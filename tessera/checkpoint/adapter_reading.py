@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
-from tessera.checkpoint.adapter_files import FIRST, SECOND, is_adapters, match_names, open_adapters
+from tessera.checkpoint.adapter_files import FIRST, SECOND, is_adapters, match_names, open_adapters, read_saved
 from tessera.checkpoint.adapters import Factors, check_operation, check_shapes, join_to_native, merge_factors
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import MANIFEST, box_slices
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.weights import TensorSource, fill
-from tessera.core.adapters import Adapters, factor_names, spelled_out
+from tessera.core.adapters import Adapters, factor_names, magnitude_name, spelled_out, tensor_names
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError, few_names
 from tessera.core.run_config import LoraSection, load_config
@@ -33,7 +33,7 @@ def settled(
 
     `parameters`: names of all parameters of the model. `part`: see `part_of`.
     """
-    path = section.path
+    path, parameters = section.path, list(parameters)
     if path is None or section.targets:
         return section
     if is_adapters(path):
@@ -41,8 +41,9 @@ def settled(
         found = read_adapters(path, paths, weight_map, part)
         adapters = {layer: factors.adapter for layer, factors in found.items()}
         first = next(iter(adapters.values()))
-        section = section.model_copy(update={"rank": first.rank, "alpha": first.alpha, "rslora": first.rslora})
-        return spelled_out(section, adapters)
+        update = {"rank": first.rank, "alpha": first.alpha, "rslora": first.rslora, "dora": first.dora}
+        saved = list(read_saved(path, parameters, weight_map))
+        return spelled_out(section.model_copy(update={**update, "modules_to_save": saved}), adapters)
     if (path / "config.yaml").is_file():
         trained = load_config(read_mapping(path / "config.yaml")).model.lora
         if trained is not None:
@@ -62,14 +63,18 @@ def fill_adapters(
     parameters: Iterable[str],
     weight_map: WeightMap | None,
     part: str = FIRST,
+    saved: Collection[str] = (),
 ) -> None:
     """Fill the matrices of adapters among `tensors` (plain or sharded) from a file, a PEFT folder, a run or a
-    checkpoint.
+    checkpoint, and the parameters that were trained whole: those of the folder, or `saved`.
 
     `tensors` may belong to a pipeline stage; `adapters`, and `parameters`, the names of all parameters, are those of
     the whole model. A file must have the same adapters as `adapters`; `weight_map` translates its names.
     """
-    wanted = {name for layer in adapters for name in factor_names(layer)}
+    parameters = list(parameters)
+    whole = read_saved(path, parameters, weight_map)
+    wanted = {name for layer, adapter in adapters.items() for name in tensor_names(layer, adapter)}
+    wanted.update(whole if is_adapters(path) else saved)
     here = {name: tensor for name, tensor in tensors.items() if name in wanted}
     if not is_adapters(path):
         checkpoint = path if (path / MANIFEST).is_file() else CheckpointManager(path / "checkpoints", keep=1).latest()
@@ -78,10 +83,16 @@ def fill_adapters(
         CheckpointManager(checkpoint.parent, keep=1).load(checkpoint, {f"model.{n}": t for n, t in here.items()})
         return
     paths = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
-    Ranks.current().on_all(lambda: _fill(path, here, adapters, read_adapters(path, paths, weight_map, part)))
+    Ranks.current().on_all(lambda: _fill(path, here, adapters, read_adapters(path, paths, weight_map, part), whole))
 
 
-def _fill(where: Path, tensors: Mapping[str, Tensor], adapters: Adapters, found: Mapping[str, Factors]) -> None:
+def _fill(
+    where: Path,
+    tensors: Mapping[str, Tensor],
+    adapters: Adapters,
+    found: Mapping[str, Factors],
+    saved: Mapping[str, Tensor],
+) -> None:
     for one, other, what in ((adapters, found, "has no adapter for"), (found, adapters, "also has an adapter for")):
         missing = [path for path in one if path not in other]
         if missing:
@@ -90,8 +101,14 @@ def _fill(where: Path, tensors: Mapping[str, Tensor], adapters: Adapters, found:
                 where=str(where),
                 fix="leave out model.lora.targets: the adapters name the layers that they are for",
             )
-    whole: dict[str, Tensor] = {}
+    whole = dict(saved)
     for path, factors in found.items():
+        if factors.adapter.dora != adapters[path].dora:
+            raise TesseraError(
+                f"{path}: in the folder dora is {factors.adapter.dora}, in the recipe {adapters[path].dora}",
+                where="model.lora.dora",
+                fix="leave out model.lora.targets and dora: the folder states them",
+            )
         if not math.isclose(factors.adapter.scale, adapters[path].scale):
             raise TesseraError(
                 f"{path}: the folder scales by {factors.adapter.scale:g}, the recipe by {adapters[path].scale:g}",
@@ -102,6 +119,8 @@ def _fill(where: Path, tensors: Mapping[str, Tensor], adapters: Adapters, found:
         if a in tensors and b in tensors:
             check_shapes(path, factors, (tensors[b].shape[0], tensors[a].shape[1]), str(where))
         whole |= {a: factors.a, b: factors.b}
+        if factors.m is not None:
+            whole[magnitude_name(path)] = factors.m
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
 
     def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from tessera.checkpoint.adapter_parts import plain_form, whole, with_lengths
 from tessera.checkpoint.weights import add_product
-from tessera.core.adapters import Adapter, Adapters, factor_names
+from tessera.core.adapters import Adapter, Adapters, factor_names, magnitude_name, tensor_names
 from tessera.core.errors import TesseraError
 from tessera.core.weightmap import (
     ColumnsByHead,
@@ -36,6 +36,7 @@ class Factors:
     adapter: Adapter
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
+    m: Tensor | None = None  # [out]: lengths of rows, of DoRA
 
 
 def to_foreign(native: Mapping[str, Factors], weight_map: WeightMap, where: str) -> dict[str, Factors]:
@@ -54,21 +55,36 @@ def to_foreign(native: Mapping[str, Factors], weight_map: WeightMap, where: str)
                 made[modules[0]] = _joined(rule.op, members)
             continue
         if isinstance(rule.op, ColumnsByHead):
-            made[modules[0]] = Factors(factors.adapter, rule.op.to_foreign(factors.a)[0], factors.b)
+            made[modules[0]] = Factors(factors.adapter, rule.op.to_foreign(factors.a)[0], factors.b, factors.m)
             continue
-        for module, b in zip(modules, rule.op.to_foreign(factors.b), strict=True):
-            made[module] = Factors(factors.adapter, factors.a, b)
+        # Lengths belong to rows: whatever moves the rows of B moves them.
+        lengths = [None] * len(modules) if factors.m is None else rule.op.to_foreign(factors.m.unsqueeze(1))
+        for module, b, m in zip(modules, rule.op.to_foreign(factors.b), lengths, strict=True):
+            made[module] = Factors(factors.adapter, factors.a, b, None if m is None else m.flatten())
     return made
 
 
 def _joined(op: TensorChunk, members: Sequence[Factors | None]) -> Factors:
     """Return the adapter of one foreign layer that is several native ones."""
     given = [factors for factors in members if factors is not None]
+    m = op.join_chunks(_lengths(members))[0].whole().flatten() if given[0].adapter.dora else None
     if len(given) == len(members) and _same_input(given):
         blocks = [factors.b for factors in given]
-        return Factors(given[0].adapter, given[0].a, op.join_chunks(blocks)[0].whole())
+        return Factors(given[0].adapter, given[0].a, op.join_chunks(blocks)[0].whole(), m)
     adapter, a, blocks = _side_by_side(members, _rows(op, members))
-    return Factors(adapter, a, op.join_chunks(blocks)[0].whole())
+    return Factors(adapter, a, op.join_chunks(blocks)[0].whole(), m)
+
+
+def _lengths(members: Sequence[Factors | None]) -> list[Tensor]:
+    """Return the lengths of rows [out, 1] of layers that are one elsewhere; raise if one of them has no adapter."""
+    found = [one.m for one in members if one is not None and one.m is not None]
+    if len(found) != len(members):
+        raise TesseraError(
+            "adapted layers are one layer with others in the other form, and with dora all of these need an adapter",
+            where="model.lora.targets",
+            fix="adapt all layers that belong together, or none of them",
+        )
+    return [m.unsqueeze(1) for m in found]
 
 
 def _rows(op: TensorChunk, members: Sequence[Factors | None]) -> list[int]:
@@ -105,7 +121,7 @@ def _side_by_side(present: Sequence[Factors | None], rows: Sequence[int]) -> tup
 
 def _of_rank(like: Adapter, rank: int) -> Adapter:
     """Return an adapter of another rank with the same scale."""
-    return Adapter(rank, like.scale * (math.sqrt(rank) if like.rslora else rank), like.rslora)
+    return replace(like, rank=rank, alpha=like.scale * (math.sqrt(rank) if like.rslora else rank))
 
 
 def join_to_native(op: Operation, present: Sequence[Factors | None]) -> Factors:
@@ -113,14 +129,15 @@ def join_to_native(op: Operation, present: Sequence[Factors | None]) -> Factors:
     given = [factors for factors in present if factors is not None]
     first = given[0]
     if isinstance(op, ColumnsByHead):
-        return Factors(first.adapter, op.to_native([first.a]), first.b)
+        return Factors(first.adapter, op.to_native([first.a]), first.b, first.m)
+    m = op.to_native(_lengths(present)).flatten() if first.adapter.dora else None
     if isinstance(op, TensorChunk):
-        return _without_idle_ranks(Factors(first.adapter, first.a, op.to_native([first.b])))
+        return _without_idle_ranks(Factors(first.adapter, first.a, op.to_native([first.b]), m))
     if len(given) == len(present) and _same_input(given):
-        return Factors(first.adapter, first.a, op.to_native([factors.b for factors in given]))
+        return Factors(first.adapter, first.a, op.to_native([factors.b for factors in given]), m)
     rows = op.sizes if isinstance(op, Concat) else [first.b.shape[0]] * len(present)
     adapter, a, blocks = _side_by_side(present, rows)
-    return Factors(adapter, a, op.to_native(blocks))
+    return Factors(adapter, a, op.to_native(blocks), m)
 
 
 def _without_idle_ranks(factors: Factors) -> Factors:
@@ -129,7 +146,8 @@ def _without_idle_ranks(factors: Factors) -> Factors:
     used = factors.b.any(dim=0)
     if not used.any() or used.all():
         return factors
-    return Factors(_of_rank(factors.adapter, int(used.sum())), factors.a[used], factors.b[:, used].contiguous())
+    adapter = _of_rank(factors.adapter, int(used.sum()))
+    return Factors(adapter, factors.a[used], factors.b[:, used].contiguous(), factors.m)
 
 
 def check_operation(op: Operation, path: str, where: str) -> None:
@@ -158,9 +176,11 @@ def merge_adapter(name: str, weight: Tensor, tensors: Mapping[str, Tensor], adap
     path = name.removesuffix(".weight")
     if path not in adapters or path == name:
         return weight
-    factors = (tensors[factor] for factor in factor_names(path))
-    a, b = (factor.full_tensor() if isinstance(factor, DTensor) else factor.detach() for factor in factors)
-    return add_product(weight.detach().clone(), b, a, adapters[path].scale)
+    own = {factor: tensors[factor] for factor in tensor_names(path, adapters[path])}
+    plain, _ = plain_form(own, {path: adapters[path]})
+    a, b = (whole(plain[factor]) for factor in factor_names(path))
+    merged = add_product(weight.detach().clone(), b, a, adapters[path].scale)
+    return with_lengths(merged, own[magnitude_name(path)]) if adapters[path].dora else merged
 
 
 @torch.no_grad()
@@ -171,6 +191,12 @@ def merge_factors(found: Mapping[str, Factors], tensors: Mapping[str, Tensor], s
         if weight is None:
             continue  # of another stage of a pipeline
         check_shapes(path, factors, tuple(weight.shape), where)
+        if factors.m is not None:
+            raise TesseraError(
+                f"the adapter of {path} is of DoRA, which has no strength",
+                where=where,
+                fix="load the adapters by themselves: they name their model",
+            )
         a, b = (matrix.to(weight.device) for matrix in (factors.a, factors.b))
         add_product(weight, b, a, strength * factors.adapter.scale)
 

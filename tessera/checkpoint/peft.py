@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,9 @@ _MAX_CONFIG_BYTES = 4 << 20
 # What changes how an adapter computes, and the values of it that mean: as plain LoRA does.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (False, None),
     "use_qalora": (False, None),
     "lora_bias": (False, None),
     "bias": ("none", None),
-    "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
     "target_parameters": (None, []),
     "layer_replication": (None, []),
@@ -111,10 +109,15 @@ def _by_pattern(
 
 
 def make_config(
-    made: Mapping[str, Factors], others: Collection[str], base: str, dropout: float, language: bool
+    made: Mapping[str, Factors],
+    others: Collection[str],
+    base: str,
+    dropout: float,
+    language: bool,
+    saved: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the configuration of adapters by module. `others`: all modules, `language`: whether PEFT gives the model
-    the methods of a language model."""
+    the methods of a language model, `saved`: modules that were trained whole."""
     ranks = Counter(factors.adapter.rank for factors in made.values())
     alphas = Counter(factors.adapter.alpha for factors in made.values())
     rank, alpha = ranks.most_common(1)[0][0], alphas.most_common(1)[0][0]
@@ -125,11 +128,13 @@ def make_config(
         "lora_alpha": _plain(alpha),
         "lora_dropout": dropout,
         "use_rslora": next(iter(made.values())).adapter.rslora,
+        "use_dora": next(iter(made.values())).adapter.dora,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": list(saved) or None,
+        "ensure_weight_tying": bool(saved),  # a head that shares the weight of an embedding goes with it
         "target_modules": _targets(made, others),
         "rank_pattern": {m: f.adapter.rank for m, f in made.items() if f.adapter.rank != rank},
         "alpha_pattern": {m: _plain(f.adapter.alpha) for m, f in made.items() if f.adapter.alpha != alpha},

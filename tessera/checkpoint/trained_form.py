@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.adapter_files import is_adapters
+from tessera.checkpoint.adapter_files import is_adapters, read_saved
 from tessera.checkpoint.adapter_reading import part_of, read_adapters
 from tessera.checkpoint.adapters import merge_adapter
 from tessera.checkpoint.collective import Ranks
@@ -21,7 +21,7 @@ from tessera.checkpoint.frozen import FrozenWeights
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import MODEL
 from tessera.checkpoint.storage import SplitTensor, split_tensors
-from tessera.core.adapters import Adapters, factor_names
+from tessera.core.adapters import Adapters, factor_names, magnitude_name, tensor_names
 from tessera.core.errors import TesseraError
 from tessera.core.file_plan import PlannedTensor
 from tessera.core.weightmap import WeightMap
@@ -52,10 +52,14 @@ class TrainedForm(StoredForm):
         self._shapes, self._adapters, self._dtype, self._wide = shapes, adapters, dtype, wide
         self._stored: Mapping[str, SplitTensor] = {}
         self._factors: dict[str, Tensor] = {}
+        self._saved: dict[str, Tensor] = {}  # of adapters: parameters that were trained whole beside them
         if is_adapters(where):
             paths = [name.removesuffix(".weight") for name in shapes]
             for path, found in read_adapters(where, paths, weight_map, part_of(base)).items():
                 self._factors |= dict(zip(factor_names(path), (found.a.to(dtype), found.b.to(dtype)), strict=True))
+                if found.m is not None:
+                    self._factors[magnitude_name(path)] = found.m
+            self._saved = read_saved(where, list(shapes), weight_map)
         else:
             base = self._open_checkpoint(where, base)
         self._base: NativeTensors | None = None
@@ -71,10 +75,10 @@ class TrainedForm(StoredForm):
         state = CheckpointManager(where.parent, keep=1).load(where, {})
         names = {n.removeprefix(MODEL): tensor for n, tensor in split_tensors(where).items() if n.startswith(MODEL)}
         for path in self._adapters:
-            a, b = factor_names(path)
-            if a not in names or b not in names or f"{path}.weight" not in {*names, *self._shapes}:
+            parts = tensor_names(path, self._adapters[path])
+            if any(part not in names for part in parts) or f"{path}.weight" not in {*names, *self._shapes}:
                 raise TesseraError(f"the checkpoint has no adapter of {path}", where=self.where)
-            self._factors |= {factor: names[factor].read().to(self._dtype) for factor in (a, b)}
+            self._factors |= {factor: names[factor].read().to(self._dtype) for factor in parts}
         self._stored = {name: names[name] for name in self._shapes if name in names}
         frozen = FrozenWeights.of_state(state, where)
         elsewhere = set() if frozen is None else {name.removeprefix(MODEL) for name in frozen.names}
@@ -91,7 +95,9 @@ class TrainedForm(StoredForm):
         return {name: PlannedTensor(self._type_of(name), shape) for name, shape in self._shapes.items()}
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        if name in self._stored:
+        if name in self._saved:
+            tensor = self._saved[name]
+        elif name in self._stored:
             tensor = self._stored[name].read()
         else:
             assert self._base is not None, "what is not stored was found in the folder"

@@ -40,6 +40,17 @@ class LoraSection(Section):
     alpha: AdapterAlpha = Field(32, description="adapters are scaled by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="of what goes into an adapter")
     rslora: bool = Field(False, description="scale by alpha / sqrt(rank)")
+    dora: bool = Field(
+        False, description="adapt directions of the layers' weights, and train the length of each row by itself (DoRA)"
+    )
+    init: Literal["default", "pissa"] = Field(
+        "default",
+        description="how adapters begin: default: A random and B zero; pissa: as the largest singular vectors of the "
+        "layer's weight, of which what they began as is taken away again",
+    )
+    modules_to_save: list[str] = Field(
+        default_factory=list, description="patterns of modules that are trained whole beside the adapters"
+    )
     path: Path | None = Field(
         None,
         description="adapters to start from: a PEFT folder, a LoRA file (.safetensors) of diffusers, ComfyUI or kohya, "
@@ -64,6 +75,14 @@ class LoraSection(Section):
                 "leave `targets` out: then all linear layers in the layers of the text decoder are adapted"
             )
         return value
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> LoraSection:
+        if self.init == "pissa" and self.dora:
+            raise ValueError("init pissa does not go with dora: take one of them")
+        if self.init == "pissa" and self.quantize is not None:
+            raise ValueError("init pissa begins from whole weights; leave `quantize` or `init` out")
+        return self
 
     @model_validator(mode="after")
     def _merges_whole_weights(self) -> LoraSection:

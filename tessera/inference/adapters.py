@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +13,14 @@ from tessera.checkpoint.adapter_files import is_adapters, open_adapters
 from tessera.checkpoint.adapter_reading import fill_adapters, part_of, settled
 from tessera.checkpoint.state import model_tensors
 from tessera.checkpoint.weight_source import find_file
-from tessera.core.adapters import Adapters, factor_names
+from tessera.core.adapters import Adapters, factor_names, magnitude_name, start_names
 from tessera.core.errors import TesseraError
 from tessera.core.trust import Trust
 from tessera.core.types import ModelSpec
 from tessera.core.weightmap import WeightMap
 from tessera.inference.load import find_model
 from tessera.models import build_on_meta, for_family, resolve
-from tessera.nn.lora import find_adapters
+from tessera.nn.lora import find_adapters, trained_whole
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class LoadedAdapters:
     adapters: Adapters
     tensors: Mapping[str, Tensor]
     base: Path | None  # the folder of the model that they belong to
+    saved: Sequence[str] = ()  # parameters that were trained whole beside them
 
 
 def load_adapters(source: Path, base: Path | None, dtype: str | None, trust: Trust = False) -> LoadedAdapters:
@@ -49,15 +50,23 @@ def load_adapters(source: Path, base: Path | None, dtype: str | None, trust: Tru
     tensors = dict(model_tensors(module))
     parameters = list(tensors)
     with for_family(spec):
-        adapters = find_adapters(settled(found.section.lora, parameters, weights, part), module, spec.main.plan(config))
+        lora = settled(found.section.lora, parameters, weights, part)
+        adapters = find_adapters(lora, module, spec.main.plan(config))
+        saved = trained_whole(lora, module, adapters)
     kind = found.dtype if dtype is not None or not named else _stored_type(source, part)
+    tensors |= {name: torch.empty(tensors[name].shape, dtype=kind) for name in saved}
     for path, adapter in adapters.items():
         outputs, inputs = tensors[f"{path}.weight"].shape
-        a, b = factor_names(path)
-        tensors |= {a: torch.empty(adapter.rank, inputs, dtype=kind), b: torch.empty(outputs, adapter.rank, dtype=kind)}
+        sizes_a, sizes_b = (adapter.rank, inputs), (outputs, adapter.rank)
+        shapes: dict[str, tuple[int, ...]] = dict(zip(factor_names(path), (sizes_a, sizes_b), strict=True))
+        if adapter.dora:
+            shapes[magnitude_name(path)] = (outputs,)
+        if adapter.pissa:
+            shapes |= dict(zip(start_names(path), (sizes_a, sizes_b), strict=True))
+        tensors |= {name: torch.empty(shape, dtype=kind) for name, shape in shapes.items()}
     where = source if named or found.origin == "checkpoint" else find_file(source, "checkpoints").parent
-    fill_adapters(where, tensors, adapters, parameters, weights, part)
-    return LoadedAdapters(spec, weights, adapters, tensors, found.section.path)
+    fill_adapters(where, tensors, adapters, parameters, weights, part, saved)
+    return LoadedAdapters(spec, weights, adapters, tensors, found.section.path, saved)
 
 
 def _stored_type(source: Path, part: str) -> torch.dtype:

@@ -38,7 +38,7 @@ from tessera.inference.messages import conversations, sample_of
 from tessera.inference.over_ranks import ModelOverRanks, PassRanks
 from tessera.models import build_on_meta, for_family, resolve
 from tessera.models.common.side_files import side_folder
-from tessera.nn.lora import add_adapters, find_adapters, with_adapters
+from tessera.nn.lora import add_adapters, find_adapters, trained_whole, with_adapters
 from tessera.parallel.apply import allocate, parallelize
 from tessera.parallel.mesh import CONTEXT, Mesh
 from tessera.parallel.pipeline_stages import LocalStages, PipelinedModel
@@ -63,10 +63,13 @@ class LoadedModel(nn.Module):
         base: Path | None = None,
         files: Path | None = None,
         limits: Limits | None = None,
+        trained_whole: Sequence[str] = (),
     ) -> None:
         """Make the model. `run`: what is called instead of a module that is split over several ranks. `base`: the
-        folder of the model that adapters belong to, if it is known. `files`: the folder of tokenizer and template."""
+        folder of the model that adapters belong to, if it is known. `files`: the folder of tokenizer and template.
+        `trained_whole`: parameters that were trained beside adapters."""
         super().__init__()
+        self.trained_whole = trained_whole
         self.adapters = adapters or {}
         self.base = base
         self.files = files
@@ -262,13 +265,16 @@ def load(
     whole = build_on_meta(spec, config)
     weights, part = spec.main.weight_map(config), part_of(section.path)
     own: dict[str, Adapter] = {}
+    saved: Sequence[str] = ()
     names, tied = list(model_tensors(whole)), tied_names(whole)
     if origin in ("folder", "adapters") and weights is not None:
         assert section.path is not None
         check_folder_fit(section.path, model_tensors(whole), weights, tied=tied)
     if section.lora is not None:
         with for_family(spec):
-            own = find_adapters(settled(section.lora, names, weights, part), whole, spec.main.plan(config))
+            lora = settled(section.lora, names, weights, part)
+            own = find_adapters(lora, whole, spec.main.plan(config))
+            saved = trained_whole(lora, whole, own)
         add_adapters(whole, own, quantized=section.lora.quantize is not None)
     run: Callable[..., Any] | None = None
     if parallel is None:
@@ -289,7 +295,7 @@ def load(
             merge_into(path_of_adapters, strength, tensors, names, weights, part)
     options = {**found.options, **(processor or {})}
     prepare = None if spec.processor is None or files is None else spec.processor(config, files, **options)
-    loaded = LoadedModel(module, spec, config, prepare, run, own, section.path, files, found.limits)
+    loaded = LoadedModel(module, spec, config, prepare, run, own, section.path, files, found.limits, saved)
     return loaded, LoadedProcessor(prepare, spec, found.limits)
 
 

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.core.adapters import Adapter, Adapters, choose, factor_names
+from tessera.core.adapters import Adapter, Adapters, choose, factor_names, start_names
+from tessera.core.errors import TesseraError
 from tessera.core.modules import clean_name
-from tessera.core.pattern import home, matches
+from tessera.core.pattern import home, matches, select_trees
 from tessera.core.run_config import LoraSection
 from tessera.core.types import ModelPlan, TensorStyle
-from tessera.ops.linear import adapted_linear, nf4_linear, packed_sizes, quantize
+from tessera.ops.linear import adapted_linear, dequantize, dora_linear, nf4_linear, packed_sizes, quantize
 
 PACKED, SCALES = "packed", "scales"
 
 
 class Factor(nn.Module):
-    """Hold one of the two matrices of an adapter. It is never called."""
+    """Hold one parameter of an adapter. It is never called."""
 
-    def __init__(self, rows: int, columns: int, like: Tensor) -> None:
+    def __init__(self, *shape: int, like: Tensor, trained: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, columns, device=like.device, dtype=like.dtype))
+        empty = torch.empty(shape, device=like.device, dtype=like.dtype)
+        self.weight = nn.Parameter(empty, requires_grad=trained)
 
 
 class LoraLinear(nn.Linear):
@@ -38,8 +40,11 @@ class LoraLinear(nn.Linear):
         self.bias = linear.bias
         self.adapter = adapter
         self.dropout = dropout
-        self.lora_a = Factor(adapter.rank, linear.in_features, linear.weight)
-        self.lora_b = Factor(linear.out_features, adapter.rank, linear.weight)
+        sizes_a, sizes_b = (adapter.rank, linear.in_features), (linear.out_features, adapter.rank)
+        self.lora_a, self.lora_b = Factor(*sizes_a, like=linear.weight), Factor(*sizes_b, like=linear.weight)
+        self.lora_m = Factor(linear.out_features, like=linear.weight) if adapter.dora else None
+        self.lora_a0 = Factor(*sizes_a, like=linear.weight, trained=False) if adapter.pissa else None
+        self.lora_b0 = Factor(*sizes_b, like=linear.weight, trained=False) if adapter.pissa else None
         self.adapted = True  # False: the adapter is skipped
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,7 +52,18 @@ class LoraLinear(nn.Linear):
         if not self.adapted:
             return product
         dropout = self.dropout if self.training else 0.0
-        return adapted_linear(x, product, self.lora_a.weight, self.lora_b.weight, self.adapter.scale, dropout)
+        a, b, scale = self.lora_a.weight, self.lora_b.weight, self.adapter.scale
+        if self.lora_m is not None:
+            own = self.own_weight(product.dtype)
+            return dora_linear(x, product, own, self.bias, (a, b, self.lora_m.weight), scale, dropout)
+        out = adapted_linear(x, product, a, b, scale, dropout)
+        if self.lora_a0 is not None and self.lora_b0 is not None:
+            out = adapted_linear(x, out, self.lora_a0.weight, self.lora_b0.weight, -scale)
+        return out
+
+    def own_weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight of the layer without its adapter."""
+        return self.weight
 
     def product(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -74,6 +90,10 @@ class QuantizedLoraLinear(LoraLinear):
     def product(self, x: Tensor) -> Tensor:
         scales = self.scales.view(torch.float32)
         return nf4_linear(x, self.packed, scales, self.out_features, self.in_features, self.bias)
+
+    def own_weight(self, dtype: torch.dtype) -> Tensor:
+        scales = self.scales.view(torch.float32)
+        return dequantize(self.packed, scales, self.out_features, self.in_features, dtype)
 
     @torch.no_grad()
     def keep(self, weight: Tensor) -> None:
@@ -106,18 +126,43 @@ def find_adapters(section: LoraSection, module: nn.Module, plan: ModelPlan) -> d
     return choose(section, layers, usual, refused)
 
 
-def add_adapters(module: nn.Module, adapters: Adapters, dropout: float = 0.0, quantized: bool = False) -> None:
+def add_adapters(
+    module: nn.Module,
+    adapters: Adapters,
+    dropout: float = 0.0,
+    quantized: bool = False,
+    whole: Sequence[str] = (),
+) -> None:
     """Add adapters to `module` in place and freeze everything else.
 
-    `quantized`: store the layers' own weights in four bits; `QuantizedLoraLinear.keep` fills them.
+    `quantized`: store the layers' own weights in four bits; `QuantizedLoraLinear.keep` fills them. `whole`: parameters
+    that stay trained.
     """
     module.requires_grad_(False)
+    for name in whole:
+        module.get_parameter(name).requires_grad_(True)
     kind = QuantizedLoraLinear if quantized else LoraLinear
     for path, adapter in adapters.items():
         parent, _, name = path.rpartition(".")
         layer = module.get_submodule(path)
         assert isinstance(layer, nn.Linear)
         setattr(module.get_submodule(parent), name, kind(layer, adapter, dropout))
+
+
+def trained_whole(section: LoraSection, module: nn.Module, adapters: Adapters) -> list[str]:
+    """Return the parameters of the modules that `modules_to_save` names: they are trained beside the adapters."""
+    if not section.modules_to_save:
+        return []
+    used = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    found = select_trees(section.modules_to_save, used, "model.lora.modules_to_save")
+    for name in found:
+        if (layer := name.rpartition(".")[0]) in adapters:
+            raise TesseraError(
+                f"{layer} has an adapter, and model.lora.modules_to_save trains it whole",
+                where="model.lora.modules_to_save",
+                fix="leave it out of one of them",
+            )
+    return found
 
 
 def with_adapters(plan: ModelPlan) -> ModelPlan:
@@ -131,6 +176,8 @@ def with_adapters(plan: ModelPlan) -> ModelPlan:
         # "heads": replicated, with a partial gradient on each rank.
         styles[a] = "heads" if style == "column" else style
         styles[b] = "heads" if style == "row" else style
+        began_a, began_b = start_names(path)
+        styles |= {began_a: styles[a], began_b: styles[b]}
     return replace(plan, tensor={**plan.tensor, **styles})
 
 

@@ -75,6 +75,40 @@ def adapted_linear(x: Tensor, product: Tensor, a: Tensor, b: Tensor, scale: floa
     return joined
 
 
+def dora_linear(
+    x: Tensor,
+    product: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    factors: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return the layer whose weight is that of W + `scale` B A with rows of the lengths m; `factors`: A, B and m.
+
+    `product`: the output of the layer itself, with its `bias`. The lengths that rows have without m get no gradient,
+    as the paper proposes. Dropout, as in PEFT, is of all that the adapter adds.
+    """
+    a, b, magnitude = factors
+    if dropout:
+        x = F.dropout(x, dropout)
+        base = F.linear(x, weight)
+    else:
+        base = product if bias is None else product - bias
+    ratio = (magnitude / row_lengths(weight.detach(), a.detach(), b.detach(), scale)).to(product.dtype)
+    return product + (ratio - 1) * base + ratio * scale * _low_rank(x, a, b, 0.0)
+
+
+def row_lengths(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return the lengths of the rows of `weight` + `scale` `b` @ `a` in fp32, without making that matrix."""
+    own = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+    wide_a, wide_b = a.float(), b.float()
+    crossed = (F.linear(weight, a.to(weight.dtype)).float() * wide_b).sum(1)
+    added = ((wide_b @ (wide_a @ wide_a.T)) * wide_b).sum(1)
+    lengths: Tensor = (own + 2 * scale * crossed + scale**2 * added).clamp(min=0).sqrt()
+    return lengths
+
+
 def _low_rank(x: Tensor, a: Tensor, b: Tensor, dropout: float) -> Tensor:
     return F.linear(F.linear(F.dropout(x, dropout) if dropout else x, a), b)
 

@@ -149,7 +149,7 @@ def start_parameters(
         if wanted(name):
             full = torch.empty(parameter.shape, dtype=torch.float32, device=device)
             start(name, full, generator(device, seed, "init", name))
-            _keep_shard(parameter, full)
+            keep_shard(parameter, full)
 
 
 @torch.no_grad()
@@ -168,10 +168,11 @@ def _take_from(module: nn.Module, fresh: Callable[[], nn.Module], seed: int) -> 
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if not is_factor(clean_name(name)):  # the constructor knows no adapters; `init_adapters` fills them
-                _keep_shard(parameter, whole[clean_name(name)].detach())
+                keep_shard(parameter, whole[clean_name(name)].detach())
 
 
-def _keep_shard(parameter: Tensor, full: Tensor) -> None:
+def keep_shard(parameter: Tensor, full: Tensor) -> None:
+    """Copy into a parameter, plain or sharded, what this rank holds of the whole tensor."""
     full = full.to(device=parameter.device, dtype=parameter.dtype)
     if not isinstance(parameter, DTensor):
         parameter.copy_(full)

@@ -89,6 +89,13 @@ class ReferencedTask(AnswerTask):
 
     def check(self, config: RunConfig, module: nn.Module) -> None:
         super().check(config, module)
+        if config.model.lora is not None and config.model.lora.modules_to_save and not self.reference_free:
+            raise TesseraError(
+                f"{self.name} compares with the model without its adapters, and model.lora.modules_to_save would have "
+                "changed that, too",
+                where="model.lora.modules_to_save",
+                fix="leave it out; simpo and orpo need no reference",
+            )
         if REFERENCE_MODEL in self.frozen_components(config) and config.parallel.pp > 1:
             raise TesseraError(
                 f"{self.name} of a whole model compares with a second copy of it, which is not split over pipeline "

@@ -64,6 +64,13 @@ class DiffusionDpoTask(DiffusionTask):
         return PriorModel() if self._frozen is None else None
 
     def check(self, config: RunConfig, module: nn.Module) -> None:
+        if config.model.lora is not None and config.model.lora.modules_to_save:
+            raise TesseraError(
+                "diffusion_dpo compares with the model without its adapters, and model.lora.modules_to_save would have "
+                "changed that, too",
+                where="model.lora.modules_to_save",
+                fix="leave it out",
+            )
         if config.model.lora is None and config.parallel.pp > 1:
             raise TesseraError(
                 "diffusion_dpo of a whole model compares with a second copy of it, which is not split over stages",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tessera.checkpoint.manager import CheckpointManager
+from tessera.core.adapters import is_factor
 from tessera.core.callback import Callback
 from tessera.core.dist import World, main_rank_first
 from tessera.core.errors import TesseraError
@@ -307,7 +308,9 @@ def _callbacks(
         callbacks.append(ema)
     if config.checkpoint.export:
         average = ema.in_place if ema is not None and ema.settings.export else None
-        callbacks.append(Export(setup.spec, setup.config, processor, setup.adapters, average))
+        trained = [shard.name for shard in setup.plan.param_shards if shard.trained and not is_factor(shard.name)]
+        saved = trained if setup.adapters else []
+        callbacks.append(Export(setup.spec, setup.config, processor, setup.adapters, average, saved))
     callbacks.append(Report())
     coverage = config.guard.coverage
     if coverage == "auto":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -145,11 +145,14 @@ class Export(Callback):
         processor: Processor | None,
         adapters: Adapters | None = None,
         average: Callable[[], AbstractContextManager[None]] | None = None,
+        saved: Sequence[str] = (),
     ) -> None:
-        """Make the callback. `average`: a context with averaged weights, which are exported with the suffix `-ema`."""
+        """Make the callback. `saved`: parameters that are trained whole beside adapters. `average`: a context with
+        averaged weights, which are exported with the suffix `-ema`."""
         self._parts = (spec, model_config, processor)
         self._adapters = adapters or {}
         self._average = average
+        self._saved = saved
 
     def on_end(self, trainer: TrainerHandle) -> None:
         if trainer.stop_reason is not None:
@@ -172,6 +175,7 @@ class Export(Callback):
                 base="" if section.path is None else str(section.path),
                 dropout=section.lora.dropout,
                 language=spec.generation is None,
+                saved=self._saved,
                 origin=made_from("adapters", folder),
                 overwrite=True,
             )

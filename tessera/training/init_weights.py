@@ -23,6 +23,7 @@ from tessera.core.megatron_form import MegatronForm
 from tessera.core.run_config import RunConfig
 from tessera.nn.lora import PACKED, SCALES, QuantizedLoraLinear, adapted_layers, start_factor
 from tessera.parallel.apply import initialize, start_parameters, start_tensors
+from tessera.training.adapter_start import start_from_weights
 from tessera.training.setup import ModelSetup
 
 
@@ -62,10 +63,12 @@ def initial_weights(
             _quantize_layers(module, adapters, device, from_seed if config.model.path is None else from_path)
         if lora is not None:  # fresh adapters leave the model unchanged
             start_parameters(module, start_factor, seed, device, is_factor)
+            start_from_weights(module)
         if lora is not None and lora.path is not None:
             weight_map = setup.spec.main.weight_map(setup.config)
             part = part_of(config.model.path)
-            fill_adapters(lora.path, model_tensors(module), adapters, names, weight_map, part)
+            saved = [shard.name for shard in setup.plan.param_shards if shard.trained and not is_factor(shard.name)]
+            fill_adapters(lora.path, model_tensors(module), adapters, names, weight_map, part, saved)
 
     return fill
 

@@ -23,7 +23,7 @@ from tessera.core.task import FrozenPart, Task
 from tessera.core.types import ModelSpec, Training
 from tessera.models import build_on_meta, for_family, resolve
 from tessera.models.module import spec_of_object
-from tessera.nn.lora import add_adapters, find_adapters, with_adapters
+from tessera.nn.lora import add_adapters, find_adapters, trained_whole, with_adapters
 from tessera.optim.optimizer import state_bytes
 from tessera.parallel.frozen import FrozenBytes, frozen_bytes
 from tessera.parallel.mesh import DATA
@@ -142,7 +142,14 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
             lora = settled(lora, [name for name, _ in module.named_parameters()], weight_map, part_of(path))
         check_forms(lora.forms, weight_map, spec.generation is None, "model.lora.forms")
         adapters = find_adapters(lora, module, model_plan)
-        add_adapters(module, adapters, lora.dropout, lora.quantize is not None)
+        if lora.dora and config.parallel.tp > 1:
+            raise TesseraError(
+                f"dora needs the lengths of whole rows, and parallel.tp={config.parallel.tp} splits them",
+                where="model.lora.dora",
+                fix="parallel.tp=1, or plain adapters: model.lora.dora=false",
+            )
+        saved = trained_whole(lora, module, adapters)
+        add_adapters(module, adapters, lora.dropout, lora.quantize is not None, saved)
         lora, model_plan = spelled_out(lora, adapters), with_adapters(model_plan)
     plan = make_plan(
         config.parallel,

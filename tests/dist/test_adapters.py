@@ -95,6 +95,22 @@ def test_adapters_train_as_in_one_process_under_more_layouts(tmp_path: Path) -> 
     assert {name: row for name, row in found.items() if not good(row)} == {}
 
 
+FORMS: list[Case] = [
+    Case("dora, fsdp 2", 2, {}, {"model.lora": {"rank": 4, "dora": True}}),
+    Case("dora, 1f1b", 2, {"pp": 2}, {**DEEP, "model.lora": {"rank": 4, "dora": True}}),
+    Case("pissa, tp 2 x fsdp 2, sequence", 4, SEQUENCE, {"model.lora": {**BOTH, "init": "pissa"}}),
+    Case("pissa, hsdp 2x2", 4, {"shard": 2}, {"model.lora": {"rank": 4, "init": "pissa"}}),
+]
+
+
+@pytest.mark.slow
+def test_other_forms_of_adapters_train_as_in_one_process(tmp_path: Path) -> None:
+    found = measure(FORMS, tmp_path / "forms")
+    whole = {**TEXT, "modules_to_save": ["projector", "text.norm"]}
+    found |= measure_layouts([("whole modules, tp 2", 2, {"tp": 2}, whole, {})], tmp_path / "whole", {})
+    assert {name: row for name, row in found.items() if not good(row)} == {}
+
+
 # ---------------------------------------------------------------------------------------------- pairs of answers
 
 

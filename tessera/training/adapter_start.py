@@ -1,0 +1,71 @@
+"""Begin adapters that follow from the weights of their layers: lengths of rows (DoRA), singular vectors (PiSSA)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tessera.core.modules import seeded
+from tessera.nn.lora import LoraLinear, adapted_layers
+from tessera.parallel.apply import keep_shard
+
+WHOLE_SVD = 1024  # up to this many singular values all are computed; of larger layers, the first ones by iteration
+_ITERATIONS = 16
+
+
+@torch.no_grad()
+def start_from_weights(module: nn.Module) -> None:
+    """Fill what adapters take from the weights of their layers, which are there already. All ranks that share a layer
+    call this together: its weight is gathered, layer by layer."""
+    for path, layer in adapted_layers(module).items():
+        if not (layer.adapter.dora or layer.adapter.pissa):
+            continue
+        own = layer.own_weight(torch.float32)
+        weight = (own.full_tensor() if isinstance(own, DTensor) else own).detach().float()
+        if layer.lora_m is not None:
+            keep_shard(layer.lora_m.weight, weight.norm(dim=1))
+        if layer.adapter.pissa:
+            _start_pissa(layer, weight, path)
+
+
+def _start_pissa(layer: LoraLinear, weight: Tensor, path: str) -> None:
+    assert layer.lora_a0 is not None
+    assert layer.lora_b0 is not None
+    a, b = principal_factors(weight, layer.adapter.rank, layer.adapter.scale, path)
+    for factor, value in ((layer.lora_a, a), (layer.lora_a0, a), (layer.lora_b, b), (layer.lora_b0, b)):
+        keep_shard(factor.weight, value)
+
+
+def principal_factors(weight: Tensor, rank: int, scale: float, name: str) -> tuple[Tensor, Tensor]:
+    """Return A [rank, in] and B [out, rank] with `scale` B A the part of the weight with the largest singular values.
+
+    Of each singular vector of the outputs the largest element is positive: ranks that compute it for themselves agree.
+    """
+    if min(weight.shape) <= WHOLE_SVD:
+        u, s, vt = torch.linalg.svd(weight, full_matrices=False)
+    else:
+        with seeded("pissa", name):
+            drawn = torch.randn(weight.shape[1], 2 * rank).to(weight.device)
+        u, s, vt = _leading(weight, drawn)
+    u, s, vt = u[:, :rank], s[:rank], vt[:rank]
+    if u.shape[1] < rank:
+        u, s, vt = (nn.functional.pad(x, pad) for x, pad in _missing(u, s, vt, rank))
+    signs = torch.sign(u.gather(0, u.abs().argmax(0, keepdim=True))).where(s > 0, 1.0)
+    root = (s / scale).sqrt()
+    return (root[:, None] * (vt * signs.T)).contiguous(), (u * signs * root).contiguous()
+
+
+def _missing(u: Tensor, s: Tensor, vt: Tensor, rank: int) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Return with each tensor how many zeros it lacks, where a layer has fewer singular values than an adapter rank."""
+    more = rank - s.shape[0]
+    return [(u, (0, more)), (s, (0, more)), (vt, (0, 0, 0, more))]
+
+
+def _leading(weight: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest singular values with their vectors, by iterating on a random subspace of twice the rank."""
+    basis = torch.linalg.qr(weight @ drawn).Q
+    for _ in range(_ITERATIONS):
+        basis = torch.linalg.qr(weight @ torch.linalg.qr(weight.T @ basis).Q).Q
+    u, s, vt = torch.linalg.svd(basis.T @ weight, full_matrices=False)
+    return basis @ u, s, vt
