@@ -56,7 +56,10 @@ PIPELINES: Mapping[str, tuple[str, str, Parts]] = {
     "LTX-Video-0.9.7-dev": ("ltx_video", "13b", _LTX),
 }
 # Folders of one model: family and preset.
-MODELS: Mapping[str, tuple[str, str]] = {}
+MODELS: Mapping[str, tuple[str, str]] = {
+    "Qwen2.5-VL-7B-Instruct": ("qwen2_5_vl", "7b"),
+    "Qwen3-8B": ("qwen3", "8b"),
+}
 _XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
 _ENCODERS: Mapping[str, Mapping[str, Any]] = {
     "UMT5EncoderModel": {**_XXL, "vocab_size": 256384, "feed_forward_proj": "gated-gelu"},
