@@ -224,6 +224,19 @@ def memory(device: torch.device) -> Memory:
     )
 
 
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether a device had no memory left, by an error or by one that it was raised from."""
+    while error is not None:
+        said = isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+        if said or isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__
+    return False
+
+
 def free_memory(device: torch.device) -> int:
     """Return how many bytes can be allocated without touching what this process has reserved already."""
     if device.type != "cpu":

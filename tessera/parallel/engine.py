@@ -21,6 +21,7 @@ from tessera.parallel.collectives import PostBackward
 
 class Engine(Protocol):
     loss_scale: LossScale | None
+    microbatch: int | None  # of the step, that is being computed; None: none, or several at once
 
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
         """Leave the gradient of the loss in the parameters; return sums over all micro-batches and ranks."""
@@ -54,16 +55,19 @@ class SimpleEngine:
         self.group = group
         self.shared = shared
         self.loss_scale = loss_scale
+        self.microbatch: int | None = None
 
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
         counts = global_counts(task, microbatches, self.device, self.group)
         found: list[Losses] = []
         for number, batch in enumerate(microbatches):
+            self.microbatch = number
             if self.accumulate == "local" and isinstance(self.module, FSDPModule):
                 self.module.set_requires_gradient_sync(number == len(microbatches) - 1)
             losses = self._forward(task, batch)
             scaled_loss(losses, counts, self.loss_scale).backward()
             found.append(detached(losses))
+        self.microbatch = None
         for shared in self.shared:
             shared.run()
         totals = reduce_losses(found, specs_of(found[0]), counts, self.device, self.group)

@@ -125,6 +125,7 @@ class PipelineEngine:
         self.device = device
         self.shared = shared
         self.loss_scale = loss_scale
+        self.microbatch: int | None = None  # several are computed at once
         self.pp_group = mesh.group(PP)
         self.loss_group = mesh.group(LOSS)
         self.tied = TiedCopies(stages, plan.pipeline, mesh)

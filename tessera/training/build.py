@@ -49,6 +49,7 @@ from tessera.training.export import Export
 from tessera.training.held_out import GenerationEval, HeldOut, generating_model
 from tessera.training.init_weights import fill_copy, frozen_source, initial_weights
 from tessera.training.metrics import Meter
+from tessera.training.out_of_memory import MemoryAdvice
 from tessera.training.previews import Previews
 from tessera.training.records import Ledger, Quarantine
 from tessera.training.setup import NONE, ModelSetup, Objects
@@ -151,6 +152,7 @@ def build_trainer(
         optimizer_step=guard,
         eval_weights=ema.in_place if ema is not None and ema.settings.evaluate else contextlib.nullcontext,
         eval_batches=evaluated.batches if evaluated is not None else None,
+        memory=MemoryAdvice(config, world.size, plan.blocks),
         data_identity=source.identity,
     )
 

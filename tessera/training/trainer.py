@@ -32,6 +32,7 @@ from tessera.core.types import Batch
 from tessera.data.loader.loader import Loader
 from tessera.optim.optimizer import lr_factor, set_learning_rate
 from tessera.parallel.engine import Engine
+from tessera.training.out_of_memory import MemoryAdvice
 from tessera.training.resumed import check_resumed
 from tessera.training.saves import Saved, Saves
 
@@ -57,6 +58,7 @@ class Trainer:
         optimizer_step: OptimizerStep | None = None,  # applies or drops updates; it is a callback too
         eval_weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         eval_batches: Callable[[], Iterable[tuple[Batch, bool]]] | None = None,  # (batch, whether it counts)
+        memory: MemoryAdvice | None = None,
         data_identity: str = "",  # of the order of rows; empty: unknown
     ) -> None:
         self.config = config
@@ -82,6 +84,7 @@ class Trainer:
         self.loader: Loader | None = None
         self._initial_weights = initial_weights
         self._make_loader = loader
+        self._memory = memory or MemoryAdvice(config, world.size)
         self._clip_gradients = clip_gradients
         self._eval_batches = eval_batches
         self._saves = Saves(checkpoints, config.checkpoint, self._saved, self.paused, self._on_save)
@@ -145,7 +148,8 @@ class Trainer:
         rng.seed_process(self.config.train.seed, "step", self.step, self.world.rank)
         self._call("on_step_begin")
         self.phase = "running the model"
-        out = self.engine.step(self.task, microbatches)
+        with self._memory.explained(self, microbatches):
+            out = self.engine.step(self.task, microbatches)
         self._call("on_before_optim")
         self.phase = "clipping gradients"
         grad_norm = self._clip_gradients()
@@ -157,7 +161,8 @@ class Trainer:
         if self.engine.loss_scale is not None:
             scalars["loss_scale"] = self.engine.loss_scale.state[0]  # after this step's update
         numbers = AsyncScalars.of(scalars, out.counted())
-        outcome = self.optimizer_step.update(self, loss, grad_norm, microbatches)
+        with self._memory.explained(self, microbatches):
+            outcome = self.optimizer_step.update(self, loss, grad_norm, microbatches)
         self.optimizer.zero_grad(set_to_none=True)
         if outcome == "rewound":
             return None
@@ -230,7 +235,8 @@ class Trainer:
         totals: LossTotals | None = None
         with self.paused("evaluating"), self.eval_weights():
             for batch, counts in self._eval_batches():
-                out = self.engine.evaluate(self.task, batch.to(self.world.device), counts)
+                with self._memory.explained(self, [batch]):
+                    out = self.engine.evaluate(self.task, batch.to(self.world.device), counts)
                 totals = out if totals is None else totals + out
         assert totals is not None, "held-out rows make at least one batch"
         metrics = AsyncScalars.of({"loss": totals.loss(), **totals.metrics()}, totals.counted())()

@@ -10,8 +10,10 @@ import torch
 
 import tessera
 from tessera.core.callback import Callback, StepResult
+from tessera.core.errors import TesseraError
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
+from tests.toys.greedy_task import GreedyTask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,3 +103,12 @@ class Watch(Callback):
 
     def on_step_end(self, trainer: Any, result: StepResult) -> None:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_device_without_memory_is_explained_and_the_run_goes_on_from_there(data: Path, tmp_path: Path) -> None:
+    recipe = chat_recipe(data, tmp_path, device="auto", steps=4, global_batch=2)
+    recipe["checkpoint"] = {"every": 0}
+    with pytest.raises(TesseraError, match=r"out of memory at step 3, in micro-batch 2 of 2: 1 row, 192 tokens"):
+        tessera.train(recipe, task=GreedyTask(at=5, real=True))
+    resumed = tessera.resume(tmp_path / "chat", task=GreedyTask())
+    assert [row["step"] for row in resumed.metrics if row["kind"] == "train"] == [1, 2, 3, 4]

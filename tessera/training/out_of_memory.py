@@ -1,0 +1,117 @@
+"""Explain an out-of-memory error of the device: which micro-batch it was, and which key to change."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tessera.core import device as devices
+from tessera.core import log
+from tessera.core.callback import TrainerHandle
+from tessera.core.errors import TesseraError, few_names, first_line
+from tessera.core.run_config import RunConfig
+from tessera.core.types import Batch
+
+_COUNTS = ("images", "frames", "patches")  # shown where a batch has some
+_UPDATE = "updating weights"
+
+
+@dataclass(frozen=True)
+class MemoryAdvice:
+    """Know what of a run takes memory, and what would take less."""
+
+    config: RunConfig
+    ranks: int = 1
+    blocks: Sequence[str] = field(default_factory=tuple)  # paths of the modules that could be recomputed
+
+    @contextlib.contextmanager
+    def explained(self, trainer: TrainerHandle, microbatches: Sequence[Batch]) -> Iterator[None]:
+        """Raise a `TesseraError` in the place of an out-of-memory error of the block.
+
+        A run of one rank saves the steps that it has done. Other ranks wait for this one in a collective, and are ended
+        by the watchdog: their newest checkpoint serves.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not devices.is_out_of_memory(error):
+                raise
+            told = self.explain(error, trainer, microbatches)
+            # What the failed step holds on the device is held by these frames alone.
+            traceback.clear_frames(error.__traceback__)
+            if trainer.world.size == 1 and trainer.step > 0 and trainer.phase != _UPDATE:
+                with contextlib.suppress(Exception):
+                    trainer.optimizer.zero_grad(set_to_none=True)
+                    trainer.save()
+            raise told from error
+
+    def explain(self, error: BaseException, trainer: TrainerHandle, microbatches: Sequence[Batch]) -> TesseraError:
+        device, phase = trainer.world.device, trainer.phase
+        memory = devices.memory(device)
+        at = 0 if len(microbatches) == 1 else trainer.engine.microbatch
+        known = at is not None and at < len(microbatches) and phase != _UPDATE
+        shown = [microbatches[at]] if known else list(microbatches)
+        if phase == _UPDATE:
+            what = "while the weights were updated"
+        elif known:
+            what = f"in micro-batch {at + 1} of {len(microbatches)}: {describe(shown)}"
+        else:
+            what = f"in one of the micro-batches of the step, together {describe(shown)}"
+        ids = few_names([id for batch in shown for id in batch.sample_ids], 4)
+        if ids and phase != _UPDATE:
+            log.to_file(30, f"samples of the micro-batch without memory: {ids}")
+        key, why = self.key(phase)
+        return TesseraError(
+            f"{devices.name(device)} is out of memory at step {trainer.step + 1}, {what}. "
+            f"Peak {memory.peak / 2**30:.1f} of {memory.total / 2**30:.1f} GiB; {first_line(_cause(error))[:200]}",
+            where=f"rank {trainer.world.rank}, {phase}" + (f", samples {ids}" if known and ids else ""),
+            fix=f"{key} ({why}); docs/how-to/fit-it-into-memory.md has the others. `tessera resume RUN {key}` goes on",
+        )
+
+    def key(self, phase: str) -> tuple[str, str]:
+        """Return the first key to change, with what it does."""
+        train, parallel = self.config.train, self.config.parallel
+        shared = parallel.shard == "auto" or parallel.shard == self.ranks or self.ranks == 1
+        share = "parallel.shard=auto", "all ranks share weights, gradients and optimizer state"
+        if phase == _UPDATE:
+            if not shared:
+                return share
+            return "parallel.offload=true", "weights and optimizer state wait in host memory, and steps take longer"
+        if train.micro_batch > 1 and phase != "evaluating":
+            fewer = max(n for n in range(1, train.micro_batch) if train.micro_batch % n == 0)
+            return f"train.micro_batch={fewer}", "fewer rows in a pass and more passes in a step: the same result"
+        patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "{*}", path) for path in self.blocks))
+        whole = any(isinstance(one, str) or one.keep == "none" for one in parallel.recompute)
+        if patterns and not whole and phase != "evaluating":
+            quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
+            return f"parallel.recompute='[{quoted}]'", "activations are computed again in backward: the same result"
+        if not shared:
+            return share
+        if not parallel.offload:
+            return "parallel.offload=true", "weights and optimizer state wait in host memory, and steps take longer"
+        return f"data.length={max(1, self.config.data.length // 2)}", "shorter rows; longer samples are left out"
+
+
+def describe(batches: Sequence[Batch]) -> str:
+    """Return how much there is in some micro-batches."""
+    counts: dict[str, int] = {}
+    for batch in batches:
+        for name, value in batch.counts.items():
+            counts[name] = counts.get(name, 0) + value
+    tokens = sum(tensor.numel() for batch in batches if (tensor := batch.get("tokens")) is not None)
+    rows = sum(len(batch.rows) for batch in batches)
+    parts = [f"{rows:,} row{'s' * (rows != 1)}"] if rows else []
+    parts += [f"{tokens or counts.get('tokens', 0):,} tokens"]
+    parts += [f"{len(ids):,} samples"] if (ids := [id for batch in batches for id in batch.sample_ids]) else []
+    parts += [f"{counts[name]:,} {name}" for name in _COUNTS if counts.get(name)]
+    return ", ".join(parts)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the error of the device itself: a pipeline wraps it into one of its own."""
+    while error.__cause__ is not None and devices.is_out_of_memory(error.__cause__):
+        error = error.__cause__
+    return error
