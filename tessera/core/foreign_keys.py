@@ -30,7 +30,7 @@ def _shell(value: str) -> str:
     return f"'{value}'" if any(character in value for character in " {}[]*,") else value
 
 
-_ROWS = "it counts packed sequences, which hold several samples each, over all ranks"
+_ROWS = "packed sequences of several samples each, over all ranks; train.samples_per_step counts samples"
 _AUTO = "it is the default on an accelerator; leave it out"
 _EVERY = "also 10min or 1epoch"
 _ADAPTED = "default: every linear layer in the layers of the text decoder; {} takes every default"

@@ -451,7 +451,14 @@ class TrainSection(Section):
     epochs: float | None = Field(
         None, gt=0, le=10**6, description="passes over the training data, in the fewest whole steps; 0.5 is half of one"
     )
-    global_batch: Count = Field(1, description="rows in one optimizer step, over all ranks")
+    global_batch: Count = Field(
+        1, description="rows in one optimizer step, over all ranks; with `samples_per_step`, the fewest rows"
+    )
+    samples_per_step: Count | None = Field(
+        None,
+        description="samples in one optimizer step, in place of a number of rows: the step has as many rows as its "
+        "samples take",
+    )
     micro_batch: Count = Field(1, description="rows in one forward pass of one rank")
     task: str | None = Field(None, description="objective, or an import path to one; default: the family's")
     task_options: dict[str, Any] = Field(default_factory=dict)
@@ -746,7 +753,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _batches_divide(self) -> RunConfig:
-        if self.train.global_batch % self.train.micro_batch:
+        if self.train.samples_per_step is None and self.train.global_batch % self.train.micro_batch:
             raise ValueError(
                 f"train.global_batch ({self.train.global_batch}) is not a multiple of "
                 f"train.micro_batch ({self.train.micro_batch})"

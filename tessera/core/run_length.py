@@ -132,13 +132,10 @@ class RunLength:
             return f"{self.steps:,} steps; the data does not tell how long an epoch is"
         per_epoch = self.rows_per_epoch / self.rows_per_step
         if self.samples_per_step is None:
-            what = f"{self.rows_per_epoch:,} packed sequences"
+            what = f"{self.rows_per_epoch:,} packed sequences = {_number(per_epoch)} steps"
         else:
-            what = f"{self.samples_per_step:,} samples a step"
-        return (
-            f"one epoch = {what} = {_number(per_epoch)} steps; "
-            f"this run = {self.steps:,} steps = {_number(self.epochs)} epochs"
-        )
+            what = f"{_number(per_epoch)} steps of {self.samples_per_step:,} samples in {self.rows_per_step:,} rows"
+        return f"one epoch = {what}; this run = {self.steps:,} steps = {_number(self.epochs)} epochs"
 
     def warning(self) -> str | None:
         """Return what is odd about the number of epochs, if anything is."""

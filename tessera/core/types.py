@@ -524,6 +524,11 @@ class RowSource(ABC):
         return ""
 
     @property
+    def rows_per_step(self) -> int | None:
+        """Return the rows of a step where the source decides it (train.samples_per_step); None: the recipe does."""
+        return None
+
+    @property
     def sequential(self) -> bool:
         """Return whether rows can only be read one after another, by one process."""
         return False

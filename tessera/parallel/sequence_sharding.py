@@ -325,6 +325,10 @@ class RankDataset(RowSource):
         return len(self.source)
 
     @property
+    def rows_per_step(self) -> int | None:
+        return self.source.rows_per_step
+
+    @property
     def sequential(self) -> bool:
         return self.source.sequential
 

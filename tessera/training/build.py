@@ -26,6 +26,7 @@ from tessera.core.task import FrozenModule, Task
 from tessera.core.types import ENDLESS, Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
+from tessera.data.order.step_order import StepSize
 from tessera.data.workers.servers import start_early
 from tessera.inference.over_ranks import ModelOverRanks
 from tessera.models.common.exported_config import keep_base_config
@@ -84,11 +85,13 @@ def build_trainer(
     mesh = Mesh(plan.axes, world.device)
     has_eval = bool(config.data.eval or config.data.options.get("eval") or objects.eval_dataset is not None)
     with main_rank_first(world):  # it builds the index, which may take long; the others find it
-        source = _local(build_rows(config, setup, "train", processor, objects.dataset), setup, mesh)
+        step = _step_size(config, mesh)
+        source = _local(build_rows(config, setup, "train", processor, objects.dataset, step), setup, mesh)
         held_out = None
         if has_eval:
             rows = build_rows(config, setup, "eval", processor, objects.eval_dataset)
             held_out = _local(rows, setup, mesh)
+    config = _with_rows_per_step(config, plan, source)
     length = run_length(config, source)
     if world.is_main:
         log.info("length        %s", length.describe())
@@ -236,13 +239,42 @@ def build_rows(
     split: Literal["train", "eval"],
     processor: Processor | None,
     given: Any = None,
+    step: StepSize | None = None,
 ) -> RowSource:
-    """Return the rows of one split. `given`: the data set as an object, where the caller has one."""
+    """Return the rows of one split. `given`: the data set as an object, where the caller has one. `step`: how many
+    samples a step has, where the recipe says so."""
     work = None
     if setup.spec.work is not None:
         work = functools.partial(setup.spec.work, setup.config, training=setup.training)
-    request = RowRequest(config.data, split, processor, config.train.seed, config.folder / "index", work, given)
+    request = RowRequest(config.data, split, processor, config.train.seed, config.folder / "index", work, given, step)
     return KINDS.get(config.data.kind)(request)
+
+
+def _step_size(config: RunConfig, mesh: Mesh) -> StepSize | None:
+    if config.train.samples_per_step is None:
+        return None
+    together = config.train.micro_batch * mesh.size(DATA)
+    return StepSize(config.train.samples_per_step, config.train.global_batch, together)
+
+
+def _with_rows_per_step(config: RunConfig, plan: Plan, source: RowSource) -> RunConfig:
+    """Return the recipe with the rows that a step of `samples_per_step` has, so that a resume has as many."""
+    samples, rows = config.train.samples_per_step, source.rows_per_step
+    if samples is None:
+        return config
+    if rows is None:
+        raise TesseraError(
+            f"data of kind {config.data.kind} comes in rows of its own",
+            where="train.samples_per_step",
+            fix=f"count rows: train.global_batch={samples}, where each item is one",
+        )
+    if plan.pipeline is not None and rows != config.train.global_batch:
+        raise TesseraError(
+            f"the samples of a step take {rows} rows, and the pipeline is planned for {config.train.global_batch}",
+            where="train.global_batch",
+            fix=f"train.global_batch={rows}",
+        )
+    return config.model_copy(update={"train": config.train.model_copy(update={"global_batch": rows})})
 
 
 def run_length(config: RunConfig, source: RowSource) -> RunLength:
@@ -260,7 +292,8 @@ def run_length(config: RunConfig, source: RowSource) -> RunLength:
             where=in_epochs[0],
             fix="count in steps, or give the data set a __len__",
         )
-    return RunLength.of(train.steps, train.epochs, train.global_batch, rows if rows < ENDLESS else None)
+    known = rows if rows < ENDLESS else None
+    return RunLength.of(train.steps, train.epochs, train.global_batch, known, train.samples_per_step)
 
 
 def _ranks_here(world: World) -> int:

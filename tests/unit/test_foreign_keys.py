@@ -99,7 +99,7 @@ def test_adapter_targets_as_other_tools_name_them_are_told_as_paths(targets: Any
 
 def test_keys_are_completed_up_to_the_next_dot() -> None:
     assert {"optim.", "train.", "name=", "model."} <= set(complete_key(""))
-    assert complete_key("optim.l") == ["optim.lr="]
+    assert "optim.lr=" in complete_key("optim.l")
     assert complete_key("model.lora.q") == ["model.lora.quantize="]
     assert complete_key("optim.sch") == ["optim.schedule."]
     assert complete_key("nothing.here") == []

@@ -105,7 +105,7 @@ def test_the_other_rank_ends_too_and_the_one_without_memory_is_named(data: Path,
         [sys.executable, "-m", "tessera.cli.main", *words], capture_output=True, text=True, timeout=240, cwd=ROOT
     )
     assert done.returncode in (2, 3)
-    assert "rank 1: error: cpu is out of memory at step 3, in micro-batch 1 of 1" in done.stderr
+    assert "rank 1: error: CPU is out of memory at step 3, in micro-batch 1 of 1" in done.stderr
     assert "Traceback" not in done.stderr
     saved = sorted(path.name for path in (tmp_path / "runs/chat/checkpoints").glob("step-*"))
     assert saved[-1] in ("step-00000001", "step-00000002")  # the second may have been on its way to the disk

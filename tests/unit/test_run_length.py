@@ -181,6 +181,7 @@ def test_a_best_metric_without_evaluations_to_choose_from_is_refused(data: Path,
         tessera.train(recipe)
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_not_measured_is_named_with_the_nearest_one(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

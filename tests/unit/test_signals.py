@@ -62,6 +62,7 @@ def test_ctrl_c_is_answered_before_the_step_ends_and_the_step_is_saved(
     assert signal.set_wakeup_fd(-1) == -1
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_the_run_without_a_save(recipe: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     class Twice(Press):
         def on_step_begin(self, trainer: Any) -> None:

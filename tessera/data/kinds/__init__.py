@@ -12,6 +12,7 @@ import numpy as np
 from tessera.core.registry import Maker, Registry
 from tessera.core.run_config import DataSection
 from tessera.core.types import Processor, RowSource
+from tessera.data.order.step_order import StepSize
 
 Work = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
 
@@ -27,6 +28,7 @@ class RowRequest:
     cache_folder: Path | None = None  # for what was dear to find out; None: nothing is kept
     work: Work | None = None  # measures of samples by name -> FLOPs of each in each stream
     given: Any = None  # the data set or loader itself, where the caller made it
+    step: StepSize | None = None  # where a step is a number of samples
 
 
 KINDS: Registry[Callable[[RowRequest], RowSource]] = Registry(

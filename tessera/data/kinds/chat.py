@@ -18,6 +18,7 @@ from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, MediaProcessor, PadsSamples
 from tessera.data.order.order import Order, PackingConfig, Samples, row_table
 from tessera.data.order.packed_rows import COUNTS, PackedRows, hole
+from tessera.data.order.step_order import StepOrder, step_order
 from tessera.data.sources.columns import ROLES
 
 log = logging.getLogger("tessera")
@@ -65,11 +66,11 @@ def pack_rows(
         pack = False
         log.info("this class is not known to keep samples of one row apart: every row has one sample, with padding")
     packing = PackingConfig(section.length, seed, pack, section.shuffle, section.balance)
-    table = row_table(weigh(index, sections, request.work), packing, request.cache_folder)
-    log.info("%s: %s", "rows" if request.split == "train" else "held-out rows", table.stats.summary())
+    order = _order(weigh(index, sections, request.work), packing, request)
+    log.info("%s: %s", "rows" if request.split == "train" else "held-out rows", order.stats.summary())
     return PackedRows(
         index,
-        Order(table, seed, section.shuffle),
+        order,
         processor,
         length=section.length,
         limits=limits,
@@ -78,6 +79,13 @@ def pack_rows(
         hole=hole,
         count_names=count_names,
     )
+
+
+def _order(samples: Samples, packing: PackingConfig, request: RowRequest) -> Order | StepOrder:
+    if request.step is not None:
+        return step_order(samples, packing, request.step)
+    table = row_table(samples, packing, request.cache_folder)
+    return Order(table, packing.seed, packing.shuffle)
 
 
 def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | None) -> Samples:

@@ -241,6 +241,10 @@ class Order:
     shuffle: bool = True
 
     @property
+    def stats(self) -> PackingStats:
+        return self.table.stats
+
+    @property
     def identity(self) -> str:
         return f"{self.table.digest} {self.seed} {self.shuffle}"
 

@@ -19,6 +19,7 @@ from tessera.data.index.split import SplitIndex
 from tessera.data.media.files import Limits
 from tessera.data.media.read import MediaProcessor, read_media
 from tessera.data.order.order import Order
+from tessera.data.order.step_order import StepOrder
 from tessera.data.sources.container import RecordError, bad_sample_error, reason_of
 from tessera.data.workers.worker import time_limit
 
@@ -40,7 +41,7 @@ class PackedRows(RowSource):
     """Read rows of packed samples. `order` states which samples a row holds, by the number of the row."""
 
     index: SplitIndex
-    order: Order
+    order: Order | StepOrder
     processor: MediaProcessor
     length: int
     limits: Limits
@@ -62,6 +63,10 @@ class PackedRows(RowSource):
 
     def __len__(self) -> int:
         return len(self.order)
+
+    @property
+    def rows_per_step(self) -> int | None:
+        return self.order.rows_per_step if isinstance(self.order, StepOrder) else None
 
     @property
     def bad_samples(self) -> tuple[tuple[str, str], ...]:

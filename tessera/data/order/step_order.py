@@ -1,0 +1,160 @@
+"""Steps of a fixed number of samples: which samples a step has is a function of (seed, step), and they always fit.
+
+The draws of an epoch, sorted by length, are cut into as many strata as a step has samples. Every step takes one draw of
+each stratum, in an order that is drawn anew for every epoch. So all steps have about the same tokens, and the longest
+sample of each stratum bounds what any step holds: the place of a stratum among the rows of a step is found once, for
+these longest ones, and then serves every step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tessera.core.errors import TesseraError
+from tessera.data.order.mixture import Mixture, Shuffle, draws_per_set, mix, permutation, similarity_order
+from tessera.data.order.order import PackingConfig, PackingStats, Samples
+from tessera.data.order.packing import even_fit
+
+_STRATUM, _TWICE, _ROW, _TIES = 0x53545241, 0x54574943, 0x53524F57, 0x5354494D  # streams of randomness
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Hold how large a step is to be."""
+
+    samples: int
+    least_rows: int = 1
+    multiple: int = 1  # rows are a multiple of it: those of one pass of all ranks
+
+
+@dataclass(frozen=True, eq=False)
+class StepOrder:
+    """Row number -> samples, over all epochs, where every step has the same number of samples.
+
+    An epoch has as many steps as are needed to draw everything. Where the last one would not be full, a few draws come
+    twice in an epoch, others in every epoch.
+    """
+
+    mixture: Mixture
+    by_length: np.ndarray  # draws, the shortest first
+    row_of: np.ndarray  # [samples of a step]: the row of each stratum within a step
+    rows_per_step: int
+    seed: int
+    stats: PackingStats
+    row_work: np.ndarray | None = None  # [rows of a step]: an upper bound in FLOPs
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of an epoch."""
+        return -(-len(self.by_length) // len(self.row_of))
+
+    def __len__(self) -> int:
+        return self.steps * self.rows_per_step
+
+    @property
+    def identity(self) -> str:
+        """Return what the samples of a step depend on. The rows in which they stand may differ."""
+        draws = hashlib.sha256(np.ascontiguousarray(self.by_length, dtype=np.int64).data)
+        draws.update(np.ascontiguousarray(self.mixture.draws, dtype=np.int64).data)
+        return f"{draws.hexdigest()[:16]} {len(self.row_of)} samples {self.seed}"
+
+    @cached_property
+    def _strata(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(self.rows_per_step)]
+        for stratum, row in enumerate(self.row_of.tolist()):
+            found[row].append(stratum)
+        return found
+
+    def samples(self, row: int) -> list[int]:
+        """Return the numbers of the samples in a row."""
+        step, place = divmod(row, self.rows_per_step)
+        epoch, at = divmod(step, self.steps)
+        draws, places = len(self.by_length), self.steps * len(self.row_of)
+        offset = 0 if draws == places else mix(self.seed, _TWICE, epoch) % draws
+        found = []
+        for stratum in self._strata[place]:
+            position = stratum * self.steps + Shuffle.of(self.steps, self.seed, _STRATUM, epoch, stratum)(at)
+            draw = int(self.by_length[(position * draws + offset) // places])
+            found.append(self.mixture.sample(draw, epoch))
+        return found
+
+    def work(self, rows: Sequence[int]) -> list[float] | None:
+        """Return an upper bound on the FLOPs of each row; None where the work of samples is not known."""
+        return None if self.row_work is None else [float(self.row_work[row % self.rows_per_step]) for row in rows]
+
+    def row_seed(self, row: int) -> int:
+        """Return a seed that belongs to this row wherever it is computed; it fits a signed 64-bit integer."""
+        return mix(self.seed, _ROW, row) >> 1
+
+
+def step_order(samples: Samples, config: PackingConfig, size: StepSize) -> StepOrder:
+    """Return the order of steps of `size`. They have the fewest rows that always hold their samples."""
+    if not config.shuffle:
+        raise TesseraError(
+            "steps of a number of samples are shuffled, and data.shuffle is off",
+            where="train.samples_per_step",
+            fix="leave data.shuffle out, or count rows: train.global_batch",
+        )
+    tokens = np.asarray(samples.tokens, dtype=np.int64)
+    sizes = np.diff(samples.starts).tolist()
+    draws = np.cumsum([0, *draws_per_set(sizes, samples.weights)])
+    alike = None
+    if samples.weights is not None:
+        sets = np.repeat(np.arange(len(sizes)), sizes)
+        alike = similarity_order(sets, tokens, np.zeros_like(tokens), 1, np.arange(len(tokens)))
+    mixture = Mixture(np.asarray(samples.starts, dtype=np.int64), draws, alike)
+    longest = mixture.largest(tokens)
+    count = len(longest)
+    by_length = np.lexsort((permutation(count, config.seed, _TIES), longest))
+    bounds = _bounds(count, size.samples)
+    most = np.maximum.reduceat(np.append(longest[by_length], 0), bounds.reshape(-1))[::2]
+    row_of = _rows(most, config, size)
+    rows = int(row_of.max()) + 1  # every row has a sample
+    epoch = -(-count // size.samples) * rows
+    padding = 1 - mixture.mean(tokens) / (epoch * config.length)
+    stats = PackingStats(epoch, config.length, max(0.0, padding))
+    work = None
+    if samples.work and config.balance:
+        per_token = sum(samples.token_work.values())
+        flops = sum(samples.work.values(), start=np.zeros(len(tokens)))
+        excess = mixture.largest(np.maximum(flops - per_token * tokens, 0.0))[by_length]
+        heaviest = np.maximum.reduceat(np.append(excess, 0.0), bounds.reshape(-1))[::2]
+        work = np.bincount(row_of, weights=heaviest, minlength=rows) + per_token * config.length
+    return StepOrder(mixture, by_length, row_of, rows, config.seed, stats, work)
+
+
+def _bounds(draws: int, strata: int) -> np.ndarray:
+    """Return [strata, 2]: the first draw that a stratum ever holds, and the one behind the last."""
+    steps = -(-draws // strata)
+    places = steps * strata
+    first = np.arange(strata, dtype=np.int64) * steps * draws // places
+    offset = 0 if draws == places else draws - 1
+    last = ((np.arange(1, strata + 1, dtype=np.int64) * steps - 1) * draws + offset) // places
+    return np.stack([first, last + 1], axis=1)
+
+
+def _rows(most: np.ndarray, config: PackingConfig, size: StepSize) -> np.ndarray:
+    """Return the row of each stratum, in the fewest rows that are a multiple and hold the longest samples of all."""
+    rows = size.samples if not config.pack else max(size.least_rows, -(-int(most.sum()) // config.length))
+    rows = _up(rows, size.multiple)
+    while rows <= size.samples:
+        row_of = np.arange(size.samples) if rows == size.samples else even_fit(most, config.length, rows)
+        if int(row_of.max()) < rows:
+            return row_of
+        rows += size.multiple
+    raise TesseraError(
+        f"{size.samples} samples cannot fill the rows of a step: there are {rows} of them or more, {size.multiple} in "
+        "each pass of all ranks, and none may be empty",
+        where="train.samples_per_step",
+        fix=f"train.samples_per_step={_up(max(rows, size.samples), size.multiple)}, or fewer rows at once: "
+        "train.micro_batch, train.global_batch",
+    )
+
+
+def _up(rows: int, multiple: int) -> int:
+    return -(-rows // multiple) * multiple
