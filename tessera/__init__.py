@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tessera.api import (
+        GenerationModel,
         Run,
         compare,
         convert,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "GenerationModel",
     "Run",
     "compare",
     "convert",
@@ -47,6 +49,10 @@ __all__ = [
     "resume",
     "train",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
 
 
 def __getattr__(name: str) -> Any:

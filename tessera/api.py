@@ -16,10 +16,12 @@ from tessera.parallel.plan import Plan
 from tessera.tools.compare import compare
 from tessera.tools.convert import convert
 from tessera.tools.dry_run import dry_run, preflight
+from tessera.training.generation_model import GenerationModel
 from tessera.training.run import Run, resume, train
 from tessera.training.setup import build_meta_model
 
 __all__ = [
+    "GenerationModel",
     "Run",
     "compare",
     "convert",

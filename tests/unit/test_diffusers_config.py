@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import diffusers
 import pytest
 
 from tessera.core.errors import TesseraError
 from tessera.models.common.diffusers_config import DiffusersConfig
+from tessera.models.wan.config import WanConfig
 
 
 class Toy(DiffusersConfig):
@@ -41,3 +43,13 @@ def test_what_would_change_the_computation_is_refused() -> None:
     assert caught.value.nearest == "num_layers"
     with pytest.raises(TesseraError, match="_class_name"):
         Toy.from_hf({"_class_name": "OtherTransformer"})
+
+
+def test_fields_of_ours_that_are_changed_travel_with_an_export_and_diffusers_passes_over_them() -> None:
+    config = WanConfig(num_attention_heads=2, attention_head_dim=12, num_layers=1, ffn_dim=8, text_dim=8, text_length=5)
+    written = config.to_hf()
+    assert WanConfig.from_hf(written).text_length == 5
+    assert "_tessera" not in WanConfig().to_hf()
+    assert not hasattr(diffusers.WanTransformer3DModel.from_config(written).config, "text_length")
+    with pytest.raises(TesseraError, match="_tessera"):
+        WanConfig.from_hf({**written, "_tessera": {"num_layers": 9}})

@@ -12,6 +12,8 @@ from tessera.core.errors import TesseraError, nearest
 from tessera.models.common.hf_text import Check, check_supported
 from tessera.ops.attention import AttentionBackend
 
+# Fields of ours that are not as by default, in a config.json. diffusers passes over names that begin so.
+OWN = "_tessera"
 WRITTEN_AS = "0.35.0"  # the release of diffusers whose form of config.json is written
 
 
@@ -25,7 +27,7 @@ class DiffusersConfig(Section):
     # Fields of a file that no field here holds -> the values that can be computed; the first is the default and is
     # what is written.
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    own: ClassVar[tuple[str, ...]] = ("attention",)  # fields that no file has
+    own: ClassVar[tuple[str, ...]] = ("attention",)  # fields that no file of diffusers has
 
     attention: AttentionBackend = Field("auto", description="implementation of attention")
 
@@ -40,13 +42,18 @@ class DiffusersConfig(Section):
             # A field without effect may be left out of the class; one that says something may not be passed over.
             if name not in known and name not in cls.fixed and not name.startswith("_") and value not in (None, False):
                 raise TesseraError(f"{name} is no field of {cls.class_name}", where=where, nearest=nearest(name, known))
-        return build(cls, {name: data[name] for name in known if name in data}, where)
+        own = data.get(OWN) or {}
+        if not isinstance(own, Mapping) or not set(own) <= set(cls.own) - {"attention"}:
+            raise TesseraError(f"{OWN} is not what an export of {cls.class_name} writes: {own}", where=where)
+        return build(cls, {**{name: data[name] for name in known if name in data}, **own}, where)
 
     def to_hf(self) -> dict[str, Any]:
         """Return the config.json that diffusers reads."""
+        changed = self.model_dump(mode="json", include=set(self.own) - {"attention"}, exclude_defaults=True)
         return {
             "_class_name": self.class_name,
             "_diffusers_version": WRITTEN_AS,
             **self.model_dump(mode="json", exclude=set(self.own)),
             **{name: values[0] for name, values in self.fixed.items()},
+            **({OWN: changed} if changed else {}),
         }
