@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tessera.api import (
         GenerationModel,
         Run,
+        chat,
         compare,
         convert,
         dry_run,
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GenerationModel",
     "Run",
+    "chat",
     "compare",
     "convert",
     "dry_run",

@@ -9,6 +9,7 @@ from typing import Any
 from tessera.compat.mindspeed_mm.migrate import migrate
 from tessera.core.run_config import load_config
 from tessera.evaluation.evaluate import evaluate
+from tessera.inference.chat import Chat
 from tessera.inference.diffusion.load import load_pipeline as pipeline
 from tessera.inference.load import generate, load
 from tessera.observe.report import write_report as report
@@ -23,6 +24,7 @@ from tessera.training.setup import build_meta_model
 __all__ = [
     "GenerationModel",
     "Run",
+    "chat",
     "compare",
     "convert",
     "dry_run",
@@ -37,6 +39,22 @@ __all__ = [
     "resume",
     "train",
 ]
+
+
+def chat(
+    model: str | Path,
+    *,
+    system: str | None = None,
+    max_new_tokens: int = 512,
+    device: str = "auto",
+    trust: bool = False,
+    **sampling: Any,
+) -> Chat:
+    """Load a model and begin a conversation with it: `tessera.chat(folder).ask("What is this?", images=["a.jpg"])`.
+
+    `sampling`: temperature, top_k, top_p, seed.
+    """
+    return Chat(*load(model, device=device, trust=trust), system, max_new_tokens, sampling)
 
 
 def plan(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, world: int = 1) -> Plan:

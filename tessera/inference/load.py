@@ -142,7 +142,7 @@ class LoadedModel(nn.Module):
     ) -> str:
         """Return the answer to one question, with an image or several: `model.chat("What is this?", "cat.jpg")`.
 
-        `sampling`: temperature, top_k, top_p, seed, as in `generate`. For several turns see `tessera.inference.chat`.
+        `sampling`: temperature, top_k, top_p, seed, as in `generate`. For several turns see `tessera.chat`.
         """
         processor = LoadedProcessor(self._processor, self.spec, self._limits)
         shown = [*([] if image is None else [image]), *images]

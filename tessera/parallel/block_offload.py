@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from tessera.core.modules import KeepsFrozenBuffers
 from tessera.core.pattern import home
@@ -113,14 +114,11 @@ class HostBlock(ActivationWrapper):
         self.fetch()
         following = self.order.next_after(self.number)
         copies, self._copies = self._copies, {}
-        host = self._show(copies)
+        shown = self._arrived(copies)
         if following is not None:
             following.fetch()
-        try:
-            return wrapped_module(self)(*args, **kwargs)
-        finally:  # recomputing ends with an exception once it has what backward needs
-            for owner, tensor in host.items():
-                _put(owner, tensor)
+        # Copies take the place of the weights, not of their data: what backward saves of a weight would go with it.
+        return functional_call(wrapped_module(self), shown, args, kwargs)
 
     def fetch(self) -> None:
         """Begin to copy the weights to the device, unless that has begun."""
@@ -130,23 +128,14 @@ class HostBlock(ActivationWrapper):
             tensor = getattr(owner, name).detach()
             self._copies[owner, name] = self.order.copies.to_device(tensor, self.order.device)
 
-    def _show(self, copies: Mapping[Owner, tuple[Tensor, torch.Event | None]]) -> dict[Owner, Tensor]:
-        """Put copies in the place of weights, once they are there; return the weights."""
-        host: dict[Owner, Tensor] = {}
+    def _arrived(self, copies: Mapping[Owner, tuple[Tensor, torch.Event | None]]) -> dict[str, Tensor]:
+        """Return copies by the names of their weights inside the block, once they are there."""
+        names = {part: f"{path}." if path else "" for path, part in wrapped_module(self).named_modules()}
+        found: dict[str, Tensor] = {}
         for (owner, name), (copy, ready) in copies.items():
             if ready is not None:
                 stream = torch.accelerator.current_stream(self.order.device)
                 stream.wait_event(ready)
                 copy.record_stream(stream)
-            host[owner, name] = getattr(owner, name).detach()
-            _put((owner, name), copy)
-        return host
-
-
-def _put(owner: Owner, tensor: Tensor) -> None:
-    module, name = owner
-    value = getattr(module, name)
-    if isinstance(value, nn.Parameter):
-        value.data = tensor
-    else:
-        setattr(module, name, tensor)
+            found[names[owner] + name] = copy
+        return found

@@ -185,7 +185,7 @@ def test_what_cannot_be_written_in_eight_bits_is_refused_by_name(tmp_path: Path)
     for options, said in (
         ({"quantize": "fp9"}, "no such quantization"),
         ({"quantize": "fp8", "to": "dcp"}, "whole Hugging Face folders"),
-        ({"quantize": "fp8", "adapters": True}, "whole Hugging Face folders"),
+        ({"quantize": "fp8", "adapters": True}, "means nothing for adapters alone"),
     ):
         with pytest.raises(TesseraError, match=said):
             tessera.convert(tmp_path / "hf", tmp_path / "out", **options)  # type: ignore[arg-type]

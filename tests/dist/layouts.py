@@ -183,7 +183,7 @@ def run_case(case: Case, right: dict[str, Tensor], folder: Path, steps: int) -> 
     quietly(recipe, {**case.overrides, "train.steps": steps}, record)
     said = dataclasses.asdict(build_meta_model(load_config(recipe, case.overrides), case.world).plan.memory[0])
     apart = {name: relative(tensor, right[name]) for name, tensor in record.tensors.items()}
-    return apart, max(abs(record.bytes[key] - said[key]) / max(said[key], 1) for key in said)
+    return apart, max(abs(record.bytes[key] - said[key]) / max(said[key], 1) for key in record.bytes)
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
