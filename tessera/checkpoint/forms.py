@@ -21,11 +21,18 @@ from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, read_dcp_safe
 from tessera.checkpoint.files import CODES, DTYPES, data_positions
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.legacy.dcp import METADATA, DcpTensor, read_dcp
-from tessera.checkpoint.legacy.megatron import MegatronLayout, is_megatron_folder, newest_iteration, read_megatron
+from tessera.checkpoint.legacy.megatron import (
+    MegatronLayout,
+    MegatronTensor,
+    is_megatron_folder,
+    newest_iteration,
+    read_megatron,
+)
 from tessera.checkpoint.storage import KeyedPart
 from tessera.checkpoint.weights import (
     TensorSource,
     check_copies,
+    check_copy,
     check_stored_kind,
     fill,
     plan_reading,
@@ -74,6 +81,15 @@ class StoredForm(ABC):
         """
         return (None,)
 
+    def check_copies(self, weight_map: WeightMap) -> None:
+        """Raise if config.json ties two tables and the folder stores both with different numbers.
+
+        `weight_map`: of forms that have none of their own.
+        """
+        shapes = {name: plan.shape for name, plan in self.tensors().items()}
+        used = (self.weight_map or weight_map).for_names(shapes)
+        check_copies(used, shapes, self.read, self.where)
+
 
 class SafetensorsForm(StoredForm):
     """Read the safetensors of a folder of transformers or diffusers; weights in fewer bits are dequantized."""
@@ -100,11 +116,6 @@ class SafetensorsForm(StoredForm):
     def extents(self, name: str) -> Sequence[Extent | None]:
         return (self._folder.extent(name),)
 
-    def check_copies(self, weight_map: WeightMap) -> None:
-        """Raise if config.json ties two tables and the folder stores both with different numbers."""
-        shapes = self._folder.shapes
-        check_copies(weight_map.for_names(shapes), shapes, self._folder.read, self.where)
-
 
 class MegatronFolder(StoredForm):
     """Read the rank files of a Megatron-style job as whole tensors."""
@@ -113,9 +124,18 @@ class MegatronFolder(StoredForm):
         self.where = str(folder)
         self.weight_map = form.weights
         self._found, self.layout = read_megatron(folder, form, layout)
+        self._tables: dict[str, MegatronTensor] = {}  # of a tied model in a pipeline: the last stage has a copy
+        if form.tied and form.table in self._found and form.head in self._found:
+            self._tables = {form.head: self._found.pop(form.head), form.table: self._found[form.table]}
 
     def tensors(self) -> Mapping[str, PlannedTensor]:
         return {name: PlannedTensor(found.dtype, found.shape) for name, found in self._found.items()}
+
+    def check_copies(self, weight_map: WeightMap) -> None:
+        if self._tables:
+            head, table = self._tables
+            shapes = {name: found.shape for name, found in self._tables.items()}
+            check_copy(head, table, shapes, lambda name, *box: self._tables[name].read(*box), self.where)
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         return self._found[name].read(offsets, sizes)
@@ -319,6 +339,8 @@ def fill_from_form(
     def work() -> None:
         with open_form(folder, shards) as stored:
             native = NativeTensors(stored, weight_map, shapes, tied)
+            if Ranks.current().rank == 0:
+                stored.check_copies(weight_map)
             for name, target in tensors.items():
                 native.fill(name, target)
 

@@ -196,20 +196,31 @@ def check_copies(weight_map: WeightMap, shapes: Mapping[str, Shape], read: ReadB
         if found is None or copied not in stored_names or found[1][0] not in stored_names:
             continue
         one, other = stored_names[copied], stored_names[found[1][0]]
-        shape, rows = shapes[one], max(1, _COMPARED // max(1, math.prod(shapes[one][1:])))
-        same = shape == shapes[other]
-        for start in range(0, shape[0] if same else 0, rows):
-            box = ((start, *[0] * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:]))
-            if not torch.equal(read(one, *box), read(other, *box)):
-                same = False
-                break
-        if not same:
-            raise TesseraError(
-                f"config.json ties the head to the embeddings, and {one} differs from {other}",
-                where=where,
-                fix='set "tie_word_embeddings": false in config.json (inside of text_config, too, if it is there): the '
-                "folder holds a head of its own",
-            )
+        check_copy(one, other, shapes, read, where)
+
+
+def check_copy(one: str, other: str, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:
+    """Raise if `one`, which is to be a copy of `other`, has different numbers."""
+    if not same_numbers(one, other, shapes, read):
+        raise TesseraError(
+            f"config.json ties the head to the embeddings, and {one} differs from {other}",
+            where=where,
+            fix='set "tie_word_embeddings": false in config.json (inside of text_config, too, if it is there): the '
+            "folder holds a head of its own",
+        )
+
+
+def same_numbers(one: str, other: str, shapes: Mapping[str, Shape], read: ReadBox) -> bool:
+    """Return whether two stored tensors are equal. They are read a few rows at a time."""
+    shape = shapes[one]
+    if shape != shapes[other]:
+        return False
+    rows = max(1, _COMPARED // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], rows):
+        box = ((start, *[0] * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:]))
+        if not torch.equal(read(one, *box), read(other, *box)):
+            return False
+    return True
 
 
 # Numbers of layers, as configurations call them: each layer is built, and has a tensor at least.

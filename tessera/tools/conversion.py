@@ -122,8 +122,7 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
     shapes, tied = native_shapes(tensors), tied_names(module)
     types = {} if job.dtype is None else _types(module, spec.main.plan(config).float32, job.dtype)
     stored = _source(job, model, module, shards)
-    if isinstance(stored, SafetensorsForm):
-        stored.check_copies(hub)
+    stored.check_copies(hub)
     with NativeTensors(stored, hub, shapes, tied, types) as native:
         native.check_kinds(tensors)
         target = _folder_target(job, model, hub, native) if job.to in ("hf", "original") else None

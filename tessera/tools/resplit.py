@@ -12,6 +12,7 @@ from tessera.checkpoint.forms import MegatronFolder, NativeTensors
 from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron
 from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.stream import Conversion, identity_of, stream
+from tessera.checkpoint.weights import same_numbers
 from tessera.core.errors import TesseraError
 from tessera.core.megatron_form import MegatronForm
 from tessera.core.run_config import ModelSection
@@ -57,11 +58,24 @@ def resplit(
         shapes = {name: planned.shape for name, planned in stored.tensors().items()}
         return NativeTensors(stored, whole.weights, shapes, {})
 
+    found = MegatronFolder(Path(source), whole, old)
+    found.check_copies(whole.weights)
+    if like is None:
+        form = replace(form, tied=_is_tied(found, form))
+        whole = replace(whole, tied=form.tied)
     with reopen(Path(source), old) as native:
         plan = plan_megatron(form, new, native.plans, str(target))
         groups, identity, origin = native.groups(whole.weights), identity_of(Path(source)), made_from("mm", source)
         stream(Path(target), Conversion(native, whole.weights, groups, plan, reopen, identity, origin=origin))
     return Path(target)
+
+
+def _is_tied(stored: MegatronFolder, form: MegatronForm) -> bool:
+    """Return whether the head is the table of embeddings: not stored, or the copy that the last stage has of it."""
+    shapes = {name: planned.shape for name, planned in stored.tensors().items()}
+    if form.table not in shapes:
+        return False
+    return form.head not in shapes or same_numbers(form.head, form.table, shapes, stored.read)
 
 
 def _form_by_lists(form: MegatronForm, old: MegatronLayout, new: MegatronLayout) -> MegatronForm:

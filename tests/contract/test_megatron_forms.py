@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_folders import small_folder
 
 import tessera
@@ -17,6 +18,7 @@ from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.core.errors import TesseraError
 from tessera.core.megatron_form import EvenSplit
+from tessera.tools.resplit import resplit
 
 # Layers of the small models: 2 or 3 vision, 2 text. Stages without layers of a part are allowed.
 CASES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl experts", "internvl"]
@@ -195,3 +197,53 @@ def test_a_reader_that_joins_wrongly_does_not_pass(tmp_path: Path, monkeypatch: 
     with pytest.raises(TesseraError, match="other bytes"):
         tessera.convert(small_folder("qwen2_vl", tmp_path / "hf"), tmp_path / "a", to="mm", layout={"tp": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose head is the table of embeddings."""
+    target = small_folder("qwen2_vl", tmp_path_factory.mktemp("tied"))
+    config = json.loads((target / "config.json").read_text())
+    for section in (config, config.get("text_config", {})):
+        section["tie_word_embeddings"] = True
+    (target / "config.json").write_text(json.dumps(config))
+    weights = hub_weights(target)
+    weights.pop("lm_head.weight", None)
+    for path in target.glob("*.safetensors*"):
+        path.unlink()
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("form", ["mm", "dcp", "dcp-safetensors"])
+def test_a_head_of_its_own_is_not_dropped_where_config_json_ties_it(tied: Path, tmp_path: Path, form: Any) -> None:
+    untied = shutil.copytree(tied, tmp_path / "untied")
+    config = (untied / "config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
+    (untied / "config.json").write_text(config)
+    weights = hub_weights(untied)
+    table = next(tensor for name, tensor in weights.items() if name.endswith("embed_tokens.weight"))
+    for head, fits in ((table.clone(), True), (table + 1, False)):
+        save_file(weights | {"lm_head.weight": head}, untied / "model.safetensors", metadata={"format": "pt"})
+        stored, target = tmp_path / f"stored-{fits}", tmp_path / f"hf-{fits}"
+        tessera.convert(untied, stored, to=form)
+        if fits:
+            tessera.convert(stored, target, like=tied, prove="never")
+        else:
+            with pytest.raises(TesseraError, match=r"ties the head .* differs from (.|\n)*tie_word_embeddings"):
+                tessera.convert(stored, target, like=tied, prove="never")
+        assert target.exists() is fits
+
+
+def test_resplit_gives_the_last_stage_of_a_pipeline_the_copy_of_a_tied_table(tied: Path, tmp_path: Path) -> None:
+    vision, text = layers_of(tied)
+    one, two = {"vit": [vision], "llm": [text]}, {"vit": [vision, 0], "llm": [1, text - 1]}
+    tessera.convert(tied, tmp_path / "one", to="mm", layout=one)
+    tessera.convert(tied, tmp_path / "two", to="mm", layout=two)
+    resplit(tmp_path / "one", tmp_path / "split", "qwen2_vl", one, two)
+    resplit(tmp_path / "two", tmp_path / "joined", "qwen2_vl", two, one)
+    for found, expected in (("split", "two"), ("joined", "one")):
+        for file in sorted((tmp_path / expected).glob("release/*/model_optim_rng.pt")):
+            wanted = torch.load(file, weights_only=True)["model"]
+            got = torch.load(tmp_path / found / file.relative_to(tmp_path / expected), weights_only=True)["model"]
+            assert got.keys() == wanted.keys()
+            assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())

@@ -275,8 +275,6 @@ def read_megatron(
                     slices = tuple(_slice(shard, chunk, local, folder) for shard in shards)
                     name = _global_name(form, found, stage, ep, local)
                     tensors.setdefault(name, MegatronTensor(name, slices, form))
-    if form.tied and form.table in tensors:
-        tensors.pop(form.head, None)
     return tensors, found
 
 
