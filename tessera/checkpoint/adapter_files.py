@@ -184,7 +184,14 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
             continue
         match = _KEY.fullmatch(key)
         if match is not None:
-            sides.setdefault(match[1], {})[_SIDES[match[2]]] = tensor
+            halves, side = sides.setdefault(match[1], {}), _SIDES[match[2]]
+            if side in halves:
+                raise TesseraError(
+                    f"{match[1]} has its lora_{side} twice, once as {key}",
+                    where=str(file),
+                    fix="the file was put together from two: fetch or export it again",
+                )
+            halves[side] = tensor
         elif key.endswith(_ALPHA):
             alphas[key.removesuffix(_ALPHA)] = _alpha(key, tensor, str(file))
         elif not (".diff" in key and not tensor.any()):  # differences of zero change nothing
@@ -195,6 +202,8 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
             where=str(path / CONFIG),
             fix="check that the two files belong together",
         )
+    if not sides:
+        raise TesseraError("no adapters here", where=str(file), fix="export them again: the file holds no LoRA weights")
     prefix, names = _stripped([*sides, *alphas, *lengths], part, str(file))
     layers = {names[name]: halves for name, halves in sides.items() if name in names}
     _check_alphas(layers, known := {names[name]: alpha for name, alpha in alphas.items() if name in names}, str(file))
@@ -269,8 +278,9 @@ def _stripped(names: Sequence[str], part: str, where: str) -> tuple[str, dict[st
 
 
 def _alpha(key: str, tensor: Tensor, where: str) -> float:
-    if tensor.numel() != 1:
-        raise TesseraError(f"{key} is {list(tensor.shape)}, and not one number", where=where)
+    if tensor.numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise TesseraError(f"{key}, {kind} {list(tensor.shape)}, is not one number", where=where)
     return float(tensor)
 
 

@@ -4,7 +4,7 @@ in the header of the files of diffusers."""
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -102,10 +102,18 @@ def _by_pattern(
     """
     patterns = config.get(key) or {}
     numbers = list(patterns.values()) if isinstance(patterns, dict) else [None]
-    if any(isinstance(n, bool) or not isinstance(n, int | float) or not 0 < n < math.inf for n in [*numbers, default]):
+    if not all(_is_size(number) for number in numbers):
         raise TesseraError(f"{key} is a mapping of patterns to numbers above 0", where=where)
+    if not _is_size(default):
+        name = "r" if key == "rank_pattern" else "lora_alpha"
+        raise TesseraError(f"{name} = {str(default)[:40]!r} is no number above 0", where=where)
     found = first_matches(list(patterns), modules, within=r"(.*\.)?({})$", where=f"{where}, {key}")
     return {module: default if number is None else numbers[number] for module, number in found.items()}
+
+
+def _is_size(number: Any) -> bool:
+    """Return whether a rank or an alpha is a number above 0 that a float can hold."""
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number <= sys.float_info.max
 
 
 def make_config(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -271,16 +272,22 @@ def _grids(batch: Batch, number: int) -> list[list[int]]:
 
 
 def _publish(file: Path, content: bytes) -> None:
-    beside = file.with_name(f"{file.name}.{os.getpid()}.part")
-    try:
-        with beside.open("wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(beside, file)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise TesseraError(f"features cannot be written: {error.strerror}", where=str(file)) from None
+    """Write a file beside its name, and give it its name when it is on the disk."""
+    # Not by the process alone: ranks on several machines may have one number, and all of them write the plan.
+    beside = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+    for last in (False, False, True):
+        try:
+            with beside.open("wb") as opened:
+                opened.write(content)
+                opened.flush()
+                os.fsync(opened.fileno())
+            os.replace(beside, file)
+            return
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            # The same command, started twice at once, takes the file for one that an earlier start has left behind.
+            if last or not isinstance(error, FileNotFoundError):
+                raise TesseraError(f"features cannot be written: {error.strerror}", where=str(file)) from None
 
 
 def _keep_plan(folder: Path, facts: Mapping[str, Any]) -> None:

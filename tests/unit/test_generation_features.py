@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from tessera.core.run_config import load_config
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.features import EMPTY, MANIFEST
+from tessera.tools import data_features
 from tessera.tools.data_features import PLAN, write_features
 from tessera.training.build import build_processor
 from tessera.training.setup import build_meta_model
@@ -259,3 +261,26 @@ def test_twenty_kills_lose_and_double_no_sample(world: Path, features: Path, tmp
     assert stored_ids(tmp_path / "f") == stored_ids(features)
     assert (tmp_path / "f" / MANIFEST).is_file()
     assert not list((tmp_path / "f").glob("*.part"))
+
+
+def test_a_file_is_published_also_when_a_second_start_removes_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second start cannot tell the part of a live one from that of a killed one."""
+    replace, file, seen = os.replace, tmp_path / "shard-00000.safetensors", []
+
+    def interrupted(source: Path, target: Path) -> None:
+        seen.append(source)
+        if len(seen) == 1:
+            assert data_features._kept(file, "key") is None
+        replace(source, target)
+
+    monkeypatch.setattr(data_features.os, "replace", interrupted)
+    data_features._publish(file, b"content")
+    assert file.read_bytes() == b"content"
+    assert len(seen) == 2
+    data_features._publish(tmp_path / PLAN, b"{}")
+    assert len({path.name.removeprefix(PLAN) for path in seen}) == 2, "processes of one number would share a name"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [PLAN, file.name]
+    with pytest.raises(TesseraError, match="cannot be written"):
+        data_features._publish(tmp_path / "gone" / "a", b"")

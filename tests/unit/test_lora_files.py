@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tessera
 from tessera.checkpoint.adapter_export import save_adapters
-from tessera.checkpoint.adapter_files import FILES
+from tessera.checkpoint.adapter_files import FILES, open_adapters
 from tessera.checkpoint.adapter_reading import read_adapters
 from tessera.checkpoint.adapters import Factors
 from tessera.checkpoint.state import model_tensors
@@ -319,7 +319,9 @@ def test_wrong_names_are_told_with_the_nearest_and_another_family_by_its_name(tm
         ({f"diffusion_model.{LAYER}.lora_up.weight": torch.ones(128, 2, 3, 3)}, "no part of a linear"),
         ({f"diffusion_model.{LAYER}.dora_scale": torch.ones(128)}, "DoRA"),
         ({f"diffusion_model.{LAYER}.alpha": torch.ones(3)}, "not one number"),
+        ({f"diffusion_model.{LAYER}.alpha": torch.tensor(2j)}, "not one number"),
         ({f"diffusion_model.{LAYER}.alpha": torch.tensor(float("inf"))}, "an alpha above 0"),
+        ({f"diffusion_model.{LAYER}.lora_A.weight": torch.ones(2, 128)}, "lora_A twice"),
         ({"diffusion_model.blocks.0.ffn.0.alpha": torch.tensor(2.0)}, "no alpha, unlike"),
         ({"transformer.blocks.0.attn1.to_k.lora_A.weight": torch.ones(2, 128)}, "2 forms are mixed"),
         ({"lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha": torch.tensor(2.0)}, "adapts a text encoder"),
@@ -340,6 +342,8 @@ def test_a_scale_that_is_stated_twice_and_a_header_that_is_no_mapping_are_refuse
         (sides, "[]", "a mapping"),
         (sides, "{", "not readable"),
         (sides, json.dumps({**header, "transformer.r": 3}), "rank 3 is stated"),
+        (sides, json.dumps({**header, "transformer.r": "2"}), "r = '2' is no number"),
+        (sides, json.dumps({**header, "transformer.lora_alpha": 10**400}), "lora_alpha = '1000"),
         (sides, json.dumps({**header, "transformer.use_dora": True}), "use_dora"),
     ]:
         save_file(tensors, tmp_path / "a.safetensors", {"lora_adapter_metadata": text})
@@ -347,6 +351,19 @@ def test_a_scale_that_is_stated_twice_and_a_header_that_is_no_mapping_are_refuse
             case.read(tmp_path / "a.safetensors")
     save_file(sides, tmp_path / "a.safetensors", {"lora_adapter_metadata": json.dumps(header)})
     assert case.read(tmp_path / "a.safetensors")["blocks.0.attn.qkv.q"].adapter.scale == 2.0
+
+
+def test_a_folder_whose_file_holds_no_adapters_is_refused(tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["to_q"]}
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config))
+    save_file({}, tmp_path / "peft" / FILES["peft"])
+    for name, tensors in (("empty", {}), ("zeros", {"transformer.blocks.0.attn1.to_q.diff": torch.zeros(2)})):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / FILES["diffusers"])
+    for name in ("peft", "empty", "zeros"):
+        with pytest.raises(TesseraError, match="no adapters here"):
+            open_adapters(tmp_path / name)
 
 
 # ---------------------------------------------------------------------------------------------- verbs
