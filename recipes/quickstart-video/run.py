@@ -83,7 +83,7 @@ def train(asked: argparse.Namespace, judged: judge.Judge, made: Path) -> None:
         run = tessera.train(HERE / "vae.yaml", chosen, overwrite=True)
         check_finished(run)
         form = load_config(HERE / "vae.yaml", chosen).model.config["arguments"]
-        parts.write(made, run.folder / "hf" / "model.safetensors", form, asked.seed)
+        parts.write(made, run.folder / "hf" / "model.safetensors", form)
         given_back = reconstructed(PipelineFolder(made).autoencoder().eval(), real)
         tell("the same videos, encoded and decoded", judged(given_back).right(labels, ways))
 
@@ -116,7 +116,7 @@ def changes(asked: argparse.Namespace) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
+    parser.add_argument("--seed", type=int, default=1, help="of videos, initial weights, order, noise and samples")
     parser.add_argument("--folder", type=Path, default=Path("build/quickstart-video"), help="for data and parts")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="for the two runs")
     parser.add_argument("--ways", type=int, default=2, choices=range(1, 5), help="videos of each scan")
