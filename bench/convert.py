@@ -1,6 +1,6 @@
 """Convert a synthetic folder between forms: bytes per second beside a plain copy, and peak memory.
 
-    python bench/convert.py [--gigabytes 2] [--jobs N] [--kills 20] [--folder DIR]
+    python bench/convert.py [--gigabytes 2] [--jobs N] [--kills 20] [--kills-in-one 20] [--folder DIR]
 
 One JSON line; what is known so far goes to standard error.
 
@@ -161,8 +161,20 @@ def kill(root: Path, number: int, jobs: int | None, chance: random.Random) -> tu
     return killed, found
 
 
+def kill_in_one(root: Path, size: int, times: int, jobs: int | None, chance: random.Random) -> dict[str, float]:
+    """Kill one conversion at so many moments, each time after it went on; return how often, and whether it is right."""
+    source, target, options = CASES[0][0], "again", CASES[0][2] | {"jobs": jobs}
+    moments = sorted(chance.uniform(0, size) for _ in range(times))
+    killed = sum(in_process(root, source, target, options, moment) is None for moment in moments)
+    in_process(root, source, target, options)
+    found = same(root / CASES[0][1], root / target)
+    shutil.rmtree(root / target)
+    return {"killed in one": killed, "same after them": float(found)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--kills-in-one", type=int, default=0, help="kill one conversion so often, at random moments")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--jobs", type=int, default=None)
     parser.add_argument("--kills", type=int, default=0)
@@ -188,6 +200,8 @@ def main() -> None:
             found["killed"] += killed
             found["same after kills"] += equal
             tell(found)
+        if asked.kills_in_one:
+            found |= kill_in_one(root, size, asked.kills_in_one, asked.jobs, chance)
         print(json.dumps(found))
 
 
