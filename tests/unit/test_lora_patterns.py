@@ -97,7 +97,7 @@ def test_what_is_no_regular_expression_is_refused(bad: str) -> None:
         ({"alpha_pattern": {"(": 3}}, "not a regular expression"),
         ({"alpha_pattern": {"q_proj": "8"}}, "numbers above 0"),
         ({"alpha_pattern": ["q_proj"]}, "mapping of patterns"),
-        ({"lora_alpha": float("nan")}, "numbers above 0"),
+        ({"lora_alpha": float("nan")}, "no number above 0"),
         ({"rank_pattern": {"q_proj": 3}}, "rank 3 is stated, the weights have 2"),
     ],
 )

@@ -331,7 +331,7 @@ class Guard(OptimizerStep):
 
     def _too_many(self, trainer: TrainerHandle, bad_step: BadStep) -> GuardStop:
         what = f"{self._not_finite} steps in a row were not finite (guard.limit={self.settings.limit}); the last: "
-        if bad_step.cause is not None and bad_step.cause.every_sample:
+        if self._divergence.diverging or (bad_step.cause is not None and bad_step.cause.every_sample):
             # Saving this state would remove a checkpoint of a better one.
             fix = f"the run has diverged, or all data is bad: lower optim.lr (now {trainer.config.optim.lr:g}), begin "
             fix += f"from an earlier checkpoint, and look at the inputs; {trainer.config.folder / RECORD} has each step"
