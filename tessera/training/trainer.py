@@ -105,9 +105,7 @@ class Trainer:
                 self.save()
             self._saves.finish(last=True)
         except BaseException as error:
-            for callback in reversed(self.callbacks):  # undone in the opposite order, as with nested contexts
-                callback.on_error(self, error)
-            self._saves.finish_after_error(alone=self.world.size == 1)
+            self.fail(error)
             raise
         finally:
             self._close_loader()
@@ -123,6 +121,12 @@ class Trainer:
         """End the steps: callbacks write their last lines and close what they opened."""
         self.phase = "ending"
         self._call("on_end")
+
+    def fail(self, error: BaseException) -> None:
+        """End the steps after an error: callbacks close what they opened."""
+        for callback in reversed(self.callbacks):  # undone in the opposite order, as with nested contexts
+            callback.on_error(self, error)
+        self._saves.finish_after_error(alone=self.world.size == 1)
 
     def _loop(self) -> None:
         self._saves.restart_clock()

@@ -170,6 +170,7 @@ def go_on(rank: int, world: int, folder: str, overrides: dict[str, Any]) -> None
     resume(folder, overrides)
 
 
+@pytest.mark.slow
 def test_one_layout_goes_on_where_another_stopped_and_exports_the_same(tmp_path: Path) -> None:
     write_chat_set(tmp_path / "data")
     settings = {"model.lora": {**BOTH, "merge": True}, "checkpoint.at_end": True, "checkpoint.export": True}

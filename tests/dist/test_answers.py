@@ -65,5 +65,6 @@ def refused(rank: int, world: int, run: Path) -> str:
     return caught.value.what
 
 
+@pytest.mark.slow
 def test_rows_that_grow_cannot_be_shared(trained: Path) -> None:
     assert "rows of a prompt" in run_ranks(refused, 2, trained)[0]

@@ -175,6 +175,7 @@ class Shares(Record):
         self.dims = sorted({placement.dim for p in stacked for placement in p.placements})
 
 
+@pytest.mark.slow
 def test_a_run_with_fewer_experts_than_ranks_goes_on_in_one_process(tmp_path: Path) -> None:
     one = Record()
     quietly(experts_recipe(tmp_path / "one"), {"model.config": FEW, "train.ema": {"decay": 0.9}}, one)

@@ -241,6 +241,7 @@ def test_a_healthy_run_is_left_alone(data: Path, tmp_path: Path) -> None:
     assert ended.record is None
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
     """Past both limits: a sample, one that lets no thread run, a compilation after the first step, a computation."""
     recipe = slow_recipe(tmp_path, slow={"5": 2.5}, held={"7": 5.0}, seconds=2.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from functools import partial
@@ -282,6 +283,7 @@ def test_what_a_job_gives_is_checked_at_the_first_call(tmp_path: Path) -> None:
                 training.initialize_megatron()
         finally:
             training.current_session().abandon()
+    assert signal.set_wakeup_fd(-1) == -1, "what the steps opened is closed with the run"
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_a_loader_is_taken_as_it_is() -> None:
         source.batch([0, 1])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_take_the_batches_of_a_loader_in_turn(workers: int) -> None:
     one = rows(loader=f"{TOYS}:digit_loader", arguments={"count": 24, "workers": workers})
     with Loader(one, global_batch=4) as whole:
@@ -328,7 +328,11 @@ def test_training_goes_on_where_it_stood(tmp_path: Path, options: dict[str, Any]
     ("options", "train"),
     [
         ({"dataset": f"{TOYS}:Digits", "arguments": {"noise": 0.1}}, {}),
-        ({"loader": f"{TOYS}:digit_loader", "arguments": {"workers": 1}}, {"global_batch": 2, "micro_batch": 1}),
+        pytest.param(
+            {"loader": f"{TOYS}:digit_loader", "arguments": {"workers": 1}},
+            {"global_batch": 2, "micro_batch": 1},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["dataset", "loader"],
 )
@@ -338,6 +342,7 @@ def test_worker_processes_make_the_same_batches(tmp_path: Path, options: dict[st
     assert losses(here.folder) == losses(there.folder)
 
 
+@pytest.mark.slow
 def test_held_out_data_of_its_own(tmp_path: Path) -> None:
     options = {
         "dataset": f"{TOYS}:Digits",

@@ -75,6 +75,7 @@ def mixed(folder: Path, count: int = 2500) -> Path:
     return write_jsonl(folder / "mixed.jsonl", rows)
 
 
+@pytest.mark.slow
 def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
     path = mixed(tmp_path)
     alone = build(path, workers=0)

@@ -358,6 +358,7 @@ def test_a_script_is_not_run_again_and_leaves_no_orphans(tmp_path: Path) -> None
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_what_a_guarded_script_defines_reaches_workers(tmp_path: Path) -> None:
     said = _start(tmp_path, GUARDED).communicate()[0].splitlines()
     assert sorted(said) == ["[2, 4]", "begins __main__", "begins __mp_main__"]  # once, whatever the number of workers

@@ -93,6 +93,7 @@ def _request(client: socket.socket, command: str, until: str, arguments: dict[st
         heard += client.recv(4096).decode()
 
 
+@pytest.mark.slow
 def test_a_real_debugger_attaches() -> None:
     pytest.importorskip("debugpy")
     port = free_port()

@@ -41,7 +41,7 @@ def recipe(compute: str = "float32", family: str = "qwen2_vl", **parallel: Any) 
             {"cp": 4, "ulysses": 2, "tp": 2, "encoders": {"vision": {"tp": 1}}, "family": "qwen3_vl"},
             marks=pytest.mark.slow,
         ),
-        {"pp": 2, "schedule": "zbv"},
+        pytest.param({"pp": 2, "schedule": "zbv"}, marks=pytest.mark.slow),
     ],
     ids=["tensor", "context", "pipeline"],
 )
@@ -72,7 +72,6 @@ def test_encoder_outputs_are_gathered_with_the_width_that_the_stream_declares() 
     assert line.bytes == plan.microbatches * plan.rows["vision"] * 2 * (3 * 96) * 4
 
 
-@pytest.mark.slow
 def test_experts_are_counted_as_if_tokens_chose_evenly() -> None:
     toy = {
         "model": {"family": "tests.toys.moe_decoder", "preset": "tiny"},

@@ -89,6 +89,7 @@ def test_a_lower_learning_rate_outlives_a_resume_and_going_back_but_not_another_
     assert (again.lr_factor, again._slowed_at) == (0.5, 1e-3)
 
 
+@pytest.mark.slow
 def test_too_high_a_learning_rate_is_told_as_that(data: Path, tmp_path: Path) -> None:
     """No sample is blamed, and nothing goes round in circles. On some machines more than half of the steps are not
     finite, and 50 that are have to be too high."""

@@ -99,6 +99,7 @@ def test_after_a_rollback_the_sample_leaves_a_hole(
     assert list(state["left_out"]) == [victims[0]]
 
 
+@pytest.mark.slow
 def test_absurd_labels_are_a_spike_of_the_loss(
     data: Path, tmp_path: Path, clean: tessera.Run, victims: tuple[str, str]
 ) -> None:
@@ -169,6 +170,7 @@ def test_stop_keeps_what_was_learnt_and_resume_goes_on(
     assert train_steps(run) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_off_means_off(data: Path, tmp_path: Path, victims: tuple[str, str]) -> None:
     settings = recipe(data, tmp_path, {"nan_pixels": [victims[0]]}, policy="off")
     run = tessera.train(settings, {"train.steps": BAD + 1})

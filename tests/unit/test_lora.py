@@ -136,6 +136,7 @@ def test_adapters_are_trained_and_nothing_else(data: Path, tmp_path: Path) -> No
     assert {name.split(".")[1] for name in saved if name.startswith("optim.")} == {"text"}
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_end(data: Path, tmp_path: Path) -> None:
     lora = {"rank": 4, "dropout": 0.3}
     whole = train(recipe(data, tmp_path / "whole", lora, steps=4))

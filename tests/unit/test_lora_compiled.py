@@ -67,6 +67,7 @@ def reference(model: nn.Module, batch: Batch) -> Tensor:
     return hidden
 
 
+@pytest.mark.slow
 def test_gradients_and_the_reference_of_dpo_and_nothing_is_compiled_again() -> None:
     config, model, blocks = adapted_model()
     batches = [batch_of(config, [44, 52], [(4, 6), (4, 4)], 0), batch_of(config, [34, 30, 32], [(4, 4), (6, 2)] * 2, 1)]

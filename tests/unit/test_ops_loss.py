@@ -22,7 +22,14 @@ def example(rows: int = 23, vocab: int = 17) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("way", "chunk"), [("chunked", 1), ("chunked", 5), ("chunked", 23), ("chunked", 100), ("compiled", 5)]
+    ("way", "chunk"),
+    [
+        ("chunked", 1),
+        ("chunked", 5),
+        ("chunked", 23),
+        ("chunked", 100),
+        pytest.param("compiled", 5, marks=pytest.mark.slow),
+    ],
 )
 def test_chunks_equal_eager(way: str, chunk: int) -> None:
     hidden, weight, labels = example()

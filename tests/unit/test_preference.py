@@ -262,6 +262,7 @@ def whole_recipe(data: Path, out: Path, **train: Any) -> dict[str, Any]:
     return recipe
 
 
+@pytest.mark.slow
 def test_a_whole_model_is_compared_with_a_frozen_copy_of_its_initial_weights(data: Path, tmp_path: Path) -> None:
     """The first loss is log 2, as the model still equals its reference; a resumed run has the same reference."""
     settings = {"optim.lr": 1e-3, "checkpoint.every": 4}

@@ -168,6 +168,7 @@ def table(run: tessera.Run) -> dict[str, Any]:
     return dict(json.loads((run.folder / "profile" / "table.json").read_text()))
 
 
+@pytest.mark.slow
 def test_a_slow_loader_is_named(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plant = Plant("data")
     run = tessera.train(recipe_of(data, tmp_path, steps=[3, 4]), callbacks=[plant])
@@ -188,6 +189,7 @@ def test_a_slow_loader_is_named(data: Path, tmp_path: Path, capsys: pytest.Captu
     assert {"weights", "optimizer state"} <= {one["name"] for one in result["memory"]["used_by"]}
 
 
+@pytest.mark.slow
 def test_a_slow_optimizer_is_named(data: Path, tmp_path: Path) -> None:
     result = table(tessera.train(recipe_of(data, tmp_path, steps=[4, 4], memory=False), callbacks=[Plant("optimizer")]))
     assert result["modules"][0]["name"] == kinds.OPTIMIZER

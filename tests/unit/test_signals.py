@@ -52,6 +52,7 @@ def test_ctrl_c_is_answered_before_the_step_ends_and_the_step_is_saved(
     recipe: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
+    signal.set_wakeup_fd(-1)
     press = Press(1, capfd)
     run = tessera.train(recipe, callbacks=[press])
     assert FIRST in press.answers

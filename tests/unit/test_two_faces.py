@@ -142,6 +142,7 @@ def shell(*words: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_generate_streams_from_the_shell(run: tessera.Run, data: Path, tmp_path: Path) -> None:
     picture = data / "pictures/1-0.png"
     said = shell("generate", run.folder, "Say red.", "--image", picture, "--max-new-tokens", 6, "--device", "cpu")

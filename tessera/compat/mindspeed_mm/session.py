@@ -184,12 +184,22 @@ class Session:
     def train_step(self, batches: Sequence[Any]) -> StepResult | None:
         """Run one step on these micro-batches, for a script that has a loop of its own."""
         if not self._started:
-            self.trainer.start()
             self._started = True
+            self._stack.push(self._end_steps)
+            self.trainer.start()
         position, ranks = self.rows["train"].place
         first, samples = self.trainer.rows_drawn + position, self.args.micro_batch_size
         made = [MicroBatch.of(value, first + at * ranks, samples) for at, value in enumerate(batches)]
         return self.trainer.train_step(made)
+
+    def _end_steps(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the steps of a script that has a loop of its own, when its session ends."""
+        if error is None or (isinstance(error, SystemExit) and self.world.size == 1):
+            self.trainer.end()
+        elif not isinstance(error, SystemExit):  # a process that ends waits for no other, and is no failure to them
+            self.trainer.fail(error)
 
     def evaluate(self, name: str, collected: list[Any] | None = None) -> dict[str, float]:
         """Return the losses of a split, over `--eval-iters` global batches. `collected`: gets what the loss function
