@@ -288,7 +288,8 @@ def test_a_full_disk_during_save_loses_nothing(run: Any, recipe: Path, tmp_path:
     assert "step-00000001" in said
 
 
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_sigterm_saves_and_leaves_cleanly(nproc: int, recipe: Path, tmp_path: Path) -> None:
     job = start("train", recipe, "train.steps=100000", "checkpoint.every=0", "log.every=1", "--nproc", nproc)
     metrics = tmp_path / "runs/chat/metrics.jsonl"

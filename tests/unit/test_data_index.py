@@ -198,6 +198,7 @@ def test_a_row_that_takes_too_long_is_a_bad_row_until_it_gets_more_time(tmp_path
     assert patient.identity != hasty.identity
 
 
+@pytest.mark.slow
 def test_a_row_that_never_lets_go_is_a_bad_row(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "l.jsonl", [row("q", "a", id="x"), row("q", "STUCK"), row("q", "b", id="y")])
     index = build(path, processor=TroubleProcessor(), workers=1, timeout_s=0.2)

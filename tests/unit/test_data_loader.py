@@ -65,7 +65,7 @@ def test_ranks_and_micro_batches_share_one_order(
     assert [seed for batch in steps[2] for seed in batch.seeds] == list(source.batch(range(16, 24)).seeds)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_workers_do_not_change_the_order(source: RowSource, expected: list[tuple[str, ...]], workers: int) -> None:
     plain, loaded = take(source, 3, ranks=2, micro=2), take(source, 3, ranks=2, micro=2, workers=workers)
     assert ids(loaded) == ids(plain) == expected[:3]
@@ -347,6 +347,7 @@ def drawn(loader: Loader, steps: int) -> tuple[list[str], set[int]]:
     return [id for batch in batches for id in batch.sample_ids], {int(batch["pid"]) for batch in batches}
 
 
+@pytest.mark.slow
 def test_workers_come_while_the_loader_runs(caplog: pytest.LogCaptureFixture) -> None:
     with Loader(Slow(), global_batch=2, micro_batch=1, workers="auto") as loader:
         ids, processes = drawn(loader, 60)

@@ -35,9 +35,9 @@ from tessera.training.export import export_folder
 from tests.toys.chat_set import SPECIAL
 
 TOLERANCE = 1e-5
-# Of the families that generate images and videos, Flux has every kind of layer.
+QUICK = ("qwen2_5_vl", "qwen3_vl", "internvl", "flux")  # together, they have every kind of layer
 OWN = [
-    pytest.param(name, marks=pytest.mark.slow) if FAMILIES.get(name).generation and name != "flux" else name
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name in FAMILIES.names()
     if "quickstart" in FAMILIES.get(name).presets
 ]

@@ -23,6 +23,7 @@ PRESETS = [
     for preset in FAMILIES.get(name).presets
     if not preset.startswith("quickstart")
 ]
+QUICK = ("qwen2_5_vl", "qwen3_vl", "flux")  # to make the layers of all sizes of all families takes half a minute
 
 
 def config_of(family: str, preset: str) -> Any:
@@ -44,7 +45,13 @@ def _letters(*cells: str) -> list[str]:
     return [letter for cell in cells for letter in re.findall(r"\[([A-Z])\]", cell)]
 
 
-@pytest.mark.parametrize("family", sorted({family for family, _ in PRESETS}))
+@pytest.mark.parametrize(
+    "family",
+    [
+        one if one in QUICK else pytest.param(one, marks=pytest.mark.slow)
+        for one in sorted({family for family, _ in PRESETS})
+    ],
+)
 def test_parameters_are_as_many_as_published(family: str) -> None:
     counted = {}
     for name in (preset for owner, preset in PRESETS if owner == family):
