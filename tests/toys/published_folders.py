@@ -57,8 +57,24 @@ PIPELINES: Mapping[str, tuple[str, str, Parts]] = {
 }
 # Folders of one model: family and preset.
 MODELS: Mapping[str, tuple[str, str]] = {
+    "GLM-4.1V-9B-Thinking": ("glm4v", "9b"),
+    "InternVL3-2B-hf": ("internvl", "3-2b"),
+    "InternVL3-8B-hf": ("internvl", "3-8b"),
+    "Llama-3.1-8B-Instruct": ("llama", "3.1-8b"),
+    "Qwen2-VL-2B-Instruct": ("qwen2_vl", "2b"),
+    "Qwen2-VL-7B-Instruct": ("qwen2_vl", "7b"),
+    "Qwen2.5-7B-Instruct": ("qwen2", "7b"),
+    "Qwen2.5-VL-3B-Instruct": ("qwen2_5_vl", "3b"),
     "Qwen2.5-VL-7B-Instruct": ("qwen2_5_vl", "7b"),
+    "Qwen2.5-VL-32B-Instruct": ("qwen2_5_vl", "32b"),
+    "Qwen2.5-VL-72B-Instruct": ("qwen2_5_vl", "72b"),
+    "Qwen3-4B": ("qwen3", "4b"),
     "Qwen3-8B": ("qwen3", "8b"),
+    "Qwen3-VL-2B-Instruct": ("qwen3_vl", "2b"),
+    "Qwen3-VL-4B-Instruct": ("qwen3_vl", "4b"),
+    "Qwen3-VL-8B-Instruct": ("qwen3_vl", "8b"),
+    "llava-1.5-7b-hf": ("llava", "1.5-7b"),
+    "llava-onevision-qwen2-7b-ov-hf": ("llava", "onevision-7b"),
 }
 _XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
 _ENCODERS: Mapping[str, Mapping[str, Any]] = {
@@ -192,6 +208,10 @@ def _shallow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
             found[key] = value[:layers]
         elif key == "dual_attention_layers":
             found[key] = [number for number in value if number < layers]
+        elif key == "deepstack_visual_indexes":  # blocks whose features enter the decoder
+            found[key] = list(range(min(layers, len(value))))
+        elif key == "vision_feature_layer" and isinstance(value, int):  # counted from the last block
+            found[key] = max(value, -layers)
         else:
             found[key] = min(value, layers) if key in _DEPTHS and isinstance(value, int) else value
     return found

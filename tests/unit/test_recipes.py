@@ -16,7 +16,7 @@ from tests.toys.published_folders import MODELS, PIPELINES, write_published
 
 ROOT = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(ROOT.glob("**/*.yaml"))
-MEANT_FOR = re.compile(r"on (\d+) GPUs? of (\d+) GB\.$", re.MULTILINE)
+MEANT_FOR = re.compile(r"on (\d+) [GN]PUs? of (\d+) GB\.$", re.MULTILINE)
 
 
 def named(recipe: Path) -> str:
@@ -95,5 +95,5 @@ def test_a_step_of_adapters_of_14b_fits_into_24_gb_with_activations_and_encoders
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if "quickstart" not in path.parts[-2]], ids=named)
 def test_recipe_says_what_it_needs_and_how_it_is_started(recipe: Path) -> None:
     text = recipe.read_text()
-    assert meant_for(recipe)[1], "the first line ends with: on N GPUs of M GB."
+    assert meant_for(recipe)[1], "the first line ends with: on N GPUs (or NPUs) of M GB."
     assert f"tessera train recipes/{recipe.relative_to(ROOT)}" in text
