@@ -14,8 +14,8 @@ from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import MANIFEST, box_slices
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.weights import TensorSource, fill
+from tessera.core import saved_recipe
 from tessera.core.adapters import Adapters, factor_names, magnitude_name, spelled_out, tensor_names
-from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError, few_names
 from tessera.core.run_config import LoraSection, load_config
 from tessera.core.weightmap import Identity, WeightMap
@@ -45,7 +45,7 @@ def settled(
         saved = list(read_saved(path, parameters, weight_map))
         return spelled_out(section.model_copy(update={**update, "modules_to_save": saved}), adapters)
     if (path / "config.yaml").is_file():
-        trained = load_config(read_mapping(path / "config.yaml")).model.lora
+        trained = load_config(saved_recipe.read_saved(path / "config.yaml")).model.lora
         if trained is not None:
             kept = {"path": path, "dropout": section.dropout, "merge": section.merge, "forms": section.forms}
             return trained.model_copy(update=kept)

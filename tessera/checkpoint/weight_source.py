@@ -15,10 +15,10 @@ from tessera.checkpoint.frozen import FrozenSource
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import MODEL
-from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.files import refuse_pickle
 from tessera.core.layouts import detect_layout
+from tessera.core.saved_recipe import read_saved
 from tessera.core.weightmap import WeightMap
 
 CONFIG = "config.yaml"
@@ -49,11 +49,11 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
     kept = find_file(folder, CONFIG)
     trained = CheckpointManager(find_file(folder, "checkpoints"), keep=1).newest_config()
     if trained is None:
-        return read_mapping(kept) if kept.is_file() else None
-    found = read_mapping(trained)
+        return read_saved(kept) if kept.is_file() else None
+    found = read_saved(trained)
     if not kept.is_file():
         return found
-    config = read_mapping(kept)
+    config = read_saved(kept)
     if isinstance(found.get("model"), dict) and isinstance(config.get("model"), dict):
         shape = {key: found["model"].get(key) for key in ("family", "preset", "config")}
         if any(config["model"].get(key) != value for key, value in shape.items()):

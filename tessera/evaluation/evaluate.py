@@ -9,10 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tessera.core.config import build, read_mapping
+from tessera.core.config import build
 from tessera.core.errors import TesseraError
 from tessera.core.files import write_jsonl
 from tessera.core.run_config import SourceSection, load_config
+from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust
 from tessera.data.sources.source import Question, Source, open_source, questions
 from tessera.inference.load import LoadedModel, LoadedProcessor, load
@@ -82,7 +83,7 @@ def held_out_sources(
     if data is not None:
         sections = [build(SourceSection, {"path": data, "root": root}, "--data")]
     elif (folder / "config.yaml").is_file():
-        sections = load_config(read_mapping(folder / "config.yaml")).data.eval
+        sections = load_config(read_saved(folder / "config.yaml")).data.eval
     else:
         sections = []
     if not sections:

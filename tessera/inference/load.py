@@ -20,7 +20,7 @@ from tessera.checkpoint.weight_source import Origin, fill_from, origin_of, saved
 from tessera.checkpoint.weights import check_config_numbers, check_folder_fit
 from tessera.core import device as devices
 from tessera.core.adapters import Adapter, Adapters, is_factor
-from tessera.core.config import Section, build, read_mapping
+from tessera.core.config import Section, build
 from tessera.core.dist import environment_ranks, rank_on_machine
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.generation import GenerationForm
@@ -28,6 +28,7 @@ from tessera.core.layouts import folder_layout, pipeline_folder
 from tessera.core.modules import computed_buffers, put_back_buffers
 from tessera.core.pattern import matches
 from tessera.core.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
+from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust, check_trusted, find_code, model_code
 from tessera.core.types import Batch, LanguageProcessor, ModelPlan, ModelSpec, Processor, Sample
 from tessera.data.media.files import Limits
@@ -206,7 +207,7 @@ def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust, base
         check_config_numbers(folder_layout(base).config(), base)
         return FoundModel(origin, section, kind or stored_dtype(base), base, {}, Limits())
     kept = saved_config(folder) if origin == "run" else None  # the shape is that of the newest checkpoint
-    settings = load_config(kept or read_mapping(folder / RUN_CONFIG))
+    settings = load_config(kept or read_saved(folder / RUN_CONFIG))
     check_trusted(folder, model_code(settings.model), trust)
     find_code(folder, model_code(settings.model))
     files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from tessera.core.adapters import UnknownLayersError
-from tessera.core.config import Section, apply_overrides, build, read_mapping
+from tessera.core.config import Section, apply_overrides, build
 from tessera.core.errors import TesseraError, first_line, foreign_values, nearest
 from tessera.core.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, folder_layout
 from tessera.core.registry import Instance, Registry
 from tessera.core.run_config import ModelSection, load_config
+from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import check_trusted, model_code
 from tessera.core.types import ModelSpec
 from tessera.core.weightmap import WeightMap
@@ -134,7 +135,7 @@ def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
     They come from a preset, from a folder's config.json, or neither, with the fields in `model.config` on top.
     """
     if section.path is not None and (section.path / "config.yaml").is_file():  # a run, or one of its checkpoints
-        stored = load_config(read_mapping(section.path / "config.yaml")).model
+        stored = load_config(read_saved(section.path / "config.yaml")).model
         check_trusted(section.path, model_code(stored), model_code(section))
         spec, config = resolve(stored)
         if section.preset is not None:

@@ -17,11 +17,12 @@ from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.weight_source import CONFIG, RUN_FILE, find_file, saved_config
 from tessera.core import dist, log
 from tessera.core.callback import Callback
-from tessera.core.config import dump_yaml
+from tessera.core.config import dump_yaml, read_mapping
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.files import read_json_mapping, read_metrics
 from tessera.core.run_config import ModelSection, RunConfig, load_config
 from tessera.core.run_paths import located, moved
+from tessera.core.saved_recipe import in_keys_of_today
 from tessera.core.task import Task
 from tessera.core.trust import Trust, check_trusted, find_code, named_code, remember
 from tessera.models.common.side_files import SEAL, damaged_side_files
@@ -90,7 +91,9 @@ def resume(
     objects = Objects(model, task, dataset, eval_dataset, optimizer)
     config = resume_config(run, overrides, trust)
     objects.check_resumed(given_objects(Path(run)))
-    return _run(config, resume=True, overwrite=False, callbacks=callbacks, objects=objects)
+    kept = find_file(Path(run), CONFIG)
+    notes = in_keys_of_today(read_mapping(kept))[1] if kept.is_file() else []
+    return _run(config, resume=True, overwrite=False, callbacks=callbacks, objects=objects, notes=notes)
 
 
 def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, trust: Trust = False) -> RunConfig:
@@ -191,7 +194,16 @@ def open_run(
         log.close()
 
 
-def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequence[Callback], objects: Objects) -> Run:
+def _run(
+    config: RunConfig,
+    *,
+    resume: bool,
+    overwrite: bool,
+    callbacks: Sequence[Callback],
+    objects: Objects,
+    notes: Sequence[str] = (),
+) -> Run:
+    """Train by a recipe; `notes` are said as soon as there is a log."""
     # What cannot work should fail before any rank waits for another.
     setup = build_meta_model(config, dist.expected_world_size(), objects)
     check_trackers(config.log)
@@ -202,6 +214,8 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool, callbacks: Sequenc
         join(config) as world,
         open_run(config, setup, world, objects, resume=resume, overwrite=overwrite) as (config, own),
     ):
+        for note in notes:
+            log.logger().info(note)
         trainer = build_trainer(config, setup, world, [*callbacks, *own], objects)
         if not (resume and trainer.resume()):
             if resume:

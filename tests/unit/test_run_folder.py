@@ -19,6 +19,7 @@ from tessera.checkpoint.weight_source import find_file, run_exists
 from tessera.core.callback import Callback
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import CheckpointSection, load_config
+from tessera.core.saved_recipe import in_keys_of_today
 from tessera.training.lock import OWNER
 from tessera.training.run import resume_config
 from tessera.training.run_folder import RunFolder, check_fresh, describe_saving
@@ -378,6 +379,38 @@ def test_a_changed_schedule_is_said(folder: Path, capsys: pytest.CaptureFixture[
     tessera.resume(folder, {"train.steps": 4, "optim.schedule": {"kind": "cosine", "warmup": 2}})
     said = capsys.readouterr().err
     assert "the schedule has changed since step 3 was saved (kind constant -> cosine, warmup 0 -> 2" in said
+
+
+def test_a_run_that_kept_minutes_between_checkpoints_goes_on_and_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = folder / "config.yaml"
+    saved = yaml.safe_load(kept.read_text(encoding="utf-8"))
+    saved["checkpoint"] |= {"every": 0, "minutes": 7.5}
+    kept.write_text(yaml.safe_dump(saved), encoding="utf-8")
+    tessera.resume(folder, {"train.steps": 4})
+    assert capsys.readouterr().err.count("checkpoint.minutes: 7.5") == 1
+    assert "every: 7.5min" in kept.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("saved", "every", "said"),
+    [
+        ({"every": 0, "minutes": None}, None, ""),
+        ({"every": 50, "minutes": None}, 50, ""),
+        ({"every": 0, "minutes": 0}, 0, "left out"),
+        ({"every": 0, "minutes": 30}, "30min", "every: 30min"),
+        ({"minutes": 0.5}, "0.5min", "every: 0.5min"),
+        ({"every": 50, "minutes": 30}, 50, "because checkpoint.every: 50"),
+    ],
+)
+def test_minutes_of_saved_configurations_are_read_as_they_were_meant(
+    saved: dict[str, Any], every: object, said: str
+) -> None:
+    found, notes = in_keys_of_today({"checkpoint": saved, "train": {"steps": 1}, "model": {"family": "qwen2_vl"}})
+    assert load_config(found).checkpoint.every == every
+    assert len(notes) == bool(said)
+    assert said in "".join(notes)
 
 
 # ---------------------------------------------------------------------------------------------- links in a run folder

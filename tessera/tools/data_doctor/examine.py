@@ -14,9 +14,10 @@ from typing import Literal
 import numpy as np
 
 from tessera.checkpoint.weight_source import origin_of
-from tessera.core.config import build, read_mapping
+from tessera.core.config import build
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import DataSection, ParallelSection, RunConfig, SourceSection, load_config
+from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust, check_trusted, model_code
 from tessera.core.types import Processor
 from tessera.data.index.measure import Progress
@@ -190,7 +191,7 @@ def for_recipe(recipe: Path) -> ForModel:
 def for_model(folder: Path, trust: Trust = False) -> ForModel:
     """Return what a Hugging Face folder, a run, or one of its checkpoints brings. No weights are read."""
     if (folder / RUN_CONFIG).is_file():
-        config = load_config(read_mapping(folder / RUN_CONFIG))
+        config = load_config(read_saved(folder / RUN_CONFIG))
         check_trusted(folder, model_code(config.model), trust)
         run = folder.parent.parent if origin_of(folder) == "checkpoint" else folder
         if (run / "processor").is_dir():  # a run keeps its own copy, whatever became of the folder it began from
