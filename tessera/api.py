@@ -16,6 +16,7 @@ from tessera.observe.report import write_report as report
 from tessera.parallel.plan import Plan
 from tessera.tools.compare import compare
 from tessera.tools.convert import convert
+from tessera.tools.device_fit import plan_for_device
 from tessera.tools.dry_run import dry_run, preflight
 from tessera.training.generation_model import GenerationModel
 from tessera.training.run import Run, resume, train
@@ -57,6 +58,19 @@ def chat(
     return Chat(*load(model, device=device, trust=trust), system, max_new_tokens, sampling)
 
 
-def plan(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, world: int = 1) -> Plan:
-    """Return how a recipe would be split over `world` ranks. Nothing is started."""
-    return build_meta_model(load_config(recipe, overrides), world).plan
+def plan(
+    recipe: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    world: int = 1,
+    device: str | None = None,
+) -> Plan:
+    """Return how a recipe would be split over `world` ranks. Nothing is started.
+
+    `device`: a name (`h200`, `24g`) or a number of GiB; then a step is counted on tensors without memory, and
+    `plan.device_fit` says whether it fits there, and which keys to change where it does not.
+    """
+    config = load_config(recipe, overrides)
+    if device is not None:
+        return plan_for_device(config, world, device)
+    return build_meta_model(config, world).plan

@@ -75,21 +75,32 @@ def plan(
         ),
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures for programs")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", help="h200, a100-80g, 24g, 910b-64g, ..., or GiB: say whether a step fits, and what to change"
+        ),
+    ] = None,
 ) -> None:
-    """Print how a recipe would be split over ranks. Needs no accelerator and starts nothing."""
+    """Print how a recipe would be split over ranks. Needs no accelerator and starts nothing.
+
+    With --device, exit code 1 if a step does not fit there.
+    """
     from tessera.api import dry_run as run_dry
     from tessera.api import plan as make
     from tessera.core.config import parse_overrides
 
     check_output(json_file, "--json")
     changes = parse_overrides(overrides or [])
-    made = make(recipe, changes, world=world)
+    made = make(recipe, changes, world=world, device=device)
     typer.echo(made.describe())
     if json_file is not None:
         write_output(json_file, json.dumps(made.figures(), indent=2) + "\n", "--json")
     if dry_run:
         for role in run_dry(recipe, changes, world=world):
             typer.echo(role.describe())
+    if made.device_fit is not None and not made.device_fit.fits:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -150,8 +151,29 @@ def binds_cores_itself() -> bool:
     return _accelerator() == "npu" or importlib.util.find_spec("torch_npu") is not None
 
 
+# Of accelerators whose memory is counted on another machine: what decides which tensors a step keeps.
+_COUNTED_ABILITIES = {"cuda": ("flash_attention", "tensor_cores", "wide_sums", "fused_optimizer", "grouped_mm")}
+_COUNTED: ContextVar[str | None] = ContextVar("counted", default=None)
+
+
+@contextlib.contextmanager
+def counted_as(name: str) -> Iterator[None]:
+    """Answer `supports` for the CPU as the device of a value of `train.device` would, inside the block.
+
+    For tensors without memory alone: operations then choose what they would choose there, and nothing is computed.
+    """
+    token = _COUNTED.set(_accelerator() if name == "auto" else name.partition(":")[0])
+    try:
+        yield
+    finally:
+        _COUNTED.reset(token)
+
+
 def supports(device: torch.device, what: str) -> bool:
     """Return whether a device has a capability that `ops` asks for by name. An unknown name is a programming error."""
+    counted = _COUNTED.get()
+    if device.type == "cpu" and counted not in (None, "cpu"):
+        return what in _COUNTED_ABILITIES.get(str(counted), ())
     if what == "flash_attention":
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if what == "cudnn_attention":  # at 1.9 times the speed of flash attention on these chips, slower on others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,7 +16,9 @@ from tessera.core.torch_internals import TorchDispatchMode, tree_leaves
 class LiveMemory(TorchDispatchMode):
     """Follow the tensors that operations make while the mode is on: activations, gradients and what is computed with.
 
-    Tensors that were there before, such as weights, are not counted. `most` is the peak in bytes.
+    Tensors that were there before, such as weights, are not counted. `most` is the peak in bytes. Storages that are
+    allocated empty may be freed and filled again without an operation, as fully_shard does with gathered weights: their
+    sizes are read again at every operation.
     """
 
     def __init__(self) -> None:
@@ -23,6 +26,9 @@ class LiveMemory(TorchDispatchMode):
         self.live = 0
         self.most = 0
         self._known: dict[int, StorageWeakRef] = {}
+        self._sizes: dict[int, int] = {}  # of what is counted
+        self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._filled: set[int] = set()  # of these, those that have memory now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -30,23 +36,52 @@ class LiveMemory(TorchDispatchMode):
         for leaf in tree_leaves([args, kwargs]):
             if isinstance(leaf, Tensor):
                 self._meet(leaf, counted=False)
+        self._look_again()
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self._meet(leaf, counted=True)
+                self._meet(leaf, counted=True, resized=func is torch.ops.aten.empty.memory_format)
         return out
 
-    def _meet(self, tensor: Tensor, counted: bool) -> None:
+    def leave_out(self, tensor: Tensor) -> None:
+        """Count a tensor no longer: on a real device it would have left it."""
+        number = StorageWeakRef(tensor.untyped_storage()).cdata
+        self._filled.discard(number)
+        self._resized.pop(number, None)
+        self._set(number, 0)
+
+    def _meet(self, tensor: Tensor, counted: bool, resized: bool = False) -> None:
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
-        if reference.cdata in self._known:
+        number = reference.cdata
+        if number in self._known:
+            if number in self._resized:
+                self._filled.add(number)
+                self._set(number, storage.nbytes())
             return
-        size = storage.nbytes() if counted else 0
-        self._known[reference.cdata] = reference  # keeps the number from being given to another storage
-        weakref.finalize(storage, self._leave, reference.cdata, size).atexit = False
-        self.live += size
+        self._known[number] = reference  # keeps the number from being given to another storage
+        weakref.finalize(storage, self._leave, number).atexit = False
+        if counted:
+            self._set(number, storage.nbytes())
+            if resized:
+                self._resized[number] = weakref.ref(storage)
+                self._filled.add(number)
+
+    def _look_again(self) -> None:
+        """Notice which storages were freed since the last operation."""
+        for number in list(self._filled):
+            storage = self._resized[number]()
+            if storage is not None and storage.nbytes() == 0:
+                self._filled.discard(number)
+                self._set(number, 0)
+
+    def _set(self, number: int, size: int) -> None:
+        self.live += size - self._sizes.get(number, 0)
+        self._sizes[number] = size
         self.most = max(self.most, self.live)
 
-    def _leave(self, number: int, size: int) -> None:
-        self.live -= size
+    def _leave(self, number: int) -> None:
+        self.live -= self._sizes.pop(number, 0)
         self._known.pop(number, None)
+        self._resized.pop(number, None)
+        self._filled.discard(number)

@@ -20,6 +20,7 @@ from tessera.core.types import ModelPlan
 from tessera.parallel.block_offload import block_bytes
 from tessera.parallel.communication import CommVolume, Kind
 from tessera.parallel.context_parallel import ContextPlan, plan_context
+from tessera.parallel.device_fit import DeviceFit
 from tessera.parallel.experts import ExpertPlan, plan_experts
 from tessera.parallel.frozen import FrozenBytes
 from tessera.parallel.memory_estimate import (
@@ -101,6 +102,7 @@ class Plan:
     whole_gradient_bytes: int  # on top of these while micro-batches accumulate locally
     frozen_components: Mapping[str, FrozenBytes] = field(default_factory=dict)  # on the rank that holds most
     encoded_ahead: tuple[int, int] | None = None  # steps that are encoded together, and bytes of what waits for them
+    device_fit: DeviceFit | None = None  # where a device was named
 
     @property
     def batch_sharding(self) -> BatchSharding | None:

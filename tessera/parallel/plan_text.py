@@ -42,6 +42,7 @@ def plan_text(plan: Plan) -> str:
         *((name, f"frozen, {_frozen(kept)}") for name, kept in plan.frozen_components.items()),
         *_encoded_ahead(plan),
         *_communication(plan),
+        *(plan.device_fit.rows() if plan.device_fit is not None else []),
     ]
     return "\n".join(f"{name:<13} {text}" for name, text in rows if text)
 
@@ -135,7 +136,7 @@ def _recompute(plan: Plan) -> str:
 
 def _host_blocks(plan: Plan) -> str:
     if not plan.block_offload:
-        return "none"
+        return ""
     most = plan.heaviest
     sizes = f"{readable(most.host)} in host memory, at most {readable(most.window)} of them on the device"
     return f"frozen weights of {_summary(plan.block_offload)}: {sizes}"
@@ -218,6 +219,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "memory": [{**asdict(memory), "total": memory.total} for memory in plan.memory],
         "frozen_components": {name: asdict(kept) for name, kept in plan.frozen_components.items()},
         "whole_gradient_bytes": plan.whole_gradient_bytes,
+        **({} if plan.device_fit is None else {"device": plan.device_fit.figures()}),
         "communication": [
             [asdict(line) for line in estimate_communication(plan, position)] for position in range(plan.axes.size(PP))
         ],

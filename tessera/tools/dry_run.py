@@ -25,6 +25,7 @@ from tessera.core import device as devices
 from tessera.core import dist
 from tessera.core.config import dump_yaml, parse_yaml
 from tessera.core.errors import TesseraError
+from tessera.core.modules import local_shard
 from tessera.core.run_config import RunConfig, load_config
 from tessera.core.task import SumSpec
 from tessera.core.torch_internals import fake_tensor_mode, lone_stage
@@ -53,8 +54,8 @@ class Role:
     ranks: int  # how many have this role
     volumes: tuple[CommVolume, ...]
     seconds: float  # that the dry run of it took
-    held: int = 0  # bytes on the device all the time, by the plan
-    activations: int = 0  # bytes that a step needs besides at its peak: activations, gradients, what it computes with
+    held: int = 0  # bytes on the device all the time, by the plan: weights, optimizer state, buffers
+    activations: int = 0  # bytes more at the peak of a step: its batches, activations, gradients, gathered weights
     encoding: int = 0  # bytes of the largest frozen component that comes to the device before the step
 
     @property
@@ -79,10 +80,18 @@ def dry_run(
 
     Each role runs in a process of its own, because torch keeps meshes and groups as long as a process lives.
     """
-    config = load_config(recipe, overrides)
+    return run_roles(load_config(recipe, overrides), world)
+
+
+class Uncountable(TesseraError):
+    """Say that a step of a recipe cannot be run without memory."""
+
+
+def run_roles(config: RunConfig, world: int) -> list[Role]:
+    """Run one step of each role of a recipe, as `dry_run` does."""
     setup = build_meta_model(config, world)
     if setup.spec.example is None:
-        raise TesseraError(
+        raise Uncountable(
             f"family {setup.spec.name} has no example batch, so a step of it cannot be run dry",
             fix="`tessera plan` without --dry-run forecasts what it can from the plan",
         )
@@ -122,7 +131,7 @@ def _in_new_process(config: RunConfig, world: int, positions: Sequence[int]) -> 
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        raise TesseraError(
+        raise Uncountable(
             f"a step at {positions[0]} of the pipeline failed in the dry run: {lines[-1] if lines else 'no output'}",
             fix="`tessera plan` without --dry-run forecasts the same from the plan",
         )
@@ -145,7 +154,7 @@ def run_role(config: RunConfig, world: int, position: int) -> Role:
     plan = setup.plan
     rank = position * (world // plan.axes.size(PP))  # the pipeline is the outermost axis
     cpu = torch.device("cpu")
-    with dist.fake_world(world, rank):
+    with dist.fake_world(world, rank), devices.counted_as(config.train.device):
         mesh = Mesh(plan.axes, cpu)
         batches = [_example(config, setup, mesh) for _ in range(plan.microbatches)]
         module = parallelize_on_meta(setup.module, plan, mesh, cpu)
@@ -154,14 +163,42 @@ def run_role(config: RunConfig, world: int, position: int) -> Role:
             engine = build_engine(module, plan, mesh, cpu, pipeline=_DryPipeline)
             _route_evenly(module)
             with LiveMemory() as memory, CommCounter(mesh) as counted:  # the counter sees all, as without the other
+                if plan.offload:
+                    _leave_gradients_out(module, memory)
                 engine.step(setup.task, [_without_memory(batch, shapes_only) for batch in batches])
                 total_norm([p.grad for p in module.parameters() if p.grad is not None], cpu, others=mesh.group(PP))
     ranks = world // plan.axes.size(PP)
     frozen = plan.frozen_components.values()
-    held = plan.memory[position].total + sum(kept.size for kept in frozen if kept.residence != "offloaded")
     encoding = max((kept.size for kept in frozen if kept.residence == "offloaded"), default=0)
     seconds = time.perf_counter() - began
-    return Role((position,), ranks, tuple(counted.volumes), seconds, held, memory.most, encoding)
+    inputs = sum(tensor.nbytes for batch in batches for tensor in batch.tensors.values())
+    held = device_bytes(plan, position)
+    return Role((position,), ranks, tuple(counted.volumes), seconds, held, memory.most + inputs, encoding)
+
+
+def device_bytes(plan: Plan, position: int) -> int:
+    """Return the bytes that a rank at a position of the pipeline holds on its device between steps.
+
+    Gradients are not among them: a step makes and frees them.
+    """
+    here = plan.memory[position]
+    held = here.total - here.gradients
+    if plan.offload:
+        whole = [shard for shard in shards_of_stage(plan.param_shards, plan.pipeline, position) if shard.whole]
+        held = here.buffers + here.window + sum(shard.numel * plan.param_dtype.itemsize for shard in whole)
+    return held + sum(kept.size for kept in plan.frozen_components.values() if kept.residence != "offloaded")
+
+
+def _leave_gradients_out(module: nn.Module, memory: LiveMemory) -> None:
+    """Count gradients no longer once they are final: with CPU offload they are in host memory then."""
+
+    def leave(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        memory.leave_out(local_shard(parameter.grad))
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(leave)
 
 
 class _DryPipeline(PipelineEngine):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from tessera.core.callback import TrainerHandle
 from tessera.core.errors import TesseraError, few_names, first_line
 from tessera.core.run_config import RunConfig
 from tessera.core.types import Batch
+from tessera.training.memory_keys import memory_keys
 
 _COUNTS = ("images", "frames", "patches")  # shown where a batch has some
 _UPDATE = "updating weights"
@@ -73,26 +73,12 @@ class MemoryAdvice:
 
     def key(self, phase: str) -> tuple[str, str]:
         """Return the first key to change, with what it does."""
-        train, parallel = self.config.train, self.config.parallel
-        shared = parallel.shard == "auto" or parallel.shard == self.ranks or self.ranks == 1
-        share = "parallel.shard=auto", "all ranks share weights, gradients and optimizer state"
+        keys = [key for key in memory_keys(self.config, self.ranks, self.blocks) if key.while_training]
         if phase == _UPDATE:
-            if not shared:
-                return share
-            return "parallel.offload=true", "weights and optimizer state wait in host memory, and steps take longer"
-        if train.micro_batch > 1 and phase != "evaluating":
-            fewer = max(n for n in range(1, train.micro_batch) if train.micro_batch % n == 0)
-            return f"train.micro_batch={fewer}", "fewer rows in a pass and more passes in a step: the same result"
-        patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "{*}", path) for path in self.blocks))
-        whole = any(isinstance(one, str) or one.keep == "none" for one in parallel.recompute)
-        if patterns and not whole and phase != "evaluating":
-            quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
-            return f"parallel.recompute='[{quoted}]'", "activations are computed again in backward: the same result"
-        if not shared:
-            return share
-        if not parallel.offload:
-            return "parallel.offload=true", "weights and optimizer state wait in host memory, and steps take longer"
-        return f"data.length={max(1, self.config.data.length // 2)}", "shorter rows; longer samples are left out"
+            keys = [key for key in keys if key.lowers == "held"] or keys
+        elif phase == "evaluating":  # nothing is kept for backward there
+            keys = [key for key in keys if key.lowers == "held"] + keys[-1:]
+        return keys[0].text, keys[0].why
 
 
 def describe(batches: Sequence[Batch]) -> str:

@@ -1,0 +1,118 @@
+"""Plan a recipe for a device by name: count what a step needs, and try the keys that lower it until it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tessera.core.config import dump_yaml, parse_yaml
+from tessera.core.device_sizes import DeviceSize, find_size
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import RunConfig, load_config
+from tessera.parallel.device_fit import DeviceFit, FitChange
+from tessera.parallel.plan import Plan
+from tessera.tools.dry_run import Uncountable, device_bytes, run_roles
+from tessera.training.memory_keys import MemoryKey, memory_keys
+from tessera.training.setup import build_meta_model
+
+_WORTH = 0.01  # share of the total from which a change is worth naming
+
+
+def plan_for_device(config: RunConfig, world: int, device: str) -> Plan:
+    """Return the plan of a recipe on ranks with such a device, with what it needs there at most."""
+    size = find_size(device, "--device")
+    search = _Search(size, world)
+    config = _changed(config, {"train.device": size.device})
+    return replace(build_meta_model(config, world).plan, device_fit=search.fit(config))
+
+
+def _changed(config: RunConfig, settings: dict[str, object]) -> RunConfig:
+    return load_config(parse_yaml(dump_yaml(config), "recipe"), settings)
+
+
+@dataclass(frozen=True)
+class _Count:
+    config: RunConfig
+    plan: Plan
+    held: int
+    total: int
+    uncounted: str = ""
+
+
+class _Search:
+    """Try changes of a recipe, each by planning it and, where that can decide, by a step without memory."""
+
+    def __init__(self, size: DeviceSize, world: int) -> None:
+        self._size, self._world = size, world
+        self._usable = size.usable(world)
+
+    def fit(self, config: RunConfig) -> DeviceFit:
+        first = self._count(config)
+        made = DeviceFit(
+            self._size.name, self._size.total, self._usable, first.held, first.total, uncounted=first.uncounted
+        )
+        return made if made.fits else replace(made, changes=tuple(self._changes(first)))
+
+    def _changes(self, first: _Count) -> list[FitChange]:
+        """Return one change that is enough, the cheapest, or those that are enough together."""
+        keys = memory_keys(first.config, self._world, first.plan.blocks)
+        for key in keys:
+            tried = self._try(key, first, alone=True)
+            if tried is not None and tried.total <= self._usable:
+                return [_describe(key, first, tried)]
+        found: list[FitChange] = []
+        at = first
+        for key in _in_turn(keys):
+            while at.total > self._usable:
+                tried = self._try(key, at, alone=False)
+                if tried is None or at.total - tried.total < _WORTH * first.total:
+                    break
+                found.append(_describe(key, at, tried))
+                at = tried
+                again = _of_kind(key, memory_keys(at.config, self._world, at.plan.blocks))
+                if again is None:
+                    break
+                key = again
+        return found
+
+    def _try(self, key: MemoryKey, at: _Count, *, alone: bool) -> _Count | None:
+        """Return what a recipe needs with a change; None if it cannot have it, or if it could not be enough alone."""
+        try:
+            config = _changed(at.config, dict(key.settings))
+            plan = build_meta_model(config, self._world).plan
+        except TesseraError:
+            return None
+        if alone and max(device_bytes(plan, position) for position in range(len(plan.memory))) > self._usable:
+            return None
+        return self._count(config, plan)
+
+    def _count(self, config: RunConfig, plan: Plan | None = None) -> _Count:
+        plan = plan or build_meta_model(config, self._world).plan
+        held = max(device_bytes(plan, position) for position in range(len(plan.memory)))
+        if plan.pipeline is None and plan.microbatches > 2 and config.train.samples_per_step is None:
+            # From the second micro-batch on all are alike: gradients are there, and activations come and go.
+            rows = config.train.global_batch * 2 // plan.microbatches
+            shorter = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": rows})})
+        else:
+            shorter = config
+        try:
+            roles = run_roles(shorter, self._world)
+        except Uncountable as error:
+            gradients = 0 if plan.offload else plan.heaviest.gradients
+            return _Count(config, plan, held, held + gradients, error.what)
+        most = max(roles, key=lambda role: role.total)
+        return _Count(config, plan, most.held, most.total)
+
+
+def _in_turn(keys: Sequence[MemoryKey]) -> list[MemoryKey]:
+    """Return what lowers the larger part first: without room for weights nothing else can help."""
+    return [key for key in keys if key.while_training] + [key for key in keys if not key.while_training]
+
+
+def _of_kind(key: MemoryKey, keys: Sequence[MemoryKey]) -> MemoryKey | None:
+    """Return the next change by the same key, such as an even smaller micro-batch."""
+    return next((one for one in keys if one.settings.keys() == key.settings.keys()), None)
+
+
+def _describe(key: MemoryKey, before: _Count, after: _Count) -> FitChange:
+    return FitChange(key.text, key.why, before.total - after.total, after.total)

@@ -1,0 +1,65 @@
+"""List the keys of a recipe that lower its memory, those that cost least first. An error and a plan both name them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tessera.core.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class MemoryKey:
+    """Hold a change of a recipe: the keys with their new values, and what it does."""
+
+    settings: dict[str, Any]
+    why: str
+    lowers: Literal["step", "held"]  # what a step needs, or what is held all the time
+    while_training: bool = True  # whether a run can be resumed with it
+
+    @property
+    def text(self) -> str:
+        """Return the change as it is written on the command line."""
+        return " ".join(f"{key}={_word(value)}" for key, value in self.settings.items())
+
+
+def _word(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if isinstance(value, (bool, int, float)) else text.strip('"') if isinstance(value, str) else f"'{text}'"
+
+
+def memory_keys(config: RunConfig, ranks: int, blocks: Sequence[str]) -> list[MemoryKey]:
+    """Return the changes that are left to make. `blocks`: paths of the modules that could be recomputed."""
+    train, parallel, lora = config.train, config.parallel, config.model.lora
+    found: list[MemoryKey] = []
+    if train.micro_batch > 1:
+        fewer = max(n for n in range(1, train.micro_batch) if train.micro_batch % n == 0)
+        why = "fewer rows in a pass and more passes in a step: the same result"
+        found.append(MemoryKey({"train.micro_batch": fewer}, why, "step"))
+    patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "{*}", path) for path in blocks))
+    whole = any(isinstance(one, str) or one.keep == "none" for one in parallel.recompute)
+    if patterns and not whole:
+        why = "activations are computed again in backward: the same result"
+        found.append(MemoryKey({"parallel.recompute": patterns}, why, "step"))
+    if not (parallel.shard == "auto" or parallel.shard == ranks or ranks == 1):
+        why = "all ranks share weights, gradients and optimizer state"
+        found.append(MemoryKey({"parallel.shard": "auto"}, why, "held"))
+    if lora is not None and lora.quantize is None:
+        why = "weights below adapters are kept in four bits (QLoRA)"
+        found.append(MemoryKey({"model.lora.quantize": "nf4"}, why, "held", while_training=False))
+    if lora is not None and not parallel.block_offload and patterns:
+        settings = {"parallel.block_offload": True, **({} if whole else {"parallel.recompute": patterns})}
+        why = "frozen weights wait in host memory and come one block ahead of their use"
+        found.append(MemoryKey(settings, why, "held"))
+    if not parallel.offload:
+        why = "weights and optimizer state wait in host memory, and steps take longer"
+        found.append(MemoryKey({"parallel.offload": True}, why, "held"))
+    if lora is None:
+        why = "adapters are trained in place of the whole model"
+        found.append(MemoryKey({"model.lora": {}}, why, "held", while_training=False))
+    shorter = max(1, config.data.length // 2)
+    found.append(MemoryKey({"data.length": shorter}, "shorter rows; longer samples are left out", "step"))
+    return found

@@ -1,0 +1,180 @@
+"""A plan for a device says whether a step fits there, and names keys to change by planning with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+import tessera
+from tessera.cli.main import app
+from tessera.core import device as devices
+from tessera.core.device_sizes import DEVICE_NAMES, GIB, find_size
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import load_config
+from tessera.core.torch_internals import fake_tensor_mode
+from tessera.parallel.device_fit import DeviceFit, FitChange
+from tessera.parallel.live_memory import LiveMemory
+from tessera.tools import device_fit
+from tessera.tools.dry_run import Role, Uncountable, device_bytes
+from tessera.training.memory_keys import memory_keys
+
+
+def recipe(**changes: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "model": {"family": "qwen2_vl", "preset": "quickstart"},
+        "data": {"length": 256},
+        "train": {"steps": 1, "global_batch": 4, "micro_batch": 4},
+    }
+    return {key: {**made.get(key, {}), **changes.get(key, {})} for key in made.keys() | changes.keys()}
+
+
+def test_devices_are_found_by_name_by_number_and_by_the_nearest_name() -> None:
+    for name in DEVICE_NAMES:
+        size = find_size(name)
+        assert 0.85 * size.total < size.usable() < size.total
+        assert size.usable(ranks=8) < size.usable()
+        assert devices.is_accelerator(size.device)
+    assert find_size("H200").total == find_size("h200").total
+    assert find_size("96").total == find_size("96 GiB".replace(" ", "")).total == 96 * GIB
+    with pytest.raises(TesseraError) as caught:
+        find_size("h20O", "--device")
+    assert caught.value.nearest in ("h200", "h100")
+    for wrong in ("", "-3", "nan", "0", "inf", "cpu"):
+        with pytest.raises(TesseraError, match="no device is known"):
+            find_size(wrong)
+
+
+class Counted:
+    """Stand for the dry run, which takes seconds for each recipe: a step needs so much for each thing that is on."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def __call__(self, config: Any, world: int) -> list[Role]:
+        self.asked.append(config)
+        plan = device_fit.build_meta_model(config, world).plan
+        step = config.train.micro_batch * config.data.length * (100 if config.parallel.recompute else 4000)
+        return [Role((0,), 1, (), 0.0, device_bytes(plan, 0), step)]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    made = Counted()
+    monkeypatch.setattr(device_fit, "run_roles", made)
+    return made
+
+
+def fit_of(gib: float, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> DeviceFit:
+    """Return the comparison with a device on which tensors can have so much."""
+    monkeypatch.setattr(device_fit.DeviceSize, "usable", lambda size, ranks=1: int(gib * GIB))
+    found = tessera.plan(recipe(**changes), device="24g").device_fit
+    assert found is not None
+    return found
+
+
+def test_the_first_key_is_the_cheapest_one_that_is_enough(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fit_of(0.03, monkeypatch).fits
+    halved = fit_of(0.0185, monkeypatch)
+    assert not halved.fits
+    assert [change.key for change in halved.changes] == ["train.micro_batch=2"]
+    assert halved.changes[0].saves == 2 * 256 * 4000 == halved.total - halved.changes[0].total
+    recomputed = fit_of(0.0165, monkeypatch)
+    (only,) = recomputed.changes
+    assert only.key == 'parallel.recompute=\'["vision.blocks.{*}", "text.layers.{*}"]\''
+    assert only.total <= recomputed.usable < recomputed.total
+
+
+def test_keys_are_named_together_where_none_is_enough_alone(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fit_of(0.0001, monkeypatch)
+    assert len(found.changes) > 2
+    assert [change.total for change in found.changes] == sorted((c.total for c in found.changes), reverse=True)
+    told = dict(found.rows())
+    assert "change first" in told
+    assert "then" in told
+
+
+def test_a_step_of_many_micro_batches_is_counted_by_two(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit_of(1, monkeypatch, train={"global_batch": 64, "micro_batch": 2})
+    assert [config.train.global_batch for config in counted.asked] == [4]
+
+
+def test_what_cannot_be_counted_is_said_and_its_weights_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: Any, world: int) -> list[Role]:
+        raise Uncountable("there is no example")
+
+    monkeypatch.setattr(device_fit, "run_roles", refuse)
+    found = fit_of(1, monkeypatch)
+    assert found.total == found.held + tessera.plan(recipe()).heaviest.gradients
+    assert any("there is no example" in text for _, text in found.rows())
+
+
+def test_a_step_that_does_not_fit_ends_with_code_1(counted: Counted, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe()), encoding="utf-8")
+    figures = tmp_path / "plan.json"
+    small = CliRunner().invoke(app, ["plan", str(file), "--device", "0.83", "--json", str(figures)])
+    assert small.exit_code == 1
+    assert "does not fit" in small.output
+    assert "change first" in small.output
+    told = json.loads(figures.read_text(encoding="utf-8"))["device"]
+    assert told["over"] > 0
+    assert told["changes"][0]["saves"] > 0
+    assert CliRunner().invoke(app, ["plan", str(file), "--device", "24g"]).exit_code == 0
+    assert "--device" in str(CliRunner().invoke(app, ["plan", str(file), "--device", "h300"]).exception)
+
+
+@pytest.mark.slow
+def test_a_device_plan_counts_a_step_by_itself() -> None:
+    found = tessera.plan(recipe(), device="24g").device_fit
+    assert found is not None
+    assert found.fits
+    assert found.held < found.total
+    assert not found.uncounted
+
+
+def test_keys_that_a_run_cannot_be_resumed_with_are_marked() -> None:
+    keys = {key.text: key for key in memory_keys(load_config(recipe()), 1, ["text.layers.0", "text.layers.1"])}
+    assert not keys["model.lora='{}'"].while_training
+    assert keys["parallel.offload=true"].lowers == "held"
+    with_lora = memory_keys(load_config(recipe(model={"lora": {}})), 1, ["text.layers.0"])
+    assert "model.lora.quantize=nf4" in [key.text for key in with_lora]
+
+
+def test_a_fit_without_any_key_says_what_is_left_to_do() -> None:
+    fit = DeviceFit("24g", 24 * GIB, 22 * GIB, 30 * GIB, 40 * GIB)
+    assert "more ranks" in fit.rows()[-1][1]
+    still = DeviceFit("24g", 24 * GIB, 22 * GIB, 30 * GIB, 40 * GIB, (FitChange("a=1", "less", GIB, 39 * GIB),))
+    assert "still does not fit" in still.rows()[-1][1]
+
+
+def test_weights_that_are_freed_and_gathered_again_count_while_they_are_there() -> None:
+    """fully_shard resizes storages without any operation."""
+    with fake_tensor_mode(), LiveMemory() as memory:
+        gathered = torch.empty(1000)
+        gathered.untyped_storage().resize_(0)
+        kept = torch.ones(10).add(1)
+        assert memory.live == kept.nbytes
+        gathered.untyped_storage().resize_(4000)
+        gathered.copy_(torch.ones(1000))
+        assert memory.live == 4000 + kept.nbytes
+        assert memory.most >= 8000
+        memory.leave_out(gathered)
+        assert memory.live == kept.nbytes
+
+
+def test_operations_choose_for_the_counted_device_as_they_would_there() -> None:
+    cpu = torch.device("cpu")
+    assert not devices.supports(cpu, "flash_attention")
+    with devices.counted_as(find_size("h200").device):
+        assert devices.supports(cpu, "flash_attention")
+        with devices.counted_as("cpu"):
+            assert not devices.supports(cpu, "flash_attention")
+    with devices.counted_as(find_size("910b-64g").device):
+        assert not devices.supports(cpu, "flash_attention")
+    assert not devices.supports(cpu, "flash_attention")
