@@ -156,7 +156,7 @@ def run_role(config: RunConfig, world: int, position: int) -> Role:
     cpu = torch.device("cpu")
     with dist.fake_world(world, rank), devices.counted_as(config.train.device):
         mesh = Mesh(plan.axes, cpu)
-        batches = [_example(config, setup, mesh) for _ in range(plan.microbatches)]
+        batches = [example_batch(config, setup, mesh) for _ in range(plan.microbatches)]
         module = parallelize_on_meta(setup.module, plan, mesh, cpu)
         with fake_tensor_mode() as shapes_only:
             materialize(module, plan, cpu)
@@ -198,7 +198,7 @@ def _leave_gradients_out(module: nn.Module, memory: LiveMemory) -> None:
 
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(leave)
+            parameter.register_post_accumulate_grad_hook(leave)  # type: ignore[no-untyped-call]
 
 
 class _DryPipeline(PipelineEngine):
@@ -226,7 +226,8 @@ def _even_counts(counts: Tensor, rows: int) -> tuple[list[int], list[int]]:
     return shares, shares
 
 
-def _example(config: RunConfig, setup: ModelSetup, mesh: Mesh) -> Batch:
+def example_batch(config: RunConfig, setup: ModelSetup, mesh: Mesh) -> Batch:
+    """Return a micro-batch as a rank of the mesh would get it, of a typical row of the family."""
     make, plan = setup.spec.example, setup.plan
     assert make is not None, "asked for before"
     rows = RankDataset(
