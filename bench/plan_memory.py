@@ -4,8 +4,9 @@
     python bench/plan_memory.py tiny      # the smallest sizes on any device
     python bench/plan_memory.py tiny 0 3  # cases by number
 
-Prints a line of a table for each case, and JSON at the end. The step is of the same example batch that the plan counts. On an accelerator the
-peak is that of its allocator, in the second step, with the optimizer's state; on a CPU every allocation of the step is followed by torch's profiler.
+Prints a line of a table for each case, and JSON at the end. The step is of the same example batch that the plan counts.
+On an accelerator the peak is that of its allocator, in the second step, with the optimizer's state; on a CPU every
+allocation of a step is followed by torch's profiler.
 """
 
 from __future__ import annotations

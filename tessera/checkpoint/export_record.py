@@ -47,6 +47,7 @@ from tessera.core.file_plan import Extent, map_elements
 from tessera.core.files import read_json_mapping
 from tessera.core.layouts import detect_layout, folder_layout
 from tessera.core.libc import same_bytes
+from tessera.core.progress import Progress
 from tessera.core.tensor_rows import Bytes, TensorRows
 from tessera.core.weightmap import WeightMap
 
@@ -290,13 +291,17 @@ def _each_tensor(folder: Path, work: Callable[[str, str, Tensor], T]) -> tuple[d
         problems.append(error.what)
         paths = sorted(folder.glob("*.safetensors"))
     found: dict[str, T] = {}
-    with ThreadPoolExecutor(_THREADS) as pool:
+    whole = sum(path.stat().st_size for path in paths if path.is_file())
+    with Progress("reading what is stored", whole) as progress, ThreadPoolExecutor(_THREADS) as pool:
         for path in paths:
             try:
                 with open_safetensors(path) as file:
                     names, positions = list(file.keys()), data_positions(path)
                     read = functools.partial(_read, path, file, positions)
-                    found |= zip(names, pool.map(lambda name, read=read: work(name, *read(name)), names), strict=True)
+                    made = pool.map(lambda name, read=read: work(name, *read(name)), names)
+                    for name, one in zip(names, made, strict=True):
+                        found[name] = one
+                        progress.count(path.stat().st_size // len(names))
             except TesseraError as error:
                 problems.append(f"{path.name}: {error.what}")
     return found, problems

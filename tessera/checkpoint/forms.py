@@ -42,6 +42,8 @@ from tessera.core.errors import TesseraError
 from tessera.core.file_plan import Extent, PlannedTensor
 from tessera.core.layouts import ROOT
 from tessera.core.megatron_form import MegatronForm
+from tessera.core.modules import local_shard
+from tessera.core.progress import Progress
 from tessera.core.tensor_rows import TensorRows
 from tessera.core.weightmap import WeightMap, native_rows
 
@@ -341,8 +343,11 @@ def fill_from_form(
             native = NativeTensors(stored, weight_map, shapes, tied)
             if Ranks.current().rank == 0:
                 stored.check_copies(weight_map)
-            for name, target in tensors.items():
-                native.fill(name, target)
+            sizes = {name: local_shard(target).nbytes for name, target in tensors.items()}
+            with Progress("loading weights", sum(sizes.values())) as progress:
+                for name, target in tensors.items():
+                    native.fill(name, target)
+                    progress.count(sizes[name])
 
     Ranks.current().on_all(work)
 

@@ -32,7 +32,6 @@ from tessera.checkpoint.files import (
     FileRecord,
     Manifest,
     free_bytes,
-    human_bytes,
     no_fault,
     problems_in,
     read_manifest,
@@ -46,6 +45,7 @@ from tessera.checkpoint.state import read_state, state_to_json
 from tessera.checkpoint.storage import SaveLayout, TensorSave, load_tensors, plan_save, read_table, total_bytes
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError, few_names
+from tessera.core.progress import human_bytes
 
 STATE = "state.json"
 CONFIG = "config.yaml"

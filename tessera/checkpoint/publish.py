@@ -29,7 +29,6 @@ from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import (
     Fault,
     free_bytes,
-    human_bytes,
     no_fault,
     remove_folder,
     rename,
@@ -40,6 +39,7 @@ from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.core.errors import TesseraError
 from tessera.core.file_plan import FolderPlan
 from tessera.core.files import read_json_mapping
+from tessera.core.progress import human_bytes
 
 MARK = "tessera_export.json"  # marks an export, which a later one of the same source may replace
 _MAX_RECORD_BYTES = 256 << 20

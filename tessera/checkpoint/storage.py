@@ -45,6 +45,7 @@ from tessera.checkpoint.files import (
 from tessera.checkpoint.legacy.dcp import TensorInParts, TensorPart, check_cover
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.progress import Progress
 from tessera.core.torch_internals import foreach_copy_
 
 TABLE = "tensors.json"
@@ -221,14 +222,16 @@ def _read_boxes(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     by_file: dict[str, list[ReadItem]] = defaultdict(list)
     for item in planner.create_local_plan().items:
         by_file[table.storage_data[item.storage_index][0]].append(item)
-    for name, items in by_file.items():
-        if Path(name).name != name:
-            raise TesseraError(f"a file outside of the checkpoint: {name!r}", where=str(folder / TABLE))
-        with open_safetensors(folder / name) as file:
-            for item in items:
-                _, key = table.storage_data[item.storage_index]
-                source = read_box(file, key, item.storage_offsets, item.lengths)
-                planner.resolve_tensor(item).detach().copy_(source)
+    with Progress("loading the checkpoint", sum(map(len, by_file.values())), "tensors") as progress:
+        for name, items in by_file.items():
+            if Path(name).name != name:
+                raise TesseraError(f"a file outside of the checkpoint: {name!r}", where=str(folder / TABLE))
+            with open_safetensors(folder / name) as file:
+                for item in items:
+                    _, key = table.storage_data[item.storage_index]
+                    source = read_box(file, key, item.storage_offsets, item.lengths)
+                    planner.resolve_tensor(item).detach().copy_(source)
+                    progress.count()
 
 
 def read_table(folder: Path) -> Metadata:

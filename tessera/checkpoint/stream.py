@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -25,19 +24,19 @@ import torch
 
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.export_record import TensorNotes
-from tessera.checkpoint.files import CODES, Fault, free_bytes, human_bytes, no_fault, remove_folder, sync_folder
+from tessera.checkpoint.files import CODES, Fault, free_bytes, no_fault, remove_folder, sync_folder
 from tessera.checkpoint.forms import NativeTensors, TensorGroup
 from tessera.checkpoint.planned_folder import PlannedFolder, Watch
 from tessera.checkpoint.publish import Journal, Origin, check_target, remove_empty, show
 from tessera.core.errors import TesseraError
 from tessera.core.file_plan import Extent, FolderPlan, PlannedTensor
 from tessera.core.process import open_files, usable_cpus
+from tessera.core.progress import Progress, human_bytes
 from tessera.core.tensor_rows import TensorRows
 from tessera.core.weightmap import WeightMap
 
 _IN_FLIGHT = 512 << 20  # bytes of tensors that are worked on at a time; each is in memory about three times
 _AHEAD = 256 << 20  # bytes of tensors that are not worked on yet, and that the disk is asked to read
-_REPORT_EVERY = 5.0  # seconds
 MOST_JOBS = 8
 _WAITING = 2  # threads beside one for each processor: some wait for the disk
 _WEIGHTS = (".safetensors", ".pt", ".distcp")
@@ -151,10 +150,9 @@ class _Work:
             pass
 
     def _run_groups(self, jobs: int, written: NativeTensors) -> None:
-        progress = _Progress(sum(self._sizes))
         running: dict[Future[None], int] = {}
         ahead, asked = 0, 0  # the next group that the disk was not asked for, and the bytes before it
-        with ThreadPoolExecutor(jobs) as pool:
+        with Progress("converting", sum(self._sizes)) as progress, ThreadPoolExecutor(jobs) as pool:
             try:
                 begun = 0
                 for number, size in [*enumerate(self._sizes), (-1, 0)]:
@@ -255,23 +253,6 @@ def _one_thread_each() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-class _Progress:
-    """Tell every few seconds how much is done, how fast, and how long the rest will take."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
-        self._began = self._reported = time.monotonic()
-
-    def count(self, nbytes: int) -> None:
-        self._done += nbytes
-        now = time.monotonic()
-        if now - self._reported >= _REPORT_EVERY:
-            self._reported = now
-            rate = self._done / (now - self._began)
-            done, total, left = human_bytes(self._done), human_bytes(self._total), (self._total - self._done) / rate
-            _log.info("%s of %s, %s/s, %.0f s left", done, total, human_bytes(rate), left)
 
 
 def _check_unchanged(source: Mapping[str, Any]) -> None:

@@ -191,9 +191,11 @@ def evaluate(
     trust: TrustFlag = False,
 ) -> None:
     """Generate answers to held-out samples and count exact matches."""
+    from tessera.core import log
     from tessera.evaluation.evaluate import evaluate as run
 
-    score = run(model, data=data, root=root, max_samples=max_samples, max_new_tokens=max_new_tokens, trust=trust)
+    with log.on_screen():
+        score = run(model, data=data, root=root, max_samples=max_samples, max_new_tokens=max_new_tokens, trust=trust)
     for line in score.lines():
         typer.echo(line)
 
@@ -212,17 +214,19 @@ def compare(
 
     Exit code 1 if anything is wrong.
     """
+    from tessera.core import log
     from tessera.tools.compare import compare as run
 
-    agreement = run(
-        folder,
-        data,
-        base=base,
-        prove=prove,  # type: ignore[arg-type]  # it is checked there
-        root=root,
-        max_samples=max_samples,
-        max_new_tokens=max_new_tokens,
-    )
+    with log.on_screen():
+        agreement = run(
+            folder,
+            data,
+            base=base,
+            prove=prove,  # type: ignore[arg-type]  # it is checked there
+            root=root,
+            max_samples=max_samples,
+            max_new_tokens=max_new_tokens,
+        )
     for line in agreement.lines():
         typer.echo(line)
     if not agreement.complete:

@@ -12,6 +12,7 @@ from typing import Any
 from tessera.core.config import build
 from tessera.core.errors import TesseraError
 from tessera.core.files import write_jsonl
+from tessera.core.progress import Progress
 from tessera.core.run_config import SourceSection, load_config
 from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust
@@ -65,11 +66,13 @@ def evaluate(
     rows: list[dict[str, Any]] = []
     skipped = 0
     asked = questions(sources)
-    while group := list(islice(asked, batch)):
-        usable = [q for q in group if isinstance(q, Question)]
-        skipped += len(group) - len(usable)
-        for question, answer in zip(usable, answer_all(loaded, processor, usable, max_new_tokens), strict=True):
-            rows.append(question.marked(answer))
+    with Progress("evaluating", sum(map(len, sources)), "samples") as progress:
+        while group := list(islice(asked, batch)):
+            usable = [q for q in group if isinstance(q, Question)]
+            skipped += len(group) - len(usable)
+            for question, answer in zip(usable, answer_all(loaded, processor, usable, max_new_tokens), strict=True):
+                rows.append(question.marked(answer))
+            progress.count(len(group))
     if not rows:
         raise TesseraError("no held-out sample could be used", where=", ".join(str(s.path) for s in sources))
     if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():

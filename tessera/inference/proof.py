@@ -17,13 +17,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tessera.checkpoint.collective import Ranks
-from tessera.checkpoint.files import human_bytes
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError, few_names, first_line, nearest
 from tessera.core.layouts import CLASS_NAME, folder_layout
+from tessera.core.progress import human_bytes
 from tessera.core.types import Batch, Message, ModelSpec, Part, Sample
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media

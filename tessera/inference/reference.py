@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,17 @@ class TransformersReference(StockModel):
         )
 
     @torch.no_grad()
-    def answer(self, asked: Sequence[Mapping[str, Any]], max_new_tokens: int, batch: int) -> list[str]:
-        """Return the answer to each result of `inputs`. Inputs of one shape form a batch, so nothing is padded."""
+    def answer(
+        self,
+        asked: Sequence[Mapping[str, Any]],
+        max_new_tokens: int,
+        batch: int,
+        count: Callable[[int], None] = lambda done: None,
+    ) -> list[str]:
+        """Return the answer to each result of `inputs`. Inputs of one shape form a batch, so nothing is padded.
+
+        `count` is told how many more are answered.
+        """
         alike: dict[tuple[Any, ...], list[int]] = {}
         for number, one in enumerate(asked):
             alike.setdefault(_shape(one), []).append(number)
@@ -88,6 +97,7 @@ class TransformersReference(StockModel):
                 tail = out[:, joined["input_ids"].shape[1] :]
                 for number, text in zip(group, self._decode(tail, skip_special_tokens=True), strict=True):
                     answers[number] = text
+                count(len(group))
         return answers
 
     def inputs(self, messages: Sequence[Message], images: Sequence[Any]) -> dict[str, Any]:

@@ -24,10 +24,11 @@ from safetensors.torch import load_file, save_file
 from small_folders import small_folder
 
 import tessera
-from tessera.checkpoint import publish, stream
+from tessera.checkpoint import publish
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.checkpoint.state import model_tensors
+from tessera.core import progress
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.models import build_on_meta, resolve
@@ -243,7 +244,7 @@ def test_a_source_in_several_types_is_refused_and_leaves_nothing(folder: Path, t
 def test_progress_says_how_much_how_fast_and_how_long(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stream, "_REPORT_EVERY", 0.0)
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
     with caplog.at_level(logging.INFO, logger="tessera"):
         convert(folder, tmp_path / "mm")
     lines = [record.message for record in caplog.records if " s left" in record.message]

@@ -1,0 +1,87 @@
+"""Long work shows how far it is: one live line on a terminal, plain lines elsewhere, nothing when it is quick."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+
+import pytest
+
+from tessera.core import progress
+from tessera.core.progress import Progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(progress, "time", made)
+    monkeypatch.delenv("RANK", raising=False)
+    return made
+
+
+def on(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(sys, "__stderr__", stream)
+    return stream
+
+
+def work(clock: Clock, seconds: float, steps: int = 10) -> None:
+    with Progress("loading weights", steps * 10**9) as shown:
+        for _ in range(steps):
+            clock.now += seconds / steps
+            shown.count(10**9)
+
+
+def test_a_terminal_has_one_line_that_is_gone_at_the_end(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = on(Terminal(), monkeypatch)
+    work(clock, 20.0)
+    text = screen.getvalue()
+    assert "\n" not in text
+    assert "loading weights: 5.0 GB of 10.0 GB, 500.0 MB/s, 10 s left" in text
+    assert text.endswith("\r")
+    assert text.rsplit("\r", 2)[1].strip() == ""
+
+
+def test_a_log_has_a_line_every_ten_seconds(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    screen = on(io.StringIO(), monkeypatch)
+    with caplog.at_level(logging.INFO, logger="tessera"):
+        work(clock, 35.0)
+    assert screen.getvalue() == ""
+    assert [record.message.count("s left") for record in caplog.records] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_quick_work_and_other_ranks_say_nothing(
+    stream: type[io.StringIO], clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    screen = on(stream(), monkeypatch)
+    with caplog.at_level(logging.INFO, logger="tessera"):
+        work(clock, 0.5)
+        monkeypatch.setenv("RANK", "3")
+        work(clock, 100.0)
+    assert screen.getvalue() == ""
+    assert not caplog.records
+
+
+def test_samples_are_counted_in_their_own_unit_and_nothing_done_is_no_error(clock: Clock) -> None:
+    shown = Progress("evaluating", 500, "samples")
+    assert shown.line(clock.now) == "evaluating: 0 of 500 samples, 0/s, 0 s left"
+    shown.count(50)
+    assert shown.line(clock.now + 5) == "evaluating: 50 of 500 samples, 10/s, 45 s left"
