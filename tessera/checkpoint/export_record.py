@@ -47,7 +47,7 @@ from tessera.core.file_plan import Extent, map_elements
 from tessera.core.files import read_json_mapping
 from tessera.core.layouts import detect_layout, folder_layout
 from tessera.core.libc import same_bytes
-from tessera.core.progress import Progress
+from tessera.core.progress import WorkProgress
 from tessera.core.tensor_rows import Bytes, TensorRows
 from tessera.core.weightmap import WeightMap
 
@@ -292,7 +292,7 @@ def _each_tensor(folder: Path, work: Callable[[str, str, Tensor], T]) -> tuple[d
         paths = sorted(folder.glob("*.safetensors"))
     found: dict[str, T] = {}
     whole = sum(path.stat().st_size for path in paths if path.is_file())
-    with Progress("reading what is stored", whole) as progress, ThreadPoolExecutor(_THREADS) as pool:
+    with WorkProgress("reading what is stored", whole) as progress, ThreadPoolExecutor(_THREADS) as pool:
         for path in paths:
             try:
                 with open_safetensors(path) as file:

@@ -43,7 +43,7 @@ from tessera.core.file_plan import Extent, PlannedTensor
 from tessera.core.layouts import ROOT
 from tessera.core.megatron_form import MegatronForm
 from tessera.core.modules import local_shard
-from tessera.core.progress import Progress
+from tessera.core.progress import WorkProgress
 from tessera.core.tensor_rows import TensorRows
 from tessera.core.weightmap import WeightMap, native_rows
 
@@ -344,7 +344,7 @@ def fill_from_form(
             if Ranks.current().rank == 0:
                 stored.check_copies(weight_map)
             sizes = {name: local_shard(target).nbytes for name, target in tensors.items()}
-            with Progress("loading weights", sum(sizes.values())) as progress:
+            with WorkProgress("loading weights", sum(sizes.values())) as progress:
                 for name, target in tensors.items():
                     native.fill(name, target)
                     progress.count(sizes[name])

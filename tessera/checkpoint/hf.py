@@ -43,7 +43,7 @@ from tessera.checkpoint.weights import (
 from tessera.core.file_plan import FilePlan, FolderPlan
 from tessera.core.layouts import CONFIG_FILE, ROOT, FolderLayout, TransformersFolder, single_folder
 from tessera.core.modules import local_shard
-from tessera.core.progress import Progress, human_bytes
+from tessera.core.progress import WorkProgress, human_bytes
 from tessera.core.weightmap import WeightMap
 
 _log = logging.getLogger("tessera")
@@ -105,7 +105,7 @@ def _load(
         if Ranks.current().rank == 0:
             check_copies(weight_map.for_names(shapes), shapes, read, str(folder))
         sizes = [local_shard(tensors[source.native]).nbytes for source in sources]
-        with Progress("loading weights", sum(sizes)) as progress:
+        with WorkProgress("loading weights", sum(sizes)) as progress:
             for source, size in zip(sources, sizes, strict=True):
                 for name in source.foreign:
                     check_stored_kind(name, kinds[name], tensors[source.native].dtype, str(folder))

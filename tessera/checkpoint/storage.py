@@ -45,7 +45,7 @@ from tessera.checkpoint.files import (
 from tessera.checkpoint.legacy.dcp import TensorInParts, TensorPart, check_cover
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError, nearest
-from tessera.core.progress import Progress
+from tessera.core.progress import WorkProgress
 from tessera.core.torch_internals import foreach_copy_
 
 TABLE = "tensors.json"
@@ -222,7 +222,7 @@ def _read_boxes(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     by_file: dict[str, list[ReadItem]] = defaultdict(list)
     for item in planner.create_local_plan().items:
         by_file[table.storage_data[item.storage_index][0]].append(item)
-    with Progress("loading the checkpoint", sum(map(len, by_file.values())), "tensors") as progress:
+    with WorkProgress("loading the checkpoint", sum(map(len, by_file.values())), "tensors") as progress:
         for name, items in by_file.items():
             if Path(name).name != name:
                 raise TesseraError(f"a file outside of the checkpoint: {name!r}", where=str(folder / TABLE))

@@ -31,7 +31,7 @@ from tessera.checkpoint.publish import Journal, Origin, check_target, remove_emp
 from tessera.core.errors import TesseraError
 from tessera.core.file_plan import Extent, FolderPlan, PlannedTensor
 from tessera.core.process import open_files, usable_cpus
-from tessera.core.progress import Progress, human_bytes
+from tessera.core.progress import WorkProgress, human_bytes
 from tessera.core.tensor_rows import TensorRows
 from tessera.core.weightmap import WeightMap
 
@@ -152,7 +152,7 @@ class _Work:
     def _run_groups(self, jobs: int, written: NativeTensors) -> None:
         running: dict[Future[None], int] = {}
         ahead, asked = 0, 0  # the next group that the disk was not asked for, and the bytes before it
-        with Progress("converting", sum(self._sizes)) as progress, ThreadPoolExecutor(jobs) as pool:
+        with WorkProgress("converting", sum(self._sizes)) as progress, ThreadPoolExecutor(jobs) as pool:
             try:
                 begun = 0
                 for number, size in [*enumerate(self._sizes), (-1, 0)]:

@@ -24,7 +24,7 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-class Progress:
+class WorkProgress:
     """Count what is done of some work, and say it from time to time; `unit`: "bytes", or what is counted.
 
     Only the main rank shows anything. Where a bar of the run is on the terminal already, lines go above it.
@@ -36,7 +36,7 @@ class Progress:
         self._width = 0  # columns of the live line; 0: none is there
         self._silent = os.environ.get("RANK", "0") != "0"
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> WorkProgress:
         return self
 
     def __exit__(

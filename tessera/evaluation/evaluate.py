@@ -12,7 +12,7 @@ from typing import Any
 from tessera.core.config import build
 from tessera.core.errors import TesseraError
 from tessera.core.files import write_jsonl
-from tessera.core.progress import Progress
+from tessera.core.progress import WorkProgress
 from tessera.core.run_config import SourceSection, load_config
 from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust
@@ -66,7 +66,7 @@ def evaluate(
     rows: list[dict[str, Any]] = []
     skipped = 0
     asked = questions(sources)
-    with Progress("evaluating", sum(map(len, sources)), "samples") as progress:
+    with WorkProgress("evaluating", sum(map(len, sources)), "samples") as progress:
         while group := list(islice(asked, batch)):
             usable = [q for q in group if isinstance(q, Question)]
             skipped += len(group) - len(usable)

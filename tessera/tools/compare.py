@@ -13,7 +13,7 @@ from tessera.checkpoint.export_record import SAME_NAMES, ExportRecord, changes_s
 from tessera.checkpoint.publish import MARK
 from tessera.core.errors import TesseraError
 from tessera.core.layouts import CONFIG_FILE, detect_layout
-from tessera.core.progress import Progress
+from tessera.core.progress import WorkProgress
 from tessera.core.run_config import ModelSection
 from tessera.data.media.files import Limits
 from tessera.data.media.read import decode
@@ -146,14 +146,14 @@ def _answers(
     model, processor = load(folder)
     processor = replace(processor, limits=replace(processor.limits, jpeg_draft=False))  # as the other side decodes
     answers: list[str] = []
-    with Progress("answers of Tessera", len(asked), "samples") as progress:
+    with WorkProgress("answers of Tessera", len(asked), "samples") as progress:
         for at in range(0, len(asked), batch):
             group = asked[at : at + batch]
             answers += answer_all(model, processor, group, max_new_tokens)
             progress.count(len(group))
     reference = TransformersReference(folder)
     inputs = [reference.inputs(question.sample.messages, _images(question)) for question in asked]
-    with Progress("answers of transformers", len(asked), "samples") as progress:
+    with WorkProgress("answers of transformers", len(asked), "samples") as progress:
         expected = reference.answer(inputs, max_new_tokens, batch, progress.count)
     return [(q.sample.id, a, b) for q, a, b in zip(asked, answers, expected, strict=True)]
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tessera.core import progress
-from tessera.core.progress import Progress
+from tessera.core.progress import WorkProgress
 
 
 class Clock:
@@ -41,7 +41,7 @@ def on(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 def work(clock: Clock, seconds: float, steps: int = 10) -> None:
-    with Progress("loading weights", steps * 10**9) as shown:
+    with WorkProgress("loading weights", steps * 10**9) as shown:
         for _ in range(steps):
             clock.now += seconds / steps
             shown.count(10**9)
@@ -81,7 +81,7 @@ def test_quick_work_and_other_ranks_say_nothing(
 
 
 def test_samples_are_counted_in_their_own_unit_and_nothing_done_is_no_error(clock: Clock) -> None:
-    shown = Progress("evaluating", 500, "samples")
+    shown = WorkProgress("evaluating", 500, "samples")
     assert shown.line(clock.now) == "evaluating: 0 of 500 samples, 0/s, 0 s left"
     shown.count(50)
     assert shown.line(clock.now + 5) == "evaluating: 50 of 500 samples, 10/s, 45 s left"
