@@ -12,7 +12,7 @@ from tessera.evaluation.evaluate import evaluate
 from tessera.inference.chat import Chat
 from tessera.inference.diffusion.load import load_pipeline as pipeline
 from tessera.inference.load import generate, load
-from tessera.observe.report import write_report as report
+from tessera.observe.report.page import report
 from tessera.parallel.plan import Plan
 from tessera.tools.compare import compare
 from tessera.tools.convert import convert

@@ -8,55 +8,91 @@ from __future__ import annotations
 
 import html
 import math
+import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
+HOVERED = 100  # strips of a line chart that show their values
 COLUMNS = 800  # of a line chart: each shows the lowest and the highest point of its range
 Point = tuple[float, float]
 
-STYLE = """
-:root{color-scheme:light dark;--ink:#1c2024;--soft:#5d6675;--line:#d8dbe2;--page:#fbfbfc;--card:#fff;--main:#2f5fd0;
---held:#d9622b;--good:#2e8b57;--bad:#c23b3b}
-@media(prefers-color-scheme:dark){:root{--ink:#e8eaee;--soft:#9aa3b2;--line:#343a46;--page:#14171c;--card:#1c2027;
---main:#7da2ff;--held:#ff9b66;--good:#63c793;--bad:#ff7d7d}}*{box-sizing:border-box}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);margin:0 auto;padding:28px;
-max-width:1240px}h1{font-size:26px;line-height:1.25;margin:4px 0}h2{font-size:18px;margin:34px 0 12px}
+# Colours by the preferred scheme of the reader, then the page itself, then what stands on a page.
+_LIGHT = """--ink:#1c2024;--soft:#5d6675;--line:#d8dbe2;--page:#fbfbfc;--card:#fff;--main:#2f5fd0;--held:#d9622b;
+--good:#2e8b57;--bad:#c23b3b;--run-0:#2f5fd0;--run-1:#d9622b;--run-2:#2e8b57;--run-3:#8a4fc7;--run-4:#b0871a;
+--run-5:#178f9c;--run-6:#c23b7f;--run-7:#5d6675"""
+_DARK = """--ink:#e8eaee;--soft:#9aa3b2;--line:#343a46;--page:#14171c;--card:#1c2027;--main:#7da2ff;--held:#ff9b66;
+--good:#63c793;--bad:#ff7d7d;--run-0:#7da2ff;--run-1:#ff9b66;--run-2:#63c793;--run-3:#c79bff;--run-4:#e6c35c;
+--run-5:#5fd0dc;--run-6:#ff8cc3;--run-7:#9aa3b2"""
+RUN_COLORS = 8
+_PAGE = """
+*{box-sizing:border-box}body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);margin:0 auto;
+padding:28px;max-width:1240px}h1{font-size:26px;line-height:1.25;margin:4px 0}h2{font-size:18px;margin:34px 0 12px}
+pre{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px;overflow:auto;font-size:12.5px}
+@media(max-width:560px){body{padding:14px}h1{font-size:21px}.fact b{font-size:16px}}
+"""
+_PARTS = """
 p{margin:6px 0}.soft{color:var(--soft)}code{font-size:13px}
 .facts,.charts{display:grid;gap:14px;margin:18px 0}.facts{grid-template-columns:repeat(auto-fit,minmax(140px,1fr))}
 .charts{grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr))}
 .fact,figure,.wide{background:var(--card);border:1px solid var(--line);border-radius:10px}
-.fact{padding:12px 14px}.fact b{display:block;font-size:20px;font-variant-numeric:tabular-nums}
+.fact{padding:12px 14px}.fact b{display:block;font-size:20px;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
 figure{margin:0;padding:12px 14px}figcaption{font-weight:600;display:flex;justify-content:space-between;gap:10px}
 figcaption span{font-weight:400;color:var(--soft);font-size:12px}figure p{font-size:12.5px;margin:4px 0 0}
 svg{width:100%;height:auto;display:block}
 svg text{fill:var(--soft);font-size:11px;paint-order:stroke;stroke:var(--card);stroke-width:3px}
 .grid{stroke:var(--line)}polyline{fill:none;stroke-width:2}polyline.main{stroke:var(--main)}
-polyline.raw{stroke:var(--main);opacity:.25;stroke-width:1}circle.held{fill:var(--held)}
+polyline.held{stroke:var(--held)}polyline.raw{stroke:var(--main);opacity:.25;stroke-width:1}circle.held{fill:var(--held)}
+circle.main{fill:var(--main)}
 .band{opacity:.16}.bar{fill:var(--main);opacity:.85}.bar:hover{opacity:1}
 line.share{stroke:var(--soft);stroke-dasharray:3 3}line.mark{stroke:var(--bad);stroke-dasharray:4 4}
 svg text.mark{fill:var(--bad)}.legend{font-size:12px;color:var(--soft)}.key{margin-right:14px}
 .key i{display:inline-block;width:14px;height:4px;margin-right:5px;vertical-align:middle;background:var(--main)}
 .key.raw i{opacity:.3}.key.held i{background:var(--held)}.key.band i{height:12px;opacity:.45}.key.band{opacity:1}
+.hit rect.over{fill:transparent}.tip{visibility:hidden;pointer-events:none}.hit:hover .tip{visibility:visible}
+.tip rect{fill:var(--card);stroke:var(--line);opacity:.95}.tip path{stroke:var(--soft);opacity:.6}
+svg .tip text{fill:var(--ink);stroke:none}
 .wide{overflow-x:auto;padding:6px 14px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 td,th{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 th{font-weight:600;color:var(--soft);font-size:13px}th[colspan]{text-align:center}
 td:first-child,th:first-child{text-align:left}tr:last-child td{border-bottom:0}
 td div.share{height:10px;min-width:1px;background:var(--main);border-radius:3px}
-pre{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px;overflow:auto;font-size:12.5px}
-@media(max-width:560px){body{padding:14px}h1{font-size:21px}.fact b{font-size:16px}}
-"""
+""" + "".join(
+    f"polyline.run-{n}{{stroke:var(--run-{n})}}circle.run-{n}{{fill:var(--run-{n})}}"
+    f".key.run-{n} i{{background:var(--run-{n})}}\n"
+    for n in range(RUN_COLORS)
+)
+STYLE = f":root{{color-scheme:light dark;{_LIGHT}}}@media(prefers-color-scheme:dark){{:root{{{_DARK}}}}}{_PAGE}{_PARTS}"
+NOTEBOOK = "tessera-output"  # the class of what stands in somebody else's page
 
 
-def page(title: str, body: Iterable[str], style: str = "") -> str:
-    """Return a whole page. `style`: CSS besides the common one. The page may load nothing, whatever the body says."""
+def page(title: str, body: Iterable[str], style: str = "", refresh_s: int | None = None) -> str:
+    """Return a whole page. `style`: CSS besides the common one. `refresh_s`: the browser reads the page again after so
+    many seconds. The page may load nothing, whatever the body says."""
+    again = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{again}'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'\">"
         f'<link rel="icon" href="data:,"><title>{escape(title)[:240]}</title><style>{STYLE}{style}</style></head>'
         f"<body>{''.join(body)}</body></html>"
     )
+
+
+def fragment(body: Iterable[str]) -> str:
+    """Return parts for a cell of a notebook: styled as on a page of ours, without touching what else is there."""
+    rules = re.sub(r"([^{}]+)\{", _inside_notebook, _PARTS)
+    colors = f".{NOTEBOOK}{{{_LIGHT};color:var(--ink);font:14px/1.5 system-ui,sans-serif;max-width:1000px}}"
+    dark = f"@media(prefers-color-scheme:dark){{.{NOTEBOOK}{{{_DARK}}}}}"
+    # Notebooks have a theme of their own, which need not be that of the system: an own background is always readable.
+    ground = f".{NOTEBOOK}{{background:var(--page);padding:10px;border-radius:10px}}"
+    return f'<div class="{NOTEBOOK}"><style>{colors}{dark}{ground}{rules}</style>{"".join(body)}</div>'
+
+
+def _inside_notebook(rule: re.Match[str]) -> str:
+    return ",".join(f".{NOTEBOOK} {one.strip()}" for one in rule[1].split(",")) + "{"
 
 
 def escape(text: str) -> str:
@@ -98,7 +134,7 @@ def share_bar(share: float) -> str:
 class Series:
     label: str
     points: Sequence[Point]
-    style: str = "main"  # main, raw (pale) or held
+    style: str = "main"  # main, raw (pale), held, or run-N for one of several runs
     dots: bool = False
 
 
@@ -122,8 +158,10 @@ class Frame:
     right: int = 26
     top: int = 14
     bottom: int = 30
+    x_name: str = ""  # before the label of x where the pointer is
     x_label: Callable[[float], str] = lambda x: f"{round(x):,}"
     y_label: Callable[[float], str] = lambda y: short_number(y)
+    tip_label: Callable[[float], str] = lambda y: f"{y:.5g}"  # of y where the pointer is
     log_scale: bool = False  # of y
     y_from_zero: bool = False
 
@@ -139,7 +177,8 @@ def line_chart(
     bands: Sequence[Band] = (),
     mark: float | None = None,
 ) -> str:
-    """Return a figure with axes and a legend. `mark`: an x to draw a vertical line at.
+    """Return a figure with axes and a legend, which shows the values below the pointer. `mark`: an x to draw a vertical
+    line at.
 
     Values that are not finite, or not positive on a logarithmic scale, are left out. The title counts the former.
     """
@@ -154,8 +193,9 @@ def line_chart(
     x_high = max([*(band.end for band in bands), *(x for x, _ in points)])
     values = [frame.up(y) for _, y in points]
     y_low, y_high = (0.0, 1.05 * max(values)) if frame.y_from_zero else (min(values), max(values))
-    if y_high - y_low < 1e-12:
-        y_low, y_high = y_low - 0.5, y_high + 0.5
+    if y_high - y_low <= 1e-9 * max(abs(y_low), abs(y_high)):  # one value alone
+        room = 0.1 * abs(y_high) or 0.5
+        y_low, y_high = y_low - room, y_high + room
 
     def across(x: float) -> float:
         return frame.left + (x - x_low) / max(x_high - x_low, 1e-12) * (frame.width - frame.left - frame.right)
@@ -186,6 +226,7 @@ def line_chart(
             parts.append(f'<polyline class="{one.style}" points="{line}"/>')
     if mark is not None:
         parts.append(_vertical(across(mark), frame.top, frame.height - frame.bottom, "mark"))
+    parts += _hover(frame, shown, bands, across)
     keys = [f'<span class="key {one.style}"><i></i>{escape(one.label)}</span>' for one in shown if one.points]
     keys += [
         f'<span class="key band"><i style="background:{color}"></i>{escape(label)}</span>'
@@ -236,8 +277,11 @@ def bar_chart(
 
 
 def short_number(value: float) -> str:
+    """Return a number for an axis."""
     size = abs(value)
-    return f"{value:.1e}" if size and (size >= 10_000 or size < 0.001) else f"{value:.3g}"
+    if 1000 <= size < 1_000_000:
+        return f"{value:,.0f}"
+    return f"{value:.1e}" if size and (size >= 1000 or size < 0.001) else f"{value:.3g}"
 
 
 def _figure(title: str, unit: str, chart: str, note: str) -> str:
@@ -256,6 +300,48 @@ def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
 
 def _vertical(x: float, top: float, bottom: float, style: str) -> str:
     return f'<line class="{style}" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
+
+
+def _hover(
+    frame: Frame, series: Sequence[Series], bands: Sequence[Band], across: Callable[[float], float]
+) -> list[str]:
+    """Return a strip for each of some x that shows the values there while the pointer is over it. No script does."""
+    known = [(dict(one.points), one) for one in series if one.points]
+    places = sorted({x for points, _ in known for x in points})
+    if not places:
+        return []
+    last = len(places) - 1
+    chosen = sorted({round(at * last / min(HOVERED, last or 1)) for at in range(min(HOVERED, last) + 1)})
+    xs = [places[at] for at in chosen]
+    marks = [across(x) for x in xs]
+    edges = [float(frame.left), *((a + b) / 2 for a, b in pairwise(marks)), float(frame.width - frame.right)]
+    ordered = [(sorted(points), points, one) for points, one in known]
+    parts = []
+    for number, (x, at) in enumerate(zip(xs, marks, strict=True)):
+        # A line that has no point at this very x is shown with its nearest one, if that lies in the strip.
+        shown = []
+        for own, points, one in ordered:
+            first = max(0, bisect_left(own, x) - 1)
+            near = min(own[first : first + 2], key=lambda other: abs(other - x))
+            if edges[number] <= across(near) <= edges[number + 1] or near == x:
+                shown.append((one.label, points[near]))
+        behind = next((band.label for band in bands if band.start <= x <= band.end), "")
+        lines = [
+            f"{frame.x_name}{frame.x_label(x)}",
+            *filter(None, [behind]),
+            *(f"{label}  {frame.tip_label(y)}" for label, y in shown),
+        ]
+        wide, high = 7 * max(map(len, lines)) + 12, 15 * len(lines) + 6
+        left = at + 8 if at + 8 + wide < frame.width else at - 8 - wide
+        texts = "".join(_text(left + 6, frame.top + 15 * (row + 1), line, "start") for row, line in enumerate(lines))
+        parts.append(
+            f'<g class="hit"><rect class="over" x="{edges[number]:.1f}" y="{frame.top}" '
+            f'width="{max(0.5, edges[number + 1] - edges[number]):.1f}" '
+            f'height="{frame.height - frame.top - frame.bottom}"/>'
+            f'<g class="tip"><path d="M{at:.1f} {frame.top}V{frame.height - frame.bottom}"/>'
+            f'<rect x="{left:.1f}" y="{frame.top}" width="{wide}" height="{high}" rx="4"/>{texts}</g></g>'
+        )
+    return parts
 
 
 def _thin(points: Sequence[Point], x_low: float, x_high: float) -> list[Point]:

@@ -34,7 +34,7 @@ from tessera.models.common.side_files import seal_side_files, side_folder, write
 from tessera.observe.anomaly.attribution import ProbeReader
 from tessera.observe.anomaly.guard import Guard
 from tessera.observe.profile.profiler import StepProfiler
-from tessera.observe.report import Report
+from tessera.observe.report.live import LiveReport, Report
 from tessera.observe.watchdog.watchdog import Watchdog
 from tessera.optim.optimizer import build_optimizer, clip_gradients
 from tessera.parallel.apply import build_engine, counted_elsewhere, parallelize
@@ -335,7 +335,8 @@ def _loader_from(
 def _callbacks(
     config: RunConfig, setup: ModelSetup, processor: Processor | None, source: RowSource, ema: Ema | None
 ) -> list[Callback]:
-    callbacks: list[Callback] = [StopOnSignal(), Meter(config.log.every)]
+    live = LiveReport()
+    callbacks: list[Callback] = [live, StopOnSignal(), Meter(config.log.every)]
     if config.log.trackers:
         callbacks.append(Trackers(config.log))
     callbacks += [Ledger(), Quarantine(source.bad_samples, source.bad_count)]
@@ -346,7 +347,7 @@ def _callbacks(
         trained = [shard.name for shard in setup.plan.param_shards if shard.trained and not is_factor(shard.name)]
         saved = trained if setup.adapters else []
         callbacks.append(Export(setup.spec, setup.config, processor, setup.adapters, average, saved))
-    callbacks.append(Report())
+    callbacks.append(Report(live))
     coverage = config.guard.coverage
     if coverage == "auto":
         coverage = "warn" if setup.spec.spare_parts else "stop"

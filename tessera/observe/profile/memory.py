@@ -152,6 +152,7 @@ def memory_page(timeline: Timeline, title: str, sentences: Sequence[str]) -> str
         left=70,
         x_label=lambda ms: f"{ms:.4g} ms",
         y_label=lambda size: f"{size / unit:.3g} {name}",
+        tip_label=lambda size: f"{size / unit:.5g} {name}",
         y_from_zero=True,
     )
     chart = html.line_chart(

@@ -1,0 +1,233 @@
+"""Show generated answers with the images they are about, and the previews of a generation model."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from tessera.core import html
+from tessera.core.errors import TesseraError
+from tessera.core.files import leads_out, read_bytes, read_jsonl, step_of
+from tessera.observe.report.boxes import Box, find_boxes
+from tessera.observe.report.recorded import RecordedRun
+
+MOST_ANSWERS = 60
+MOST_COMPARED = 30
+MOST_IMAGES = 6  # of an answer
+IMAGE_PIXELS = 420  # the longer side
+TINY = 64  # an image no larger is enlarged, pixel by pixel
+SHORT = 28  # an answer of so many characters is a word: it is written large
+FOLDED = 360  # of a longer text so many characters are shown, and the rest when it is opened
+MOST_TEXT = 20_000
+MOST_PREVIEWS = 8  # steps, spread over the run
+MOST_PREVIEW_BYTES = 4 << 20
+
+STYLE = """
+.answers{display:grid;gap:14px;grid-template-columns:repeat(auto-fill,minmax(min(100%,250px),1fr));align-items:start}
+.answers.words{grid-template-columns:repeat(auto-fill,minmax(160px,1fr))}
+.answer{padding:10px 12px;background:var(--card);border:1px solid var(--line);border-radius:10px;overflow:hidden}
+.words .answer{text-align:center}
+.images{display:flex;flex-wrap:wrap;gap:6px;margin-bottom:6px}.words .images{justify-content:center}
+.image{position:relative;line-height:0}.image img{max-width:100%;max-height:300px;border-radius:4px;background:#000}
+.image img.tiny{image-rendering:pixelated;height:84px;min-width:40px;object-fit:contain}
+.image svg{position:absolute;inset:0;width:100%;height:100%}
+.image rect{fill:none;stroke-width:2.5;vector-effect:non-scaling-stroke;pointer-events:all}
+rect.said{stroke:#ff4d4d}rect.wanted{stroke:#27d17c;stroke-dasharray:6 4}
+.text{white-space:pre-wrap;overflow-wrap:anywhere}.text.word{font-size:20px;font-weight:600}
+.right .text.said{color:var(--good)}.wrong .text.word.said{color:var(--bad)}.wrong{border-color:var(--bad)}
+.answer .soft{overflow-wrap:anywhere;font-size:13.5px}details.long summary{cursor:pointer;list-style:none}
+details.long[open] summary span{display:none}details.long summary i{color:var(--main);font-style:normal}
+td.answer-cell{white-space:normal;text-align:left;vertical-align:top;min-width:200px;border-radius:0;border:0;
+border-bottom:1px solid var(--line)}
+.previews{display:flex;gap:10px;overflow-x:auto;padding-bottom:10px}.previews figure{flex:none;padding:8px}
+.previews img{height:220px;display:block;image-rendering:auto;border-radius:4px}
+"""
+
+
+def answers_section(run: RecordedRun) -> str:
+    """Return answers to held-out samples: mistakes first, then correct ones spread evenly over the whole set."""
+    if not run.answers:
+        return ""
+    wrong = [one for one in run.answers if not one["correct"]][: MOST_ANSWERS // 2]
+    right = [one for one in run.answers if one["correct"]]
+    stride = max(1, len(right) // max(1, MOST_ANSWERS - len(wrong)))
+    shown = wrong + right[::stride][: MOST_ANSWERS - len(wrong)]
+    words = all(len(text) <= SHORT for row in shown for text in (row["answer"], row["expected"]))
+    cards = "".join(_card(row, run) for row in shown)
+    note = f'<p class="soft">{len(shown)} of {len(run.answers)}; mistakes first.{_legend(shown)}</p>'
+    generated = any(path.endswith(".gif") for row in shown for path in row["images"])
+    title = "Judged samples" if generated else "Held-out answers"
+    return html.section(title, f'{note}<div class="answers{" words" if words else ""}">{cards}</div>')
+
+
+def compared_answers(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
+    """Return the answers of several runs to the same samples, beside each other; those that differ first."""
+    by_id = [{row["id"]: row for row in run.answers} for run in runs]
+    common = [id for id in by_id[0] if id and all(id in rows for rows in by_id[1:])]
+    if not common:
+        return ""
+    common.sort(key=lambda id: len({rows[id]["answer"] for rows in by_id}) == 1)
+    cells = []
+    for id in common[:MOST_COMPARED]:
+        first = by_id[0][id]
+        asked = (
+            f'<div class="answer-cell">{_images(first, runs[0])}<div class="soft">{_folded(first["question"])}</div>'
+            f'<div class="soft">expected</div>{_text(first["expected"], "")}</div>'
+        )
+        cells.append([asked, *(_marked(rows[id]) for rows in by_id)])
+    rows = "".join("<tr>" + "".join(f'<td class="answer-cell">{cell}</td>' for cell in row) + "</tr>" for row in cells)
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("sample", *names))
+    note = f'<p class="soft">{len(cells)} of {len(common)} that all of them answered; those that differ first.</p>'
+    body = f'{note}<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+    return html.section("Held-out answers", body)
+
+
+def accuracy_by_group(answers: Iterable[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
+    groups: dict[str, list[bool]] = {}
+    for row in answers:
+        groups.setdefault(row["group"], []).append(row["correct"])
+    return [(name, sum(marks), len(marks)) for name, marks in sorted(groups.items())]
+
+
+def previews_section(folder: Path) -> str:
+    """Return samples of a generation model: a row for each prompt, from the first step to the last."""
+    rows = [row for row in read_jsonl(folder / "previews.jsonl") if step_of(row) is not None]
+    steps = sorted({row["step"] for row in rows})
+    if not steps:
+        return ""
+    shown = {steps[round(at * (len(steps) - 1) / max(1, MOST_PREVIEWS - 1))] for at in range(MOST_PREVIEWS)}
+    cards: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        uri = _media(folder, str(row.get("file"))) if row["step"] in shown else None
+        if uri is not None:
+            image = f'<figure><img alt="" src="{uri}"><p>step {row["step"]}</p></figure>'
+            cards.setdefault((str(row.get("prompt")), str(row.get("seed", 0))), []).append(image)
+    parts = [
+        f'<p>{html.escape(prompt[:200])} <span class="soft">seed {html.escape(seed)}</span></p>'
+        f'<div class="previews">{"".join(images)}</div>'
+        for (prompt, seed), images in cards.items()
+    ]
+    return html.section("Previews", "".join(parts))
+
+
+def _card(row: Mapping[str, Any], run: RecordedRun) -> str:
+    question = f'<div class="soft">{_folded(row["question"])}</div>'
+    expected = "" if row["correct"] else f'<div class="soft">expected</div>{_text(row["expected"], "")}'
+    kind = "right" if row["correct"] else "wrong"
+    return f'<div class="answer {kind}">{_images(row, run)}{question}{_text(row["answer"], "said")}{expected}</div>'
+
+
+def _marked(row: Mapping[str, Any]) -> str:
+    return f'<div class="{"right" if row["correct"] else "wrong"}">{_text(row["answer"], "said")}</div>'
+
+
+def _text(text: str, kind: str) -> str:
+    size = " word" if len(text) <= SHORT else ""
+    return f'<div class="text {kind}{size}">{_folded(text) or "—"}</div>'
+
+
+def _folded(text: str) -> str:
+    """Return a text as markup; of a long one the beginning, which opens."""
+    if len(text) <= FOLDED:
+        return html.escape(text)
+    cut = "" if len(text) <= MOST_TEXT else f"\n[{len(text) - MOST_TEXT:,} more characters]"
+    beginning = html.escape(text[: FOLDED - 60].rstrip())
+    return (
+        f'<details class="long"><summary><span>{beginning}… </span><i>{len(text):,} characters</i></summary>'
+        f"{html.escape(text[:MOST_TEXT] + cut)}</details>"
+    )
+
+
+def _images(row: Mapping[str, Any], run: RecordedRun) -> str:
+    shown = "".join(_image(path, row, run) for path in row["images"][:MOST_IMAGES])
+    more = len(row["images"]) - MOST_IMAGES
+    return f'<div class="images">{shown}{f"<span>and {more} more</span>" if more > 0 else ""}</div>' if shown else ""
+
+
+def _image(path: str, row: Mapping[str, Any], run: RecordedRun) -> str:
+    """Return an image with the boxes of the answer, and dashed ones of the expected text where that has others.
+
+    Boxes do not say which image they belong to, so they are drawn only where there is one.
+    """
+    file = Path(path)
+    if file.suffix == ".gif":  # as it is, so that it moves
+        uri = _media(file.parent, file.name)
+        return "" if uri is None else f'<div class="image"><img class="tiny" alt="" src="{uri}"></div>'
+    image = _read(file)
+    if image is None:
+        return ""
+    boxes = ""
+    if len(row["images"]) == 1:
+        seen, pixels = _seen_size(image.size, run), "2_5" in str(run.section("model").get("family"))
+        boxes = _drawn(find_boxes(row["answer"], seen, pixels), "said")
+        if not row["correct"]:
+            boxes = _drawn(find_boxes(row["expected"], seen, pixels), "wanted") + boxes
+    overlay = f'<svg viewBox="0 0 1 1" preserveAspectRatio="none">{boxes}</svg>' if boxes else ""
+    tiny = ' class="tiny"' if max(image.size) <= TINY else ""
+    return f'<div class="image"><img{tiny} alt="" src="{_data_uri(image)}">{overlay}</div>'
+
+
+def _read(file: Path) -> Image.Image | None:
+    # Imported here, because it brings torch: a page without images is drawn in a fraction of a second.
+    from tessera.data.media.files import Limits
+    from tessera.data.media.images import read_image
+
+    try:
+        return read_image(file, Limits())
+    except TesseraError:
+        return None
+
+
+def _seen_size(size: tuple[int, int], run: RecordedRun) -> tuple[int, int]:
+    """Return the size in which the model saw an image, where the recipe limits its pixels."""
+    processor = run.section("data").get("processor")
+    most = processor.get("max_pixels") if isinstance(processor, dict) else None
+    width, height = size
+    if not isinstance(most, int) or most <= 0 or width * height <= most:
+        return size
+    scale = (most / (width * height)) ** 0.5
+    return max(1, round(width * scale)), max(1, round(height * scale))
+
+
+def _drawn(boxes: Sequence[Box], kind: str) -> str:
+    return "".join(
+        f'<rect class="{kind}" x="{box.left:.4f}" y="{box.top:.4f}" width="{box.right - box.left:.4f}" '
+        f'height="{box.bottom - box.top:.4f}"><title>{html.escape(box.label or "box")}</title></rect>'
+        for box in boxes
+    )
+
+
+def _legend(rows: Iterable[Mapping[str, Any]]) -> str:
+    if any(find_boxes(row["answer"], (1000, 1000)) for row in rows if len(row["images"]) == 1):
+        return " Red boxes are those of the answer; dashed green ones were expected."
+    return ""
+
+
+def _media(folder: Path, name: str) -> str | None:
+    """Return a file of the run as a data address; None for what is no small PNG or GIF inside the run."""
+    path = folder / name
+    kind = {".png": "png", ".gif": "gif"}.get(path.suffix)
+    if kind is None or not path.is_file() or leads_out(path, folder):
+        return None
+    try:
+        content = read_bytes(path, MOST_PREVIEW_BYTES)
+    except TesseraError:
+        return None
+    return f"data:image/{kind};base64," + base64.b64encode(content).decode()
+
+
+def _data_uri(image: Image.Image) -> str:
+    """Return an image of a size to look at: drawings and tiny images exactly, photographs as JPEG, which is smaller."""
+    small = max(image.size) <= TINY
+    image.thumbnail((IMAGE_PIXELS, IMAGE_PIXELS), Image.Resampling.BICUBIC)
+    out = io.BytesIO()
+    if small:
+        image.save(out, "PNG")
+    else:
+        image.convert("RGB").save(out, "JPEG", quality=85)
+    return f"data:image/{'png' if small else 'jpeg'};base64," + base64.b64encode(out.getvalue()).decode()

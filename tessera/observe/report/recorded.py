@@ -1,0 +1,113 @@
+"""Read what a run recorded, for those who draw it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tessera.core import html
+from tessera.core.config import read_mapping
+from tessera.core.errors import TesseraError
+from tessera.core.files import read_jsonl, read_metrics
+from tessera.observe.report.history import RunSession, read_sessions
+
+METRICS = "metrics.jsonl"
+# What rows of steps hold besides metrics of the objective.
+_COMMON = {"kind", "step", "epoch", "loss", "grad_norm", "lr", "skipped", "loss_scale", "step_seconds", "data_wait"}
+_COMMON |= {"memory_gib", "peak_memory_gib", "balance", "tflops", "mfu"}
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Hold the records of one run as they were when it was read."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    answers: Sequence[Mapping[str, Any]]
+    sessions: Sequence[RunSession]
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("name") or self.folder.name)
+
+    @property
+    def running(self) -> bool:
+        return bool(self.sessions) and self.sessions[-1].how == "running"
+
+    @cached_property
+    def train_rows(self) -> list[Mapping[str, Any]]:
+        return [row for row in self.rows if row["kind"] == "train"]
+
+    def points(self, key: str) -> list[html.Point]:
+        """Return a number of the steps by step."""
+        return [(row["step"], row[key]) for row in self.train_rows if _is_number(row.get(key))]
+
+    def held_out(self, key: str) -> list[html.Point]:
+        """Return a number of evaluations by step: `loss` is `eval_loss` in the record."""
+        name = f"eval_{key}"
+        return [(row["step"], row[name]) for row in self.rows if _is_number(row.get(name))]
+
+    def metric_names(self) -> list[str]:
+        """Return the metrics of the objective that steps have, such as `margin`."""
+        names = dict.fromkeys(name for row in self.train_rows for name in row)
+        return [name for name in names if name not in _COMMON and not name.endswith("_per_s") and self.points(name)]
+
+    def held_out_names(self) -> list[str]:
+        names = dict.fromkeys(name for row in self.rows for name in row if name.startswith("eval_"))
+        return [name.removeprefix("eval_") for name in names]
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        found = self.config.get(name)
+        return found if isinstance(found, dict) else {}
+
+
+def read_run(folder: str | Path) -> RecordedRun:
+    """Read a run, also one that is still at work. Raise where the folder is none."""
+    folder = Path(folder)
+    if not (folder / METRICS).is_file():
+        raise TesseraError(
+            f"{folder} is not a run: it has no {METRICS}",
+            fix="name the folder that `tessera train` made; a run that has just begun has the file after its first "
+            "steps",
+        )
+    return RecordedRun(
+        folder,
+        read_mapping(folder / "config.yaml"),
+        read_metrics(folder / METRICS),
+        list(_answers(folder)),
+        read_sessions(folder),
+    )
+
+
+def smooth(points: Sequence[html.Point]) -> list[html.Point]:
+    """Return the exponential average over about a thirtieth of the points, and ten at most: a longer one would lag."""
+    weight = 1 - 1 / min(10.0, max(2.0, len(points) / 30))
+    out: list[html.Point] = []
+    total = norm = 0.0  # dividing by the norm keeps the start from being pulled towards zero
+    for x, y in points:
+        if math.isfinite(y):
+            total, norm = weight * total + (1 - weight) * y, weight * norm + (1 - weight)
+            out.append((x, total / norm))
+    return out
+
+
+def _answers(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the evaluation of the whole run, or of the last evaluation during the run."""
+    whole = folder / "answers.jsonl"
+    of_steps = sorted((int(path.stem.rsplit("-", 1)[1]), path) for path in folder.glob("answers-step-[0-9]*.jsonl"))
+    for row in read_jsonl(whole if whole.exists() or not of_steps else of_steps[-1][1]):
+        images = row.get("images")
+        yield {
+            **{key: str(row.get(key, "")) for key in ("id", "group", "question", "expected", "answer")},
+            "correct": bool(row.get("correct")),
+            "images": [str(one) for one in images] if isinstance(images, list) else [],
+        }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
