@@ -71,7 +71,8 @@ def reference_pixels(
 
 def noise_shape(pipeline: Any, ours: dict[str, Any]) -> tuple[int, ...]:
     channels = pipeline.vae.config.get("z_dim") or pipeline.vae.config.latent_channels
-    frames = () if "frames" not in ours else ((ours["frames"] - 1) // 4 + 1,)
+    joined = pipeline.transformer.config.get("patch_size_t") or 1
+    frames = () if "frames" not in ours else (-(-((ours["frames"] - 1) // 4 + 1) // joined) * joined,)
     first = (*frames, channels) if type(pipeline).__name__.startswith("CogVideoX") else (channels, *frames)
     return (1, *first, SIZE["height"] // 8, SIZE["width"] // 8)
 
@@ -143,6 +144,13 @@ def test_cogvideox_samples_the_pixels_of_diffusers(tmp_path: Path, dynamic: bool
     theirs = {"num_frames": 5, "guidance_scale": 6.0, "use_dynamic_cfg": dynamic}
     ours = {"frames": 5, "guidance": 6.0, "dynamic_guidance": dynamic}
     sampled_alike(pipeline, tmp_path, as_drawn, theirs, ours)
+
+
+@pytest.mark.slow
+def test_frames_that_do_not_fill_a_patch_are_sampled_as_diffusers_does(tmp_path: Path) -> None:
+    """Nine frames are three latent frames: a fourth is sampled, and dropped."""
+    pipeline = write_cogvideox(tmp_path, newer=True)
+    sampled_alike(pipeline, tmp_path, as_drawn, {"num_frames": 9, "guidance_scale": 6.0}, {"frames": 9, "guidance": 6.0})
 
 
 @pytest.mark.slow

@@ -186,7 +186,8 @@ def write_sd3(folder: Path) -> Any:
     return saved(made, folder)
 
 
-def write_cogvideox(folder: Path) -> Any:
+def write_cogvideox(folder: Path, newer: bool = False) -> Any:
+    """Write a pipeline. `newer`: as version 1.5, whose patches join two latent frames."""
     from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel
 
     torch.manual_seed(4)
@@ -208,6 +209,7 @@ def write_cogvideox(folder: Path) -> Any:
         patch_size=2,
         temporal_compression_ratio=4,
         max_text_seq_length=226,
+        **({"patch_size_t": 2, "patch_bias": False, "use_rotary_positional_embeddings": True} if newer else {}),
     )
     made = CogVideoXPipeline(
         tokenizer=tokenizer(first="", last="</s>"),

@@ -29,6 +29,7 @@ SAMPLES = "samples"  # what a shard says of itself: the samples it holds
 PROBLEMS = "problems"  # and those that were left out of it, with the reason
 VERSION = 1
 FEATURES = "features"  # the only key of a record
+KEPT = 50_000  # samples whose description is kept in memory, of less than a kilobyte each
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,11 @@ class FeatureFolder(Container):
                 )
         self.starts = [0, *accumulate(count for _, _, count in self.manifest.shards)]
         count = self.starts[-1] if limit is None else min(limit, self.starts[-1])
+        self._read: dict[int, list[dict[str, Any]]] = {}  # what shards say of their samples, by shard
         super().__init__(folder.name, count, {"path": str(folder.resolve()), "features": self.manifest.key})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_read": {}}  # what travels to a worker is small
 
     def load(self, number: int) -> RawRecord:
         shard = bisect_right(self.starts, number) - 1
@@ -136,10 +141,15 @@ class FeatureFolder(Container):
                 yield number, error
 
     def _samples(self, shard: int) -> list[dict[str, Any]]:
+        if shard in self._read:
+            return self._read[shard]
         name, _, count = self.manifest.shards[shard]
         found, _ = shard_content(self.folder / name, self.manifest.key)
         if len(found) != count:
             raise TesseraError(f"damaged features: {name} has {len(found)} samples, and {MANIFEST} says {count}")
+        if sum(map(len, list(self._read.values()))) + count > KEPT:
+            self._read.clear()
+        self._read[shard] = found
         return found
 
     def _record(self, samples: list[dict[str, Any]], shard: int, number: int) -> RawRecord:

@@ -100,7 +100,10 @@ class Pipeline:
         frames, height, width = _size(full)
         _check_multiple("height", height, space * self.form.patch[1], 0)
         _check_multiple("width", width, space * self.form.patch[2], 0)
-        _check_multiple("frames", frames, self.vae_form.time_stride * self.form.patch[0], 1)
+        time, joined = self.vae_form.time_stride, self.form.patch[0]
+        _check_multiple("frames", frames, time, 1)
+        if full.images or full.last_image is not None:  # the latents of given images fill whole patches
+            _check_multiple("frames", frames, time * joined, 1 + time * (joined - 1))
         if self.vae_form.images_only and frames != 1:
             raise TesseraError("this model makes images", where="--frames", allowed=[1])
         self._solvers(full, [0])  # raises where the folder's scheduler and the request do not fit
@@ -239,8 +242,9 @@ class Pipeline:
         return request.guidance, request.guidance if request.guidance_2 is None else request.guidance_2
 
     def _grid(self, request: Request) -> Grid:
+        """Return how many patches are sampled: where frames do not fill the last one, more than are kept."""
         shape = self.vae_form.latent_shape(*_size(request))
-        frames, rows, columns = (size // step for size, step in zip(shape, self.form.patch, strict=True))
+        frames, rows, columns = (-(-size // step) for size, step in zip(shape, self.form.patch, strict=True))
         return frames, rows, columns
 
     def _noise(self, request: Request, seed: int) -> Tensor:
@@ -302,7 +306,8 @@ class Pipeline:
         )
         if common.first is not None:
             found = [torch.cat([common.first.to(tokens), tokens]) for tokens in found]
-        return [from_tokens(tokens, self.form.patch, grid) for tokens in found]
+        kept = self.vae_form.latent_shape(*_size(request))[0]  # the last ones, as in diffusers
+        return [from_tokens(tokens, self.form.patch, grid)[:, -kept:] for tokens in found]
 
     def _autoencoder(self, request: Request) -> Autoencoder:
         """Return the VAE on the device. One that takes tiles is another one: classes differ in what turns tiles off."""
@@ -338,6 +343,6 @@ def _check_multiple(name: str, value: int, step: int, rest: int) -> None:
         raise TesseraError(
             f"{name} is {value}",
             where=f"--{name}",
-            allowed=[f"multiples of {step}" + (" and 1 more" if rest else "")],
+            allowed=[f"multiples of {step}" + (f" and {rest} more" if rest else "")],
             fix=f"--{name} {' or '.join(near)}",
         )
