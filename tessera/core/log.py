@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from tessera.core.files import keep_inside
 
@@ -145,3 +145,16 @@ def on_screen() -> Iterator[None]:
         yield
     finally:
         close()
+
+
+@contextmanager
+def without_bars(library: Any) -> Iterator[None]:
+    """Keep a library's own progress bars off the console, and leave its setting as it was."""
+    settings = library.utils.logging
+    shown = settings.is_progress_bar_enabled()
+    settings.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            settings.enable_progress_bar()

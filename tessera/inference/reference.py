@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.layouts import folder_layout
+from tessera.core.log import without_bars
 from tessera.core.types import Message
 from tessera.models.transformers.library import load_processor
 
@@ -23,9 +24,8 @@ class StockModel:
     def __init__(self, folder: Path) -> None:
         import transformers
 
-        transformers.utils.logging.disable_progress_bar()
         self._folder = folder
-        with _their_errors(folder, "load this folder"):
+        with _their_errors(folder, "load this folder"), without_bars(transformers):
             kind = self.class_of(folder) or transformers.AutoModelForCausalLM
             self._model, report = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
         self._model.eval()

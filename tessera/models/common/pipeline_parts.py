@@ -19,6 +19,7 @@ from tessera.core.errors import TesseraError, first_line, foreign_values, neares
 from tessera.core.files import read_json_mapping
 from tessera.core.generation import GenerationForm, TextForm
 from tessera.core.layouts import DiffusersFolder
+from tessera.core.log import without_bars
 from tessera.data.tokenizer import load_tokenizer
 
 VAE = "vae"
@@ -357,9 +358,10 @@ class PipelineFolder:
                 return _on_meta(made_by, library, folder)
             layout.weight_files(name)  # refuses pickles and files outside of the folder
             word = "torch_dtype" if library == "diffusers" else "dtype"
-            made: nn.Module = made_by.from_pretrained(
-                folder, use_safetensors=True, local_files_only=True, **{word: dtype}
-            )
+            with without_bars(_classes(library)):
+                made: nn.Module = made_by.from_pretrained(
+                    folder, use_safetensors=True, local_files_only=True, **{word: dtype}
+                )
             return made
 
 
