@@ -17,7 +17,8 @@ from tessera.core.run_config import SourceSection, load_config
 from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust
 from tessera.data.sources.source import Question, Source, open_source, questions
-from tessera.inference.load import LoadedModel, LoadedProcessor, load
+from tessera.inference.load import load
+from tessera.inference.loaded import LoadedModel, LoadedProcessor
 
 log = logging.getLogger("tessera")
 

@@ -19,8 +19,8 @@ from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.checkpoint.weight_source import Origin, fill_from, origin_of, saved_config
 from tessera.checkpoint.weights import check_config_numbers, check_folder_fit
 from tessera.core import device as devices
-from tessera.core.adapters import Adapter, Adapters, is_factor
-from tessera.core.config import Section, build
+from tessera.core.adapters import Adapter, is_factor
+from tessera.core.config import build
 from tessera.core.dist import environment_ranks, rank_on_machine
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.generation import GenerationForm
@@ -30,13 +30,10 @@ from tessera.core.pattern import matches
 from tessera.core.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
 from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust, check_trusted, find_code, model_code
-from tessera.core.types import Batch, LanguageProcessor, ModelPlan, ModelSpec, Processor, Sample
+from tessera.core.types import ModelPlan
 from tessera.data.media.files import Limits
-from tessera.data.media.read import ChatProcessor, read_media
-from tessera.inference.chat import Chat
-from tessera.inference.generate import OwnGeneration, Sampling, TextStream, generate_tokens
-from tessera.inference.messages import conversations, sample_of
-from tessera.inference.over_ranks import ModelOverRanks, PassRanks
+from tessera.inference.loaded import LoadedModel, LoadedProcessor
+from tessera.inference.over_ranks import ModelOverRanks
 from tessera.models import build_on_meta, for_family, resolve
 from tessera.models.common.side_files import side_folder
 from tessera.nn.lora import add_adapters, find_adapters, trained_whole, with_adapters
@@ -48,136 +45,6 @@ from tessera.parallel.plan import Workload, make_plan
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RUN_CONFIG = "config.yaml"
 AdapterPaths = str | Path | Sequence[str | Path] | Mapping[str, float] | Mapping[Path, float]
-
-
-class LoadedModel(nn.Module):
-    """Generate text with a model: `module` is the plain torch module, used with its processor."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        spec: ModelSpec,
-        config: Section,
-        processor: Processor | None,
-        run: Callable[..., Any] | None = None,
-        adapters: Adapters | None = None,
-        base: Path | None = None,
-        files: Path | None = None,
-        limits: Limits | None = None,
-        trained_whole: Sequence[str] = (),
-    ) -> None:
-        """Make the model. `run`: what is called instead of a module that is split over several ranks. `base`: the
-        folder of the model that adapters belong to, if it is known. `files`: the folder of tokenizer and template.
-        `trained_whole`: parameters that were trained beside adapters."""
-        super().__init__()
-        self.trained_whole = trained_whole
-        self.adapters = adapters or {}
-        self.base = base
-        self.files = files
-        self.module = module
-        self._run: Any = module if run is None else run
-        self.spec = spec
-        self.config = config
-        self._processor = processor
-        self._limits = limits or Limits()
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
-
-    @property
-    def passes(self) -> PassRanks:
-        """Return the ranks that compute the passes of guidance in turn."""
-        return self._run.passes if isinstance(self._run, ModelOverRanks) else PassRanks()
-
-    def forward(self, batch: Batch, logits: bool = True) -> Any:
-        # What to leave out is a question to our own language models; other classes give what they give.
-        asked = {"logits": logits} if self.spec.task == "language" else {}
-        return self._run(batch.to(self.device), **asked)
-
-    def generate(
-        self,
-        batch: Batch,
-        max_new_tokens: int = 64,
-        *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        on_text: Callable[[str], None] | None = None,
-    ) -> str | list[str]:
-        """Return the answer to a prompt, or a list of answers to several.
-
-        `on_text` is called with each new part of a single answer.
-        """
-        processor = _needed(self._processor, self.spec)
-        rows = batch.segments["text"].bounds.numel() - 1
-        stream = None if on_text is None else TextStream(processor.decode, on_text)
-        if stream is not None and rows != 1:
-            raise TesseraError(f"on_text follows one answer, the batch asks for {rows}", fix="ask one at a time")
-        own = self.spec.generate
-        answers = generate_tokens(
-            self._run if own is None else OwnGeneration(self.module, own),
-            batch.to(self.device),
-            max_new_tokens=max_new_tokens,
-            stop_tokens=processor.stop_tokens,
-            sampling=Sampling(temperature, top_k, top_p, seed),
-            on_token=None if stream is None else stream.add,
-        )
-        if stream is not None:
-            stream.close()
-        texts = [processor.decode(tokens) for tokens in answers]
-        return texts[0] if rows == 1 else texts
-
-    def chat(
-        self,
-        text: str,
-        image: Any = None,
-        *,
-        images: Sequence[Any] = (),
-        videos: Sequence[Any] = (),
-        system: str | None = None,
-        max_new_tokens: int = 512,
-        on_text: Callable[[str], None] | None = None,
-        **sampling: Any,
-    ) -> str:
-        """Return the answer to one question, with an image or several: `model.chat("What is this?", "cat.jpg")`.
-
-        `sampling`: temperature, top_k, top_p, seed, as in `generate`. For several turns see `tessera.chat`.
-        """
-        processor = LoadedProcessor(self._processor, self.spec, self._limits)
-        shown = [*([] if image is None else [image]), *images]
-        talk = Chat(self, processor, system, max_new_tokens, sampling)
-        return talk.ask(text, images=shown, videos=videos, on_text=on_text)
-
-
-@dataclass(frozen=True)
-class LoadedProcessor:
-    """Make prompts for generation from chat messages, or from samples of a data set."""
-
-    processor: Processor | None
-    spec: ModelSpec
-    limits: Limits
-
-    def __call__(self, messages: Sequence[Any], root: str | Path | None = None) -> Batch:
-        """Return a batch for one conversation or a list of them, each a list of {role, content}.
-
-        Images are paths, PIL images or bytes; videos are paths, bytes or arrays of frames. Relative paths start at
-        `root`, or at the working folder.
-        """
-        base = Path.cwd() if root is None else Path(root)
-        samples = [sample_of(talk, str(number), base) for number, talk in enumerate(conversations(messages))]
-        return self.prompt([(sample, Path(base.anchor or "/")) for sample in samples])
-
-    def prompt(self, samples: Sequence[tuple[Sample, Path]]) -> Batch:
-        """Return a batch for samples of data sets, each with the root that its media must lie under."""
-        processor = _needed(self.processor, self.spec)
-        if not isinstance(processor, ChatProcessor):  # it raises the reason why it makes no prompts
-            return processor.prompt([sample for sample, _ in samples], [[] for _ in samples])
-        read = [read_media(sample, root, self.limits, processor) for sample, root in samples]
-        return processor.prompt(
-            [sample for sample, _ in samples], [media for media, _ in read], [sizes for _, sizes in read]
-        )
 
 
 @dataclass(frozen=True)
@@ -434,17 +301,6 @@ def float32_names(module: nn.Module, float32: Sequence[str]) -> frozenset[str]:
     """Return the tensors of a model that keep float32. `float32`: see `allocated`."""
     wide = tuple(f"{path}." for path in _wide(module, float32))
     return frozenset(name for name in model_tensors(module) if name.startswith(wide))
-
-
-def _needed(processor: Processor | None, spec: ModelSpec) -> LanguageProcessor:
-    if processor is not None and not isinstance(processor, LanguageProcessor):
-        raise TesseraError(f"{spec.name} generates images or videos, not text", fix="use `tessera generate`")
-    if processor is None:
-        raise TesseraError(
-            f"no processor for this {spec.name} model: words cannot be made into tokens",
-            fix="put tokenizer.json and the preprocessor files beside the weights, or in the run's `processor` folder",
-        )
-    return processor
 
 
 def weight_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

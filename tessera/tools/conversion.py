@@ -38,6 +38,7 @@ from tessera.core.megatron_form import MegatronForm
 from tessera.core.run_config import ModelSection
 from tessera.core.types import ModelSpec
 from tessera.core.weightmap import WeightMap
+from tessera.inference.export import seal_export
 from tessera.inference.load import FoundModel, float32_names
 from tessera.inference.proof import Prove
 from tessera.inference.trained import open_trained
@@ -45,7 +46,6 @@ from tessera.models import build_on_meta, is_original, resolve
 from tessera.models.common.text import PROJECTIONS
 from tessera.tools.folder_target import FolderTarget, hf_target, original_target, trained_target
 from tessera.tools.shard_layout import Recipe, layout_of_recipe
-from tessera.training.export import seal_export
 
 Form = Literal["hf", "original", "mm", "dcp", "dcp-safetensors"]
 

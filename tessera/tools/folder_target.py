@@ -17,11 +17,11 @@ from tessera.core.errors import TesseraError
 from tessera.core.layouts import detect_layout
 from tessera.core.types import ModelSpec
 from tessera.core.weightmap import WeightMap
+from tessera.inference.export import main_dtype
 from tessera.inference.load import FoundModel
 from tessera.models import is_original
 from tessera.models.common.exported_config import base_config, exported_config, with_dtype
 from tessera.models.common.side_files import copy_side_files, write_side_files
-from tessera.training.export import main_dtype
 
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _log = logging.getLogger("tessera")

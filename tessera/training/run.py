@@ -28,6 +28,7 @@ from tessera.core.trust import Trust, check_trusted, find_code, named_code, reme
 from tessera.models.common.side_files import SEAL, damaged_side_files
 from tessera.training.build import build_trainer
 from tessera.training.callbacks import named_callbacks
+from tessera.training.given_rows import KINDS, GivenRows
 from tessera.training.init_weights import check_first_weights
 from tessera.training.run_folder import PublishRun, RunFolder, check_fresh, given_objects, writable
 from tessera.training.setup import ModelSetup, Objects, build_meta_model, with_model_resolved
@@ -62,14 +63,29 @@ def train(
 ) -> Run:
     """Train from the start. A folder that already holds a run is left alone unless `overwrite` says otherwise.
 
+    `dataset` and `eval_dataset`: a list of rows, `{"messages": [...]}` with images as paths or PIL images, in place of
+    `data.train` and `data.eval`. The run folder keeps them, so a resume needs nothing else.
+
     Whatever a recipe names by an import path can be given as an object instead: `model` (with the weights it begins
     with), `task`, `dataset` and `eval_dataset` (a torch Dataset or DataLoader), and `optimizer` (a function of the
     parameter groups, such as an optimizer class). `resume` has to be given the same.
     """
-    objects = Objects(model, task, dataset, eval_dataset, optimizer)
-    config = load_config(recipe, {**(overrides or {}), **objects.settings()})
+    rows = GivenRows.of(dataset, eval_dataset)
+    settings = dict(overrides or {})
+    if rows.splits:
+        settings |= rows.settings(load_config(recipe, settings).folder)
+    left = {"train": dataset, "eval": eval_dataset} | dict.fromkeys(rows.splits)
+    objects = Objects(model, task, left["train"], left["eval"], optimizer)
+    config = load_config(recipe, {**settings, **objects.settings()})
+    if rows.splits and config.data.kind not in KINDS:
+        raise TesseraError(
+            f"rows in memory cannot be data of the kind {config.data.kind}",
+            where="dataset=...",
+            allowed=[f"data.kind={kind}" for kind in KINDS],
+            fix="name the data in the recipe, or give a torch Dataset",
+        )
     check_fresh(config.folder, overwrite)  # again when the folder is locked; here before anything is built
-    return _run(config, resume=False, overwrite=overwrite, callbacks=callbacks, objects=objects)
+    return _run(config, resume=False, overwrite=overwrite, callbacks=callbacks, objects=objects, rows=rows)
 
 
 def resume(
@@ -87,8 +103,12 @@ def resume(
     """Continue from the newest good checkpoint of a run; its own saved configuration is all that is needed.
 
     `trust`: a folder that you did not make may name code to import and call; True says that you trust it, a set of
-    import paths that you trust these. A run that was given objects (see `train`) has to be given them again."""
-    objects = Objects(model, task, dataset, eval_dataset, optimizer)
+    import paths that you trust these. A run that was given objects (see `train`) has to be given them again, except for
+    a list of rows, which the run folder keeps."""
+    rows = GivenRows.of(dataset, eval_dataset)
+    rows.check_kept(Path(run))
+    left = {"train": dataset, "eval": eval_dataset} | dict.fromkeys(rows.splits)
+    objects = Objects(model, task, left["train"], left["eval"], optimizer)
     config = resume_config(run, overrides, trust)
     objects.check_resumed(given_objects(Path(run)))
     kept = find_file(Path(run), CONFIG)
@@ -166,11 +186,19 @@ def join(config: RunConfig) -> AbstractContextManager[dist.World]:
 
 @contextmanager
 def open_run(
-    config: RunConfig, setup: ModelSetup, world: dist.World, objects: Objects, *, resume: bool, overwrite: bool
+    config: RunConfig,
+    setup: ModelSetup,
+    world: dist.World,
+    objects: Objects,
+    *,
+    resume: bool,
+    overwrite: bool,
+    rows: GivenRows | None = None,
 ) -> Iterator[tuple[RunConfig, list[Callback]]]:
     """Open the folder of a run on all ranks, until the end of the block.
 
-    The block is given the recipe as the folder keeps it, and the callbacks of the folder for the trainer."""
+    The block is given the recipe as the folder keeps it, and the callbacks of the folder for the trainer. `rows`: those
+    of a new run that its caller holds in memory."""
     folder = RunFolder(config.folder)  # managed by the main rank
     try:
         Ranks.current().on_rank0(lambda: folder.open(overwrite=overwrite, resume=resume))
@@ -178,6 +206,8 @@ def open_run(
         with writable(config.folder):
             log.setup(world.rank, config.folder / "logs")
             Ranks.current().on_rank0(lambda: folder.begin(config, resume=resume, objects=objects.names))
+            if rows is not None and rows.splits and not resume:
+                Ranks.current().on_rank0(lambda: rows.write(config.folder))
             if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once on every machine, each of which may resume the run
                 remember(config.folder, named_code(config))
             yield config, [PublishRun(folder)] if world.is_main else []
@@ -202,8 +232,9 @@ def _run(
     callbacks: Sequence[Callback],
     objects: Objects,
     notes: Sequence[str] = (),
+    rows: GivenRows | None = None,
 ) -> Run:
-    """Train by a recipe; `notes` are said as soon as there is a log."""
+    """Train by a recipe; `notes` are said as soon as there is a log. `rows`: see `open_run`."""
     # What cannot work should fail before any rank waits for another.
     setup = build_meta_model(config, dist.expected_world_size(), objects)
     check_trackers(config.log)
@@ -212,7 +243,7 @@ def _run(
         check_first_weights(config, setup)
     with (
         join(config) as world,
-        open_run(config, setup, world, objects, resume=resume, overwrite=overwrite) as (config, own),
+        open_run(config, setup, world, objects, resume=resume, overwrite=overwrite, rows=rows) as (config, own),
     ):
         for note in notes:
             log.logger().info(note)

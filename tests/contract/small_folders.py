@@ -9,11 +9,11 @@ from parity import randomize
 
 from tessera.core.run_config import ModelSection
 from tessera.data.tokenizer import train_tokenizer
+from tessera.inference.export import export_folder
 from tessera.models import resolve
 from tessera.models.glm4v.processor import GLM4V
 from tessera.models.internvl.processor import QWEN
 from tessera.models.llama import LLAMA3
-from tessera.training.export import export_folder
 
 VOCAB = 512
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

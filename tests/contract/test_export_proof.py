@@ -26,10 +26,10 @@ from tessera.cli.main import app
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.core.types import ModelSpec
+from tessera.inference.export import export_folder
 from tessera.models import resolve
 from tessera.models.common.exported_config import exported_config
 from tessera.models.transformers.library import load_processor
-from tessera.training.export import export_folder
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 Q, GATE = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.gate_proj.weight"

@@ -23,8 +23,8 @@ from tessera.cli.main import app
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.data.tokenizer import train_tokenizer
+from tessera.inference.export import export_folder
 from tessera.models import resolve
-from tessera.training.export import export_folder
 
 FP8 = torch.float8_e4m3fn
 WIDE = {"text": {"experts": {"moe_intermediate_size": 128}}}

@@ -21,8 +21,8 @@ from tessera.compat.mindspeed_mm.convert import main, run
 from tessera.compat.mindspeed_mm.convert_table import CONVERTERS
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
+from tessera.inference.export import export_folder
 from tessera.models import resolve
-from tessera.training.export import export_folder
 
 # As the guide (seed 001) has them, but that one size of the model stands for both.
 HF_TO_MM = r"""

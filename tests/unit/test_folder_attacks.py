@@ -22,8 +22,8 @@ from tessera.core.files import read_bytes, read_json
 from tessera.core.run_config import ModelSection
 from tessera.core.weightmap import WeightMap
 from tessera.data.tokenizer import ChatEncoder, load_tokenizer, train_tokenizer
+from tessera.inference.export import export_folder
 from tessera.models import resolve
-from tessera.training.export import export_folder
 
 SMALL = {"text": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}}
 SHARD, CONFIG = "model.safetensors", "config.json"

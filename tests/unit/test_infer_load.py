@@ -20,7 +20,8 @@ from tessera.core.run_config import load_config
 from tessera.core.types import Message, Part, Sample
 from tessera.data.chat import ChatTemplate
 from tessera.data.tokenizer import train_tokenizer
-from tessera.inference.load import LoadedModel, LoadedProcessor, load
+from tessera.inference.load import load
+from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.models.qwen2_vl import SPEC
 
 VOCAB = 300
@@ -211,3 +212,21 @@ def test_what_is_no_model_is_told(house: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text((house / "run" / "config.yaml").read_text())
     with pytest.raises(TesseraError, match="no checkpoint yet"):
         load(tmp_path, "cpu")
+
+
+def test_a_model_is_saved_with_the_weights_it_has_now(house: Path, tmp_path: Path) -> None:
+    model, processor = load(house / "hf", device="cpu")
+    with torch.no_grad():
+        next(model.module.parameters()).add_(0.5)
+    folder = model.save(tmp_path / "saved", prove="never")
+    again, other = load(folder, device="cpu")
+    for ours, theirs in zip(model.module.parameters(), again.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    talk = [{"role": "user", "content": "hi"}]
+    assert torch.equal(processor(talk)["tokens"], other(talk)["tokens"])  # tokenizer and template came along
+    with pytest.raises(TesseraError, match="has no adapters"):
+        model.save(tmp_path / "adapters", adapters=True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    with pytest.raises(TesseraError):
+        model.save(tmp_path / "full", prove="never")

@@ -29,9 +29,9 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import LoraSection, ModelSection
 from tessera.core.weightmap import WeightMap
 from tessera.data.tokenizer import train_tokenizer
+from tessera.inference.export import export_folder
 from tessera.models import FAMILIES, resolve
 from tessera.nn.lora import adapters_of, add_adapters, find_adapters, without_adapters
-from tessera.training.export import export_folder
 from tests.toys.chat_set import SPECIAL
 
 TOLERANCE = 1e-5

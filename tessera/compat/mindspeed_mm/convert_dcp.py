@@ -31,10 +31,10 @@ from tessera.core.errors import TesseraError
 from tessera.core.file_plan import FilePlan, PlannedTensor
 from tessera.core.layouts import TransformersFolder
 from tessera.core.weightmap import Identity, Operation, Reshape, Rule, WeightMap, shape_of
+from tessera.inference.export import main_dtype
 from tessera.models.common.exported_config import with_dtype
 from tessera.models.common.side_files import copy_side_files
 from tessera.tools.conversion import check_apart
-from tessera.training.export import main_dtype
 
 JOB = "model."  # names of a job's model begin so, before every other prefix
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")

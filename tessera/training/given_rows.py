@@ -1,0 +1,190 @@
+"""Train on rows that a program holds in memory: the run folder keeps them, and they are read from there as any data is.
+
+    RUN/data/train.jsonl, RUN/data/eval.jsonl     the rows
+    RUN/data/media/HASH.png                       images that were given as objects
+
+So rows in memory are packed, ordered, balanced, checked and counted like those of a file, and a resume needs nothing
+but the run folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from tessera.core.errors import TesseraError
+from tessera.core.files import check_regular, replace_file
+from tessera.core.types import RowSource
+
+FOLDER = "data"
+KINDS = ("chat", "preference", "unpaired_preference")  # of data whose rows can be kept as JSON
+# A mapping with one of these keys is a row of a data set, and not tensors for a model.
+_ROW_KEYS = ("messages", "conversations", "instruction", "chosen", "completion", "query", "question", "text")
+_MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios", "image_url", "video_url", "audio_url", "url")
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+
+log = logging.getLogger("tessera")
+
+
+def are_rows(dataset: Any) -> bool:
+    """Return whether an object is a list of rows (or a table of them, as of `datasets`), and no data set of torch,
+    which makes its items anew each time."""
+    if isinstance(dataset, (TorchDataset, DataLoader, RowSource, str, bytes, Mapping)):
+        return False
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
+        return False
+    first = dataset[0]
+    return isinstance(first, Mapping) and any(key in first for key in _ROW_KEYS)
+
+
+@dataclass(frozen=True)
+class GivenRows:
+    """Hold the rows of a run by split."""
+
+    splits: Mapping[str, Sequence[Mapping[str, Any]]]  # train, eval
+
+    @staticmethod
+    def of(dataset: Any, eval_dataset: Any) -> GivenRows:
+        given = {"train": dataset, "eval": eval_dataset}
+        return GivenRows({split: rows for split, rows in given.items() if rows is not None and are_rows(rows)})
+
+    def settings(self, folder: Path) -> dict[str, Any]:
+        """Return the recipe keys that name the kept rows. Files that rows name may lie anywhere: then the root is that
+        of the file system. Otherwise everything lies in the run folder, which may be moved."""
+        settings: dict[str, Any] = {}
+        for split, rows in self.splits.items():
+            section = {"path": str(_file(folder, split))}
+            outside = {"root": folder.absolute().anchor or "/"} if _name_files(rows) else {}
+            settings[f"data.{split}"] = [{**section, **outside}]
+        return settings
+
+    def write(self, folder: Path) -> None:
+        """Keep the rows in the folder of a run. Images that were given as objects are written beside them."""
+        for split, rows in self.splits.items():
+            path = _file(folder, split)
+            media = _Media(path.parent, _name_files(rows))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, b"".join(_lines(rows, split, media)))
+            log.info("rows          %d of %s are kept in %s, with %d images", len(rows), split, path, media.written)
+
+    def check_kept(self, folder: Path) -> None:
+        """Raise if these are not the rows that a run was begun with."""
+        for split, rows in self.splits.items():
+            path = _file(folder, split)
+            if not path.is_file():
+                raise TesseraError(
+                    f"the run did not begin with rows in memory for {split}",
+                    where=str(folder),
+                    fix="leave the rows out: the run knows its data",
+                )
+            media = _Media(path.parent, _name_files(rows), write=False)
+            check_regular(path)
+            if b"".join(_lines(rows, split, media)) != path.read_bytes():
+                raise TesseraError(
+                    "these are not the rows that the run began with, and its place among them would mean nothing",
+                    where=str(path),
+                    fix="leave the rows out: the run folder keeps its own. For other rows, begin another run with "
+                    "model.path set to this one",
+                )
+
+
+class _Media:
+    """Write images into the folder of the rows, each once, named by its content."""
+
+    def __init__(self, folder: Path, whole_paths: bool, write: bool = True) -> None:
+        self._folder, self._whole, self._write = folder.absolute(), whole_paths, write
+        self.written = 0
+
+    def image(self, image: Image.Image, where: str) -> str:
+        try:
+            kept = image if image.mode in _PNG_MODES else image.convert("RGB")
+            content = kept.tobytes()
+        except (OSError, ValueError) as error:
+            raise TesseraError(f"this image cannot be read: {error}", where=where) from None
+        palette = kept.getpalette() if kept.mode == "P" else None
+        # By its pixels: the bytes of a PNG depend on the version of the library that writes it.
+        return self._keep(repr((kept.mode, kept.size, palette)).encode() + content, ".png", lambda: _png(kept))
+
+    def file(self, content: bytes) -> str:
+        return self._keep(content, "", lambda: content)
+
+    def _keep(self, identity: bytes, suffix: str, content: Callable[[], bytes]) -> str:
+        name = f"media/{hashlib.sha256(identity).hexdigest()[:32]}{suffix}"
+        path = self._folder / name
+        if self._write and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content())
+            self.written += 1
+        return str(path) if self._whole else name
+
+
+def _name_files(value: Any, key: str = "") -> bool:
+    """Return whether rows name files by their paths."""
+    if isinstance(value, Mapping):
+        return any(_name_files(part, str(name)) for name, part in value.items())
+    if isinstance(value, (str, bytes)) or value is None or isinstance(value, Image.Image):
+        return isinstance(value, str) and key in _MEDIA_KEYS and _is_path(value)
+    if isinstance(value, os.PathLike):
+        return True
+    if hasattr(value, "__len__") and hasattr(value, "__getitem__"):
+        return any(_name_files(value[at], key) for at in range(len(value)))
+    return False
+
+
+def _file(folder: Path, split: str) -> Path:
+    return folder / FOLDER / f"{split}.jsonl"
+
+
+def _lines(rows: Sequence[Mapping[str, Any]], split: str, media: _Media) -> Iterator[bytes]:
+    name = "dataset" if split == "train" else "eval_dataset"
+    for number in range(len(rows)):
+        row, where = rows[number], f"{name}[{number}]"
+        if not isinstance(row, Mapping):
+            raise TesseraError(f"this row is a {type(row).__name__}", where=where, allowed=['{"messages": [...]}'])
+        kept = {"id": f"{split}-{number}", **_plain(row, "", where, media)}
+        yield json.dumps(kept, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
+    """Return a value as JSON has it. `key`: the name it stands under, which says whether a text is a path."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part, str(name), f"{where}[{name!r}]", media) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part, key, f"{where}[{at}]", media) for at, part in enumerate(value)]
+    if isinstance(value, Image.Image):
+        return media.image(value, where)
+    if isinstance(value, bytes) and key in _MEDIA_KEYS:
+        return media.file(value)
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and key in _MEDIA_KEYS and _is_path(value)):
+        return os.path.abspath(os.fspath(value))
+    if value is None or isinstance(value, (str, bool, int, float)):
+        if isinstance(value, float) and value - value != 0:
+            raise TesseraError(f"{value} is no number that a row can keep", where=where)
+        return value
+    raise TesseraError(
+        f"a row cannot keep a {type(value).__name__}",
+        where=where,
+        allowed=["text, numbers, lists and mappings", "images as paths, bytes or PIL images"],
+        fix="give such items by a torch Dataset, which is read as it is; see docs/how-to/bring-your-own-data.md",
+    )
+
+
+def _is_path(text: str) -> bool:
+    return "://" not in text[:16] and not text.startswith("data:")
+
+
+def _png(image: Image.Image) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()

@@ -1,0 +1,80 @@
+"""Training on a list of rows: the same as on a file of them, kept by the run, and refused where it cannot be right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import tessera
+from tessera.core.errors import TesseraError
+from tests.toys.chat_set import chat_recipe, write_chat_set
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_set(tmp_path_factory.mktemp("chat"), samples=9)
+
+
+def rows_of(data: Path, opened: bool) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    for row in rows:
+        for part in row["messages"][0]["content"]:
+            if part["type"] == "image":
+                part["image"] = Image.open(data / part["image"]) if opened else data / part["image"]
+    return rows
+
+
+def recipe_of(data: Path, out: Path, steps: int = 2) -> dict[str, Any]:
+    recipe = chat_recipe(data, out, steps=steps)
+    recipe["data"] |= {"train": [], "eval": []}
+    return recipe
+
+
+def losses(run: tessera.Run) -> list[float]:
+    return [row["loss"] for row in run.metrics if row["kind"] == "train"]
+
+
+def test_a_list_of_rows_trains_as_its_file_does_and_resumes_from_the_folder_alone(data: Path, tmp_path: Path) -> None:
+    from_file = tessera.train(chat_recipe(data, tmp_path / "file", steps=3))
+    run = tessera.train(recipe_of(data, tmp_path / "rows", 2), dataset=rows_of(data, opened=True))
+    assert losses(run) == losses(from_file)[:2]
+    moved = tmp_path / "moved"
+    run.folder.rename(moved)
+    assert losses(tessera.resume(moved, {"train.steps": 3})) == losses(from_file)
+    again = rows_of(data, opened=True)
+    tessera.resume(moved, {"train.steps": 3}, dataset=again)  # the same rows once more do no harm
+    again[0]["messages"][1]["content"] = "other words"
+    with pytest.raises(TesseraError, match="not the rows that the run began with"):
+        tessera.resume(moved, dataset=again)
+
+
+def test_rows_name_files_anywhere_relative_to_the_working_folder(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(data, opened=False)[:4]
+    monkeypatch.chdir(data)
+    rows[1]["messages"][0]["content"][0]["image"] = "pictures/1-0.png"
+    run = tessera.train(recipe_of(data, tmp_path, 1), dataset=rows, eval_dataset=rows[:2])
+    kept = [json.loads(line) for line in (run.folder / "data/train.jsonl").read_text().splitlines()]
+    assert kept[1]["messages"][0]["content"][0]["image"] == str(data / "pictures/1-0.png")
+    assert not (run.folder / "quarantine.jsonl").exists()
+    assert [row for row in run.metrics if row["kind"] == "eval"]
+
+
+def test_what_cannot_be_a_row_is_named_with_its_place(data: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(data, tmp_path)
+    good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    for bad, where in (
+        (3, r"dataset\[1\]"),
+        ({"messages": [{"role": "user", "content": {1, 2}}]}, r"dataset\[1\]\['messages'\]\[0\]\['content'\]"),
+        ({**good, "score": float("nan")}, r"dataset\[1\]\['score'\]"),
+    ):
+        with pytest.raises(TesseraError, match=where):
+            tessera.train(recipe, dataset=[good, bad])
+    recipe["data"]["kind"] = "generation"
+    with pytest.raises(TesseraError, match="cannot be data of the kind generation"):
+        tessera.train(recipe, dataset=[good])
