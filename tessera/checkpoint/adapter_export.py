@@ -32,6 +32,7 @@ def save_adapters(
     base: str = "",
     dropout: float = 0.0,
     language: bool = True,
+    reward: bool = False,
     origin: Origin | None = None,
     overwrite: bool = False,
     saved: Collection[str] = (),
@@ -39,7 +40,7 @@ def save_adapters(
     """Write a folder of adapters. Every rank calls this with its part of the model and all `adapters`.
 
     `saved`: parameters that were trained whole beside them. `forms`: which files it has. `language`: whether the model
-    is one that PEFT gives the methods of a language model.
+    is one that PEFT gives the methods of a language model; `reward`: those of a model with one number for a head.
     """
     check_forms(forms, weight_map, language, str(folder))
     assert weight_map is not None, "checked"
@@ -63,12 +64,16 @@ def save_adapters(
         for form in dict.fromkeys(forms):
             if form in ("peft", "diffusers"):
                 made = to_foreign(native, weight_map, str(folder))
-                config = make_config(made, modules, base, dropout, language, modules_to_save)
+                config = make_config(made, modules, base, dropout, _task_type(language, reward), modules_to_save)
                 _write_peft(staging, form, made, config, saved_tensors(whole, saved, weight_map))
             else:
                 _write_exchange(staging, form, to_foreign(native, weight_map.others["original"], str(folder)))
 
     publish(folder, write, origin=origin, overwrite=overwrite)
+
+
+def _task_type(language: bool, reward: bool) -> str | None:
+    return "SEQ_CLS" if reward else "CAUSAL_LM" if language else None
 
 
 def check_forms(forms: Sequence[AdapterForm], weight_map: WeightMap | None, language: bool, where: str) -> None:

@@ -121,11 +121,11 @@ def make_config(
     others: Collection[str],
     base: str,
     dropout: float,
-    language: bool,
+    task_type: str | None,
     saved: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the configuration of adapters by module. `others`: all modules, `language`: whether PEFT gives the model
-    the methods of a language model, `saved`: modules that were trained whole."""
+    """Return the configuration of adapters by module. `others`: all modules, `task_type`: which methods
+    PEFT gives the model, `saved`: modules that were trained whole."""
     ranks = Counter(factors.adapter.rank for factors in made.values())
     alphas = Counter(factors.adapter.alpha for factors in made.values())
     rank, alpha = ranks.most_common(1)[0][0], alphas.most_common(1)[0][0]
@@ -146,7 +146,7 @@ def make_config(
         "target_modules": _targets(made, others),
         "rank_pattern": {m: f.adapter.rank for m, f in made.items() if f.adapter.rank != rank},
         "alpha_pattern": {m: _plain(f.adapter.alpha) for m, f in made.items() if f.adapter.alpha != alpha},
-        "task_type": "CAUSAL_LM" if language else None,
+        "task_type": task_type,
     }
 
 

@@ -68,7 +68,13 @@ class TrainedForm(StoredForm):
             assert base is not None, "frozen weights, and the model of adapters, are those of a published folder"
             assert weight_map is not None, "a family that reads folders has a weight map"
             self._folder = SafetensorsForm(base)
-            self._base = NativeTensors(self._folder, weight_map, shapes, tied)
+            inside = {weight_map.canonical(name) for name in self._folder.tensors()}
+            own = {
+                *self._saved,
+                *self._stored,
+            }  # the folder need not have these, such as a new head
+            wanted = {n: s for n, s in shapes.items() if n not in own or _stored_there(n, weight_map, inside)}
+            self._base = NativeTensors(self._folder, weight_map, wanted, tied)
 
     def _open_checkpoint(self, where: Path, base: Path | None) -> Path | None:
         """Find the tensors of a checkpoint whose files are as they were written; return the folder of frozen ones."""
@@ -108,9 +114,17 @@ class TrainedForm(StoredForm):
     def _type_of(self, name: str) -> torch.dtype:
         if name in self._stored:
             stored = self._stored[name].dtype
+        elif name in self._saved:
+            stored = self._saved[name].dtype
         else:
             assert self._base is not None
             stored = self._base.plans[name].dtype
         if not stored.is_floating_point:
             return stored
         return torch.float32 if name in self._wide else self._dtype
+
+
+def _stored_there(name: str, weight_map: WeightMap, names: Collection[str]) -> bool:
+    """Return whether a folder with these names has what a native tensor is made of."""
+    found = weight_map.rule_for(name)
+    return found is None or any(foreign in names for foreign in found[1])

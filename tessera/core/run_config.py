@@ -107,6 +107,9 @@ class ModelSection(Section):
     )
     tokenizer: Path | None = Field(None, description="folder with tokenizer.json, when `path` is not given")
     config: dict[str, Any] = Field(default_factory=dict, description="fields that differ from the preset or the folder")
+    head: Literal["language", "reward"] | None = Field(
+        None, description="logits of tokens, or one number; default: what `path` has, or the objective needs"
+    )
     freeze: list[str] = Field(
         default_factory=list, description="patterns of modules or parameters that are not trained"
     )

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,8 @@ class Task(ABC):
     The order of calls: `bind`; `check` on the whole model before it is sharded; `setup` once the parts of this rank
     exist; then for each micro-batch `prepare`, `encode` (several together), `counts`, `inputs`, `forward` and `losses`.
     """
+
+    head: Literal["language", "reward"] = "language"  # what the head of a model has to give; see `ModelSpec.head`
 
     def bind(self, spec: ModelSpec, config: Any) -> None:  # noqa: B027
         """Keep what the task needs to know of the model family and the model's configuration."""

@@ -485,6 +485,7 @@ class ModelSpec:
     generate: Callable[..., list[list[int]]] | None = None
     spare_parts: bool = False  # whether a model may have parameters that no loss reaches
     task: str = "language"  # the objective when the recipe names none
+    head: Literal["language", "reward"] = "language"  # what the head gives: logits of tokens, or one number
     needs_processor_files: bool = True  # off: a run without tokenizer files goes on without a processor
     # Values of "model_type" (transformers) or "_class_name" (diffusers) in config.json that mean this family.
     hf_types: tuple[str, ...] = ()

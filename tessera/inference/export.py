@@ -68,7 +68,7 @@ def export_folder(
     read = None if spec.processor is None else functools.partial(spec.processor, model_config)
     written = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
     fp8 = None if quantize is None else Fp8Map.of(weight_map, quantize, written, PROJECTIONS, str(folder))
-    described = exported_config(model_config, base_config(files), main_dtype(written))
+    described = exported_config(model_config, base_config(files), main_dtype(written), spec.head)
 
     def finish(staging: Path) -> None:
         write_side_files(staging, processor, read=read, own=files, weights=files)

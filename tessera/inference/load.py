@@ -14,7 +14,7 @@ from torch import nn
 from tessera.checkpoint.adapter_files import is_adapters
 from tessera.checkpoint.adapter_reading import fill_adapters, merge_into, part_of, settled
 from tessera.checkpoint.hf import stored_dtype
-from tessera.checkpoint.peft import base_of
+from tessera.checkpoint.peft import base_of, is_adapter_folder, read_config
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.checkpoint.weight_source import Origin, fill_from, origin_of, saved_config
 from tessera.checkpoint.weights import check_config_numbers, check_folder_fit
@@ -34,7 +34,7 @@ from tessera.core.types import ModelPlan
 from tessera.data.media.files import Limits
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.over_ranks import ModelOverRanks
-from tessera.models import build_on_meta, for_family, resolve
+from tessera.models import build_on_meta, for_family, fresh_names, resolve
 from tessera.models.common.side_files import side_folder
 from tessera.nn.lora import add_adapters, find_adapters, trained_whole, with_adapters
 from tessera.parallel.apply import allocate, parallelize
@@ -70,7 +70,8 @@ def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust, base
     if origin in ("folder", "adapters"):
         base = folder if origin == "folder" else base or base_of(folder)
         lora = None if origin == "folder" else {"path": folder}
-        section = build(ModelSection, {"path": base, "lora": lora}, str(folder))
+        scores = is_adapter_folder(folder) and read_config(folder).get("task_type") == "SEQ_CLS"
+        section = build(ModelSection, {"path": base, "lora": lora, "head": "reward" if scores else None}, str(folder))
         check_config_numbers(folder_layout(base).config(), base)
         return FoundModel(origin, section, kind or stored_dtype(base), base, {}, Limits())
     kept = saved_config(folder) if origin == "run" else None  # the shape is that of the newest checkpoint
@@ -135,9 +136,12 @@ def load(
     own: dict[str, Adapter] = {}
     saved: Sequence[str] = ()
     names, tied = list(model_tensors(whole)), tied_names(whole)
+    # What was trained whole beside adapters, and the folder of their model does not have.
+    fresh = fresh_names(section, spec) if origin != "folder" else frozenset()
     if origin in ("folder", "adapters") and weights is not None:
         assert section.path is not None
-        check_folder_fit(section.path, model_tensors(whole), weights, tied=tied)
+        stored = {name: tensor for name, tensor in model_tensors(whole).items() if name not in fresh}
+        check_folder_fit(section.path, stored, weights, tied=tied)
     if section.lora is not None:
         with for_family(spec):
             lora = settled(section.lora, names, weights, part)
@@ -154,10 +158,11 @@ def load(
     tensors = model_tensors(module)
     if origin == "adapters":
         assert section.path is not None
-        fill_from(section.path, {n: t for n, t in tensors.items() if not is_factor(n)}, weights, tied, names)
+        inside = {n: t for n, t in tensors.items() if not is_factor(n) and n not in fresh}
+        fill_from(section.path, inside, weights, tied, [name for name in names if name not in fresh])
         fill_adapters(folder, tensors, own, names, weights, part)
     else:
-        fill_from(folder, tensors, weights, tied, names, base=section.path)
+        fill_from(folder, tensors, weights, tied, [name for name in names if name not in fresh], base=section.path)
     for path_of_adapters, strength in merged.items():
         with for_family(spec):
             merge_into(path_of_adapters, strength, tensors, names, weights, part)

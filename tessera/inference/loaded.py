@@ -66,7 +66,7 @@ class LoadedModel(nn.Module):
 
     def forward(self, batch: Batch, logits: bool = True) -> Any:
         # What to leave out is a question to our own language models; other classes give what they give.
-        asked = {"logits": logits} if self.spec.task == "language" else {}
+        asked = {"logits": logits} if self.spec.task in ("language", "reward") else {}
         return self._run(batch.to(self.device), **asked)
 
     def generate(
@@ -84,6 +84,8 @@ class LoadedModel(nn.Module):
 
         `on_text` is called with each new part of a single answer.
         """
+        if self.spec.head == "reward":
+            raise TesseraError("a reward model writes nothing", fix="model.reward(batch) says how good answers are")
         processor = _needed(self._processor, self.spec)
         rows = batch.segments["text"].bounds.numel() - 1
         stream = None if on_text is None else TextStream(processor.decode, on_text)
@@ -102,6 +104,14 @@ class LoadedModel(nn.Module):
             stream.close()
         texts = [processor.decode(tokens) for tokens in answers]
         return texts[0] if rows == 1 else texts
+
+    @torch.no_grad()
+    def reward(self, batch: Batch) -> list[float]:
+        """Return how good each conversation of a batch is, by a reward model: higher is better."""
+        if self.spec.head != "reward":
+            raise TesseraError("this model has no head for rewards", fix="train one: train.task=reward")
+        output = self._run(batch.to(self.device), logits="last")
+        return [float(value) for value in output.logits.flatten()]
 
     def chat(
         self,
@@ -155,6 +165,7 @@ class LoadedModel(nn.Module):
                 forms=["peft"],
                 base="" if self.base is None else str(self.base),
                 language=self.spec.generation is None,
+                reward=self.spec.head == "reward",
                 saved=self.trained_whole,
                 overwrite=overwrite,
             )
@@ -191,6 +202,18 @@ class LoadedProcessor:
         base = Path.cwd() if root is None else Path(root)
         samples = [sample_of(talk, str(number), base) for number, talk in enumerate(conversations(messages))]
         return self.prompt([(sample, Path(base.anchor or "/")) for sample in samples])
+
+    def whole(self, messages: Sequence[Any], root: str | Path | None = None) -> Batch:
+        """Return a batch of conversations that end with an answer, as a reward model reads them."""
+        base = Path.cwd() if root is None else Path(root)
+        samples = [sample_of(talk, str(number), base) for number, talk in enumerate(conversations(messages))]
+        processor = _needed(self.processor, self.spec)
+        if not isinstance(processor, ChatProcessor):
+            raise TesseraError(f"the processor of {self.spec.name} makes no batches of conversations")
+        above = Path(base.anchor or "/")
+        read = [read_media(sample, above, self.limits, processor) for sample in samples]
+        encoded = [processor.encode(one, media, sizes) for one, (media, sizes) in zip(samples, read, strict=True)]
+        return processor.collate([encoded], sum(len(one.tokens) for one in encoded))
 
     def prompt(self, samples: Sequence[tuple[Sample, Path]]) -> Batch:
         """Return a batch for samples of data sets, each with the root that its media must lie under."""

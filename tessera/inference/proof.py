@@ -120,6 +120,8 @@ def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | 
     data = folder_layout(folder).config()
     if CLASS_NAME in data:
         return "it is a model of diffusers"
+    if spec.head == "reward":
+        return "a reward model has no logits of tokens"
     foreign = spec.generate is not None
     if not foreign and (str(data.get("model_type")) not in spec.hf_types or spec.example is None):
         return f"the family {spec.name} has no model of its own for this folder"

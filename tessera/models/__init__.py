@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import check_trusted, model_code
 from tessera.core.types import ModelSpec
 from tessera.core.weightmap import WeightMap
+from tessera.models.common.reward import HEAD, is_classifier, with_reward_head
 
 FAMILIES: Registry[ModelSpec] = Registry(
     "model family", "tessera.models", "SPEC", key="model.family", accepts=Instance(ModelSpec)
@@ -132,12 +133,35 @@ def _advice(with_code: bool) -> str:
 def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
     """Return family and full configuration of a recipe's `model` section.
 
-    They come from a preset, from a folder's config.json, or neither, with the fields in `model.config` on top.
+    They come from a preset, from a folder's config.json, or neither, with the fields in `model.config` on top. The head
+    is the one that is asked for, or the one that the weights at `path` have.
     """
+    spec, config = _resolve(section)
+    return (with_reward_head(spec) if (section.head or stored_head(section)) == "reward" else spec), config
+
+
+def stored_head(section: ModelSection) -> Literal["language", "reward"]:
+    """Return what head the weights at `path` have; a head for tokens where there are none."""
+    path = section.path
+    if path is None or not path.exists():
+        return "language"
+    if (path / "config.yaml").is_file():
+        return load_config(read_saved(path / "config.yaml")).model.head or "language"
+    with foreign_values(str(path / CONFIG_FILE)):
+        return "reward" if is_classifier(folder_layout(path).config()) else "language"
+
+
+def fresh_names(section: ModelSection, spec: ModelSpec) -> frozenset[str]:
+    """Return the parameters that the weights at `model.path` do not have: the head of a reward model that begins."""
+    begins = spec.head == "reward" and section.path is not None and stored_head(section) != "reward"
+    return frozenset({HEAD} if begins else ())
+
+
+def _resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
     if section.path is not None and (section.path / "config.yaml").is_file():  # a run, or one of its checkpoints
         stored = load_config(read_saved(section.path / "config.yaml")).model
         check_trusted(section.path, model_code(stored), model_code(section))
-        spec, config = resolve(stored)
+        spec, config = _resolve(stored)
         if section.preset is not None:
             raise _preset_and_path()
         if section.family is not None and FAMILIES.get(section.family) is not spec:

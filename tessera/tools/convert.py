@@ -173,6 +173,7 @@ def _write_adapters(
         forms=[form],
         base="" if found.base is None else str(found.base),
         language=found.spec.generation is None,
+        reward=found.spec.head == "reward",
         saved=found.saved,
         origin=made_from("adapters", source),
         overwrite=overwrite,

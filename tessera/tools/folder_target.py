@@ -57,7 +57,7 @@ def hf_target(
     `tensors`: native ones, maybe without data. If `folder` has weights, they are written as it has them:
     in as many files, stacked experts the same way round, and a tied head if it stores one.
     """
-    described = exported_config(config, raw, main_dtype(tensors))
+    described = exported_config(config, raw, main_dtype(tensors), spec.head)
     original = is_original(spec, folder)
     shapes, shards = ({}, {}) if original else _stored(table, folder)
     files: Callable[[Path], object] = functools.partial(copy_side_files, folder)
@@ -77,7 +77,7 @@ def trained_target(
 ) -> FolderTarget:
     """Return the Hugging Face folder of a run, a checkpoint or adapters, as the export of a run is. `tensors`: native
     ones, without data."""
-    described = exported_config(config, base_config(found.files), main_dtype(tensors))
+    described = exported_config(config, base_config(found.files), main_dtype(tensors), spec.head)
     read = None if spec.processor is None else functools.partial(spec.processor, config)
     processor = None if read is None or found.files is None else read(found.files, **found.options)
     files = functools.partial(write_side_files, processor=processor, read=read, own=found.files, weights=found.files)

@@ -59,6 +59,7 @@ class Export(Callback):
                 base="" if section.path is None else str(section.path),
                 dropout=section.lora.dropout,
                 language=spec.generation is None,
+                reward=spec.head == "reward",
                 saved=self._saved,
                 origin=made_from("adapters", folder),
                 overwrite=True,

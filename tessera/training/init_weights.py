@@ -21,6 +21,8 @@ from tessera.checkpoint.weights import check_folder_fit
 from tessera.core.adapters import Adapters, is_factor
 from tessera.core.megatron_form import MegatronForm
 from tessera.core.run_config import RunConfig
+from tessera.core.types import InitializesByName
+from tessera.models import fresh_names
 from tessera.nn.lora import PACKED, SCALES, QuantizedLoraLinear, adapted_layers, start_factor
 from tessera.parallel.apply import initialize, start_parameters, start_tensors
 from tessera.training.adapter_start import start_from_weights
@@ -37,7 +39,8 @@ def check_first_weights(config: RunConfig, setup: ModelSetup) -> None:
     # Layers that are kept in four bits are read one by one, later.
     if path is None or weight_map is None or _quantizes(setup) or origin_of(path) != "folder":
         return
-    tensors = {name: tensor for name, tensor in model_tensors(setup.module).items() if not is_factor(name)}
+    fresh = fresh_names(config.model, setup.spec)
+    tensors = {n: t for n, t in model_tensors(setup.module).items() if not is_factor(n) and n not in fresh}
     check_folder_fit(path, tensors, weight_map, tied=tied_names(setup.module))
 
 
@@ -47,7 +50,8 @@ def initial_weights(
     """Return a function that fills this rank's part of the trained model, as step 7 of a run that begins."""
     # Names of the whole model: a stage of a pipeline is filled from the same files, and leaves the rest to others.
     adapters, lora, seed = setup.adapters, setup.lora, config.train.seed
-    names = _names_in_files(setup)
+    fresh = fresh_names(config.model, setup.spec)
+    names = [name for name in _names_in_files(setup) if name not in fresh]
     from_path = _folder_reader(config, setup, names)
 
     def from_seed(tensors: Mapping[str, Tensor]) -> None:
@@ -58,7 +62,10 @@ def initial_weights(
             _fill_from_seed(module, config, setup, device)
         else:
             here = model_tensors(module).items()
-            from_path({n: t for n, t in here if not is_factor(n) and not _is_quantized(n, adapters)})
+            from_path({n: t for n, t in here if not is_factor(n) and not _is_quantized(n, adapters) and n not in fresh})
+            if fresh:
+                assert isinstance(module, InitializesByName), "a model with a head of its own draws weights by name"
+                start_parameters(module, module.initialize, seed, device, fresh.__contains__)
         if _quantizes(setup):
             _quantize_layers(module, adapters, device, from_seed if config.model.path is None else from_path)
         if lora is not None:  # fresh adapters leave the model unchanged
@@ -68,7 +75,7 @@ def initial_weights(
             weight_map = setup.spec.main.weight_map(setup.config)
             part = part_of(config.model.path)
             saved = [shard.name for shard in setup.plan.param_shards if shard.trained and not is_factor(shard.name)]
-            fill_adapters(lora.path, model_tensors(module), adapters, names, weight_map, part, saved)
+            fill_adapters(lora.path, model_tensors(module), adapters, [*names, *fresh], weight_map, part, saved)
 
     return fill
 
@@ -79,7 +86,8 @@ def frozen_source(config: RunConfig, setup: ModelSetup) -> FrozenSource:
     These are parameters that are frozen and filled from the folder of a published model. What began from the seed, from
     a run or from an object of the caller is stored.
     """
-    path, in_files = config.model.path, _names_in_files(setup)
+    path, fresh = config.model.path, fresh_names(config.model, setup.spec)
+    in_files = [name for name in _names_in_files(setup) if name not in fresh]
     adapted = {f"{layer}.weight" for layer in setup.adapters} if _quantizes(setup) else set()
     names: frozenset[str] = frozenset()
     published = path is not None and path.is_dir() and config.model.weights is None and origin_of(path) == "folder"

@@ -22,6 +22,7 @@ from tessera.core.run_config import LoraSection, PrecisionSection, RunConfig
 from tessera.core.task import FrozenPart, Task
 from tessera.core.types import ModelSpec, Training
 from tessera.models import build_on_meta, for_family, resolve
+from tessera.models.common.exported_config import exported_config
 from tessera.models.module import spec_of_object
 from tessera.nn.lora import add_adapters, find_adapters, trained_whole, with_adapters
 from tessera.optim.optimizer import state_bytes
@@ -86,6 +87,8 @@ class Objects:
 
 
 NONE = Objects()
+HEAD_PATH = "head"
+_HEADS = {"language": "logits of tokens", "reward": "one number, a reward"}
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,28 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     layout = None if path is None or (path / "config.yaml").is_file() else detect_layout(path)
     if path is not None and layout is not None:
         check_config_numbers(layout.config(), path)
-    spec, model_config = resolve(config.model) if objects.model is None else spec_of_object(objects.model)
+    section = config.model
+    named = None if config.train.task is None else build_task(config.train.task, config.train.task_options)
+    task = objects.task or named
+    if task is not None and task.head == "reward" and section.head is None:
+        section = section.model_copy(update={"head": "reward"})
+    spec, model_config = resolve(section) if objects.model is None else spec_of_object(objects.model)
+    task = task or build_task(spec.task, config.train.task_options)
+    if task.head != spec.head:
+        raise TesseraError(
+            f"the head of the model gives {_HEADS[spec.head]}, and the objective learns {_HEADS[task.head]}",
+            where="train.task" if config.model.head is None else "model.head",
+            fix="train.task=reward trains a reward model"
+            if spec.head == "reward"
+            else "model.head=reward, or leave it out",
+        )
+    if spec.head == "reward" and config.checkpoint.export and (config.model.lora is None or config.model.lora.merge):
+        exported_config(model_config, None, torch.float32, spec.head)  # raises where there is no such folder
     module = build_on_meta(spec, model_config)
     model_plan, lora = spec.main.plan(model_config), config.model.lora
     adapters: Adapters = {}
+    if lora is not None and spec.head == "reward" and HEAD_PATH not in lora.modules_to_save:
+        lora = lora.model_copy(update={"modules_to_save": [*lora.modules_to_save, HEAD_PATH]})  # it begins at random
     if lora is not None:
         if lora.quantize is not None and config.parallel.tp > 1:
             raise TesseraError(
@@ -161,7 +182,6 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
         workload=_workload(config, spec, model_config),
         state=state_bytes(config.optim, module),
     )
-    task = objects.task or build_task(config.train.task or spec.task, config.train.task_options)
     task.bind(spec, model_config)
     task.check(config, module)
     frozen = {
@@ -232,5 +252,6 @@ def with_model_resolved(config: RunConfig, setup: ModelSetup) -> RunConfig:
     full: dict[str, Any] = {"family": config.model.family or setup.spec.name, "preset": None}
     full["config"] = setup.config.model_dump(mode="json")
     full["lora"] = setup.lora
+    full["head"] = setup.spec.head
     model = config.model.model_copy(update=full)
     return config.model_copy(update={"model": model, "precision": resolve_precision(config)})

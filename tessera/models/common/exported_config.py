@@ -16,6 +16,7 @@ import torch
 from tessera.core.errors import TesseraError
 from tessera.core.files import read_json_mapping
 from tessera.core.layouts import CLASS_NAME, CONFIG_FILE
+from tessera.models.common.reward import as_classifier
 
 BASE_CONFIG = "base_config.json"  # in a run's own folder: the config.json that its weights came with
 _TYPE_KEYS = ("dtype", "torch_dtype")
@@ -39,17 +40,19 @@ def keep_base_config(source: Path | None, target: Path) -> None:
             shutil.copyfile(source / name, target / BASE_CONFIG)
 
 
-def exported_config(config: Any, base: Mapping[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
+def exported_config(
+    config: Any, base: Mapping[str, Any] | None, dtype: torch.dtype, head: str = "language"
+) -> dict[str, Any]:
     """Return the config.json of a model whose weights are stored as `dtype`.
 
     `config`: of the family. `base`: of the folder that the weights came from. It is taken whole if it describes this
-    model; otherwise its plain values that the family does not write are added to what the family writes.
+    model; otherwise its plain values that the family does not write are added to what the family writes. `head`: see
+    `ModelSpec.head`.
     """
     written = config.to_hf()
-    for candidate in _candidates(written, base):
-        if _describes(candidate, config, written):
-            return with_dtype(candidate, dtype)
-    return with_dtype(written, dtype)
+    fitting = (one for one in _candidates(written, base) if _describes(one, config, written))
+    described = with_dtype(next(fitting, written), dtype)
+    return as_classifier(described) if head == "reward" else described
 
 
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""Train a reward model: one number for each answer, higher for the better one of a pair (Bradley and Terry).
+
+    loss of a pair = -log s(r(better) - r(worse))  +  center (r(better) + r(worse))^2,   s: the logistic function
+
+The reward of an answer is what the head gives at its last token, as transformers' classes for sequence classification
+compute it. `center` keeps rewards around zero: the loss alone does not say where they lie.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from tessera.core.config import Section, build
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import RunConfig
+from tessera.core.task import Losses, LossTerm
+from tessera.core.types import Batch, LanguageOutput
+from tessera.tasks.answers import PAIRS, AnswerTask, pair_metrics, whole_pairs
+
+
+class RewardOptions(Section):
+    """Declare `train.task_options` of `RewardTask`."""
+
+    center: float = Field(0.0, ge=0, le=1e6, description="weight of the squared sum of both rewards of a pair")
+
+
+class RewardTask(AnswerTask):
+    """Rank two answers by one number each."""
+
+    name = "reward"
+    head = "reward"
+
+    def __init__(self, center: float = 0.0) -> None:
+        self.center = build(RewardOptions, {"center": center}, "train.task_options").center
+
+    def check(self, config: RunConfig, module: nn.Module) -> None:
+        super().check(config, module)
+        if config.parallel.tp > 1:
+            raise TesseraError(
+                f"the head of a reward model is one row, which parallel.tp={config.parallel.tp} cannot share",
+                where="parallel.tp",
+                fix="parallel.tp=1: data ranks share the weights (parallel.shard), and a pipeline the layers",
+            )
+
+    def losses(self, outputs: LanguageOutput, batch: Batch) -> Losses:
+        rewards, whole = answer_rewards(outputs, batch).view(-1, 2), whole_pairs(batch)
+        margin = rewards[:, 0] - rewards[:, 1]
+        terms = [LossTerm("reward_loss", -F.logsigmoid(margin).where(whole, 0.0).sum(), PAIRS)]
+        if self.center:
+            squares = rewards.sum(1).square().where(whole, 0.0).sum()
+            terms.append(LossTerm("center_loss", squares, PAIRS, self.center))
+        return Losses(terms, pair_metrics(rewards, margin, whole))
+
+
+def answer_rewards(outputs: LanguageOutput, batch: Batch) -> Tensor:
+    """Return the reward of every answer, better and worse in turn: [2 x pairs], in fp32."""
+    pair, answers = batch["pair"], 2 * batch["pair_ids"].shape[0]
+    at = torch.arange(pair.shape[0], device=pair.device)
+    # Tokens of no answer are looked at behind the last one; an answer without tokens, a hole, has some token's reward,
+    # which does not count.
+    last = pair.new_zeros(answers + 1).scatter_reduce(0, pair.where(pair >= 0, answers), at, "amax")[:answers]
+    wide = torch.promote_types(outputs.hidden.dtype, torch.float32)
+    found = F.linear(outputs.hidden.index_select(0, last).to(wide), outputs.head.weight.to(wide))
+    return found.squeeze(1)
+
+
+TASK = RewardTask
