@@ -23,7 +23,8 @@ FRAMES = 5
 SCAN = 8
 TRAVEL = 4  # pixels from the first frame to the last
 FREE = SIDE - SCAN  # the places of a scan on an axis
-ACROSS = (2, 6)  # the first and the last place on the axis that it does not move along
+START = (1, 3)  # the first and the last place where it begins, on the axis that it moves along
+ACROSS = (3, 5)  # and where it is on the other
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def caption(digit: int, way: str) -> str:
 
 def video(scan: np.ndarray, way: str, chance: random.Random) -> np.ndarray:
     """Return frames [F, H, W] in uint8 of a scan that moves one way, from a place that is drawn."""
-    start, across = chance.randint(0, FREE - TRAVEL), chance.randint(*ACROSS)
+    start, across = chance.randint(*START), chance.randint(*ACROSS)
     frames = np.zeros((FRAMES, SIDE, SIDE))
     for number, frame in enumerate(frames):
         along = start + TRAVEL * number // (FRAMES - 1)

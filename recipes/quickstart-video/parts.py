@@ -21,6 +21,7 @@ from vae import VideoVae, as_pixels
 
 TEXT = 64  # width of the text encoder
 LOUD = 10.0  # spread of its embeddings
+SHIFT = 2.0  # of the noise levels, as in recipe.yaml
 
 
 def write(folder: Path, weights: Path, arguments: dict[str, Any]) -> Path:
@@ -37,7 +38,7 @@ def write(folder: Path, weights: Path, arguments: dict[str, Any]) -> Path:
     torch.nn.init.constant_(encoder.encoder.final_layer_norm.weight, LOUD)
     encoder.save_pretrained(folder / "text_encoder")
     _write_tokenizer(folder / "tokenizer", words)
-    FlowMatchEulerDiscreteScheduler(shift=1.0).save_pretrained(folder / "scheduler")
+    FlowMatchEulerDiscreteScheduler(shift=SHIFT).save_pretrained(folder / "scheduler")
     index = {
         "_class_name": "WanPipeline",
         "transformer": ["diffusers", "WanTransformer3DModel"],

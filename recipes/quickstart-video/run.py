@@ -122,7 +122,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ways", type=int, default=2, choices=range(1, 5), help="videos of each scan")
     parser.add_argument("--samples", type=int, default=100, help="videos that are sampled and judged")
     parser.add_argument("--sample-steps", type=int, default=12, help="steps of the solver")
-    parser.add_argument("--guidance", type=float, default=6.0, help="how strongly captions guide")
+    parser.add_argument("--guidance", type=float, default=4.0, help="how strongly captions guide")
     parser.add_argument("--sample-only", action="store_true", help="sample again from what was trained before")
     parser.add_argument("--vae", action="append", default=[], metavar="KEY=VALUE", help="of vae.yaml")
     parser.add_argument("--model", action="append", default=[], metavar="KEY=VALUE", help="of recipe.yaml")
