@@ -16,6 +16,7 @@ from tessera.observe.report.page import report
 from tessera.parallel.plan import Plan
 from tessera.tools.compare import compare
 from tessera.tools.convert import convert
+from tessera.tools.demo_data import write_demo as demo
 from tessera.tools.device_fit import plan_for_device
 from tessera.tools.dry_run import dry_run, preflight
 from tessera.training.generation_model import GenerationModel
@@ -28,6 +29,7 @@ __all__ = [
     "chat",
     "compare",
     "convert",
+    "demo",
     "dry_run",
     "evaluate",
     "generate",

@@ -1,4 +1,4 @@
-"""Offer the verbs `tessera data …`: examine data sets before a run does, convert and encode them."""
+"""Offer the verbs `tessera data …`: examine data sets before a run does, convert and encode them, write a demo set."""
 
 from __future__ import annotations
 
@@ -91,6 +91,18 @@ def convert(
         section = sections[0].model_copy(update={"root": root})
         done = as_messages(section, target, check_media=check, overwrite=overwrite)
     for line in done.lines():
+        typer.echo(line)
+
+
+@data_app.command("demo")
+def demo(
+    folder: Annotated[Path, typer.Argument(help="folder to write")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace everything in the folder")] = False,
+) -> None:
+    """Write a small set of conversations about real images, to try a recipe or a model on. It needs no network."""
+    from tessera.tools.demo_data import write_demo
+
+    for line in write_demo(folder, overwrite=overwrite).lines():
         typer.echo(line)
 
 

@@ -100,11 +100,14 @@ def test_transformers_agrees_with_the_export(run: tessera.Run, data: Path) -> No
 
 
 def test_both_faces_have_the_same_verbs() -> None:
-    """What prints settings, writes a job for a scheduler, looks at data sets or runs a script is for the shell."""
+    """What prints settings, writes a job for a scheduler, looks at data sets or runs a script is for the shell.
+
+    `demo` is `tessera data demo`.
+    """
     verbs = {str(command.name or command.callback.__name__) for command in app.registered_commands if command.callback}
     spelled = {"eval": "evaluate"}
     assert {spelled.get(verb, verb) for verb in verbs} - {"launch", "run"} <= set(tessera.__all__)
-    assert set(tessera.__all__) - {"GenerationModel", "Run", "load", "pipeline", "dry_run"} <= {
+    assert set(tessera.__all__) - {"GenerationModel", "Run", "demo", "load", "pipeline", "dry_run"} <= {
         spelled.get(verb, verb) for verb in verbs
     }
     for name in tessera.__all__:

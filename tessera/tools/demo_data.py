@@ -1,0 +1,77 @@
+"""Write the demo set that ships with the package: conversations about real photographs and scans, for a first run.
+
+It needs no network. Beside the rows lies a small tokenizer, so that a model that begins from nothing can be trained on
+them as well. `SOURCES.md` says where the images come from, and under which licences.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tessera.checkpoint.publish import publish
+from tessera.core.errors import TesseraError
+from tessera.data.tokenizer import train_tokenizer
+
+_SHIPPED = Path(__file__).parent / "demo_set"
+_SETS = ("train.jsonl", "held_out.jsonl", "pairs.jsonl")
+# In the order of the token ids of the `quickstart` preset of qwen2_vl, at the end of its vocabulary.
+_SPECIAL = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad", "vision_pad")
+_VOCABULARY = 512
+
+
+@dataclass(frozen=True)
+class DemoSet:
+    """Name what was written."""
+
+    folder: Path
+    rows: dict[str, int]  # by file
+    images: int
+
+    def lines(self) -> list[str]:
+        told = ", ".join(f"{count} rows in {name}" for name, count in self.rows.items())
+        return [
+            f"{self.folder}: {told}; {self.images} images; a tokenizer for a tiny model",
+            f"look at it:    tessera data doctor {self.folder}/train.jsonl --html {self.folder}/demo.html",
+            f"train on it:   tessera train recipes/demo/tiny.yaml data.train={self.folder}/train.jsonl "
+            f"data.eval={self.folder}/held_out.jsonl model.tokenizer={self.folder}/tokenizer",
+        ]
+
+
+def write_demo(folder: str | Path, *, overwrite: bool = False) -> DemoSet:
+    """Write the demo set into a new folder, which appears when it is whole."""
+    missing = [name for name in _SETS if not (_SHIPPED / name).is_file()]
+    if missing:
+        raise TesseraError(
+            f"this installation came without its demo set: {', '.join(missing)}",
+            where=str(_SHIPPED),
+            fix="install the package again: pip install --force-reinstall --no-deps tessera-mm",
+        )
+    target = Path(folder)
+    publish(target, _write, overwrite=overwrite)
+    rows = {name: len((target / name).read_text(encoding="utf-8").splitlines()) for name in _SETS}
+    return DemoSet(target, rows, sum(1 for _ in (target / "images").iterdir()))
+
+
+def _write(folder: Path) -> None:
+    shutil.copytree(_SHIPPED, folder, dirs_exist_ok=True)
+    texts = [text for name in _SETS for text in _texts(folder / name)]
+    tokenizer = train_tokenizer(
+        [*texts, "system\nuser\nassistant\n"], _VOCABULARY, [f"<|{word}|>" for word in _SPECIAL]
+    )
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+
+
+def _texts(file: Path) -> list[str]:
+    """Return what is said in the rows of a file."""
+    found: list[str] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        found += [row[key] for key in ("chosen", "rejected") if key in row]
+        for message in row["messages"]:
+            content = message["content"]
+            found += [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+    return found
