@@ -7,6 +7,7 @@ import shlex
 import textwrap
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,32 +62,39 @@ def commands(page: Path) -> list[tuple[str, bool]]:
     return found + [(span, False) for span in spans(page) if span.startswith("tessera ")]
 
 
-def parse(line: str, whole: bool) -> list[str]:
+@cache
+def program() -> Any:
+    """Return the parser of the command line: making it takes longer than parsing all pages."""
+    return typer.main.get_command(app)
+
+
+@cache  # pages in two languages show the same commands
+def parse(line: str, whole: bool) -> tuple[str, ...]:
     """Parse a command by the real parser and run nothing. Return its key=value words."""
     words = [
         "0" if word == "R" else word
         for word in shlex.split(line, comments=True)[1:]
         if word not in ("…", "...", "VERB")
     ]
-    command: Any = typer.main.get_command(app)
+    command = program()
     context = command.make_context("tessera", [], resilient_parsing=True)
     while words and hasattr(command, "get_command"):  # a group; newer releases of typer have a click of their own
         name = words.pop(0)
         if any(name in one.opts for one in command.params):  # an option of tessera itself
-            return []
+            return ()
         found = command.get_command(context, name)
         assert found is not None, f"{line}: no command {name}"
         command, context = found, found.make_context(name, [], parent=context, resilient_parsing=True)
     if hasattr(command, "get_command"):
-        return []
+        return ()
     try:
         context = command.make_context(command.name, list(words))
     except Exception as wrong:
         kinds = {kind.__name__ for kind in type(wrong).__mro__}
         if "MissingParameter" in kinds and not whole:
-            return []
+            return ()
         raise AssertionError(f"{line}: {wrong}") from None
-    return [word for word in context.params.get("overrides") or [] if "=" in word]
+    return tuple(word for word in context.params.get("overrides") or [] if "=" in word)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
@@ -97,7 +105,7 @@ def test_every_command_of_the_pages_is_one(page: Path) -> None:
             continue
         if "# error" in line:
             with pytest.raises(TesseraError):
-                load_config(BASE, parse_overrides(words))
+                load_config(BASE, parse_overrides(list(words)))
         else:
             base = {**BASE, "data": {"train": [{"path": "a.json"}]}}
             load_config(base, parse_overrides([word.replace("NEW", "new") for word in words]))
@@ -107,7 +115,7 @@ def test_a_command_that_is_none_is_found() -> None:
     for line in ("tessera trian recipe.yaml", "tessera train recipe.yaml --nprocs 2", "tessera data docter x"):
         with pytest.raises(AssertionError):
             parse(line, True)
-    assert parse("tessera train recipe.yaml optim.lr=1e-4 --nproc 2", True) == ["optim.lr=1e-4"]
+    assert parse("tessera train recipe.yaml optim.lr=1e-4 --nproc 2", True) == ("optim.lr=1e-4",)
 
 
 # ---------------------------------------------------------------------------------------------- recipes and keys

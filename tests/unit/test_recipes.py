@@ -92,8 +92,27 @@ def test_a_step_of_adapters_of_14b_fits_into_24_gb_with_activations_and_encoders
     assert role.total < 24e9
 
 
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if "quickstart" not in path.parts[-2]], ids=named)
+def begins_from_nothing(recipe: Path) -> bool:
+    """Return whether a recipe is one for a CPU, of a model that begins from random weights."""
+    return "quickstart" in recipe.parts[-2] or named(recipe) == "demo/tiny.yaml"
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if not begins_from_nothing(path)], ids=named)
 def test_recipe_says_what_it_needs_and_how_it_is_started(recipe: Path) -> None:
     text = recipe.read_text()
     assert meant_for(recipe)[1], "the first line ends with: on N GPUs (or NPUs) of M GB."
     assert f"tessera train recipes/{recipe.relative_to(ROOT)}" in text
+
+
+def listed(page: Path) -> set[str]:
+    """Return the recipes that a page names; `a/{b,c}.yaml` are two."""
+    found: set[str] = set()
+    for name in re.findall(r"`([\w./{},-]+\.yaml)`", page.read_text(encoding="utf-8")):
+        head, inside, tail = re.fullmatch(r"([^{]*)(?:\{([^}]*)\})?(.*)", name).groups()  # type: ignore[union-attr]
+        found |= {f"{head}{one}{tail}" for one in (inside or "").split(",")}
+    return found
+
+
+@pytest.mark.parametrize("page", ["choose-a-recipe.md", "choose-a-recipe.zh.md"])
+def test_the_page_of_recipes_lists_all_of_them(page: str) -> None:
+    assert listed(ROOT.parent / "docs" / "how-to" / page) == {named(recipe) for recipe in RECIPES}
