@@ -56,7 +56,8 @@ svg .tip text{fill:var(--ink);stroke:none}
 .wide{overflow-x:auto;padding:6px 14px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 td,th{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 th{font-weight:600;color:var(--soft);font-size:13px}th[colspan]{text-align:center}
-td:first-child,th:first-child{text-align:left}tr:last-child td{border-bottom:0}
+td:first-child,th:first-child,.sentences td,.sentences th{text-align:left}.sentences td{white-space:normal}
+tr:last-child td{border-bottom:0}
 td div.share{height:10px;min-width:1px;background:var(--main);border-radius:3px}
 """ + "".join(
     f"polyline.run-{n}{{stroke:var(--run-{n})}}circle.run-{n}{{fill:var(--run-{n})}}"
@@ -114,15 +115,24 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
     return f'<div class="facts">{cards}</div>'
 
 
-def table(head: Sequence[str], cells: Iterable[Sequence[str]], *, above: str = "", chosen: Iterable[int] = ()) -> str:
-    """Return a table. `above`: a first row of the head, as markup. `chosen`: numbers of the rows to highlight."""
+def table(
+    head: Sequence[str],
+    cells: Iterable[Sequence[str]],
+    *,
+    above: str = "",
+    chosen: Iterable[int] = (),
+    text: bool = False,
+) -> str:
+    """Return a table. `above`: a first row of the head, as markup. `chosen`: numbers of the rows to highlight. `text`:
+    cells are sentences, not numbers."""
     marked = set(chosen)
     rows = ""
     for number, row in enumerate(cells):
         opened = '<tr class="chosen">' if number in marked else "<tr>"
         rows += opened + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return f'<div class="wide"><table>{above}<tr>{names}</tr>{rows}</table></div>'
+    kind = ' class="sentences"' if text else ""
+    return f'<div class="wide"><table{kind}>{above}<tr>{names}</tr>{rows}</table></div>'
 
 
 def share_bar(share: float) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tessera.core import html
 from tessera.core.errors import TesseraError
 
 if TYPE_CHECKING:
@@ -175,6 +176,19 @@ class Batch:
     seeds: tuple[int, ...] = ()  # one per global row: randomness in a task depends on the row, never on the layout
     problems: tuple[tuple[str, str], ...] = ()  # (sample id, why) of samples that are masked; goes to quarantine.jsonl
     flops: float = 0.0  # of one forward and backward pass over what this rank reports
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self.tensors.items())
+        samples = f"{len(self.sample_ids)} samples: " if self.sample_ids else ""
+        return f"Batch({samples}{shapes})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (name, str(list(t.shape)), str(t.dtype).removeprefix("torch."), str(t.device))
+            for name, t in self.tensors.items()
+        ]
+        cells = [[html.escape(cell) for cell in row] for row in rows]
+        return html.fragment([html.table(("tensor", "shape", "type", "device"), cells)])
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

@@ -125,6 +125,16 @@ class Plan:
 
         return plan_text(self)
 
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.world} ranks, {self.parameters:,} parameters, {self.trained:,} trained; describe() says all)"
+        )
+
+    def _repr_html_(self) -> str:
+        from tessera.parallel.plan_text import plan_table  # as above
+
+        return plan_table(self)
+
     def figures(self) -> dict[str, Any]:
         """Return the plan in numbers, as `tessera plan --json` writes it."""
         from tessera.parallel.plan_text import plan_figures  # as above

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tessera.core import html
 from tessera.parallel.communication import CommVolume, comm_text, merge_volumes, readable
 from tessera.parallel.context_parallel import context_communication
 from tessera.parallel.experts import expert_communication
@@ -23,6 +24,16 @@ from tessera.parallel.tensor import tensor_communication
 
 def plan_text(plan: Plan) -> str:
     """Return a line for everything that the plan does; what it does not do has none."""
+    return "\n".join(f"{name:<13} {text}" for name, text in _rows(plan))
+
+
+def plan_table(plan: Plan) -> str:
+    """Return the same as a table for a notebook."""
+    rows = [(html.escape(name.strip()), html.escape(text)) for name, text in _rows(plan)]
+    return html.fragment([html.table(("", "plan"), rows, text=True)])
+
+
+def _rows(plan: Plan) -> list[tuple[str, str]]:
     rows = [
         ("ranks", _ranks(plan)),
         ("axes", ", ".join(f"{axis}={size}" for axis, size in plan.axes.root.items() if plan.world > 1)),
@@ -44,7 +55,7 @@ def plan_text(plan: Plan) -> str:
         *_communication(plan),
         *(plan.device_fit.rows() if plan.device_fit is not None else []),
     ]
-    return "\n".join(f"{name:<13} {text}" for name, text in rows if text)
+    return [(name, text) for name, text in rows if text]
 
 
 def _ranks(plan: Plan) -> str:

@@ -19,13 +19,14 @@ from tessera.core import dist, log
 from tessera.core.callback import Callback
 from tessera.core.config import dump_yaml, read_mapping
 from tessera.core.errors import TesseraError, first_line
-from tessera.core.files import read_json_mapping, read_metrics
+from tessera.core.files import last_step, read_json_mapping, read_metrics
 from tessera.core.run_config import ModelSection, RunConfig, load_config
 from tessera.core.run_paths import located, moved
 from tessera.core.saved_recipe import in_keys_of_today
 from tessera.core.task import Task
 from tessera.core.trust import Trust, check_trusted, find_code, named_code, remember
 from tessera.models.common.side_files import SEAL, damaged_side_files
+from tessera.observe.report.plot import Plot, plot_run, table_of
 from tessera.training.build import build_trainer
 from tessera.training.callbacks import named_callbacks
 from tessera.training.given_rows import KINDS, GivenRows
@@ -46,7 +47,23 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
+        """Return the rows of `metrics.jsonl`: one for each step, and one for each evaluation."""
         return read_metrics(self.folder / "metrics.jsonl")
+
+    def plot(self, *names: str) -> Plot:
+        """Return the curves of the run, which a notebook shows: `run.plot()`, or `run.plot("loss", "lr")`.
+
+        `names`: as in `metrics.jsonl`. Elsewhere `run.plot().save("plot.html")` writes them as a page.
+        """
+        return plot_run(self.folder, names)
+
+    def __repr__(self) -> str:
+        saved = "no checkpoint" if self.checkpoint is None else self.checkpoint.name
+        end = f"; stopped: {self.stopped}" if self.stopped else ""
+        return f"Run({self.folder}: {last_step(self.folder / 'metrics.jsonl')} steps, {saved}{end})"
+
+    def _repr_html_(self) -> str:
+        return table_of(self.folder)
 
 
 def train(

@@ -22,6 +22,7 @@ import torch
 import tessera
 from tessera.core.errors import TesseraError
 from tessera.core.process import Process
+from tessera.core.types import Batch
 from tessera.observe.report.boxes import find_boxes
 from tessera.observe.report.history import History, read_sessions
 from tessera.observe.report.live import LiveReport, Report
@@ -255,3 +256,31 @@ def test_nothing_is_written_through_a_link(run: Path, tmp_path: Path) -> None:
     os.symlink(precious, tmp_path / "out.html")
     tessera.report(run, out=tmp_path / "out.html")
     assert precious.read_text() == "mine"
+
+
+# ---------------------------------------------------------------------------------------------- in a notebook
+
+
+def test_a_run_shows_its_curves_and_figures_in_a_notebook(run: Path, tmp_path: Path) -> None:
+    shown = tessera.Run(run, None)
+    plot = shown.plot()
+    markup = plot._repr_html_()
+    assert Tags(markup).found["svg"] > 8
+    assert "body{" not in markup  # the page that it stands in keeps its own style
+    assert all(".tessera-output" in rule for rule in re.findall(r"[}>]([^{}<>@]+)\{", markup.split("</style>")[0]))
+    assert len(shown.plot("loss", "eval_loss", "mfu").charts) == 3
+    assert plot.save(tmp_path / "plot.html").read_text().startswith("<!doctype html>")
+    with pytest.raises(TesseraError, match="did you mean: margin"):
+        shown.plot("margins")
+    assert repr(shown) == f"Run({run}: 200 steps, no checkpoint)"
+    assert "NVIDIA H200" in shown._repr_html_()
+
+
+def test_plans_and_batches_are_short_and_become_tables() -> None:
+    recipe = {"model": {"family": "qwen2_vl", "preset": "quickstart"}, "data": {"train": [{"path": "x"}]}}
+    plan = tessera.plan({**recipe, "train": {"steps": 1, "global_batch": 8}}, world=4)
+    assert len(repr(plan)) < 120
+    assert "4 replicated" in plan._repr_html_() or "sharded" in plan._repr_html_()
+    batch = Batch({"tokens": torch.zeros(3, 4), "<b>": torch.zeros(1)})
+    assert repr(batch) == "Batch(tokens [3, 4], <b> [1])"
+    assert "<td>&lt;b&gt;</td>" in batch._repr_html_()

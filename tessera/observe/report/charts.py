@@ -37,6 +37,21 @@ def charts_of(run: RecordedRun) -> list[str]:
     return [chart for chart in charts if chart]
 
 
+def names_to_draw(run: RecordedRun) -> list[str]:
+    """Return what `chart_of` draws: the numbers of steps, and those of evaluations alone."""
+    names = dict.fromkeys(name for row in run.train_rows for name in row if name not in ("kind", "step"))
+    held_out = [f"eval_{name}" for name in run.held_out_names()]
+    return [name for name in names if run.points(name)] + held_out
+
+
+def chart_of(run: RecordedRun, name: str) -> str:
+    """Return a chart of one number, with its held-out values."""
+    if name.startswith("eval_"):
+        return _chart(f"Held-out {_words(name.removeprefix('eval_'))}", [_held(run.held_out(name[5:]))])
+    held = [_held(run.held_out(name))] if run.held_out(name) else []
+    return _chart(_title(name), [*_with_average(run.points(name)), *held], log_scale=name in ("loss", "grad_norm"))
+
+
 def charts_of_several(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[str]:
     """Return charts with a line for each run, in the colours of `run_style`."""
 

@@ -98,8 +98,8 @@ def fresh_page(path: Path, pid: int) -> Path:
 def report_page(run: RecordedRun, refresh_s: int | None = None, note: str = "") -> str:
     """Return the page of one run. `note`: markup below the title."""
     body = [
-        f'<h1>{html.escape(run.name)}</h1><div class="soft">{html.escape(_subtitle(run))}</div>{_state(run)}{note}',
-        html.facts(_facts(run)),
+        f'<h1>{html.escape(run.name)}</h1><div class="soft">{html.escape(_subtitle(run))}</div>{state_of(run)}{note}',
+        html.facts(facts_of(run)),
         html.section("Training", f'<div class="charts">{"".join(charts_of(run))}</div>'),
         previews_section(run.folder),
         answers_section(run),
@@ -117,7 +117,7 @@ def comparison_page(runs: Sequence[RecordedRun], refresh_s: int | None = None, n
     colors = [
         f'<span class="key {run_style(number)}"><i></i></span>{html.escape(name)}' for number, name in enumerate(names)
     ]
-    facts = [dict(_facts(run)) for run in runs]
+    facts = [dict(facts_of(run)) for run in runs]
     keys = list(dict.fromkeys(key for one in facts for key in one))
     rows = [[html.escape(key), *(html.escape(one.get(key, "—")) for one in facts)] for key in keys]
     above = "<tr><th></th>" + "".join(f"<th>{name}</th>" for name in colors) + "</tr>"
@@ -154,7 +154,8 @@ def _subtitle(run: RecordedRun) -> str:
     return f"{origin} · {length} · global batch {train.get('global_batch')} · seed {train.get('seed')}"
 
 
-def _state(run: RecordedRun) -> str:
+def state_of(run: RecordedRun) -> str:
+    """Return a line about how and where the run goes, or went, and why it failed."""
     if not run.sessions:
         return ""
     last = run.sessions[-1]
@@ -177,7 +178,8 @@ def _moment(session: RunSession) -> str:
     return f"started {session.began:%Y-%m-%d %H:%M} UTC"
 
 
-def _facts(run: RecordedRun) -> list[tuple[str, str]]:
+def facts_of(run: RecordedRun) -> list[tuple[str, str]]:
+    """Return the figures of a run, each with its name."""
     facts: list[tuple[str, str]] = []
     if run.sessions:
         facts += [("started", f"{run.sessions[0].began:%Y-%m-%d}")]
