@@ -34,7 +34,7 @@ pre{background:var(--card);border:1px solid var(--line);border-radius:10px;paddi
 """
 _PARTS = """
 p{margin:6px 0}.soft{color:var(--soft)}code{font-size:13px}
-.facts,.charts{display:grid;gap:14px;margin:18px 0}.facts{grid-template-columns:repeat(auto-fit,minmax(140px,1fr))}
+.facts,.charts{display:grid;gap:14px;margin:18px 0}.facts{grid-template-columns:repeat(auto-fit,minmax(156px,1fr))}
 .charts{grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr))}
 .fact,figure,.wide{background:var(--card);border:1px solid var(--line);border-radius:10px}
 .fact{padding:12px 14px}.fact b{display:block;font-size:20px;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}

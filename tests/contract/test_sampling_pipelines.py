@@ -150,7 +150,9 @@ def test_cogvideox_samples_the_pixels_of_diffusers(tmp_path: Path, dynamic: bool
 def test_frames_that_do_not_fill_a_patch_are_sampled_as_diffusers_does(tmp_path: Path) -> None:
     """Nine frames are three latent frames: a fourth is sampled, and dropped."""
     pipeline = write_cogvideox(tmp_path, newer=True)
-    sampled_alike(pipeline, tmp_path, as_drawn, {"num_frames": 9, "guidance_scale": 6.0}, {"frames": 9, "guidance": 6.0})
+    sampled_alike(
+        pipeline, tmp_path, as_drawn, {"num_frames": 9, "guidance_scale": 6.0}, {"frames": 9, "guidance": 6.0}
+    )
 
 
 @pytest.mark.slow

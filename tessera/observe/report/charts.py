@@ -154,5 +154,8 @@ def _words(name: str) -> str:
 
 
 def _title(name: str) -> str:
-    words = _words(name)
+    words = _TITLES.get(name, _words(name))
     return words[:1].upper() + words[1:]
+
+
+_TITLES = {"lr": "learning rate", "grad_norm": "gradient norm", "mfu": "MFU", "tflops": "TFLOP/s of each rank"}

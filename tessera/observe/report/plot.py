@@ -8,7 +8,7 @@ from tessera.core import html
 from tessera.core.errors import TesseraError, nearest
 from tessera.observe.report.charts import chart_of, charts_of, names_to_draw
 from tessera.observe.report.page import facts_of, state_of, write_page
-from tessera.observe.report.recorded import RecordedRun, read_run
+from tessera.observe.report.recorded import read_run
 
 
 class Plot:
@@ -47,8 +47,5 @@ def plot_run(folder: Path, names: tuple[str, ...]) -> Plot:
 def table_of(folder: Path) -> str:
     """Return the figures of a run as a table for a notebook."""
     run = read_run(folder)
-    return html.fragment([f"<b>{html.escape(run.name)}</b>{state_of(run)}", _rows(run)])
-
-
-def _rows(run: RecordedRun) -> str:
-    return html.table(("", ""), [(html.escape(name), html.escape(value)) for name, value in facts_of(run)])
+    rows = [(html.escape(name), html.escape(value)) for name, value in facts_of(run)]
+    return html.fragment([state_of(run), html.table(("run", run.name), rows)])
