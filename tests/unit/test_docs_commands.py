@@ -111,6 +111,19 @@ def test_every_command_of_the_pages_is_one(page: Path) -> None:
             load_config(base, parse_overrides([word.replace("NEW", "new") for word in words]))
 
 
+def test_every_command_in_a_recipe_is_one() -> None:
+    """Recipes say in their first lines how they are started."""
+    recipes = sorted((ROOT / "recipes").rglob("*.yaml"))
+    found = 0
+    for recipe in recipes:
+        for line in re.findall(r"^#\s+(tessera .*)$", recipe.read_text(encoding="utf-8"), re.MULTILINE):
+            for command in line.split(" && "):
+                if command.startswith("tessera "):
+                    parse(command, True)
+                    found += 1
+    assert found >= len(recipes) - 3  # the recipes of the two quick starts are started by programs
+
+
 def test_a_command_that_is_none_is_found() -> None:
     for line in ("tessera trian recipe.yaml", "tessera train recipe.yaml --nprocs 2", "tessera data docter x"):
         with pytest.raises(AssertionError):
