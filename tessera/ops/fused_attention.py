@@ -9,7 +9,8 @@ kernel in `short_attention`; all others use flash attention.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -144,3 +145,20 @@ def _differentiate(ctx, grad: Tensor, _: Tensor):  # type: ignore[no-untyped-def
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def backward_workspace(args: Sequence[Any]) -> int:
+    """Return the bytes that the kernels of the backward pass need beside what they return, given its arguments.
+
+    Flash attention sums the gradient of queries in fp32, and where heads are grouped makes those of keys and values
+    for each query head; cuDNN needs less.
+    """
+    _, q, k = args[:3]
+    grouped = 2 * q.nbytes if k.shape[1] != q.shape[1] else 0
+    return 4 * q.numel() + 4 * q.shape[0] * q.shape[1] + grouped
+
+
+# By operation: what it needs while it runs, given its arguments. Counts of memory add it.
+WORKSPACES: Mapping[Any, Callable[[Sequence[Any]], int]] = {
+    torch.ops.tessera.packed_attention_backward.default: backward_workspace
+}

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tessera.core.torch_internals import TorchDispatchMode, tree_leaves
+from tessera.ops.fused_attention import WORKSPACES
 
 
 class LiveMemory(TorchDispatchMode):
@@ -18,7 +19,7 @@ class LiveMemory(TorchDispatchMode):
 
     Tensors that were there before, such as weights, are not counted. `most` is the peak in bytes. Storages that are
     allocated empty may be freed and filled again without an operation, as fully_shard does with gathered weights: their
-    sizes are read again at every operation.
+    sizes are read again at every operation. What kernels need while they run is added where `ops` says it.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,8 @@ class LiveMemory(TorchDispatchMode):
                 self._meet(leaf, counted=False)
         self._look_again()
         out = func(*args, **(kwargs or {}))
+        if (needed := WORKSPACES.get(func)) is not None:
+            self.most = max(self.most, self.live + needed(args))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._meet(leaf, counted=True, resized=func is torch.ops.aten.empty.memory_format)
