@@ -530,8 +530,10 @@ class GroupSection(Section):
 
 
 class OptimSection(Section):
-    name: Literal["adamw", "lion", "muon"] = Field(
-        "adamw", description="muon: for weights of linear layers and experts, and adamw for all others"
+    name: Literal["adamw", "lion", "muon", "adafactor"] = Field(
+        "adamw",
+        description="muon: for weights of linear layers and experts, and adamw for all others; adafactor: `lr` is "
+        "relative to the size of the weights",
     )
     lr: Rate = 1e-5
     betas: tuple[Beta, Beta] = Field(
@@ -551,8 +553,10 @@ class OptimSection(Section):
     def _says_nothing_in_vain(self) -> OptimSection:
         if self.name != "muon" and self.momentum != 0.95:
             raise ValueError(f"`momentum` has no effect with {self.name}; it is for muon")
-        if self.name == "lion" and self.eps != 1e-8:
-            raise ValueError("`eps` has no effect with lion; it divides by nothing")
+        if self.name in ("lion", "adafactor") and self.eps != 1e-8:
+            raise ValueError(f"`eps` has no effect with {self.name}; it is for adamw")
+        if self.name == "adafactor" and self.betas != (0.9, 0.95):
+            raise ValueError("`betas` has no effect with adafactor; its mean follows the steps by a rule of its own")
         for number, group in enumerate(self.groups):
             if group.optimizer is not None and self.name != "muon":
                 raise ValueError(f"groups.{number}.optimizer has no effect with {self.name}; it is for muon")

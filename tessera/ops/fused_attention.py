@@ -155,7 +155,7 @@ def backward_workspace(args: Sequence[Any]) -> int:
     """
     _, q, k = args[:3]
     grouped = 2 * q.nbytes if k.shape[1] != q.shape[1] else 0
-    return 4 * q.numel() + 4 * q.shape[0] * q.shape[1] + grouped
+    return int(4 * q.numel() + 4 * q.shape[0] * q.shape[1] + grouped)
 
 
 # By operation: what it needs while it runs, given its arguments. Counts of memory add it.

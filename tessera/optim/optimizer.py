@@ -6,7 +6,7 @@ The learning rate is a pure function of the step, so that resuming needs no stat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from tessera.core.modules import clean_name, local_shard
 from tessera.core.pattern import select_trees
 from tessera.core.run_config import OptimSection, ScheduleSection
 from tessera.core.torch_internals import foreach_norm
+from tessera.optim.adafactor import Adafactor, adafactor_bytes
 from tessera.optim.adamw import AdamW
 from tessera.optim.lion import Lion
 from tessera.optim.muon import Muon, matrices_of
@@ -103,6 +104,14 @@ def build_optimizer(
         optimizer = _made_by_caller(make, groups)
     elif section.name == "lion":
         optimizer = Lion(groups, section.betas)
+    elif section.name == "adafactor":
+        if offloaded:
+            raise TesseraError(
+                "adafactor sums over ranks in its update, and with parallel.offload weights lie in host memory",
+                where="optim.name",
+                fix="optim.name=adamw or lion, or parallel.offload=false: its state is small",
+            )
+        optimizer = Adafactor(groups)
     else:
         how = {
             "fused": devices.supports(device, "fused_optimizer"),
@@ -142,8 +151,9 @@ def _made_by_caller(make: Callable[[list[dict[str, Any]]], Optimizer], groups: l
     return optimizer
 
 
-def state_bytes(section: OptimSection, module: nn.Module) -> Callable[[str, int], int]:
-    """Return how many bytes of state the optimizer keeps of a parameter, given its name and its bytes on a rank.
+def state_bytes(section: OptimSection, module: nn.Module) -> Callable[[str, int, Sequence[int]], int]:
+    """Return how many bytes of state the optimizer keeps of a parameter, given its name, and its bytes and shape on a
+    rank.
 
     `module` is the whole model, on the meta device.
     """
@@ -153,7 +163,9 @@ def state_bytes(section: OptimSection, module: nn.Module) -> Callable[[str, int]
         of = {id(p) for group in groups if group.get("muon") for p in group["params"]}
         matrices = {clean_name(name) for name, p in module.named_parameters() if id(p) in of}
 
-    def bytes_of(name: str, size: int) -> int:
+    def bytes_of(name: str, size: int, shape: Sequence[int]) -> int:
+        if section.name == "adafactor":
+            return adafactor_bytes(shape)
         if section.name == "lion" or name in matrices:
             return size
         return 2 * size + 4  # two moments, and one number that counts the steps

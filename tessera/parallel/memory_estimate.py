@@ -20,10 +20,11 @@ from tessera.parallel.pipeline_plan import PipelinePlan
 from tessera.parallel.tensor import TensorPlan
 
 BLOCKS_AT_ONCE = 2  # of those whose weights wait in host memory: the one in use and the next
-StateBytes = Callable[[str, int], int]  # name of a parameter, its bytes on a rank -> bytes of the optimizer's state
+# Name of a parameter, its bytes and its shape on a rank -> bytes of the optimizer's state.
+StateBytes = Callable[[str, int, Sequence[int]], int]
 
 
-def adamw_state(name: str, size: int) -> int:
+def adamw_state(name: str, size: int, shape: Sequence[int] = ()) -> int:
     """Return the bytes of both moments, each of a parameter's own shape and type, and of one number of steps."""
     return 2 * size + 4
 
@@ -45,12 +46,16 @@ class ParamShard:
         return prod(self.shape)
 
     @property
-    def local_numel(self) -> int:
-        """Return the numbers on the first rank that shares it, which has the most: shards are equal chunks."""
+    def local_shape(self) -> tuple[int, ...]:
+        """Return the shape on the first rank that shares it, which has the most: shards are equal chunks."""
         if self.whole or not self.shape:  # a scalar is not sharded
-            return self.numel
-        length = self.shape[self.dim]
-        return -(-length // self.shared_by) * (self.numel // length) if length else 0
+            return self.shape
+        chunk = -(-self.shape[self.dim] // self.shared_by)
+        return (*self.shape[: self.dim], chunk, *self.shape[self.dim + 1 :])
+
+    @property
+    def local_numel(self) -> int:
+        return prod(self.local_shape)
 
 
 def shard_dimension(shape: Sequence[int], shared_by: int, split: Collection[int] = ()) -> int:
@@ -184,8 +189,8 @@ def memory_bytes(
         return computed if shard.whole and not shard.trained else kept
 
     sizes = [(shard.local_numel * type_of(shard).itemsize, shard) for shard in parts]
-    trained = [(size, shard.name) for size, shard in sizes if shard.trained]
-    optimizer = sum(state(name, size) for size, name in trained)
+    trained = [(size, shard) for size, shard in sizes if shard.trained]
+    optimizer = sum(state(shard.name, size, shard.local_shape) for size, shard in trained)
     away = [sum(block) for block in waiting]
     return MemoryBytes(
         sum(size for size, _ in sizes) - sum(size for size, _ in waiting),

@@ -18,6 +18,7 @@ from tests.toys.chat_set import write_chat_set
 
 MUON: dict[str, Any] = {"optim.name": "muon"}
 LION: dict[str, Any] = {"optim.name": "lion", "optim.eps": 1e-8, "optim.lr": 1e-4}
+ADAFACTOR: dict[str, Any] = {"optim.name": "adafactor", "optim.eps": 1e-8, "optim.lr": 1e-3}
 CASES = [
     Case("muon, fsdp 2", 2, {}, MUON),
     Case("muon, tp 2 x fsdp 2, sequence", 4, SEQUENCE, MUON),
@@ -25,6 +26,9 @@ CASES = [
     Case("muon, experts, ep 2 x shard 4", 4, {"ep": 2}, MUON, "experts"),
     Case("lion, hsdp 2x2", 4, {"shard": 2}, LION),
     Case("lion, tp 2", 2, {"tp": 2}, LION),
+    Case("adafactor, hsdp 2x2", 4, {"shard": 2}, ADAFACTOR),
+    Case("adafactor, tp 2 x fsdp 2, sequence", 4, SEQUENCE, ADAFACTOR),
+    Case("adafactor, experts, ep 2 x shard 4", 4, {"ep": 2}, ADAFACTOR, "experts"),
 ]
 
 
@@ -53,7 +57,7 @@ def go_on(rank: int, world: int, folder: str, overrides: dict[str, Any]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["muon", "lion"])
+@pytest.mark.parametrize("name", ["muon", "lion", "adafactor"])
 def test_a_resumed_run_is_bitwise_and_another_layout_goes_on_from_its_state(name: str, tmp_path: Path) -> None:
     write_chat_set(tmp_path / "data")
     settings = {"optim.name": name, "optim.eps": 1e-8, "train.steps": 4, "checkpoint.at_end": True}

@@ -90,6 +90,7 @@ def test_the_first_key_is_the_cheapest_one_that_is_enough(counted: Counted, monk
     assert only.total <= recomputed.usable < recomputed.total
 
 
+@pytest.mark.slow
 def test_keys_are_named_together_where_none_is_enough_alone(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     found = fit_of(0.0001, monkeypatch)
     assert len(found.changes) > 2

@@ -12,6 +12,7 @@ from tessera.api import plan
 from tessera.core.errors import TesseraError
 from tessera.core.modules import StackedExperts
 from tessera.core.run_config import OptimSection, ScheduleSection, load_config
+from tessera.optim.adafactor import Adafactor, adafactor_bytes
 from tessera.optim.lion import Lion
 from tessera.optim.muon import Muon, matrices_of, orthogonalize
 from tessera.optim.optimizer import build_optimizer, clip_gradients, lr_factor, parameter_groups
@@ -54,6 +55,29 @@ def test_lion_is_the_formula() -> None:
     for p, right in zip(module.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(p.detach().double(), right.detach(), rtol=0, atol=8 * torch.finfo(torch.float32).eps)
     assert {key for state in optimizer.state.values() for key in state} == {"exp_avg"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_adafactor_updates_as_torch_s_own_does(dtype: torch.dtype) -> None:
+    ours, theirs = net().to(dtype), net().to(dtype)
+    optimizer = Adafactor([{"params": list(ours.parameters()), "lr": 0.05, "weight_decay": 0.1}])
+    known = torch.optim.Adafactor(theirs.parameters(), lr=0.05, weight_decay=0.1, foreach=False)
+    for step in range(4):
+        for one, other, grad in zip(ours.parameters(), theirs.parameters(), gradients(ours, step), strict=True):
+            one.grad, other.grad = grad.to(dtype), grad.to(dtype)
+        optimizer.step()
+        known.step()
+    for p, right in zip(ours.parameters(), theirs.parameters(), strict=True):
+        # State and update are in fp32: each step is a few roundings of a number below 1.
+        torch.testing.assert_close(p.detach(), right.detach(), rtol=0, atol=32 * torch.finfo(torch.float32).eps)
+    state = optimizer.state[ours["up"].weight]
+    assert {key: tuple(value.shape) for key, value in state.items()} == {
+        "step": (),
+        "row_var": (6, 1),
+        "col_var": (1, 4),
+    }
+    for p in ours.parameters():
+        assert adafactor_bytes(p.shape) == sum(value.nbytes for value in optimizer.state[p].values())
 
 
 def test_muon_updates_as_torch_s_own_does_and_adamw_the_rest() -> None:
@@ -143,6 +167,7 @@ def test_a_schedule_that_stays_and_falls_at_the_end() -> None:
         ({"optim.schedule": {"kind": "cosine", "decay": 0.5}}, "for wsd"),
         ({"optim.momentum": 0.9}, "for muon"),
         ({"optim.name": "lion", "optim.eps": 1e-6}, "no effect"),
+        ({"optim.name": "adafactor", "optim.betas": [0.9, 0.99]}, "no effect"),
         ({"optim.groups": [{"pattern": "head", "optimizer": "muon"}]}, "for muon"),
         ({"optim.name": "moun"}, "muon"),
     ],
@@ -159,16 +184,18 @@ def test_muon_refuses_vectors_and_weights_in_host_memory() -> None:
             OptimSection.model_validate({"name": "muon", "groups": [{"pattern": "norm", "optimizer": "muon"}]}),
             CPU,
         )
-    with pytest.raises(TesseraError, match="host memory"):
-        build_optimizer(net(), OptimSection.model_validate({"name": "muon"}), CPU, offloaded=True)
+    for name in ("muon", "adafactor"):
+        with pytest.raises(TesseraError, match="host memory"):
+            build_optimizer(net(), OptimSection.model_validate({"name": name}), CPU, offloaded=True)
 
 
 def test_the_plan_counts_the_state_of_each_optimizer() -> None:
-    found = {name: plan(RECIPE, {"optim.name": name}).memory[0] for name in ("adamw", "lion", "muon")}
+    found = {name: plan(RECIPE, {"optim.name": name}).memory[0] for name in ("adamw", "lion", "muon", "adafactor")}
     parameters = found["lion"].parameters
     assert found["lion"].optimizer == parameters
     assert found["adamw"].optimizer > 2 * parameters
     assert parameters < found["muon"].optimizer < 2 * parameters
+    assert 0 < found["adafactor"].optimizer < parameters / 10
 
 
 def test_matrix_b_of_adapters_has_a_rate_of_its_own() -> None:

@@ -1,0 +1,118 @@
+"""Adafactor: of a matrix it keeps the mean square of each row and each column in place of every number's.
+
+The update of a matrix is its gradient over the roots of what rows and columns say together, no longer than one in the
+mean, times the size of the weights themselves: `lr` is relative to that. What is summed over a row or a column is
+summed over the ranks that share it: a few numbers for each weight. The formulas are those of torch's own class, which
+does not update sharded tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.optim import Optimizer
+
+from tessera.core.modules import local_shard
+
+_DECAY = -0.8  # the mean follows the newest square by step ** this
+_SMALLEST = 1e-3  # weights that are smaller in the mean are taken to be so large
+
+
+class Adafactor(Optimizer):
+    """Update weights by Adafactor. State is kept in fp32: rows and columns of matrices, all numbers of vectors."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 1e-2, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None, "gradients are there already"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, float(group["lr"]), group["weight_decay"])
+
+    def _update(self, parameter: Tensor, rate: float, decay: float) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            if parameter.dim() > 1:
+                state["row_var"] = _statistic(parameter, -1)
+                state["col_var"] = _statistic(parameter, -2)
+            else:
+                state["variance"] = torch.zeros_like(parameter, dtype=torch.float32)
+        state["step"] += 1
+        step = float(state["step"])  # on the host
+        newest, rate_now = step**_DECAY, min(rate, 1 / math.sqrt(step))
+        weight = local_shard(parameter)
+        assert parameter.grad is not None
+        grad = local_shard(parameter.grad).float()
+        smallest = torch.finfo(parameter.dtype).eps
+        square = grad.square()
+        if parameter.dim() > 1:
+            rows, columns = local_shard(state["row_var"]), local_shard(state["col_var"])
+            last, before = parameter.dim() - 1, parameter.dim() - 2
+            found = _summed(square.sum(-1, keepdim=True), parameter, lambda dim: dim == last)
+            rows.lerp_(found / parameter.shape[-1], newest)
+            found = _summed(square.sum(-2, keepdim=True), parameter, lambda dim: dim == before)
+            columns.lerp_(found / parameter.shape[-2], newest)
+            mean = _summed(rows.sum(-2, keepdim=True), parameter, lambda dim: dim == before) / parameter.shape[-2]
+            variance = (rows * columns).div_(mean.clamp_(min=smallest))
+        else:
+            kept = local_shard(state["variance"])
+            variance = kept.lerp_(square, newest).clone()
+        update = variance.clamp_(min=smallest**2).rsqrt_().mul_(grad)
+        norms = torch.stack([weight.float().square().sum(), update.square().sum()])
+        sizes = (_summed(norms, parameter, lambda dim: True) / max(1, parameter.numel())).sqrt()
+        length = rate_now * sizes[0].clamp(min=_SMALLEST) / sizes[1].clamp(min=1.0)
+        if decay:
+            weight.mul_(1 - rate * decay)
+        weight.sub_((update * length).to(weight.dtype))
+
+
+def _statistic(parameter: Tensor, dim: int) -> Tensor:
+    """Return zeros of a parameter's shape with one number along `dim`, sharded as the parameter is in all others."""
+    shape = list(parameter.shape)
+    shape[dim] = 1
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=torch.float32, device=parameter.device)
+    local = parameter.to_local()
+    sizes = list(local.shape)
+    sizes[dim] = 1
+    gone = dim % parameter.dim()
+    places: list[Placement] = [
+        Replicate() if one.is_replicate() or cast(Shard, one).dim == gone else one for one in parameter.placements
+    ]
+    strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    return DTensor.from_local(
+        torch.zeros(sizes, dtype=torch.float32, device=local.device),
+        parameter.device_mesh,
+        places,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(strides),
+    )
+
+
+def _summed(values: Tensor, parameter: Tensor, over: Callable[[int], bool]) -> Tensor:
+    """Return values summed over the ranks that share a dimension of the parameter for which `over` is true."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for axis, placement in enumerate(parameter.placements):
+            if not placement.is_replicate() and over(cast(Shard, placement).dim) and mesh.size(axis) > 1:
+                dist.all_reduce(values, group=mesh.get_group(axis))
+    return values
+
+
+def adafactor_bytes(shape: Sequence[int]) -> int:
+    """Return the bytes of state of what a rank has of a parameter, by the shape of that."""
+    numbers = math.prod(shape)
+    if len(shape) < 2 or not numbers:
+        return 4 * numbers + 4
+    return 4 * (numbers // shape[-1] + numbers // shape[-2]) + 4
