@@ -41,6 +41,7 @@ from tessera.parallel.pipeline_engine import PipelineEngine
 from tessera.parallel.plan import Plan
 from tessera.parallel.plan_text import estimate_communication
 from tessera.parallel.sequence_sharding import RankDataset
+from tessera.tasks.answers import AnswerTask
 from tessera.training.run import fingerprint, join
 from tessera.training.setup import ModelSetup, build_meta_model
 
@@ -184,8 +185,10 @@ def device_bytes(plan: Plan, position: int) -> int:
     here = plan.memory[position]
     held = here.total - here.gradients
     if plan.offload:
-        whole = [shard for shard in shards_of_stage(plan.param_shards, plan.pipeline, position) if shard.whole]
-        held = here.buffers + here.window + sum(shard.numel * plan.param_dtype.itemsize for shard in whole)
+        shards = shards_of_stage(plan.param_shards, plan.pipeline, position)
+        held = here.buffers + here.window + sum(s.numel * plan.param_dtype.itemsize for s in shards if s.whole)
+        # A weight comes to the device as it is kept, and is cast there.
+        held += max((s.local_numel for s in shards if not s.whole), default=0) * plan.storage_dtype.itemsize
     return held + sum(kept.size for kept in plan.frozen_components.values() if kept.residence != "offloaded")
 
 
@@ -230,13 +233,23 @@ def example_batch(config: RunConfig, setup: ModelSetup, mesh: Mesh) -> Batch:
     """Return a micro-batch as a rank of the mesh would get it, of a typical row of the family."""
     make, plan = setup.spec.example, setup.plan
     assert make is not None, "asked for before"
+    batch = make(setup.config, config.data.length * config.train.micro_batch)
+    if isinstance(setup.task, AnswerTask):
+        batch = batch.with_tensors(**_as_pair(batch["tokens"].shape[0]))
     rows = RankDataset(
-        _OneBatch(make(setup.config, config.data.length * config.train.micro_batch)),
+        _OneBatch(batch),
         plan.axes,
         mesh.root.get_rank(),
         sharding=plan.batch_sharding,
     )
     return rows.batch([0])
+
+
+def _as_pair(tokens: int) -> dict[str, Tensor]:
+    """Return what makes a row one pair of answers, each half of it, or one answer that was found good."""
+    pair = torch.arange(tokens) * 2 // max(1, tokens)
+    first = torch.zeros(1, dtype=torch.int64)
+    return {"pair": pair, "pair_ids": first, "pair_row": first.clone(), "desirable": torch.ones(1, dtype=torch.bool)}
 
 
 class _OneBatch(RowSource):

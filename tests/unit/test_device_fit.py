@@ -179,3 +179,9 @@ def test_operations_choose_for_the_counted_device_as_they_would_there() -> None:
     with devices.counted_as(find_size("910b-64g").device):
         assert not devices.supports(cpu, "flash_attention")
     assert not devices.supports(cpu, "flash_attention")
+
+
+def test_offloaded_weights_are_on_the_device_one_at_a_time() -> None:
+    plan = tessera.plan(recipe(parallel={"offload": True}))
+    largest = max(shard.numel for shard in plan.param_shards)
+    assert device_bytes(plan, 0) == plan.memory[0].buffers + 4 * largest < plan.memory[0].parameters

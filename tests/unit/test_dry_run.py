@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 import tessera
 from tessera.core.errors import TesseraError
+from tessera.core.run_config import load_config
 from tessera.parallel.communication import CommVolume, merge_volumes, readable
 from tessera.parallel.plan_text import estimate_communication
-from tessera.tools.dry_run import estimate_error
+from tessera.tools.dry_run import estimate_error, run_role
 
 LAYERS = ["text.layers.{*}", "vision.blocks.{*}"]
 TEXT = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -117,3 +118,14 @@ def test_lines_add_up() -> None:
     )
     assert lines == [CommVolume("pp", "send", 2, 50), CommVolume("tp", "send", 4, 15)]
     assert readable(3 * 2**30) == "3.00 GiB"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["dpo", "kto", "simpo", "reward"])
+def test_objectives_over_answers_are_run_dry_on_a_row_that_is_one_pair(task: str) -> None:
+    made = recipe()
+    made["train"] |= {"task": task, "global_batch": 1}
+    made["model"]["lora"] = {"rank": 4}
+    role = run_role(load_config(made), 1, 0)
+    assert role.activations > 0
+    assert role.total > role.held
