@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.compat.mindspeed_mm.migrate import migrate
-from tessera.core.run_config import load_config
+from tessera.core.hub_config import load_local_config
 from tessera.evaluation.evaluate import evaluate
 from tessera.inference.chat import Chat
 from tessera.inference.diffusion.load import load_pipeline as pipeline
@@ -18,7 +18,9 @@ from tessera.tools.compare import compare
 from tessera.tools.convert import convert
 from tessera.tools.demo_data import write_demo as demo
 from tessera.tools.device_fit import plan_for_device
+from tessera.tools.download import download
 from tessera.tools.dry_run import dry_run, preflight
+from tessera.tools.push import push
 from tessera.training.generation_model import GenerationModel
 from tessera.training.run import Run, resume, train
 from tessera.training.setup import build_meta_model
@@ -30,6 +32,7 @@ __all__ = [
     "compare",
     "convert",
     "demo",
+    "download",
     "dry_run",
     "evaluate",
     "generate",
@@ -38,6 +41,7 @@ __all__ = [
     "pipeline",
     "plan",
     "preflight",
+    "push",
     "report",
     "resume",
     "train",
@@ -72,7 +76,7 @@ def plan(
     `device`: a name (`h200`, `24g`) or a number of GiB; then a step is counted on tensors without memory, and
     `plan.device_fit` says whether it fits there, and which keys to change where it does not.
     """
-    config = load_config(recipe, overrides)
+    config = load_local_config(recipe, overrides, weights=False)
     if device is not None:
         return plan_for_device(config, world, device)
     return build_meta_model(config, world).plan

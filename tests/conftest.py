@@ -17,18 +17,26 @@ from tessera.core.trust import STATE_VARIABLE
 # Files with several ranks take longest; begun last, one of them would leave the other worker with nothing to do.
 FOLDERS = ("dist", "contract", "unit")
 SLOWEST = 8
+NOBODY = "http://127.0.0.1:9"  # a port that refuses at once
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs of tests leave no note in the home of whoever runs them; ranks and commands that they start inherit it."""
-    before = os.environ.get(STATE_VARIABLE)
-    os.environ[STATE_VARIABLE] = str(tmp_path_factory.mktemp("state"))
+    """Runs of tests leave no note in the home of whoever runs them, and ask no hub for anything; ranks and commands
+    that they start inherit it."""
+    ours = {
+        STATE_VARIABLE: str(tmp_path_factory.mktemp("state")),
+        "HF_ENDPOINT": NOBODY,
+        "MODELSCOPE_ENDPOINT": NOBODY,
+    }
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
     yield
-    if before is None:
-        del os.environ[STATE_VARIABLE]
-    else:
-        os.environ[STATE_VARIABLE] = before
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="module", autouse=True)

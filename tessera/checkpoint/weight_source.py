@@ -124,7 +124,7 @@ def _nothing_here(path: Path) -> TesseraError:
         return TesseraError(
             f"no such folder: {path}",
             nearest=None if near is None else str(path.parent / near),
-            fix="name a folder on this machine: nothing is downloaded",
+            fix="name a folder on this machine, or a model on a hub: hf://org/name",
         )
     return TesseraError(
         "no model here",

@@ -44,6 +44,7 @@ def doctor(
         sections,
         None if brought is None else brought.processor,
         length=length or (2048 if brought is None else brought.data.length),
+        limits=None if brought is None else brought.limits,
         work=None if brought is None else brought.work,
         samples=samples,
         decode=decode,

@@ -18,6 +18,7 @@ from tessera.cli import run
 from tessera.cli.chat import chat
 from tessera.cli.data import data_app
 from tessera.cli.generate import generate
+from tessera.cli.hub import download, push
 from tessera.cli.migrate import migrate
 from tessera.cli.run import Overrides, TrustFlag, check_output, write_output
 from tessera.core.errors import TesseraError, reported
@@ -50,7 +51,7 @@ ProveOption = Annotated[
 config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
-for _verb in (run.train, run.resume, run.preflight, run.launch, generate, chat, migrate):
+for _verb in (run.train, run.resume, run.preflight, run.launch, generate, chat, download, push, migrate):
     app.command()(_verb)
 app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run.run_script)
 

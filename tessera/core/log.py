@@ -127,7 +127,7 @@ def quiet_libraries() -> None:
     """
     if os.environ.get("TESSERA_WARNINGS") or sys.warnoptions:
         return
-    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY", "DATASETS_VERBOSITY"):
+    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns of the processes that a loader starts

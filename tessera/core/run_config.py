@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from tessera.core.config import Section, apply_overrides, build, read_mapping
 from tessera.core.fsdp2_file import with_fsdp2_file
+from tessera.core.hub_ids import hub_spelling
 from tessera.core.run_length import Interval, parse_interval
 from tessera.core.values import Ahead, Count, Ranks, Rate, Seconds, Steps, StepsOrNone
 
@@ -19,6 +20,7 @@ MAX_ADAPTER_RANK, MAX_ADAPTER_ALPHA = 10**5, 1e6
 AdapterRank = Annotated[int, Field(gt=0, le=MAX_ADAPTER_RANK)]
 AdapterAlpha = Annotated[float, Field(gt=0, le=MAX_ADAPTER_ALPHA)]
 AdapterForm = Literal["peft", "diffusers", "comfyui", "kohya"]
+HubName = Annotated[str, Field(pattern=r"^(hf|ms)://", max_length=2048)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -101,7 +103,16 @@ class ModelSection(Section):
         None, description="model family, or an import path to a SPEC; found from `path` when left out"
     )
     preset: str | None = Field(None, description="a size the family knows, such as 2b")
-    path: Path | None = Field(None, description="Hugging Face folder, run or checkpoint to start from")
+    path: Path | None = Field(
+        None,
+        description="Hugging Face folder, run or checkpoint to start from; or hf://org/name[@revision] (ms:// for "
+        "ModelScope), which is downloaded",
+    )
+    hub_id: HubName | None = Field(
+        None,
+        description="id and commit of the hub that `path` was downloaded from; a run notes it here, and downloads the "
+        "folder again if it is gone",
+    )
     weights: Path | None = Field(
         None, description="initial weights in another form than `path`: Megatron-style shards, or a torch DCP folder"
     )
@@ -115,9 +126,13 @@ class ModelSection(Section):
     )
     lora: LoraSection | None = Field(None, description="train adapters; {} takes every default")
 
+    @field_serializer("path", when_used="json-unless-none")
+    def _written_path(self, path: Path) -> str:
+        return hub_spelling(path)
+
     @model_validator(mode="after")
     def _has_origin(self) -> ModelSection:
-        if self.family is None and self.path is None:
+        if self.family is None and self.path is None and self.hub_id is None:
             raise ValueError("give `family` (with a preset or config), or `path` to a folder")
         if self.weights is not None and self.path is None:
             raise ValueError("`weights` do not say which model they are of: give the Hugging Face folder as `path`")
@@ -125,13 +140,26 @@ class ModelSection(Section):
 
 
 RecordFormat = Literal[
-    "messages", "sharegpt", "llava", "alpaca", "text", "preference", "unpaired_preference", "generation"
+    "messages",
+    "sharegpt",
+    "llava",
+    "alpaca",
+    "query_response",
+    "question_answer",
+    "text",
+    "preference",
+    "unpaired_preference",
+    "generation",
 ]
 
 
 class SourceSection(Section):
     path: Path = Field(
-        description="JSON, JSONL, Parquet, CSV, TSV or text file, tar shards, a folder; {000..127} and * name several"
+        description="JSON, JSONL, Parquet, CSV, TSV or text file, tar shards, a folder; {000..127} and * name several; "
+        "or hf://org/name[@revision][/files] (ms:// for ModelScope), which is downloaded"
+    )
+    hub_id: HubName | None = Field(
+        None, description="id and commit of the hub that `path` was downloaded from, as a run notes them"
     )
     root: Path | None = Field(
         None, description="media paths must lie under this folder; default: the file's own folder"
@@ -144,6 +172,34 @@ class SourceSection(Section):
         None, ge=1e-9, le=1e9, description="share of the samples drawn from this set; given for all sets or for none"
     )
     max_samples: int | None = Field(None, gt=0, le=10**12, description="use only the first so many rows")
+    question: str | None = Field(
+        None,
+        min_length=1,
+        max_length=10_000,
+        description="what is asked of each image of a folder with a folder for each class, whose name is the answer; "
+        "default: what it shows, with the classes to choose from if they are few",
+    )
+
+    @field_serializer("path", when_used="json")
+    def _written_path(self, path: Path) -> str:
+        return hub_spelling(path)
+
+
+Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9.\-]+$", max_length=253)]
+
+
+class UrlSection(Section):
+    """Allow images that data names by http(s) URLs to be fetched, and say within which limits."""
+
+    hosts: list[Host] = Field(
+        default_factory=list, max_length=1000, description="only these hosts and those below them; default: any"
+    )
+    max_bytes: int = Field(32 << 20, gt=0, le=1 << 32, description="a larger image is refused")
+    timeout_s: Seconds = Field(20, description="for one image, from the first question to the last byte")
+    private: bool = Field(
+        False, description="also addresses of private networks and of this machine, for data that you trust"
+    )
+    cache: Path | None = Field(None, description="folder of fetched images; default: tessera/media in ~/.cache")
 
 
 class DataSection(Section):
@@ -171,6 +227,9 @@ class DataSection(Section):
     mask_history: bool = Field(False, description="train only on the last turn of each conversation")
     max_image_pixels: int = Field(
         64_000_000, gt=0, le=10**12, description="larger images are refused from their header"
+    )
+    urls: UrlSection | None = Field(
+        None, description="fetch images that are named by URLs; {} takes every default. Left out: none is fetched"
     )
     jpeg_draft: bool = Field(
         False,

@@ -59,7 +59,8 @@ def _with_paths(config: RunConfig, path: Callable[[Path], Path], words: Callable
 
     def data(section: DataSection) -> DataSection:
         sets = {"train": [source(one) for one in section.train], "eval": [source(one) for one in section.eval]}
-        return section.model_copy(update={**sets, "options": words(section.options)})
+        urls = section.urls and section.urls.model_copy(update={"cache": maybe(section.urls.cache)})
+        return section.model_copy(update={**sets, "options": words(section.options), "urls": urls})
 
     changes = {
         "model": model(config.model),

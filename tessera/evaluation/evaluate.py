@@ -12,6 +12,7 @@ from typing import Any
 from tessera.core.config import build
 from tessera.core.errors import TesseraError
 from tessera.core.files import write_jsonl
+from tessera.core.hub_config import local_model, local_source
 from tessera.core.progress import WorkProgress
 from tessera.core.run_config import SourceSection, load_config
 from tessera.core.saved_recipe import read_saved
@@ -61,7 +62,7 @@ def evaluate(
 
     They are also written to `answers.jsonl` if `model` is the folder of a run.
     """
-    folder = Path(model)
+    folder = local_model(model)
     sources = held_out_sources(folder, data, root, max_samples)
     loaded, processor = load(folder, trust=trust)
     rows: list[dict[str, Any]] = []
@@ -92,6 +93,7 @@ def held_out_sources(
         sections = []
     if not sections:
         raise TesseraError(f"{folder} names no held-out data", where="--data", fix="give --data FILE")
+    sections = [local_source(section, "eval", "--data") for section in sections]
     return [open_source(s.model_copy(update={"max_samples": max_samples or s.max_samples})) for s in sections]
 
 

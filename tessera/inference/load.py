@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tessera.core.config import build
 from tessera.core.dist import environment_ranks, rank_on_machine
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.generation import GenerationForm
+from tessera.core.hub_config import local_model
 from tessera.core.layouts import folder_layout, pipeline_folder
 from tessera.core.modules import computed_buffers, put_back_buffers
 from tessera.core.pattern import matches
@@ -31,7 +32,7 @@ from tessera.core.run_config import ModelSection, ParallelSection, PrecisionSect
 from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust, check_trusted, find_code, model_code
 from tessera.core.types import ModelPlan
-from tessera.data.media.files import Limits
+from tessera.data.media.files import Limits, limits_of
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.over_ranks import ModelOverRanks
 from tessera.models import build_on_meta, for_family, fresh_names, resolve
@@ -79,7 +80,9 @@ def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust, base
     check_trusted(folder, model_code(settings.model), trust)
     find_code(folder, model_code(settings.model))
     files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
-    limits = Limits(max_image_pixels=settings.data.max_image_pixels, jpeg_draft=settings.data.jpeg_draft)
+    limits = limits_of(settings.data)
+    if limits.urls is not None:  # a run of somebody else must not open the network of this machine to data
+        limits = replace(limits, urls=replace(limits.urls, private=False))
     kind = kind or DTYPES[settings.precision.weights]
     parts = parts_folder(settings)
     return FoundModel(origin, settings.model, kind, files, settings.data.processor, limits, parts)
@@ -119,9 +122,9 @@ def load(
 
     `trust`: a run that you did not make may name code to import and call; True: you trust it.
     """
-    folder = Path(path)
+    folder = local_model(path)
     where = device if isinstance(device, torch.device) else _own_device(device or "auto", parallel is not None)
-    found = find_model(folder, dtype, trust, None if base is None else Path(base))
+    found = find_model(folder, dtype, trust, None if base is None else local_model(base, "base"))
     origin, section, kind, files = found.origin, found.section, found.dtype, found.files
     merged = adapter_strengths(adapters)
     if merged and section.lora is not None and section.lora.quantize is not None:

@@ -14,6 +14,7 @@ from PIL import Image
 
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.types import Message, Part, PartKind, Sample
+from tessera.data.media.data_urls import decode_data_url, is_data_url
 from tessera.data.media.files import resolve
 from tessera.data.sources.columns import ROLES
 
@@ -88,6 +89,8 @@ def _media(kind: PartKind, value: Any, where: str, base: Path) -> Any:
         raise TesseraError(
             f"{kind} given as a {type(value).__name__}", where=where, allowed=["a path", its_name, "bytes"]
         )
-    if "://" in str(value) or str(value).startswith("data:"):
+    if isinstance(value, str) and is_data_url(value):
+        return decode_data_url(value)
+    if "://" in str(value):
         resolve(value, base)  # raises the reason
     return str((base / Path(value).expanduser()).resolve())

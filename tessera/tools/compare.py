@@ -12,6 +12,7 @@ from typing import Any
 from tessera.checkpoint.export_record import SAME_NAMES, ExportRecord, changes_since, differences_from, read_record
 from tessera.checkpoint.publish import MARK
 from tessera.core.errors import TesseraError
+from tessera.core.hub_config import local_model
 from tessera.core.layouts import CONFIG_FILE, detect_layout
 from tessera.core.progress import WorkProgress
 from tessera.core.run_config import ModelSection
@@ -74,7 +75,8 @@ def compare(
     from, which has the same names, shapes, types and side files. `prove`: whether logits are compared with those of
     transformers, see `prove_folder`. `data`: chat samples, which both sides answer greedily.
     """
-    folder = Path(folder)
+    folder = local_model(folder)
+    base = None if base is None else local_model(base, "--base")
     check_choice(prove)
     if not folder.is_dir():
         raise TesseraError(f"no such folder: {folder}")

@@ -20,6 +20,7 @@ from tessera.checkpoint.legacy.megatron import LATEST, is_megatron_folder
 from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.weight_source import origin_of
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.hub_config import local_model
 from tessera.core.layouts import CONFIG_FILE, detect_layout
 from tessera.core.run_config import AdapterForm
 from tessera.core.trust import Trust
@@ -63,7 +64,8 @@ def convert(
     `prove`: whether logits of a Hugging Face folder are compared with those of transformers before it is published:
     "auto" (see `tessera.inference.proof`), "always" or "never".
     """
-    source, target = Path(source), Path(target)
+    source, target = local_model(source), Path(target)
+    like = None if like is None else local_model(like, "--like", weights=False)
     check_apart(target, source, like)
     source = weights_folder(source)
     check_choice(prove)

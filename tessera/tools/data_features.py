@@ -25,7 +25,8 @@ from tessera.core import device as devices
 from tessera.core.dist import environment_ranks
 from tessera.core.errors import TesseraError
 from tessera.core.files import read_json_mapping
-from tessera.core.run_config import ParallelSection, RunConfig, load_config
+from tessera.core.hub_config import load_local_config
+from tessera.core.run_config import ParallelSection, RunConfig
 from tessera.core.task import FrozenModule
 from tessera.core.types import Batch
 from tessera.data.index.measure import Progress, default_workers
@@ -89,7 +90,7 @@ def write_features(
     `shard`: samples of a shard; `batch`: samples that are encoded together. Ranks are those of the environment.
     """
     began = time.monotonic()
-    config = load_config(recipe, dict(overrides or {}))
+    config = load_local_config(recipe, dict(overrides or {}))
     rank, ranks, local = environment_ranks()
     device = devices.resolve(config.train.device, local)
     encoders, rows, facts = _prepare(config, folder, split, device)

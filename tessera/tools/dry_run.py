@@ -25,6 +25,7 @@ from tessera.core import device as devices
 from tessera.core import dist
 from tessera.core.config import dump_yaml, parse_yaml
 from tessera.core.errors import TesseraError
+from tessera.core.hub_config import load_local_config
 from tessera.core.modules import local_shard
 from tessera.core.run_config import RunConfig, load_config
 from tessera.core.task import SumSpec
@@ -81,7 +82,7 @@ def dry_run(
 
     Each role runs in a process of its own, because torch keeps meshes and groups as long as a process lives.
     """
-    return run_roles(load_config(recipe, overrides), world)
+    return run_roles(load_local_config(recipe, overrides, weights=False), world)
 
 
 class Uncountable(TesseraError):
@@ -291,7 +292,7 @@ def preflight(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, An
 
     The plan is made first: a recipe that cannot run on so many ranks fails without any of them waiting.
     """
-    config = load_config(recipe, overrides)
+    config = load_local_config(recipe, overrides, weights=False)
     build_meta_model(config, dist.environment_ranks()[1])
     began = time.perf_counter()
     with join(config) as world:

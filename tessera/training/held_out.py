@@ -16,7 +16,7 @@ from tessera.core.files import write_jsonl
 from tessera.core.run_config import RunConfig
 from tessera.core.types import Batch, ModelSpec, Processor, RowSource
 from tessera.data.loader.loader import RowReader, workers_per_rank
-from tessera.data.media.files import Limits
+from tessera.data.media.files import limits_of
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.data.sources.source import Question, open_source, questions
 from tessera.inference.generate import GenerativeModel, OwnGeneration, Sampling, generate_tokens
@@ -82,7 +82,7 @@ class GenerationEval(Callback):
         self.max_new_tokens = config.train.generate_tokens
         self.processor: ChatProcessor = processor
         self.model = model
-        self.limits = Limits(max_image_pixels=config.data.max_image_pixels, jpeg_draft=config.data.jpeg_draft)
+        self.limits = limits_of(config.data)
         found = questions([open_source(section) for section in config.data.eval])
         usable = (one for one in found if isinstance(one, Question))
         self.questions = list(islice(usable, config.train.generate_samples))

@@ -20,6 +20,7 @@ from tessera.core.callback import Callback
 from tessera.core.config import dump_yaml, read_mapping
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.files import last_step, read_json_mapping, read_metrics
+from tessera.core.hub_config import with_local_folders
 from tessera.core.run_config import ModelSection, RunConfig, load_config
 from tessera.core.run_paths import located, moved
 from tessera.core.saved_recipe import in_keys_of_today
@@ -102,6 +103,7 @@ def train(
             fix="name the data in the recipe, or give a torch Dataset",
         )
     check_fresh(config.folder, overwrite)  # again when the folder is locked; here before anything is built
+    config = with_local_folders(config)
     return _run(config, resume=False, overwrite=overwrite, callbacks=callbacks, objects=objects, rows=rows)
 
 
@@ -150,6 +152,7 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, t
     config = load_config(kept, overrides)
     if (was := _folder_before(folder)) is not None and was != folder.absolute():
         config = moved(config, was, folder.absolute())
+    config = with_local_folders(config, resumed=True)
     model = _with_own_copy(config.model, folder)
     # The folder may have been moved since: where it lies now counts, not where it lay.
     return config.model_copy(update={"out": folder.parent, "name": folder.name, "model": model})

@@ -35,7 +35,7 @@ def test_rows_are_of_the_forms_they_stand_for(tmp_path: Path) -> None:
         assert isinstance(source, Source)
         forms.append(source.record_format)
         assert all(isinstance(found, Sample) for _, found in source.scan(range(len(source))))
-    assert forms == ["messages", "sharegpt", "llava", "alpaca", "text"]
+    assert forms == ["messages", "sharegpt", "llava", "alpaca", "query_response", "question_answer", "text"]
 
 
 def test_sections_can_be_read(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tessera.core.errors import TesseraError, first_line
 from tessera.core.registry import Maker, check_arguments, check_callable, import_object
 from tessera.core.run_config import DataSection
 from tessera.core.types import Batch, Encoded, Processor, Sample
-from tessera.data.media.files import Limits
+from tessera.data.media.files import limits_of
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.data.order.packed_rows import COUNTS, hole
 from tessera.data.sources.container import RecordError, bad_sample_error, reason_of
@@ -264,7 +264,7 @@ class ItemBatcher:
                 where="data.options",
                 fix="give `Encoded` items or dicts of tensors",
             )
-        limits = Limits(max_image_pixels=self.section.max_image_pixels, jpeg_draft=self.section.jpeg_draft)
+        limits = limits_of(self.section)
         media, sizes = read_media(sample, self.root, limits, self.processor)
         return self.processor.encode(sample, media, sizes)
 

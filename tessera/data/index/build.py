@@ -110,6 +110,8 @@ class _Maker:
     def _measured(self, work: MeasureRows) -> AnyTables:
         """Return every usable sample, however long. The key is all that measures depend on, and nothing else."""
         limits = {name: value for name, value in dataclasses.asdict(self.limits).items() if name not in _NOT_MEASURED}
+        if self.limits.urls is None:  # as if there were no such limit: indexes of before are still good
+            del limits["urls"]
         key = _digest([FORMAT, work.source.facts(), self.processor.fingerprint, limits])
         file = self._file("index", key)
         found = self._kept(file, key)

@@ -14,7 +14,7 @@ from tessera.core.types import RowSource
 from tessera.data.index.build import build_index
 from tessera.data.index.split import SplitIndex
 from tessera.data.kinds import RowRequest, Work
-from tessera.data.media.files import Limits
+from tessera.data.media.files import limits_of
 from tessera.data.media.read import ChatProcessor, MediaProcessor, PadsSamples
 from tessera.data.order.order import Order, PackingConfig, Samples, row_table
 from tessera.data.order.packed_rows import COUNTS, PackedRows, hole
@@ -47,7 +47,7 @@ def pack_rows(
 ) -> PackedRows:
     """Return the rows of a split: indexed, ordered and packed. `hole`, `count_names`: see `PackedRows`."""
     section = request.section
-    limits = Limits(max_image_pixels=section.max_image_pixels, jpeg_draft=section.jpeg_draft)
+    limits = limits_of(section)
     sections = section.train if request.split == "train" else section.eval
     index = build_index(
         sections,

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from tessera.core.errors import TesseraError, first_line
+from tessera.core.files import leads_out
+from tessera.core.run_config import DataSection
 from tessera.core.types import MediaSize
+from tessera.data.media.urls import UrlPolicy, fetch_image, is_url
 
 Target = Callable[[MediaSize], "tuple[int, int] | None"]  # size in the header -> (width, height) it is resized to
 _URL = re.compile(r"^(?:[A-Za-z][A-Za-z0-9+.\-]*://|data:|file:)")
@@ -37,7 +40,18 @@ class Limits:
 
     max_image_pixels: int = 64_000_000  # of an image, or of one frame of a video
     max_video_pixels: int = 1_000_000_000  # of all frames taken from a video: they are in memory together
+    urls: UrlPolicy | None = None  # None: no image is fetched
     jpeg_draft: bool = False  # JPEGs much larger than what is used are decoded at 1/2, 1/4 or 1/8: quick, and not exact
+
+
+def limits_of(section: DataSection) -> Limits:
+    """Return the limits that a recipe states."""
+    policy = None
+    if section.urls is not None:
+        said = section.urls
+        cache = "" if said.cache is None else str(said.cache)
+        policy = UrlPolicy(tuple(said.hosts), said.max_bytes, said.timeout_s, said.private, cache)
+    return Limits(max_image_pixels=section.max_image_pixels, urls=policy, jpeg_draft=section.jpeg_draft)
 
 
 class Opened(NamedTuple):
@@ -84,7 +98,8 @@ def _locate(value: Any, root: Path) -> tuple[str, os.stat_result]:
     text = str(value)
     if _URL.match(text):
         raise TesseraError(
-            f"media is read from files, not from URLs: {text:.80}", fix="download it below the data root"
+            f"media is read from files, not from URLs: {text:.80}",
+            fix="download it below the data root; or let images be fetched: data.urls={}",
         )
     base = os.path.abspath(root)
     inner = text.removeprefix(base + os.sep) if text.startswith(os.sep) else text
@@ -131,8 +146,8 @@ def _without_root(names: Sequence[str], base: str) -> Sequence[str] | None:
 
 
 def _follow_links(text: str, base: str) -> tuple[str, os.stat_result]:
-    path, top = os.path.realpath(text), os.path.realpath(base)
-    if path != top and not path.startswith(top.rstrip(os.sep) + os.sep):
+    path = os.path.realpath(text)
+    if leads_out(Path(text), Path(base)):
         raise TesseraError(
             f"path outside the data root: {text}",
             fix="set `root` of the data set (in data.json: dataset_dir) to a folder above it",
@@ -149,14 +164,19 @@ def folder_of(value: Any, root: Path) -> Path | None:
 
 
 @contextmanager
-def opened(value: Any, root: Path, kind: str) -> Iterator[Opened]:
-    """Open the bytes of a media part. `kind` is what errors call it."""
+def opened(value: Any, root: Path, kind: str, urls: UrlPolicy | None = None) -> Iterator[Opened]:
+    """Open the bytes of a media part. `kind` is what errors call it; `urls`: how images may be fetched."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         yield Opened(io.BytesIO(value), f"{kind} given as bytes")
         return
     if isinstance(value, ArchiveMember):
         with _open(str(value.file), value.name) as file:
             yield Opened(_part_of(file, value), value.name)
+        return
+    if urls is not None and kind == "image" and is_url(value):
+        fetched = str(fetch_image(value, urls))
+        with _open(fetched, value) as file:
+            yield Opened(file, f"{value:.200}")
         return
     path, found = _locate(value, root)
     name = os.path.basename(path)

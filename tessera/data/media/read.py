@@ -102,7 +102,7 @@ def probe(
     folder = folder_of(part.value, root) if part.kind == "video" else None
     if folder is not None:
         return video.probe_folder(folder, limits, sampling, wanted)
-    with opened(part.value, root, part.kind) as source:
+    with opened(part.value, root, part.kind, limits.urls) as source:
         if part.kind == "image":
             return probe_image(source, limits)
         if part.kind == "audio":
@@ -151,7 +151,7 @@ def _decode(
     folder = folder_of(part.value, root) if part.kind == "video" else None
     if folder is not None:
         return video.decode_folder(folder, limits, sampling, wanted)
-    with opened(part.value, root, part.kind) as source:
+    with opened(part.value, root, part.kind, limits.urls) as source:
         if part.kind == "image":
             return decode_image(source, limits, wanted)
         if part.kind == "audio":

@@ -36,6 +36,11 @@ _TAGS = {
 }
 _KEYS = ("id", "messages", "role_tag", "content_tag", "system", "tools", "images", "videos", "audios")
 _ALPACA_KEYS = ("prompt", "query", "response", "history")
+# Keys of the formats that are like alpaca, where these differ: what is asked, and what is answered.
+_ASKED_BY: Mapping[RecordFormat, Mapping[str, str]] = {
+    "query_response": {"prompt": "query", "query": "", "response": "response"},
+    "question_answer": {"prompt": "question", "query": "", "response": "answer"},
+}
 _PAIR_KEYS = ("chosen", "rejected", "completion")
 _TEXT_KEYS = ("text", "content")
 _CAPTION_KEYS = ("cap", "caption", "text", "prompt", "content")
@@ -75,6 +80,8 @@ def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> Colum
         for key in ("id", "system", "tools", *_ALPACA_KEYS, *_PAIR_KEYS, "path", "references")
         if key in columns
     }
+    for ours, theirs in _ASKED_BY.get(record_format, {}).items():
+        renamed.setdefault(ours, theirs)
     chat = record_format in ("sharegpt", "llava")
     speakers = {**_SPEAKERS, **{columns[tag]: role for tag, role in _TAGS.items() if tag in columns}}
     texts = _CAPTION_KEYS if record_format == "generation" else _TEXT_KEYS
@@ -97,7 +104,8 @@ def _media_keys(record_format: RecordFormat, kind: PartKind, columns: Mapping[st
         return (columns[f"{kind}s"],)
     if record_format == "llava":
         return (kind,)
-    return (f"{kind}s", kind) if record_format in ("alpaca", "text", "generation") else (f"{kind}s",)
+    both = ("alpaca", "query_response", "question_answer", "text", "generation")
+    return (f"{kind}s", kind) if record_format in both else (f"{kind}s",)
 
 
 def check_columns(columns: Mapping[str, str], where: str) -> None:

@@ -27,7 +27,7 @@ from tessera.data.tables import AnyTables, cached_tables
 
 log = logging.getLogger("tessera")
 
-FolderKind = Literal["media", "documents"]
+FolderKind = Literal["media", "documents", "classes"]
 MAX_MEMBERS = 50_000_000
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _SUFFIXES: dict[str, PartKind] = {
@@ -165,7 +165,8 @@ def _are_groups(tables: AnyTables) -> bool:
 
 
 class FolderFiles(FileGroups):
-    """Read the files of a folder as samples. With kind `documents` every file is one sample of plain text."""
+    """Read the files of a folder as samples. With kind `documents` every file is one sample of plain text, with kind
+    `classes` every image or video is one."""
 
     kind: FolderKind = "media"
 
@@ -241,12 +242,12 @@ def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 def open_files(
     path: Path, kind: FolderKind, limit: int | None, cache_folder: Path | None, columns: Mapping[str, str]
 ) -> FolderFiles:
-    """Open a folder. `media`: media files with text of the same stem; `documents`: each .txt is one."""
+    """Open a folder. `media`: media files with text of the same stem; `documents`: each .txt is one; `classes`: each
+    image or video is one."""
     wanted: list[str] = []
     digest = hashlib.sha256()
     for name, stat in walk(path):
-        suffix = suffix_of(name)
-        if suffix == "txt" if kind == "documents" else media_kind(name) or suffix in ("json", *_TEXT_SUFFIXES):
+        if _belongs(name, kind):
             wanted.append(name)
             digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
     facts = {"path": str(path.resolve()), "files": len(wanted), "listing": digest.hexdigest()}
@@ -262,6 +263,14 @@ def open_files(
     opened = FolderFiles(path, path.name, tables, limit, columns, facts)
     opened.kind = kind
     return opened
+
+
+def _belongs(name: str, kind: FolderKind) -> bool:
+    if kind == "documents":
+        return suffix_of(name) == "txt"
+    if kind == "classes":
+        return media_kind(name) in ("image", "video")
+    return media_kind(name) is not None or suffix_of(name) in ("json", *_TEXT_SUFFIXES)
 
 
 def _group_by_stem(names: list[str]) -> list[list[str]]:

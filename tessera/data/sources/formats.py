@@ -4,6 +4,8 @@ messages   {"messages": [{"role": "user", "content": "text" or [{"type": "image"
 sharegpt   {"conversations": [{"from": "human", "value": "<image> text"}, ...], "images": ["a.jpg"]}
 llava      {"conversations": [{"from": "human", "value": "<image>\\n text"}, ...], "image": "a.jpg"}
 alpaca     {"instruction": "ask", "input": "about", "output": "answer", "history": [["ask", "answer"], ...]}
+query_response   {"query": "<image>ask", "response": "answer", "history": [["ask", "answer"], ...], "images": ["a.jpg"]}
+question_answer  {"question": "ask", "answer": "answer", "image": "a.jpg"}
 text       {"text": "a document", "images": ["a.jpg"]}
 preference a question with a better and a worse answer, in one of these spellings:
     {"prompt": "ask", "chosen": "better", "rejected": "worse"}
@@ -23,26 +25,23 @@ generation a caption with the image or video it describes, or with a better and 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import PurePath
-from typing import Any, NoReturn
-
-from PIL import Image
+from typing import Any
 
 from tessera.core.run_config import RecordFormat
-from tessera.core.types import PLAIN, Message, Part, PartKind
-from tessera.data.media.files import ArchiveMember
+from tessera.core.types import PLAIN, Message, Part
 from tessera.data.media.stored import StoredSample
 from tessera.data.sources.columns import FORMATS, MEDIA, ColumnMap, column_map
-from tessera.data.sources.container import RecordError
 from tessera.data.sources.features import FEATURES
 from tessera.data.sources.file_groups import media_kind
+from tessera.data.sources.record_media import RecordMedia, fail, has, text_of, value_of, values_of
 from tessera.data.tool_calls import format_calls, format_spoken_calls, with_tools
 
 CHOSEN, REJECTED = "chosen", "rejected"  # roles of the last two turns of a preference sample, or of a rated answer
 _PROMPT = "prompt"
-_PLACEHOLDER = re.compile(r"<(image|video|audio)>")
+
+
+_ASKED: tuple[RecordFormat, ...] = ("alpaca", "query_response", "question_answer")  # one question and its answer
 
 
 class RecordSchema:
@@ -57,32 +56,32 @@ class RecordSchema:
         """Return the format of a record; None when its keys fit several (a conversation without media) or none."""
         key = self.names["messages"].messages
         # `columns` may give both kinds of conversation one name: the key of the speaker tells them apart.
-        if _has(record, key) and ("messages" not in self.columns or not self._speaks(record[key])):
+        if has(record, key) and ("messages" not in self.columns or not self._speaks(record[key])):
             return "messages"
         if self.is_conversation(record):
             for one in ("llava", "sharegpt"):
-                if any(_has(record, key) for keys in self.names[one].media.values() for key in keys):
+                if any(has(record, key) for keys in self.names[one].media.values() for key in keys):
                     return "sharegpt" if self._media_named else one
             return None
-        return next((one for one in ("alpaca", "text") if self.fits(record, one)), None)
+        return next((one for one in (*_ASKED, "text") if self.fits(record, one)), None)
 
     def is_conversation(self, record: Mapping[str, Any]) -> bool:
-        return _has(record, self.names["sharegpt"].messages)
+        return has(record, self.names["sharegpt"].messages)
 
     def fits(self, record: Mapping[str, Any], record_format: RecordFormat) -> bool:
         """Return whether a record has the keys of a format that the recipe names, whatever else it has."""
         names = self.names[record_format]
         if record_format == "preference":
-            return _has(record, names.chosen) and _has(record, names.rejected)
+            return has(record, names.chosen) and has(record, names.rejected)
         if record_format == "unpaired_preference":
-            return any(_has(record, key) for key in names.label)
+            return any(has(record, key) for key in names.label)
         if record_format == "generation":  # whatever is missing is a fault of that record alone
             return True
         if record_format == "text":
-            return any(_has(record, key) for key in names.text)
-        if record_format == "alpaca":
-            return _has(record, names.prompt) and _has(record, names.response)
-        return "messages" in self.columns and _has(record, names.messages)
+            return any(has(record, key) for key in names.text)
+        if record_format in _ASKED:
+            return has(record, names.prompt) and has(record, names.response)
+        return "messages" in self.columns and has(record, names.messages)
 
     def _speaks(self, turns: Any) -> bool:
         first = turns[0] if isinstance(turns, list) and turns else None
@@ -95,7 +94,7 @@ def parse(record: Mapping[str, Any], record_format: RecordFormat, names: ColumnM
 
 
 def _parse_messages(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
-    media = _Media(record, names)
+    media = RecordMedia(record, names)
     messages = []
     for turn in _turns(record, names.messages):
         role, calls = _role(turn, names), turn.get("tool_calls")
@@ -107,7 +106,7 @@ def _parse_messages(record: Mapping[str, Any], names: ColumnMap) -> tuple[Messag
         elif isinstance(content, list):
             parts = [_part(item, media) for item in content]
         else:
-            _fail(f"{names.content} is a {type(content).__name__}, not a text or a list of parts")
+            fail(f"{names.content} is a {type(content).__name__}, not a text or a list of parts")
         if calls:
             parts.append(Part("text", ("\n" if parts else "") + _checked(format_calls, calls)))
         messages.append(Message(role, tuple(parts)))
@@ -117,12 +116,12 @@ def _parse_messages(record: Mapping[str, Any], names: ColumnMap) -> tuple[Messag
 
 def _parse_conversations(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
     # Without a list beside it, <video> may be a word; <image> in a conversation never is.
-    media = _Media(record, names, always=("image",))
+    media = RecordMedia(record, names, always=("image",))
     messages = []
     for turn in _turns(record, names.messages):
         role, value = _role(turn, names), turn.get(names.content)
         if not isinstance(value, str):
-            _fail(f"{names.content} is a {type(value).__name__}, not a text")
+            fail(f"{names.content} is a {type(value).__name__}, not a text")
         if turn.get(names.role) in names.callers:
             value = format_spoken_calls(value)
         messages.append(Message(role, tuple(media.fill(value))))
@@ -131,21 +130,21 @@ def _parse_conversations(record: Mapping[str, Any], names: ColumnMap) -> tuple[M
 
 
 def _parse_alpaca(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
-    media = _Media(record, names)
+    media = RecordMedia(record, names)
     turns: list[tuple[str, str]] = []
     history = record.get(names.history) or []
     if not isinstance(history, list):
-        _fail(f"{names.history} is a {type(history).__name__}, not a list of pairs")
+        fail(f"{names.history} is a {type(history).__name__}, not a list of pairs")
     for pair in history:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            _fail(f"{names.history} is a list of pairs: what was asked, what was answered")
-        turns += [("user", _text(pair[0])), ("assistant", _text(pair[1]))]
-    asked = [_text(record.get(key)) for key in (names.prompt, names.query) if record.get(key) not in (None, "")]
+            fail(f"{names.history} is a list of pairs: what was asked, what was answered")
+        turns += [("user", text_of(pair[0])), ("assistant", text_of(pair[1]))]
+    asked = [text_of(record.get(key)) for key in (names.prompt, names.query) if record.get(key) not in (None, "")]
     answer = record.get(names.response)
     if not isinstance(answer, str) or not answer:
-        _fail(f"{names.response} is not a text" if answer else f"{names.response} is empty")
+        fail(f"{names.response} is not a text" if answer else f"{names.response} is empty")
     if not asked:
-        _fail(f"{names.prompt} is empty")
+        fail(f"{names.prompt} is empty")
     turns += [("user", "\n".join(asked)), ("assistant", answer)]
     parts = [(role, media.fill(text)) for role, text in turns]
     parts[0] = (parts[0][0], [*media.rest_if_none_used(), *parts[0][1]])
@@ -154,10 +153,10 @@ def _parse_alpaca(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message,
 
 
 def _parse_text(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
-    media = _Media(record, names)
-    text = next((record[key] for key in names.text if _has(record, key)), None)
+    media = RecordMedia(record, names)
+    text = next((record[key] for key in names.text if has(record, key)), None)
     if not isinstance(text, str) or not text.strip():
-        _fail(f"no text under {' or '.join(repr(key) for key in names.text)}")
+        fail(f"no text under {' or '.join(repr(key) for key in names.text)}")
     parts = media.fill(text)
     parts = [*media.rest_if_none_used(), *parts]
     media.check_used()
@@ -169,14 +168,14 @@ def _parse_preference(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
     answers = [record.get(names.chosen), record.get(names.rejected)]
     for key, answer in zip((names.chosen, names.rejected), answers, strict=True):
         if not isinstance(answer, (str, Mapping, list)) or not answer:
-            _fail(f"{key} is no answer: a text, a turn or a list of turns is expected")
+            fail(f"{key} is no answer: a text, a turn or a list of turns is expected")
     rest = {key: value for key, value in record.items() if key not in (names.chosen, names.rejected, _PROMPT)}
     better, worse = (parse(*_with_answer(record, rest, answer, names)) for answer in answers)
     if better[:-1] != worse[:-1]:
-        _fail("the two conversations differ before their last turn")
+        fail("the two conversations differ before their last turn")
     for last in (better[-1], worse[-1]):
         if last.role != "assistant" or any(part.kind != "text" for part in last.parts):
-            _fail("an answer is a text that the assistant says")
+            fail("an answer is a text that the assistant says")
     return (*better[:-1], Message(CHOSEN, better[-1].parts), Message(REJECTED, worse[-1].parts))
 
 
@@ -200,36 +199,36 @@ def _with_answer(
         return {**rest, names.messages: [*asked, *_as_turns(answer, names, "assistant")]}, "messages", names
     if record.get(names.prompt) is not None:
         if not isinstance(answer, str):
-            _fail(f"beside {names.prompt!r} an answer is a text")
+            fail(f"beside {names.prompt!r} an answer is a text")
         return {**rest, names.response: answer}, "alpaca", column_map("alpaca", {})
-    _fail(f"nothing is asked: give {_PROMPT!r}, {names.messages!r} or {sharegpt.messages!r} beside the answers")
+    fail(f"nothing is asked: give {_PROMPT!r}, {names.messages!r} or {sharegpt.messages!r} beside the answers")
 
 
 def _parse_unpaired(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
     """Return the conversation; the role of its last turn says whether the answer was found good or bad."""
-    key = next((key for key in names.label if _has(record, key)), names.label[0])
+    key = next((key for key in names.label if has(record, key)), names.label[0])
     good = _LABELS.get(str(record.get(key)).lower()) if isinstance(record.get(key), (bool, int, str)) else None
     if good is None:
-        _fail(f"{key} says whether the answer is good: true or false is expected, got {record.get(key)!r:.40}")
+        fail(f"{key} says whether the answer is good: true or false is expected, got {record.get(key)!r:.40}")
     rest = {one: value for one, value in record.items() if one not in (*names.label, names.completion)}
     answer, sharegpt = record.get(names.completion), column_map("sharegpt", {})
     if answer is not None:
         if not isinstance(answer, (str, Mapping, list)) or not answer:
-            _fail(f"{names.completion} is no answer: a text, a turn or a list of turns is expected")
+            fail(f"{names.completion} is no answer: a text, a turn or a list of turns is expected")
         rest.pop(_PROMPT, None)
         messages = parse(*_with_answer(record, rest, answer, names))
-    elif _has(record, names.messages):
+    elif has(record, names.messages):
         messages = _parse_messages(rest, names)
-    elif _has(record, sharegpt.messages):
-        chat: RecordFormat = "llava" if _has(record, "image") else "sharegpt"
+    elif has(record, sharegpt.messages):
+        chat: RecordFormat = "llava" if has(record, "image") else "sharegpt"
         messages = _parse_conversations(rest, column_map(chat, {}))
-    elif _has(record, names.prompt):
+    elif has(record, names.prompt):
         messages = _parse_alpaca(rest, names)
     else:
-        _fail(f"no answer: give {names.completion!r}, or {names.messages!r} or {sharegpt.messages!r} that end with it")
+        fail(f"no answer: give {names.completion!r}, or {names.messages!r} or {sharegpt.messages!r} that end with it")
     last = messages[-1]
     if len(messages) < 2 or last.role != "assistant" or any(part.kind != "text" for part in last.parts):
-        _fail("the last turn is the answer: a text that the assistant says, after a question")
+        fail("the last turn is the answer: a text that the assistant says, after a question")
     return (*messages[:-1], Message(CHOSEN if good else REJECTED, last.parts))
 
 
@@ -253,22 +252,22 @@ def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
     if isinstance(features, StoredSample):  # of our own folders: no JSON makes such an object
         return (Message("assistant", (Part("features", features),)),)
     sharegpt = column_map("sharegpt", {})
-    if _has(record, names.messages):
+    if has(record, names.messages):
         return _checked_pair(_parse_messages(record, names))
-    if _has(record, sharegpt.messages):
-        chat: RecordFormat = "llava" if _has(record, "image") else "sharegpt"
+    if has(record, sharegpt.messages):
+        chat: RecordFormat = "llava" if has(record, "image") else "sharegpt"
         return _checked_pair(_parse_conversations(record, column_map(chat, {})))
-    caption = next((record[key] for key in names.text if _has(record, key)), None)
+    caption = next((record[key] for key in names.text if has(record, key)), None)
     if isinstance(caption, list):
         caption = next((one for one in caption if isinstance(one, str) and one.strip()), "")
     if caption is None:
-        _fail(f"no caption under {' or '.join(repr(key) for key in names.text)}")
+        fail(f"no caption under {' or '.join(repr(key) for key in names.text)}")
     wanted = [Part(kind, value) for kind in ("image", "video") for value in _listed(record, names.media[kind])]
-    if not wanted and _has(record, names.path):
+    if not wanted and has(record, names.path):
         wanted = [_media_at(record, names.path)]
     references = tuple(Part("image", value) for value in _listed(record, (names.references,)))
-    asked = Message("user", (*references, Part("text", _text(caption))))
-    if not wanted and _has(record, names.chosen) and _has(record, names.rejected):
+    asked = Message("user", (*references, Part("text", text_of(caption))))
+    if not wanted and has(record, names.chosen) and has(record, names.rejected):
         answers = [(role, _media_at(record, key)) for role, key in ((CHOSEN, names.chosen), (REJECTED, names.rejected))]
         for _, answer in answers:
             _checked_pair((asked, Message("assistant", (answer,))))
@@ -278,31 +277,31 @@ def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
 
 def _media_at(record: Mapping[str, Any], key: str) -> Part:
     """Return the image or video that a key names by its path."""
-    value = _value(record[key], key)
+    value = value_of(record[key], key)
     kind = media_kind(value) if isinstance(value, str) else None
     if kind == "audio":
-        _fail(f"{key}: an image or a video is expected, got {value!r:.80}")
+        fail(f"{key}: an image or a video is expected, got {value!r:.80}")
     return Part(kind or "video", value)  # without a suffix: a folder of frames
 
 
 def _checked_pair(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     if [message.role for message in messages] != ["user", "assistant"]:
         said = ", ".join(message.role for message in messages)
-        _fail(f"a caption by the user and its image or video by the assistant are expected, not turns of {said:.80}")
+        fail(f"a caption by the user and its image or video by the assistant are expected, not turns of {said:.80}")
     asked, answer = messages
     answered = [part for part in answer.parts if part.kind != "text" or part.value.strip()]
     if len(answered) != 1 or answered[0].kind not in ("image", "video"):
-        _fail(f"one image or video to learn is expected, found {len(answered)} parts in the answer")
+        fail(f"one image or video to learn is expected, found {len(answered)} parts in the answer")
     if any(part.kind not in ("text", "image") for part in asked.parts):
-        _fail("a request has text and images; it cannot have videos or audio")
+        fail("a request has text and images; it cannot have videos or audio")
     if not "".join(part.value for part in asked.parts if part.kind == "text").strip():
-        _fail("the caption is empty")
+        fail("the caption is empty")
     return (asked, Message("assistant", tuple(answered)))
 
 
 def _listed(record: Mapping[str, Any], keys: Iterable[str]) -> list[Any]:
-    key = next((key for key in keys if _has(record, key)), None)
-    return [] if key is None else _values(record[key], key)
+    key = next((key for key in keys if has(record, key)), None)
+    return [] if key is None else values_of(record[key], key)
 
 
 _PARSERS: dict[RecordFormat, Callable[[Mapping[str, Any], ColumnMap], tuple[Message, ...]]] = {
@@ -313,110 +312,64 @@ _PARSERS: dict[RecordFormat, Callable[[Mapping[str, Any], ColumnMap], tuple[Mess
     "sharegpt": _parse_conversations,
     "llava": _parse_conversations,
     "alpaca": _parse_alpaca,
+    "query_response": _parse_alpaca,
+    "question_answer": _parse_alpaca,
     "text": _parse_text,
 }
-
-
-class _Media:
-    """Assign the media listed beside a sample to its placeholders, in order.
-
-    A kind that has no list has no placeholders either: "<image>" in a text is then only a word.
-    """
-
-    def __init__(self, record: Mapping[str, Any], names: ColumnMap, always: tuple[PartKind, ...] = ()) -> None:
-        self.listed: dict[PartKind, list[Any]] = {}
-        for kind in MEDIA:
-            key = next((key for key in names.media[kind] if _has(record, key)), None)
-            if key is not None or kind in always:
-                self.listed[kind] = [] if key is None else _values(record[key], key)
-        self.used: dict[PartKind, int] = dict.fromkeys(self.listed, 0)
-
-    def fill(self, text: str) -> list[Part]:
-        parts: list[Part] = []
-        words = ""
-        # With one group in the pattern, every second string of the split is the kind of a placeholder.
-        for number, text_part in enumerate(_PLACEHOLDER.split(_text(text))):
-            kind = next((kind for kind in self.listed if kind == text_part), None) if number % 2 else None
-            if kind is None:
-                words += f"<{text_part}>" if number % 2 else text_part
-                continue
-            if words:
-                parts.append(Part("text", words))
-            words = ""
-            parts.append(self.next(kind))
-        return [*parts, Part("text", words)] if words else parts
-
-    def next(self, kind: PartKind) -> Part:
-        listed, at = self.listed.get(kind, []), self.used.get(kind, 0)
-        self.used[kind] = at + 1
-        # Placeholders beyond the list are counted too, so that `check_used` can name both numbers.
-        return Part(kind, listed[at] if at < len(listed) else None)
-
-    def rest_if_none_used(self) -> list[Part]:
-        """Return all media of a sample without placeholders: they come first."""
-        if any(self.used.values()):
-            return []
-        return [self.next(kind) for kind, listed in self.listed.items() for _ in listed]
-
-    def check_used(self) -> None:
-        for kind, used in self.used.items():
-            given = len(self.listed.get(kind, []))
-            if used != given:
-                _fail(f"{kind} token count that cannot match: {used} <{kind}> placeholders, {given} {kind}s")
 
 
 def _with_system(messages: list[Message], record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
     system, tools = record.get(names.system), record.get(names.tools)
     if system is not None and not isinstance(system, str):
-        _fail(f"{names.system} is a {type(system).__name__}, not a text")
+        fail(f"{names.system} is a {type(system).__name__}, not a text")
     if not system and not tools:
         return tuple(messages)
-    first: tuple[Part, ...] = (Part("text", _text(system)),) if system else ()
+    first: tuple[Part, ...] = (Part("text", text_of(system)),) if system else ()
     if messages[0].role == "system":
         if system:
-            _fail(f"a system prompt is given twice: under {names.system!r} and as the first turn")
+            fail(f"a system prompt is given twice: under {names.system!r} and as the first turn")
         first, messages = messages[0].parts, messages[1:]
     if tools:
         if any(part.kind != "text" for part in first):
-            _fail("a system message with media cannot list tools")
+            fail("a system message with media cannot list tools")
         words = _checked(lambda given: with_tools("".join(part.value for part in first), given), tools)
-        first = (Part("text", _text(words)),) if words else ()
+        first = (Part("text", text_of(words)),) if words else ()
     return (Message("system", first), *messages) if first else tuple(messages)
 
 
 def _turns(record: Mapping[str, Any], key: str) -> Iterator[dict[str, Any]]:
     turns = record.get(key)
     if not isinstance(turns, list) or not turns:
-        _fail(f"{key} is not a list of turns" if turns != [] else f"{key} is empty")
+        fail(f"{key} is not a list of turns" if turns != [] else f"{key} is empty")
     for turn in turns:
         if not isinstance(turn, dict):
-            _fail(f"a turn in {key} is a {type(turn).__name__}, not an object")
+            fail(f"a turn in {key} is a {type(turn).__name__}, not an object")
         yield turn
 
 
 def _role(turn: dict[str, Any], names: ColumnMap) -> str:
     speaker = turn.get(names.role)
     if speaker is None:
-        _fail(f"a turn has no {names.role!r}, it has {sorted(turn)[:6]}; `columns` can name another key as role_tag")
+        fail(f"a turn has no {names.role!r}, it has {sorted(turn)[:6]}; `columns` can name another key as role_tag")
     if not isinstance(speaker, str) or speaker not in names.speakers:
         what = "speaker" if names.role == "from" else "role"
-        _fail(f"unknown {what} {speaker!r:.40} (known: {', '.join(names.speakers)})")
+        fail(f"unknown {what} {speaker!r:.40} (known: {', '.join(names.speakers)})")
     return names.speakers[speaker]
 
 
-def _part(item: Any, media: _Media) -> Part:
+def _part(item: Any, media: RecordMedia) -> Part:
     if not isinstance(item, dict):
-        _fail(f"a part of a message is a {type(item).__name__}, not an object")
+        fail(f"a part of a message is a {type(item).__name__}, not an object")
     named = item.get("type")
     if named == "text":
-        return Part("text", _text(item.get("text")))
+        return Part("text", text_of(item.get("text")))
     kind = next((kind for kind in MEDIA if named in (kind, f"{kind}_url")), None)
     if kind is None:
-        _fail(f"unknown type of part {named!r} (known: text, {', '.join(MEDIA)})")
+        fail(f"unknown type of part {named!r} (known: text, {', '.join(MEDIA)})")
     value = _first(item, (kind, "path", "url", f"{kind}_url"))
     if value is None and media.listed.get(kind):
         return media.next(kind)  # the part only says where, the list beside the messages says which
-    return Part(kind, _value(value, kind))
+    return Part(kind, value_of(value, kind))
 
 
 def _first(item: dict[str, Any], keys: Iterable[str]) -> Any:
@@ -424,45 +377,8 @@ def _first(item: dict[str, Any], keys: Iterable[str]) -> Any:
     return value.get("url") if isinstance(value, dict) and "url" in value else value
 
 
-def _values(value: Any, key: str) -> list[Any]:
-    listed = value if isinstance(value, list) else [] if isinstance(value, str) and not value else [value]
-    return [_value(item, key) for item in listed]
-
-
-def _value(value: Any, key: str) -> Any:
-    """Return a path, or the media itself. {"bytes", "path"} is how Hugging Face stores it."""
-    if isinstance(value, dict) and ("bytes" in value or "path" in value):
-        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
-    if isinstance(value, (bytes, ArchiveMember, Image.Image)) or hasattr(value, "__array__"):
-        return value
-    if isinstance(value, PurePath):
-        value = str(value)
-    if not isinstance(value, str) or not value:
-        _fail(f"{key}: a path is expected, got {value!r:.80}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        _fail(f"text is a {type(value).__name__}")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            _fail("text is not valid Unicode (half of a surrogate pair)")
-    return value
-
-
 def _checked(work: Callable[[Any], str], value: Any) -> str:
     try:
         return work(value)
     except ValueError as error:
-        _fail(str(error))
-
-
-def _has(record: Mapping[str, Any], key: str) -> bool:
-    return record.get(key) is not None
-
-
-def _fail(reason: str) -> NoReturn:
-    raise RecordError("", reason)
+        fail(str(error))

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.hub_config import local_source
 from tessera.core.run_config import RecordFormat, SourceSection
 from tessera.core.types import Message, Part, Sample
 from tessera.data.media.files import ArchiveMember, resolve
+from tessera.data.media.urls import is_url
+from tessera.data.sources.class_folder import ClassFolder, is_class_folder, open_class_folder
 from tessera.data.sources.columns import check_columns
 from tessera.data.sources.container import Container, Joined, RawRecord, RecordError
 from tessera.data.sources.features import MANIFEST, FeatureFolder
@@ -119,10 +122,17 @@ def _with_members(messages: tuple[Message, ...], members: Mapping[str, ArchiveMe
 
 def open_source(section: SourceSection, cache_folder: Path | None = None) -> Source:
     """Open a data set; with `format: auto` its format is that of the first record whose keys tell."""
+    section = local_source(section, "train")
     where = f"data source {section.path}"
     check_columns(section.columns, where)
     paths, base = _files(section.path)
     records = _open_all(paths, base, section, cache_folder)
+    if section.question is not None and not isinstance(records, ClassFolder):
+        raise TesseraError(
+            "`question` is asked of the images of a folder with a folder for each class, and this is none",
+            where=where,
+            fix="leave `question` out: these records have questions of their own",
+        )
     if len(records) == 0:
         raise TesseraError("the data set has no records", where=str(section.path))
     root = base if section.root is None else section.root
@@ -229,6 +239,14 @@ def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None
     files = [entry for entry in here if suffix_of(entry.name) in _RECORD_FILES]
     if any(suffix_of(entry.name) != "json" for entry in files):
         return _open_all(files, folder, section, cache_folder)
+    if section.question is not None or is_class_folder(folder):
+        if columns:
+            raise TesseraError(
+                "`columns` has no effect on a folder with a folder for each class",
+                where=str(folder),
+                fix="leave it out",
+            )
+        return open_class_folder(folder, section.question, limit, cache_folder)
     if any(media_kind(name) for name, _ in walk(folder)):
         return open_files(folder, "media", limit, cache_folder, columns)
     if files:
@@ -242,6 +260,7 @@ def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None
             "metadata.jsonl or metadata.csv",
             "JSON, JSONL, Parquet, CSV, TSV or tar files",
             "a.jpg with a.txt or a.json",
+            "a folder of images for each class",
             "*.txt",
         ],
     )
@@ -273,6 +292,8 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
             "sharegpt (conversations, images)",
             "llava (conversations, image)",
             "alpaca (instruction, output)",
+            "query_response (query, response)",
+            "question_answer (question, answer)",
             "text (text or content)",
         ],
         fix="if keys are only called differently, name them: columns: {messages: dialogue, role_tag: speaker}",
@@ -340,6 +361,8 @@ def _where(value: Any, root: Path) -> str:
     """Return where an image can be looked at; those that are no files of their own are only described."""
     if isinstance(value, ArchiveMember):
         return f"{value.name} in {value.file}"
+    if is_url(value):
+        return str(value)
     return str(resolve(value, root)) if isinstance(value, str) else f"{type(value).__name__} in the data"
 
 

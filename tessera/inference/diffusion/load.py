@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tessera.checkpoint.adapter_files import FIRST, SECOND, parts_in
 from tessera.checkpoint.adapter_reading import part_of
 from tessera.core.errors import TesseraError
+from tessera.core.hub_config import local_model
 from tessera.core.layouts import DiffusersFolder, pipeline_folder
 from tessera.core.trust import Trust
 from tessera.inference.diffusion.files import (
@@ -33,7 +34,7 @@ from tessera.models import resolve
 
 def generates_media(path: Path, trust: Trust = False) -> bool:
     """Return whether the model at a path makes images or videos, and not text. Weights are not read."""
-    return resolve(find_model(path, None, trust).section)[0].generation is not None
+    return resolve(find_model(local_model(path), None, trust).section)[0].generation is not None
 
 
 def load_pipeline(
@@ -57,7 +58,7 @@ def load_pipeline(
     `parts`: the diffusers folder whose VAE and text encoders are used, where the model does not lie in one. The other
     arguments are those of `load`. With `parallel`, all ranks call everything together, and all get the samples.
     """
-    folder = Path(path)
+    folder = local_model(path)
     found = find_model(folder, dtype, trust, None if base is None else Path(base))
     spec, config = resolve(found.section)
     if spec.generation is None:

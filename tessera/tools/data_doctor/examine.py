@@ -16,13 +16,14 @@ import numpy as np
 from tessera.checkpoint.weight_source import origin_of
 from tessera.core.config import build
 from tessera.core.errors import TesseraError
+from tessera.core.hub_config import load_local_config, local_model
 from tessera.core.run_config import DataSection, ParallelSection, RunConfig, SourceSection, load_config
 from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust, check_trusted, model_code
 from tessera.core.types import Processor
 from tessera.data.index.measure import Progress
 from tessera.data.kinds import Work
-from tessera.data.media.files import Limits
+from tessera.data.media.files import Limits, limits_of
 from tessera.data.media.read import CaptionProcessor, ChatProcessor
 from tessera.data.sources.source import Source, open_source
 from tessera.data.workers.pool import Lost, Pool
@@ -178,6 +179,10 @@ class ForModel:
     work: Work | None
     data: DataSection
 
+    @property
+    def limits(self) -> Limits:
+        return limits_of(self.data)
+
 
 def sets_of(names: Sequence[str]) -> list[SourceSection]:
     """Return data sets as the command line names them: paths, also several in one word, a.json,b.json."""
@@ -185,11 +190,12 @@ def sets_of(names: Sequence[str]) -> list[SourceSection]:
 
 
 def for_recipe(recipe: Path) -> ForModel:
-    return _prepared(load_config(recipe))
+    return _prepared(load_local_config(recipe, weights=False))
 
 
 def for_model(folder: Path, trust: Trust = False) -> ForModel:
     """Return what a Hugging Face folder, a run, or one of its checkpoints brings. No weights are read."""
+    folder = local_model(folder, "--model", weights=False)
     if (folder / RUN_CONFIG).is_file():
         config = load_config(read_saved(folder / RUN_CONFIG))
         check_trusted(folder, model_code(config.model), trust)

@@ -1,0 +1,45 @@
+"""Offer the verbs that exchange models and data sets with a hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def download(
+    id: Annotated[str, typer.Argument(help="hf://org/name, ms://org/name (ModelScope), or org/name", metavar="ID")],
+    to: Annotated[
+        Path | None, typer.Option("--to", help="folder to write; default: the cache, where a recipe finds it")
+    ] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="branch, tag or commit; default: newest")] = None,
+    include: Annotated[
+        list[str] | None, typer.Option("--include", help='only files like this, such as "*.json"; may be given again')
+    ] = None,
+    data: Annotated[bool, typer.Option("--data", help="a data set, and no model")] = False,
+) -> None:
+    """Download a model or a data set: safetensors and texts, no pickle and no code. Started again, it goes on."""
+    from tessera.core import log
+    from tessera.tools.download import download as run
+
+    with log.on_screen():
+        folder = run(id, to, revision=revision, include=include or (), data=data)
+    typer.echo(str(folder))
+
+
+def push(
+    source: Annotated[Path, typer.Argument(help="run with an export, Hugging Face or diffusers folder, or adapters")],
+    id: Annotated[str, typer.Argument(help="org/name on Hugging Face", metavar="ID")],
+    private: Annotated[bool, typer.Option("--private", help="a repository that others do not see")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print files and card, and send nothing")] = False,
+    base: Annotated[
+        str | None, typer.Option("--base", help="org/name of the model it began from; default: as the run knows")
+    ] = None,
+    message: Annotated[str | None, typer.Option("--message", help="of the commit")] = None,
+) -> None:
+    """Publish a model or adapters on Hugging Face, with a card that is written from the run."""
+    from tessera.tools.push import push as run
+
+    for line in run(source, id, private=private, dry_run=dry_run, base=base, message=message).lines():
+        typer.echo(line)

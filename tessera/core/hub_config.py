@@ -1,0 +1,84 @@
+"""Replace what a recipe or a command names on a hub by where it lies on this machine, and note the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tessera.core.errors import TesseraError
+from tessera.core.hub_download import Wanted, fetch
+from tessera.core.hub_files import Split
+from tessera.core.hub_ids import HubId, find_hub_id, parse_hub_id
+from tessera.core.hub_progress import say
+from tessera.core.run_config import ModelSection, RunConfig, SourceSection, load_config
+
+
+def local_model(path: str | Path, where: str = "model", *, weights: bool = True) -> Path:
+    """Return a path of this machine as it is, and where a model of a hub lies after its download.
+
+    `weights`: False fetches configuration and tokenizer alone.
+    """
+    id = find_hub_id(path, "model", where)
+    return Path(path) if id is None else fetch(id, where, wanted=Wanted(weights=weights)).path
+
+
+def local_source(section: SourceSection, split: Split, where: str = "data") -> SourceSection:
+    """Return a data set whose files are on this machine."""
+    id = find_hub_id(section.path, "dataset", where)
+    if id is None:
+        id = _gone(section.path, section.hub_id, "dataset", where)
+        if id is None:
+            return section
+    found = fetch(id, where, wanted=Wanted(split=split))
+    return section.model_copy(update={"path": found.path, "hub_id": str(found.id)})
+
+
+def with_local_folders(config: RunConfig, *, weights: bool = True, resumed: bool = False) -> RunConfig:
+    """Return a recipe in which everything is on this machine. What it names on a hub is downloaded.
+
+    `weights`: False fetches of models what a plan needs, and no data. `resumed`: what cannot be fetched is told and
+    left as it is, since a run has its own copy of most of it.
+    """
+    try:
+        model = _local_section(config.model, weights)
+        data = config.data
+        if weights:
+            train = [local_source(one, "train", f"data.train.{i}.path") for i, one in enumerate(data.train)]
+            held_out = [local_source(one, "eval", f"data.eval.{i}.path") for i, one in enumerate(data.eval)]
+            data = data.model_copy(update={"train": train, "eval": held_out})
+    except TesseraError as error:
+        if not resumed:
+            raise
+        say(f"{error.what}; the run goes on with what it has")
+        return config
+    return config.model_copy(update={"model": model, "data": data})
+
+
+def _local_section(section: ModelSection, weights: bool) -> ModelSection:
+    changes: dict[str, Any] = {}
+    id = None if section.path is None else find_hub_id(section.path, "model", "model.path")
+    id = id or _gone(section.path, section.hub_id, "model", "model.hub_id")
+    if id is not None:
+        found = fetch(id, "model.path", wanted=Wanted(weights=weights))
+        changes = {"path": found.path, "hub_id": str(found.id)}
+    if section.tokenizer is not None:
+        changes["tokenizer"] = local_model(section.tokenizer, "model.tokenizer", weights=False)
+    if section.lora is not None and section.lora.path is not None:
+        adapters = local_model(section.lora.path, "model.lora.path")
+        changes["lora"] = section.lora.model_copy(update={"path": adapters})
+    return section.model_copy(update=changes) if changes else section
+
+
+def _gone(path: Path | None, hub_id: str | None, kind: Any, where: str) -> HubId | None:
+    """Return the id of what was downloaded once and is not there any more; None: it is there, or has no id."""
+    if hub_id is None or (path is not None and (path.exists() or path.parent.is_dir())):
+        return None
+    return parse_hub_id(hub_id, kind, where)
+
+
+def load_local_config(
+    recipe: Path | str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, weights: bool = True
+) -> RunConfig:
+    """Return the configuration of a recipe as `load_config` does, with what it names on a hub on this machine."""
+    return with_local_folders(load_config(recipe, overrides), weights=weights)

@@ -1,0 +1,33 @@
+"""Media written into a text: `data:image/png;base64,iVBOR...`."""
+
+from __future__ import annotations
+
+import binascii
+import re
+
+from tessera.core.errors import TesseraError
+
+MAX_BYTES = 256 << 20  # of one medium, decoded
+_HEAD = re.compile(
+    r"data:(?:(?:image|video|audio)/[\w.+-]+|application/octet-stream)?(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE
+)
+
+
+def is_data_url(text: str) -> bool:
+    return text[:5].lower() == "data:"
+
+
+def decode_data_url(text: str) -> bytes:
+    """Return the bytes of a `data:` URL, which must be an image, video or audio in base64."""
+    head = _HEAD.match(text)
+    if head is None:
+        raise TesseraError(f"not a data: URL of media in base64: {text:.60}", fix="write data:image/png;base64,...")
+    if (len(text) - head.end()) // 4 * 3 > MAX_BYTES:
+        raise TesseraError(f"a data: URL of more than {MAX_BYTES >> 20} MB")
+    try:
+        content = binascii.a2b_base64(text[head.end() :].encode("ascii"), strict_mode=True)
+    except (ValueError, binascii.Error) as error:
+        raise TesseraError(f"the base64 of a data: URL cannot be read ({error})") from None
+    if not content:
+        raise TesseraError("a data: URL without content")
+    return content

@@ -1,0 +1,142 @@
+"""Write the card of a published model: what it began from, on what it was trained and how, and what came out."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+import tessera
+from tessera.core.errors import TesseraError
+from tessera.core.files import read_metrics
+from tessera.core.hub_ids import is_hub_id, parse_hub_id
+from tessera.core.run_config import RunConfig, SourceSection, load_config
+from tessera.core.saved_recipe import read_saved
+
+Library = Literal["transformers", "diffusers", "peft"]
+_SECTIONS = ("data", "precision", "parallel", "train", "optim")  # of a recipe; the rest is where things lie
+_LOADED = {
+    "transformers": "from transformers import AutoModelForImageTextToText, AutoProcessor\n\n"
+    'model = AutoModelForImageTextToText.from_pretrained("{name}")\n'
+    'processor = AutoProcessor.from_pretrained("{name}")',
+    "diffusers": 'from diffusers import DiffusionPipeline\n\npipeline = DiffusionPipeline.from_pretrained("{name}")',
+    "peft": "from peft import PeftModel\nfrom transformers import AutoModelForImageTextToText\n\n"
+    'model = AutoModelForImageTextToText.from_pretrained("{base}")\n'
+    'model = PeftModel.from_pretrained(model, "{name}")',
+}
+
+
+def model_card(name: str, library: Library, run: Path | None, base: str | None) -> str:
+    """Return the card of a model. `run`: the folder of the run that made it; `base`: org/name of what it began from.
+
+    Folders of this machine are not in it: of a path only the last part is.
+    """
+    config = None if run is None else load_config(read_saved(run / "config.yaml"))
+    text = [_header(library, config, base), f"# {name.rpartition('/')[2]}", ""]
+    text += [_first_sentence(config, library, base), ""]
+    if base is not None or library != "peft":
+        text += ["## Use", "", "```python", _LOADED[library].format(name=name, base=base), "```", ""]
+    if config is not None and run is not None:
+        text += _trained_on(config) + _results(run) + _recipe(config)
+    text += ["## Versions", "", _versions(), ""]
+    return "\n".join(text)
+
+
+def _header(library: Library, config: RunConfig | None, base: str | None) -> str:
+    said: dict[str, Any] = {"library_name": library, "tags": ["tessera"]}
+    if config is not None and config.model.lora is not None:
+        said["tags"] += ["lora"]
+    if base is not None:
+        said |= {"base_model": base, "base_model_relation": "adapter" if library == "peft" else "finetune"}
+    sets = {} if config is None else {_public_name(one): None for one in config.data.train if _public_name(one)}
+    if sets:
+        said["datasets"] = list(sets)
+    return f"---\n{yaml.safe_dump(said, sort_keys=False)}---\n"
+
+
+def _first_sentence(config: RunConfig | None, library: Library, base: str | None) -> str:
+    kind = "LoRA adapters" if library == "peft" else "A model"
+    began = "" if base is None else f" for [{base}](https://huggingface.co/{base})"
+    if library != "peft":
+        began = began.replace(" for ", " that was fine-tuned from ")
+    steps = "" if config is None or config.train.steps is None else f", trained for {config.train.steps} steps"
+    return f"{kind}{began}{steps} with Tessera."
+
+
+def _public_name(source: SourceSection) -> str | None:
+    """Return org/name of a data set of Hugging Face; None for what lies on a machine."""
+    for value in (source.hub_id, source.path):
+        if value is not None and is_hub_id(value):
+            id = parse_hub_id(value, "dataset", "data")
+            return id.name if id.hub == "hf" else None
+    return None
+
+
+def _trained_on(config: RunConfig) -> list[str]:
+    lines = ["## Data", ""]
+    for title, sets in (("trained on", config.data.train), ("held out", config.data.eval)):
+        for source in sets:
+            name = source.hub_id or source.path.name
+            weight = "" if source.weight is None else f", weight {source.weight:g}"
+            lines.append(f"- {title}: `{_plain(name)}`{weight}")
+    return [*lines, ""] if len(lines) > 2 else []
+
+
+def _results(run: Path) -> list[str]:
+    """Return the last figures of each kind that the run noted."""
+    try:
+        rows = read_metrics(run / "metrics.jsonl")
+    except (OSError, TesseraError):
+        return []
+    last: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        last[str(row.get("kind", "step"))] = row
+    lines = []
+    for kind, row in last.items():
+        for key, value in row.items():
+            told = key == "accuracy" or "loss" in key or key.startswith("eval") or key == "tokens"
+            if told and isinstance(value, (int, float)) and not isinstance(value, bool):
+                lines.append(f"| {_plain(kind)} | {row.get('step', '')} | {_plain(key)} | {value:.6g} |")
+    if not lines:
+        return []
+    return ["## Results", "", "| | step | | |", "|---|---|---|---|", *lines, ""]
+
+
+def _recipe(config: RunConfig) -> list[str]:
+    dumped = config.model_dump(mode="json", exclude_defaults=True)
+    model = {key: dumped["model"][key] for key in ("family", "lora", "freeze") if key in dumped["model"]}
+    kept = {"model": model, **{name: dumped[name] for name in _SECTIONS if dumped.get(name)}}
+    text = yaml.safe_dump(_without_folders(kept), sort_keys=False, allow_unicode=True)
+    return ["## Recipe", "", "```yaml", text.replace("```", "'''").rstrip(), "```", ""]
+
+
+def _without_folders(tree: Any) -> Any:
+    """Return a recipe without folders of a machine: a path is its last part."""
+    if isinstance(tree, dict):
+        found = {key: _without_folders(value) for key, value in tree.items() if key not in ("root", "cache")}
+        if "hub_id" in found:
+            found["path"] = found.pop("hub_id")
+        return {key: value for key, value in found.items() if value is not None}
+    if isinstance(tree, list):
+        return [_without_folders(value) for value in tree]
+    if isinstance(tree, str) and "/" in tree and not is_hub_id(tree) and (tree.startswith(("/", "~", "."))):
+        return tree.rstrip("/").rpartition("/")[2]
+    return tree
+
+
+def _versions() -> str:
+    found = [f"Tessera {tessera.__version__}", f"Python {platform.python_version()}"]
+    for name in ("torch", "transformers", "diffusers", "peft"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _plain(text: str) -> str:
+    """Return a text that ends neither its code span nor its row of a table."""
+    return "".join(letter if letter.isprintable() and letter not in "`|" else " " for letter in str(text))[:300]

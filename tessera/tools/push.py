@@ -1,0 +1,225 @@
+"""Publish a model or adapters on Hugging Face, with a card."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tessera.checkpoint.adapter_files import is_adapters
+from tessera.checkpoint.export_record import changes_since, read_record
+from tessera.checkpoint.publish import MARK
+from tessera.core.errors import TesseraError, few_names, first_line
+from tessera.core.files import check_inside, read_json_mapping
+from tessera.core.hub_files import MODEL_SUFFIXES, is_plain, suffix_of
+from tessera.core.hub_huggingface import HuggingFace
+from tessera.core.hub_ids import HubId, is_hub_id, parse_hub_id
+from tessera.core.hub_progress import say
+from tessera.core.layouts import DiffusersFolder, detect_layout
+from tessera.core.progress import human_bytes
+from tessera.core.saved_recipe import read_saved
+from tessera.tools.download import named_repository
+from tessera.tools.model_card import Library, model_card
+
+WHERE = "tessera push"
+CARD = "README.md"
+_ADAPTERS = "adapter_config.json"
+_BASE = "base_model_name_or_path"
+_MORE = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", CARD)
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """Say what goes to the hub, or went there."""
+
+    id: HubId
+    folder: Path
+    files: dict[str, int]  # with their sizes
+    left_out: tuple[str, ...]
+    card: str | None  # the one that is written; None: there is one
+    url: str | None  # None: nothing was sent
+
+    def lines(self) -> list[str]:
+        done = f"{self.url}" if self.url else f"would go to {self.id.name}"
+        out = [f"{done}: {len(self.files)} files, {human_bytes(sum(self.files.values()))}"]
+        if self.url is None:
+            out += [f"  {name}  {human_bytes(size)}" for name, size in sorted(self.files.items())]
+            if self.left_out:
+                out.append(f"  left out: {few_names(self.left_out)}")
+            if self.card is not None:
+                out += ["", self.card]
+        return out
+
+
+def push(
+    source: str | Path,
+    id: str,
+    *,
+    private: bool = False,
+    dry_run: bool = False,
+    base: str | None = None,
+    message: str | None = None,
+) -> Pushed:
+    """Publish a run's export, a Hugging Face or diffusers folder, or PEFT adapters, under `id` (org/name).
+
+    A card is written from the run; a README.md of the folder, or one that is on the hub already, is kept. `private`:
+    make a repository that others do not see. `dry_run`: send nothing, and return what would go. `base`: org/name of the
+    model that it began from, where the run does not know it. `message`: of the commit.
+    """
+    named = named_repository(id, "model", None, WHERE)
+    if named.hub != "hf" or named.revision is not None or named.inside:
+        raise TesseraError(f"{named} is no place to push to", where=WHERE, fix="name a model of Hugging Face: org/name")
+    folder, run = _folder_of(Path(source))
+    began = base or _known_base(folder, run)
+    contents, left_out = _contents(folder, began)
+    card = None
+    if CARD not in contents:
+        card = model_card(named.name, _library(folder), run, began)
+    sizes = {name: len(it) if isinstance(it, bytes) else it.stat().st_size for name, it in contents.items()}
+    if card is not None:
+        sizes[CARD] = len(card.encode())
+    planned = Pushed(named, folder, sizes, left_out, card, None)
+    if dry_run:
+        return planned
+    return _send(planned, contents, private, message or "Add the model")
+
+
+def _folder_of(source: Path) -> tuple[Path, Path | None]:
+    """Return the folder to publish, and the run that it is of, if that is known."""
+    if (source / "config.yaml").is_file() and detect_layout(source) is None:
+        found = [source / name for name in ("hf", "adapter") if (source / name).is_dir()]
+        if len(found) > 1:
+            raise TesseraError(
+                "this run has exported a model and adapters", where=str(source), allowed=found, fix="name one of them"
+            )
+        if not found:
+            raise TesseraError(
+                "this run has exported nothing yet",
+                where=str(source),
+                fix=f"tessera convert {source} FOLDER (with --adapters for those alone), then tessera push FOLDER ID",
+            )
+        return found[0], source
+    if not source.is_dir() or (detect_layout(source) is None and not is_adapters(source)):
+        raise TesseraError(
+            "neither a model nor adapters are here",
+            where=str(source),
+            allowed=["a run", "a Hugging Face or diffusers folder", "PEFT adapters"],
+        )
+    above = source.absolute().parent
+    return source, above if (above / "config.yaml").is_file() else None
+
+
+def _library(folder: Path) -> Library:
+    if is_adapters(folder):
+        return "peft"
+    return "diffusers" if DiffusersFolder.detect(folder) else "transformers"
+
+
+def _known_base(folder: Path, run: Path | None) -> str | None:
+    """Return org/name of the model that training began from, if the run or its folder was downloaded."""
+    candidates: list[str] = []
+    if run is not None:
+        model = read_saved(run / "config.yaml").get("model")
+        said = model if isinstance(model, dict) else {}
+        candidates += [str(said[key]) for key in ("hub_id", "path") if said.get(key)]
+    if (folder / _ADAPTERS).is_file():
+        candidates.append(str(read_json_mapping(folder / _ADAPTERS).get(_BASE) or ""))
+    for one in candidates:
+        if is_hub_id(one):
+            found = parse_hub_id(one, "model", WHERE)
+            if found.hub == "hf":
+                return found.name
+        note = Path(one) / ".tessera" / "download.json"  # of `tessera download --to`
+        if one and note.is_file():
+            name = read_json_mapping(note).get("name")
+            return str(name) if name else None
+    return None
+
+
+def _contents(folder: Path, base: str | None) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
+    """Return what is sent, by name: files, or the bytes of those that name folders of this machine."""
+    record = read_record(folder) if not is_adapters(folder) else None
+    problems = [] if record is None else [one for one in changes_since(folder, record) if CARD not in one]
+    if problems:
+        raise TesseraError(
+            f"this is not what was exported: {problems[0]}",
+            where=str(folder),
+            fix=f"export it again; or, if the change is meant, remove {folder / MARK}",
+        )
+    contents: dict[str, Path | bytes] = {}
+    left_out: list[str] = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_file():
+            continue
+        if not is_plain(name) or name == MARK or (suffix_of(name) not in MODEL_SUFFIXES and name not in _MORE):
+            left_out.append(name)
+            continue
+        check_inside(path, folder)
+        contents[name] = path
+    if _ADAPTERS in contents:
+        contents[_ADAPTERS] = _with_public_base(folder / _ADAPTERS, base)
+    return contents, tuple(left_out)
+
+
+def _with_public_base(path: Path, base: str | None) -> bytes:
+    """Return the configuration of adapters with a base that others can load."""
+    said = read_json_mapping(path)
+    named = str(said.get(_BASE) or "")
+    if base is None:
+        if named.count("/") != 1 or Path(named).exists() or named.startswith(("/", ".")):
+            raise TesseraError(
+                f"the adapters belong to {named or 'a model without a name'!r}, which nobody else can find",
+                where=str(path),
+                fix="say what it is called on Hugging Face: --base org/name",
+            )
+        base = named
+    return (json.dumps({**said, _BASE: base}, indent=2) + "\n").encode()
+
+
+def _send(planned: Pushed, contents: dict[str, Path | bytes], private: bool, message: str) -> Pushed:
+    client = HuggingFace(WHERE)
+    library, name = client.library, planned.id.name
+    token = library.get_token()
+    if token is None:
+        raise TesseraError(
+            "nobody is logged in to Hugging Face",
+            where=WHERE,
+            fix="`hf auth login`, or set HF_TOKEN to a token that may write; --dry-run shows what would go",
+        )
+    api = library.HfApi(endpoint=client.endpoint, token=token)
+    try:
+        url = str(api.create_repo(name, private=private or None, exist_ok=True))
+        there = api.repo_info(name)
+        if private and not there.private:
+            raise TesseraError(
+                f"{name} exists and is public", where="--private", fix="push to another name, or make it private there"
+            )
+        sent = dict(contents)
+        card = planned.card
+        if card is not None and any(one.rfilename == CARD for one in there.siblings or []):
+            say(f"{name} has a card of its own, which is kept")
+            card = None
+        if card is not None:
+            sent[CARD] = card.encode()
+        added = [
+            library.CommitOperationAdd(
+                path_in_repo=path, path_or_fileobj=content if isinstance(content, bytes) else str(content)
+            )
+            for path, content in sorted(sent.items())
+        ]
+        say(f"{name}: sending {len(added)} files, {human_bytes(sum(planned.files.values()))}")
+        api.create_commit(name, added, commit_message=message)
+    except TesseraError:
+        raise
+    except library.errors.HfHubHTTPError as error:
+        status = None if error.response is None else error.response.status_code
+        fix = "the token may not write there: make one with the right to write" if status in (401, 403) else "try again"
+        raise TesseraError(f"Hugging Face refuses: {first_line(error)[:300]}", where=WHERE, fix=fix) from None
+    except (OSError, ValueError) as error:
+        raise TesseraError(
+            f"the push broke off: {first_line(error)[:300]}",
+            where=WHERE,
+            fix="try again: files that are there are not sent twice",
+        ) from None
+    return Pushed(planned.id, planned.folder, planned.files, planned.left_out, card, url)

@@ -1,0 +1,175 @@
+"""Questions with answers in the spellings of other trainers, media named in the text, and folders of classes."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+import pytest
+from data_cases import pictures, row, write_jsonl
+from PIL import Image
+from test_data_sources_forms import one, opened, said
+
+from tessera.core.errors import TesseraError
+from tessera.core.run_config import SourceSection
+from tessera.core.types import Part
+from tessera.data.media.data_urls import decode_data_url
+from tessera.data.media.files import Limits
+from tessera.data.media.read import decode, probe
+from tessera.data.media.video_frames import VideoSampling
+from tessera.data.sources.container import RecordError
+from tessera.data.sources.source import open_source
+from tessera.inference.messages import sample_of
+
+
+def png(colour: str = "red") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (6, 4), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def data_url(content: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def test_query_and_response_of_ms_swift(tmp_path: Path) -> None:
+    full = {
+        "system": "Be brief.",
+        "history": [["Hi", "Hello"]],
+        "query": "<image>What?",
+        "response": "A dog",
+        "images": ["a.png"],
+    }
+    source = opened(tmp_path, [full, {"query": "Go", "response": "Gone"}, {"query": "Go", "response": ""}])
+    assert source.record_format == "query_response"
+    assert said(source.read(0)) == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("assistant", "Hello"),
+        ("user", "[a.png]What?"),
+        ("assistant", "A dog"),
+    ]
+    assert said(source.read(1)) == [("user", "Go"), ("assistant", "Gone")]
+    with pytest.raises(RecordError, match="response is empty"):
+        source.read(2)
+
+
+def test_question_and_answer(tmp_path: Path) -> None:
+    source = opened(tmp_path, [{"question": "What?", "answer": "A dog", "image": "a.png", "input": "unused"}])
+    assert source.record_format == "question_answer"
+    assert said(source.read(0)) == [("user", "[a.png]What?"), ("assistant", "A dog")]
+    renamed = {"question": "What?", "reply": "A dog", "pics": ["a.png"]}
+    sample = one(tmp_path, renamed, format="question_answer", columns={"response": "reply", "images": "pics"})
+    assert said(sample) == [("user", "[a.png]What?"), ("assistant", "A dog")]
+    with pytest.raises(TesseraError, match="cannot tell the format"):
+        opened(tmp_path, [{"question": "What?"}])
+
+
+def test_media_are_named_between_tags(tmp_path: Path) -> None:
+    text = "Picture 1: <img>a b.PNG</img>\nand <video>c.mp4</video><image>d.jpg</image>?"
+    told = [("user", "Picture 1: [a b.PNG]\nand [c.mp4][d.jpg]?"), ("assistant", "Yes.")]
+    assert said(one(tmp_path, row(text, "Yes."))) == told
+    assert said(one(tmp_path, {"query": text, "response": "Yes."})) == told
+    talk = {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "Yes."}]}
+    assert said(one(tmp_path, talk)) == told
+    mixed = {"query": "<image> or <img>b.png</img>", "response": "b", "images": ["a.png"]}
+    assert said(one(tmp_path, mixed))[0] == ("user", "[a.png] or [b.png]")
+
+
+def test_tags_around_words_are_words(tmp_path: Path) -> None:
+    for text in ("<img>no file</img>", "<img>a.mp4</img>", "<img>\na.png</img>", "<img>a.png</video>", "<img></img>"):
+        assert said(one(tmp_path, row(text, "Yes.")))[0] == ("user", text)
+
+
+def test_paths_between_tags_stay_below_the_root(tmp_path: Path) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    pictures(tmp_path, ["secret.png"])
+    (inside / "link.png").symlink_to(tmp_path / "secret.png")
+    for path in ("../secret.png", str(tmp_path / "secret.png"), "link.png", "file:///secret.png"):
+        source = opened(inside, [{"query": f"<img>{path}</img>?", "response": "No."}])
+        with pytest.raises((TesseraError, RecordError)):
+            probe(source.read(0).media()[0], source.root, Limits(), VideoSampling())
+
+
+def test_images_written_into_a_row(tmp_path: Path) -> None:
+    url = data_url(png())
+    rows = [
+        row("<image>What?", "Red.", images=[url]),
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]},
+        row(f"<img>{url}</img>What?", "Red."),
+    ]
+    for content in rows:
+        part = one(tmp_path, content).media()[0]
+        assert part == Part("image", png())
+        assert decode(part, tmp_path, Limits(), VideoSampling()).getpixel((0, 0)) == (255, 0, 0)
+    asked = sample_of([{"role": "user", "content": [{"type": "image", "image": url}]}], "1", tmp_path)
+    assert asked.media()[0].value == png()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:",
+        "data:image/png,abc",
+        "data:text/html;base64,PGI+",
+        "data:image/png;base64,",
+        "data:image/png;base64,####",
+        "data:image/png;base64,iVBOR",
+        "data:image/png;base64,é",
+    ],
+)
+def test_data_urls_that_are_no_media_are_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(TesseraError):
+        decode_data_url(url)
+    with pytest.raises(RecordError, match="images: "):
+        one(tmp_path, row("<image>What?", "Red.", images=[url]))
+
+
+def class_folder(path: Path) -> Path:
+    for name in ("cat", "dog"):
+        (path / name / "deeper").mkdir(parents=True)
+        pictures(path / name, ["1.png"])
+    pictures(path / "dog" / "deeper", ["2.png"])
+    (path / "README.txt").write_text("Cats and dogs.")
+    (path / "empty").mkdir()
+    return path
+
+
+def test_a_folder_for_each_class_asks_for_the_class(tmp_path: Path) -> None:
+    source = open_source(SourceSection(path=class_folder(tmp_path)))
+    samples = [source.read(number) for number in range(len(source))]
+    asked = "What is in this image? Answer with one of: cat, dog."
+    assert [said(sample) for sample in samples] == [
+        [("user", f"[{name}]{asked}"), ("assistant", name.split("/")[0])]
+        for name in ("cat/1.png", "dog/1.png", "dog/deeper/2.png")
+    ]
+    assert [sample.id for sample in samples] == ["cat/1.png", "dog/1.png", "dog/deeper/2.png"]
+    own = open_source(SourceSection(path=tmp_path, question="Which animal?"))
+    assert said(own.read(0)) == [("user", "[cat/1.png]Which animal?"), ("assistant", "cat")]
+    assert own.facts() != source.facts()
+
+
+def test_many_classes_are_not_listed(tmp_path: Path) -> None:
+    for number in range(21):
+        (tmp_path / f"c{number}").mkdir()
+        pictures(tmp_path / f"c{number}", ["1.png"])
+    assert said(open_source(SourceSection(path=tmp_path)).read(0))[0] == ("user", "[c0/1.png]What is in this image?")
+
+
+def test_images_with_texts_are_no_classes(tmp_path: Path) -> None:
+    (class_folder(tmp_path) / "cat" / "1.txt").write_text("A cat.")
+    assert open_source(SourceSection(path=tmp_path)).record_format == "text"
+
+
+def test_a_question_without_classes_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [row("Hi", "Hello")])
+    with pytest.raises(TesseraError, match="`question` is asked of the images"):
+        open_source(SourceSection(path=path, question="Which?"))
+    folder = class_folder(tmp_path / "classes")
+    with pytest.raises(TesseraError, match="`columns` has no effect"):
+        open_source(SourceSection(path=folder, columns={"images": "x"}))
+    pictures(folder, ["loose.png"])
+    with pytest.raises(TesseraError, match="lies in no folder of a class"):
+        open_source(SourceSection(path=folder, question="Which?"))

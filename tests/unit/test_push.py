@@ -1,0 +1,182 @@
+"""Publishing: what goes, what does not, who may, and the card, with a hub of this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from test_hub import hub
+
+from tessera.cli.main import main
+from tessera.core.errors import TesseraError
+from tessera.tools.push import push
+from tests.toys.hub_server import HubServer
+
+__all__ = ["hub"]  # a fixture
+
+
+def folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text('{"model_type": "qwen3"}')
+    save_file({"a": torch.zeros(600)}, path / "model.safetensors")
+    (path / "tokenizer.json").write_text("{}")
+    (path / "own.py").write_text("print(1)")
+    (path / "weights.bin").write_bytes(b"x")
+    (path / ".secret.json").write_text("{}")
+    return path
+
+
+def adapters(path: Path, base: str) -> Path:
+    path.mkdir(parents=True)
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": base}))
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.zeros(4, 100)}, path / "adapter_model.safetensors")
+    return path
+
+
+def run_of(path: Path, model: dict[str, Any]) -> Path:
+    path.mkdir(parents=True)
+    home = "/home/someone/private"
+    recipe = {
+        "name": "mine",
+        "model": model,
+        "data": {
+            "train": [
+                {"path": f"{home}/rows.jsonl", "root": home},
+                {"path": f"{home}/x", "hub_id": f"hf://datasets/org/set@{'1' * 40}"},
+            ]
+        },
+        "train": {"steps": 12},
+        "optim": {"lr": 0.003},
+    }
+    (path / "config.yaml").write_text(yaml.safe_dump(recipe))
+    rows = [{"kind": "train", "step": 12, "loss": 0.5, "lr": 1e-4}, {"kind": "eval", "step": 12, "eval_loss": 0.75}]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def sent(hub: HubServer, name: str) -> dict[str, bytes | str]:
+    found: dict[str, bytes | str] = {}
+    for line in hub.repositories[name].commits:
+        value = line["value"]
+        if line["key"] == "file":
+            found[value["path"]] = base64.b64decode(value["content"])
+        elif line["key"] == "lfsFile":
+            found[value["path"]] = value["oid"]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def logged_in(monkeypatch: pytest.MonkeyPatch, hub: HubServer) -> None:
+    monkeypatch.setenv("HF_TOKEN", "good")
+
+
+def test_a_dry_run_sends_nothing_and_shows_files_and_card(hub: HubServer, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", {"family": "qwen3", "hub_id": f"hf://org/base@{'0' * 40}"})
+    folder(run / "hf")
+    planned = push(run, "me/new", dry_run=True)
+    assert set(planned.files) == {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
+    assert set(planned.left_out) == {".secret.json", "own.py", "weights.bin"}
+    assert planned.url is None
+    assert hub.requests == []
+    assert planned.card is not None
+    header = yaml.safe_load(planned.card.split("---")[1])
+    assert header["base_model"] == "org/base"
+    assert header["datasets"] == ["org/set"]
+    assert header["library_name"] == "transformers"
+    for word in ("rows.jsonl", "lr: 0.003", "eval_loss", "0.75", "12 steps", "torch "):
+        assert word in planned.card, word
+    assert "/home/someone" not in planned.card
+    assert "would go to me/new" in planned.lines()[0]
+
+
+def test_a_folder_is_sent_with_its_card(hub: HubServer, tmp_path: Path) -> None:
+    done = push(folder(tmp_path / "model"), "me/new", private=True)
+    found = sent(hub, "me/new")
+    assert set(found) == {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
+    assert hub.repositories["me/new"].private
+    assert len(hub.uploads[str(found["model.safetensors"])]) > 2000
+    assert done.url == f"{hub.url}/me/new"
+    assert b"library_name: transformers" in bytes(found["README.md"])  # type: ignore[arg-type]
+
+
+def test_a_card_of_the_user_is_kept(hub: HubServer, tmp_path: Path) -> None:
+    (folder(tmp_path / "model") / "README.md").write_text("# Mine")
+    push(tmp_path / "model", "me/first")
+    assert sent(hub, "me/first")["README.md"] == b"# Mine"
+    (tmp_path / "model" / "README.md").unlink()
+    hub.add("me/second", {"README.md": b"# On the hub"})
+    push(tmp_path / "model", "me/second")
+    assert "README.md" not in sent(hub, "me/second")
+
+
+def test_adapters_name_a_base_that_others_can_load(hub: HubServer, tmp_path: Path) -> None:
+    path = adapters(tmp_path / "lora", "/home/someone/base")
+    with pytest.raises(TesseraError, match="which nobody else can find") as raised:
+        push(path, "me/lora")
+    assert "--base org/name" in str(raised.value.fix)
+    push(path, "me/lora", base="org/base")
+    assert json.loads(sent(hub, "me/lora")["adapter_config.json"])["base_model_name_or_path"] == "org/base"
+    assert "/home/someone" in (path / "adapter_config.json").read_text()  # the folder itself is not changed
+    known = adapters(tmp_path / "known", "org/base")
+    assert yaml.safe_load(str(push(known, "me/x", dry_run=True).card).split("---")[1])["library_name"] == "peft"
+
+
+def test_who_may_not_write_is_told(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder(tmp_path / "model")
+    monkeypatch.setenv("HF_TOKEN", "bad")
+    with pytest.raises(TesseraError, match="Hugging Face refuses") as raised:
+        push(path, "me/new")
+    assert "right to write" in str(raised.value.fix)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    hub.requests.clear()
+    with pytest.raises(TesseraError, match="nobody is logged in"):
+        push(path, "me/new")
+    assert hub.requests == []
+
+
+def test_private_is_not_taken_for_public(hub: HubServer, tmp_path: Path) -> None:
+    hub.add("me/open", {})
+    with pytest.raises(TesseraError, match="exists and is public"):
+        push(folder(tmp_path / "model"), "me/open", private=True)
+    assert hub.repositories["me/open"].commits == []
+
+
+def test_what_cannot_be_published_is_refused(hub: HubServer, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", {"family": "qwen3"})
+    with pytest.raises(TesseraError, match="exported nothing yet"):
+        push(run, "me/new")
+    folder(run / "hf")
+    adapters(run / "adapter", "org/base")
+    with pytest.raises(TesseraError, match="a model and adapters"):
+        push(run, "me/new")
+    with pytest.raises(TesseraError, match="neither a model nor adapters"):
+        push(tmp_path, "me/new")
+    with pytest.raises(TesseraError, match="no place to push to"):
+        push(run / "hf", "ms://me/new")
+    (tmp_path / "secret.json").write_text("{}")
+    (run / "hf" / "extra.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(TesseraError, match="link out of the folder"):
+        push(run / "hf", "me/new")
+    assert "me/new" not in hub.repositories
+
+
+def test_push_from_the_shell(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tessera", "push", str(folder(tmp_path / "model")), "me/new", "--dry-run"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert not left.value.code
+    assert "would go to me/new: 4 files" in capsys.readouterr().out
