@@ -20,9 +20,7 @@ SHARED = {
     "reference/presets.md",
 }
 # Pages whose Chinese side is still to be written. A new page does not belong here: it comes with both.
-WAITING: set[str] = {
-    "how-to/bring-your-own-data.md",
-}
+WAITING: set[str] = set()
 
 
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
