@@ -89,11 +89,13 @@ def plan(
     """
     from tessera.api import dry_run as run_dry
     from tessera.api import plan as make
+    from tessera.core import log
     from tessera.core.config import parse_overrides
 
     check_output(json_file, "--json")
     changes = parse_overrides(overrides or [])
-    made = make(recipe, changes, world=world, device=device)
+    with log.on_screen():
+        made = make(recipe, changes, world=world, device=device)
     typer.echo(made.describe())
     if json_file is not None:
         write_output(json_file, json.dumps(made.figures(), indent=2) + "\n", "--json")

@@ -62,6 +62,10 @@ class DeviceSize:
 def find_size(name: str, where: str = "device") -> DeviceSize:
     """Return the size of a device by its name (`h200`, `24g`), or of one with so many GiB (`96`)."""
     word = name.strip().lower().replace("_", "-").removeprefix("nvidia-").removeprefix("ascend-")
+    sizes = [known for known in DEVICE_NAMES if known.startswith(f"{word}-")]  # of one chip
+    if len(sizes) > 1:
+        raise TesseraError(f"{name} comes with more than one size of memory", where=where, allowed=sizes)
+    word = sizes[0] if sizes else word
     if word in _TABLE:
         size, kind = _TABLE[word]
         return DeviceSize(word, int(size * GIB), kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tessera.core import log
 from tessera.core.config import dump_yaml, parse_yaml
 from tessera.core.device_sizes import DeviceSize, find_size
 from tessera.core.errors import TesseraError
@@ -16,6 +17,7 @@ from tessera.training.memory_keys import MemoryKey, memory_keys
 from tessera.training.setup import build_meta_model
 
 _WORTH = 0.01  # share of the total from which a change is worth naming
+_TIMES = 3  # that one key is changed further: half of a row, a quarter, an eighth
 
 
 def plan_for_device(config: RunConfig, world: int, device: str) -> Plan:
@@ -47,6 +49,7 @@ class _Search:
         self._usable = size.usable(world)
 
     def fit(self, config: RunConfig) -> DeviceFit:
+        log.logger().info("running a step without memory, as on %s", self._size.name)
         first = self._count(config)
         made = DeviceFit(
             self._size.name, self._size.total, self._usable, first.held, first.total, uncounted=first.uncounted
@@ -63,16 +66,14 @@ class _Search:
         found: list[FitChange] = []
         at = first
         for key in _in_turn(keys):
-            while at.total > self._usable:
-                tried = self._try(key, at, alone=False)
-                if tried is None or at.total - tried.total < _WORTH * first.total:
+            again: MemoryKey | None = key
+            for _ in range(_TIMES):
+                tried = None if again is None or at.total <= self._usable else self._try(again, at, alone=False)
+                if again is None or tried is None or at.total - tried.total < _WORTH * first.total:
                     break
-                found.append(_describe(key, at, tried))
+                found.append(_describe(again, at, tried))
                 at = tried
-                again = _of_kind(key, memory_keys(at.config, self._world, at.plan.blocks))
-                if again is None:
-                    break
-                key = again
+                again = _of_kind(again, memory_keys(at.config, self._world, at.plan.blocks))
         return found
 
     def _try(self, key: MemoryKey, at: _Count, *, alone: bool) -> _Count | None:
@@ -84,6 +85,7 @@ class _Search:
             return None
         if alone and max(device_bytes(plan, position) for position in range(len(plan.memory))) > self._usable:
             return None
+        log.logger().info("trying %s", key.text)
         return self._count(config, plan)
 
     def _count(self, config: RunConfig, plan: Plan | None = None) -> _Count:

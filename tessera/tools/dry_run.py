@@ -133,6 +133,7 @@ def _in_new_process(config: RunConfig, world: int, positions: Sequence[int]) -> 
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines()
+        lines = [line for line in lines if re.match(r"[\w.]+(?:Error|Exception|Interrupt)\b", line)] or lines
         raise Uncountable(
             f"a step at {positions[0]} of the pipeline failed in the dry run: {lines[-1] if lines else 'no output'}",
             fix="`tessera plan` without --dry-run forecasts the same from the plan",
