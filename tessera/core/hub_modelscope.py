@@ -20,9 +20,10 @@ class ModelScope:
     def __init__(self, where: str) -> None:
         try:
             from modelscope_hub import HubApi
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
             raise TesseraError(
-                "models and data sets of ModelScope are fetched by modelscope 1.38 or later, which is not installed",
+                "models and data sets of ModelScope are fetched by modelscope 1.38 or later, which is not installed "
+                f"(no module {error.name})",
                 where=where,
                 fix="pip install -U modelscope",
             ) from None
