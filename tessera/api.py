@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tessera.compat.mindspeed_mm.migrate import migrate
-from tessera.core.hub_config import load_local_config
 from tessera.evaluation.evaluate import evaluate
+from tessera.hub.config import load_local_config
 from tessera.inference.chat import Chat
 from tessera.inference.diffusion.load import load_pipeline as pipeline
 from tessera.inference.load import generate, load

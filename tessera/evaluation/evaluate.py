@@ -12,12 +12,12 @@ from typing import Any
 from tessera.core.config import build
 from tessera.core.errors import TesseraError
 from tessera.core.files import write_jsonl
-from tessera.core.hub_config import local_model, local_source
 from tessera.core.progress import WorkProgress
 from tessera.core.run_config import SourceSection, load_config
 from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust
 from tessera.data.sources.source import Question, Source, open_source, questions
+from tessera.hub.config import local_model, local_source
 from tessera.inference.load import load
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 

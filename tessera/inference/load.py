@@ -24,7 +24,6 @@ from tessera.core.config import build
 from tessera.core.dist import environment_ranks, rank_on_machine
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.generation import GenerationForm
-from tessera.core.hub_config import local_model
 from tessera.core.layouts import folder_layout, pipeline_folder
 from tessera.core.modules import computed_buffers, put_back_buffers
 from tessera.core.pattern import matches
@@ -33,6 +32,7 @@ from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust, check_trusted, find_code, model_code
 from tessera.core.types import ModelPlan
 from tessera.data.media.files import Limits, limits_of
+from tessera.hub.config import local_model
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.over_ranks import ModelOverRanks
 from tessera.models import build_on_meta, for_family, fresh_names, resolve

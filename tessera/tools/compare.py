@@ -12,7 +12,6 @@ from typing import Any
 from tessera.checkpoint.export_record import SAME_NAMES, ExportRecord, changes_since, differences_from, read_record
 from tessera.checkpoint.publish import MARK
 from tessera.core.errors import TesseraError
-from tessera.core.hub_config import local_model
 from tessera.core.layouts import CONFIG_FILE, detect_layout
 from tessera.core.progress import WorkProgress
 from tessera.core.run_config import ModelSection
@@ -21,6 +20,7 @@ from tessera.data.media.read import decode
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.source import Question, questions
 from tessera.evaluation.evaluate import answer_all, held_out_sources
+from tessera.hub.config import local_model
 from tessera.inference.load import load
 from tessera.inference.proof import Proof, Prove, check_choice, prove_folder
 from tessera.inference.reference import TransformersReference

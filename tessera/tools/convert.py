@@ -20,10 +20,10 @@ from tessera.checkpoint.legacy.megatron import LATEST, is_megatron_folder
 from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.weight_source import origin_of
 from tessera.core.errors import TesseraError, nearest
-from tessera.core.hub_config import local_model
 from tessera.core.layouts import CONFIG_FILE, detect_layout
 from tessera.core.run_config import AdapterForm
 from tessera.core.trust import Trust
+from tessera.hub.config import local_model
 from tessera.inference.adapters import load_adapters
 from tessera.inference.load import find_model, weight_dtype
 from tessera.inference.proof import Prove, check_choice

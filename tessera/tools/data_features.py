@@ -25,7 +25,6 @@ from tessera.core import device as devices
 from tessera.core.dist import environment_ranks
 from tessera.core.errors import TesseraError
 from tessera.core.files import read_json_mapping
-from tessera.core.hub_config import load_local_config
 from tessera.core.run_config import ParallelSection, RunConfig
 from tessera.core.task import FrozenModule
 from tessera.core.types import Batch
@@ -35,6 +34,7 @@ from tessera.data.loader.loader import RowReader
 from tessera.data.media.stored import ABOUT, KEY
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.features import EMPTY, MANIFEST, PROBLEMS, SAMPLES, FeatureManifest, key_of, shard_content
+from tessera.hub.config import load_local_config
 from tessera.models.common.feature_facts import component_hashes, form_facts
 from tessera.models.common.generation_processor import GenerationProcessor
 from tessera.models.common.pipeline_parts import PipelineFolder, TextEncoder, joined

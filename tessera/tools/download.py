@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from tessera.core.errors import TesseraError
-from tessera.core.hub_download import Wanted, fetch
 from tessera.core.hub_ids import HubId, RepoKind, find_hub_id, parse_hub_id
+from tessera.hub.download import Wanted, fetch
 
 WHERE = "tessera download"
 

@@ -25,12 +25,12 @@ from tessera.core import device as devices
 from tessera.core import dist
 from tessera.core.config import dump_yaml, parse_yaml
 from tessera.core.errors import TesseraError
-from tessera.core.hub_config import load_local_config
 from tessera.core.modules import local_shard
 from tessera.core.run_config import RunConfig, load_config
 from tessera.core.task import SumSpec
 from tessera.core.torch_internals import fake_tensor_mode, lone_stage
 from tessera.core.types import Batch, RowSource
+from tessera.hub.config import load_local_config
 from tessera.optim.optimizer import total_norm
 from tessera.parallel.apply import build_engine, materialize, parallelize_on_meta
 from tessera.parallel.communication import CommCounter, CommVolume, comm_text, readable

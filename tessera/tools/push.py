@@ -11,13 +11,13 @@ from tessera.checkpoint.export_record import changes_since, read_record
 from tessera.checkpoint.publish import MARK
 from tessera.core.errors import TesseraError, few_names, first_line
 from tessera.core.files import check_inside, read_json_mapping
-from tessera.core.hub_files import MODEL_SUFFIXES, is_plain, suffix_of
-from tessera.core.hub_huggingface import HuggingFace
 from tessera.core.hub_ids import HubId, is_hub_id, parse_hub_id
-from tessera.core.hub_progress import say
 from tessera.core.layouts import DiffusersFolder, detect_layout
 from tessera.core.progress import human_bytes
 from tessera.core.saved_recipe import read_saved
+from tessera.hub.files import MODEL_SUFFIXES, is_plain, suffix_of
+from tessera.hub.huggingface import HuggingFace
+from tessera.hub.progress import say
 from tessera.tools.download import named_repository
 from tessera.tools.model_card import Library, model_card
 

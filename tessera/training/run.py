@@ -20,12 +20,12 @@ from tessera.core.callback import Callback
 from tessera.core.config import dump_yaml, read_mapping
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.files import last_step, read_json_mapping, read_metrics
-from tessera.core.hub_config import with_local_folders
 from tessera.core.run_config import ModelSection, RunConfig, load_config
 from tessera.core.run_paths import located, moved
 from tessera.core.saved_recipe import in_keys_of_today
 from tessera.core.task import Task
 from tessera.core.trust import Trust, check_trusted, find_code, named_code, remember
+from tessera.hub.config import with_local_folders
 from tessera.models.common.side_files import SEAL, damaged_side_files
 from tessera.observe.report.plot import Plot, plot_run, table_of
 from tessera.training.build import build_trainer

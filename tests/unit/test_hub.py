@@ -15,12 +15,12 @@ from conftest import NOBODY
 from tessera.cli.main import main
 from tessera.core.config import dump_yaml
 from tessera.core.errors import TesseraError
-from tessera.core.hub_config import local_model, local_source, with_local_folders
-from tessera.core.hub_download import fetch
-from tessera.core.hub_files import data_files, model_files
 from tessera.core.hub_ids import HubId, find_hub_id, hub_spelling, parse_hub_id, plain_hub_id
 from tessera.core.run_config import SourceSection, load_config
 from tessera.data.sources.source import open_source
+from tessera.hub.config import local_model, local_source, with_local_folders
+from tessera.hub.download import fetch
+from tessera.hub.files import data_files, model_files
 from tessera.tools.download import download
 from tests.toys.hub_server import HubServer, hub_server
 

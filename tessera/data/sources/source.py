@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tessera.core.errors import TesseraError, nearest
-from tessera.core.hub_config import local_source
 from tessera.core.run_config import RecordFormat, SourceSection
 from tessera.core.types import Message, Part, Sample
 from tessera.data.media.files import ArchiveMember, resolve
@@ -32,6 +31,7 @@ from tessera.data.sources.file_groups import (
 from tessera.data.sources.formats import RecordSchema, parse
 from tessera.data.sources.parquet import open_parquet
 from tessera.data.sources.text import TextKind, open_text_file
+from tessera.hub.config import local_source
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_FILES = 1_000_000

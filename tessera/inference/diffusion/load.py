@@ -14,9 +14,9 @@ import torch.distributed as dist
 from tessera.checkpoint.adapter_files import FIRST, SECOND, parts_in
 from tessera.checkpoint.adapter_reading import part_of
 from tessera.core.errors import TesseraError
-from tessera.core.hub_config import local_model
 from tessera.core.layouts import DiffusersFolder, pipeline_folder
 from tessera.core.trust import Trust
+from tessera.hub.config import local_model
 from tessera.inference.diffusion.files import (
     Generated,
     Record,

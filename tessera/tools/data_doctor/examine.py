@@ -16,7 +16,6 @@ import numpy as np
 from tessera.checkpoint.weight_source import origin_of
 from tessera.core.config import build
 from tessera.core.errors import TesseraError
-from tessera.core.hub_config import load_local_config, local_model
 from tessera.core.run_config import DataSection, ParallelSection, RunConfig, SourceSection, load_config
 from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust, check_trusted, model_code
@@ -27,6 +26,7 @@ from tessera.data.media.files import Limits, limits_of
 from tessera.data.media.read import CaptionProcessor, ChatProcessor
 from tessera.data.sources.source import Source, open_source
 from tessera.data.workers.pool import Lost, Pool
+from tessera.hub.config import load_local_config, local_model
 from tessera.tools.data_doctor.collect import Collection, forecast
 from tessera.tools.data_doctor.diagnosis import Diagnosis
 from tessera.tools.data_doctor.histogram import Histogram, histogram

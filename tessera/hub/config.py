@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tessera.core.errors import TesseraError
-from tessera.core.hub_download import Wanted, fetch
-from tessera.core.hub_files import Split
 from tessera.core.hub_ids import HubId, find_hub_id, parse_hub_id
-from tessera.core.hub_progress import say
 from tessera.core.run_config import ModelSection, RunConfig, SourceSection, load_config
+from tessera.hub.download import Wanted, fetch
+from tessera.hub.files import Split
+from tessera.hub.progress import say
 
 
 def local_model(path: str | Path, where: str = "model", *, weights: bool = True) -> Path:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tessera.core.errors import TesseraError, first_line
-from tessera.core.hub_download import Listing, RemoteFile, Unreachable
 from tessera.core.hub_ids import HubId
+from tessera.hub.download import Listing, RemoteFile, Unreachable
 
 _BRANCH = "master"
 

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 from tessera.core.errors import TesseraError
 from tessera.core.files import replace_file
-from tessera.core.hub_files import DataFiles, Split, data_files, model_files
 from tessera.core.hub_ids import HUBS, HubId
-from tessera.core.hub_progress import report_progress, say
 from tessera.core.progress import human_bytes
+from tessera.hub.files import DataFiles, Split, data_files, model_files
+from tessera.hub.progress import report_progress, say
 
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _NOTES = ".tessera"
@@ -131,10 +131,10 @@ def fetch(id: HubId, where: str, *, to: Path | None = None, wanted: Wanted | Non
 def _client(id: HubId, where: str) -> HubClient:
     # Here and not above: both libraries are optional, and slow to import.
     if id.hub == "ms":
-        from tessera.core.hub_modelscope import ModelScope
+        from tessera.hub.modelscope import ModelScope
 
         return ModelScope(where)
-    from tessera.core.hub_huggingface import HuggingFace
+    from tessera.hub.huggingface import HuggingFace
 
     return HuggingFace(where)
 

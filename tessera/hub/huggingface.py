@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tessera.core.errors import TesseraError, first_line
-from tessera.core.hub_download import Listing, RemoteFile, Unreachable
 from tessera.core.hub_ids import HubId
+from tessera.hub.download import Listing, RemoteFile, Unreachable
 
 _TIMEOUT_S = 15.0
 _MARKS = ("config.json", "model_index.json", "adapter_config.json")  # one of them is in every model

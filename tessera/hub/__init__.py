@@ -1,0 +1,1 @@
+"""Get models and data sets by their names on a hub, verified, into the caches of its libraries."""
