@@ -314,7 +314,7 @@ def test_a_part_of_shards_leads_to_the_whole(folder: Path, tmp_path: Path) -> No
         tessera.convert(rank / "model_optim_rng.pt", tmp_path / "out", like=folder)
     with pytest.raises(TesseraError, match=r"no config\.json(.|\n)*tessera convert"):
         tessera.compare(tmp_path / "mm")
-    with pytest.raises(TesseraError, match=r"no such folder(.|\n)*downloaded"):
+    with pytest.raises(TesseraError, match=r"no folder Nobody/Model-7B here(.|\n)*tessera download"):
         tessera.convert("Nobody/Model-7B", tmp_path / "out")
 
 

@@ -178,7 +178,7 @@ BAD: list[tuple[Any, str]] = [
     ([{"role": "user", "content": "x"}, [{"role": "user", "content": "x"}]], "mixed"),
     (ask(3.5), "given as a float"),
     (ask("https://example.org/cat.png"), "URL"),
-    (ask("data:image/png;base64,AAAA"), "URL"),
+    (ask("data:image/png;base64,AAAA"), "unreadable image"),
     (ask("no-such.png"), "no such file"),
     (ask(b"not a picture"), "unreadable image"),
 ]

@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tessera.core.types import IGNORE
 from tessera.ops.loss import linear_cross_entropy
 
+COMPILED = pytest.param("compiled", marks=pytest.mark.slow)  # to compile takes half a minute
+
 
 def example(rows: int = 23, vocab: int = 17) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
@@ -55,7 +57,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "compiled"])
+@pytest.mark.parametrize("implementation", ["chunked", COMPILED])
 def test_a_loss_without_gradients_holds_no_more_than_a_chunk(implementation: str) -> None:
     """Twice as many positions at a time are for the compiled form alone, which has no logits in fp32."""
     hidden, weight, labels = (x.detach() for x in example())
@@ -64,7 +66,7 @@ def test_a_loss_without_gradients_holds_no_more_than_a_chunk(implementation: str
     assert largest.rows == 6
 
 
-@pytest.mark.parametrize("implementation", ["eager", "chunked", "compiled"])
+@pytest.mark.parametrize("implementation", ["eager", "chunked", COMPILED])
 def test_a_row_with_nothing_to_train_gives_zero_and_zero_gradients(implementation: str) -> None:
     hidden, weight, labels = example()
     total, count = linear_cross_entropy(hidden, weight, torch.full_like(labels, IGNORE), implementation=implementation)

@@ -18,7 +18,7 @@ ADAPTERS = {"model.lora": {"rank": 4}}
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("qwen2_5_vl", {"data.length": 256}),
+        pytest.param("qwen2_5_vl", {"data.length": 256}, marks=pytest.mark.slow),
         pytest.param("qwen3_vl", {"data.length": 512, **ADAPTERS}, marks=pytest.mark.slow),
         pytest.param("wan", {"data.length": 512}, marks=pytest.mark.slow),
     ],

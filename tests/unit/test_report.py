@@ -143,6 +143,7 @@ def trainer(folder: Path, step: int = 0) -> Any:
     return SimpleNamespace(config=SimpleNamespace(folder=folder), world=world, step=step, stop_reason=None)
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_at_work_is_drawn_by_another_process_and_ends_with_the_run(tmp_path: Path) -> None:
     folder = write_recorded_run(tmp_path / "run")
     (folder / "history.jsonl").unlink()
