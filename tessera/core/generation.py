@@ -61,11 +61,37 @@ class TextForm:
             return self.length
         return max(0, min(ids, self.length + self.skip) - self.skip)
 
-    def prompt(self, caption: str) -> str:
-        """Return the text that is tokenised for a caption."""
+    def prompt(self, caption: str, template: str | None = None) -> str:
+        """Return the text that is tokenised for a caption. `template`: another one than the form's own."""
         if self.tidy:
             caption = " ".join(html.unescape(html.unescape(caption)).split())
-        return self.template.replace("{}", caption, 1)
+        return (self.template if template is None else template).replace("{}", caption, 1)
+
+
+@dataclass(frozen=True)
+class EditForm:
+    """Describe how the text encoder of a published pipeline reads captions together with the images to edit."""
+
+    pipeline: str  # the class that model_index.json names
+    text: TextForm  # in place of `GenerationForm.text`; `text.image` stands in its template for every image
+    each: str = ""  # what stands at {images} of the template, once for each image, with its number for {}
+    # Pixels that the text encoder is shown of an image, and that the VAE encodes; None: it is shown what the VAE gets.
+    shown_pixels: int | None = None
+    pixels: int = 1 << 20
+    multiple: int = 32  # sides of resized images are multiples of it
+    processor: str = "processor"  # the part of the pipeline that says how the text encoder's images are normalised
+
+    def template(self, images: int, where: str | None = None) -> str:
+        """Return the template for so many images; raise if the pipeline does not read so many."""
+        shown = self.text.template
+        if self.each:
+            numbered = (self.each.replace("{}", str(number + 1)) for number in range(images))
+            shown = shown.replace("{images}", "".join(numbered))
+        wanted = max(1, self.text.template.count(self.text.image))
+        if images < 1 or shown.count(self.text.image) != images:
+            number = "one or more" if self.each else str(wanted)
+            raise TesseraError(f"{images or 'no'} images to edit: this model edits {number}", where=where)
+        return shown
 
 
 @dataclass(frozen=True)
@@ -95,7 +121,7 @@ class GenerationForm:
     # Whether ranks that share a sequence of both read the whole text: the model computes something over all of it.
     whole_text: bool = False
     text: tuple[TextForm, ...] = (TextForm(),)
-    edit: TextForm | None = None  # in place of `text` where the text encoder reads reference images, too
+    edit: tuple[EditForm, ...] = ()  # published pipelines whose text encoder reads reference images, too
     text_reads_frames: bool = False  # whether the published text encoder reads given frames, which none does here
     objective: Objective = "flow"
     condition: ImageCondition = "none"
@@ -115,6 +141,10 @@ class GenerationForm:
                 fix="take a model whose text encoder reads text alone, such as Wan I2V; or train on features that were "
                 "made elsewhere",
             )
+
+    def edit_of(self, pipeline: object) -> EditForm | None:
+        """Return how a pipeline of this class reads images to edit; None: its text encoder reads none."""
+        return next((one for one in self.edit if one.pipeline == pipeline), None)
 
     @property
     def zeros_to(self) -> int:

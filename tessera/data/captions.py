@@ -53,8 +53,14 @@ class CaptionEncoder:
     def __getstate__(self) -> dict[str, Any]:
         return {"form": self.form, "json": self.json}
 
-    def ids(self, caption: str, *, may_be_empty: bool = False) -> list[int]:
-        """Return the ids of a caption, all of them. `may_be_empty`: as a prompt may, of which nothing is learned."""
+    def id_of(self, word: str) -> int | None:
+        """Return the id of a word of the tokenizer's own; None if it has no such word."""
+        found: int | None = self._tokenizer.token_to_id(word)
+        return found
+
+    def ids(self, caption: str, *, may_be_empty: bool = False, template: str | None = None) -> list[int]:
+        """Return the ids of a caption, all of them. `may_be_empty`: as a prompt may, of which nothing is learned.
+        `template`: another one than the form's own."""
         if len(caption) > MAX_CHARACTERS:
             raise TesseraError(
                 f"a caption of {len(caption):,} characters; {MAX_CHARACTERS:,} are the most", fix="shorten the caption"
@@ -64,7 +70,7 @@ class CaptionEncoder:
         word = next((word for word in self._control_words if word in caption), None)
         if word is not None:
             raise TesseraError(f"the caption contains {word}, which {self.form.tokenizer} takes for a control word")
-        return list(self._tokenizer.encode(self.form.prompt(caption)).ids)
+        return list(self._tokenizer.encode(self.form.prompt(caption, template)).ids)
 
     def cut(self, ids: list[int]) -> list[int]:
         """Return no more ids than the family reads. A tokenizer that ends every text with a word of its own keeps it,

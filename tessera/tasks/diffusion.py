@@ -33,6 +33,7 @@ from tessera.core.rng import derive, generator
 from tessera.core.run_config import RunConfig
 from tessera.core.task import Counts, FrozenModule, FrozenPart, Losses, LossTerm, Metric, Task
 from tessera.core.types import Batch, ModelSpec, Prediction, Stream
+from tessera.models.common.edit_images import EMPTY_IDS, SHOWN, EditImages, edit_form
 from tessera.models.common.noise_levels import TIMES, NoiseLevel, NoiseLevels, TimeOptions, training_target
 from tessera.models.common.pipeline_parts import IMAGE_ENCODER, VAE, PipelineFolder
 from tessera.models.common.sample_encoders import (
@@ -140,6 +141,7 @@ class DiffusionTask(Task):
         self._levels = NoiseLevels(self.options, self._objective)
         self._encoders: SampleEncoders | None = None
         self._empty: Callable[[], Sequence[Sequence[int]]] = tuple
+        self._edit: Callable[[], EditImages] | None = None
 
     # ------------------------------------------------------------------------------------------ the run
 
@@ -227,7 +229,10 @@ class DiffusionTask(Task):
                 fix="name a diffusers folder that has them, here or as model.path",
             )
         parts, vae, text = PipelineFolder(pipeline_folder(folder) or folder), chosen.vae, chosen.text
-        if self.options.caption_dropout:
+        edit = edit_form(parts.folder, self.form)
+        if edit is not None:
+            self._edit = partial(EditImages.load, parts.folder, edit)
+        elif self.options.caption_dropout:
             self._empty = partial(parts.empty_caption, self.form)
         make = partial(parts.autoencoder, dtype=_DTYPES[vae.dtype], tiling=vae.tiling, slicing=vae.slicing)
         found = {VAE: FrozenPart(partial(make, meta=True), make, vae.residence)}
@@ -241,7 +246,8 @@ class DiffusionTask(Task):
 
     def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:
         if self.options.encoders is not None:
-            self._encoders = SampleEncoders(self.form, components, self.options.given, self._empty())
+            edit = None if self._edit is None else self._edit()
+            self._encoders = SampleEncoders(self.form, components, self.options.given, self._empty(), edit)
 
     # ------------------------------------------------------------------------------------------ counts
 
@@ -350,7 +356,8 @@ class DiffusionTask(Task):
     def encode(self, batches: Sequence[Batch]) -> list[Batch]:
         if self._encoders is None or self.encode_steps == 1:
             return list(batches)
-        read = {"frames", "references", *id_names(self.form)}  # pixels of several steps need not wait on the device
+        # Pixels of several steps need not wait on the device.
+        read = {"frames", "references", SHOWN, EMPTY_IDS, *id_names(self.form)}
         return [
             replace(batch, tensors={name: one for name, one in batch.tensors.items() if name not in read})
             for batch in self._encoders.encode_all(

@@ -25,6 +25,7 @@ from tessera.core import device as devices
 from tessera.core.dist import environment_ranks
 from tessera.core.errors import TesseraError
 from tessera.core.files import read_json_mapping
+from tessera.core.layouts import pipeline_folder
 from tessera.core.run_config import ParallelSection, RunConfig
 from tessera.core.task import FrozenModule
 from tessera.core.types import Batch
@@ -35,6 +36,7 @@ from tessera.data.media.stored import ABOUT, KEY
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.features import EMPTY, MANIFEST, PROBLEMS, SAMPLES, FeatureManifest, key_of, shard_content
 from tessera.hub.config import load_local_config
+from tessera.models.common.edit_images import EditImages, edit_form
 from tessera.models.common.feature_facts import component_hashes, form_facts
 from tessera.models.common.generation_processor import GenerationProcessor
 from tessera.models.common.pipeline_parts import PipelineFolder, TextEncoder, joined
@@ -177,9 +179,13 @@ def _prepare(
     parts = {
         name: FrozenModule(part.load().to(device), device, "device") for name, part in task.frozen_parts(config).items()
     }
+    where = chosen.folder or config.model.path
+    assert where is not None, "the task has found its encoders there"
+    where = pipeline_folder(where) or where
+    read = edit_form(where, form)
     facts = {
-        "form": form_facts(form),
-        "components": component_hashes(chosen.folder or config.model.path, form),
+        "form": form_facts(form, read),
+        "components": component_hashes(where, form),
         "options": {
             **processor.options.model_dump(mode="json"),
             "given": task.options.given,
@@ -189,15 +195,18 @@ def _prepare(
         "data": rows.index.identity,
         "length": rows.length,
     }
-    where = chosen.folder or config.model.path
-    assert where is not None, "the task has found its encoders there"
+    if read is not None:  # then the empty caption is another one for each sample
+        images = EditImages.load(where, read)
+        return SampleEncoders(form, parts, task.options.given, (), images, stores_empty=True), rows, facts
     empty = PipelineFolder(where).empty_caption(form)
     return SampleEncoders(form, parts, task.options.given, empty), rows, facts
 
 
 @torch.no_grad()
 def _empty_caption(encoders: SampleEncoders, device: torch.device) -> dict[str, Tensor]:
-    """Return the embeddings of the empty caption by all text encoders together."""
+    """Return the embeddings of the empty caption by all text encoders together; nothing where samples have them."""
+    if encoders.edit is not None:
+        return {}
     found = []
     for form, ids in zip(encoders.form.text, encoders.empty, strict=True):
         with encoders.parts[form.encoder].use() as encoder:

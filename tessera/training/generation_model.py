@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from tessera.core.dist import World
@@ -90,14 +91,24 @@ class GenerationModel(nn.Module):
 
     # ------------------------------------------------------------------------------------------ batches
 
-    def batch(self, videos: Sequence[Any], captions: Sequence[str], seed: int = 0) -> Batch:
-        """Return a batch of images or videos (PIL images, or uint8 frames [F, H, W, 3]) with their captions."""
+    def batch(
+        self,
+        videos: Sequence[Any],
+        captions: Sequence[str],
+        seed: int = 0,
+        *,
+        references: Sequence[Sequence[Image.Image]] | None = None,
+    ) -> Batch:
+        """Return a batch of images or videos (PIL images, or uint8 frames [F, H, W, 3]) with their captions, and with
+        the images to edit of each."""
         items = []
-        for number, (video, caption) in enumerate(zip(videos, captions, strict=True)):
+        given = [()] * len(videos) if references is None else references
+        for number, (video, caption, images) in enumerate(zip(videos, captions, given, strict=True)):
             shown = video if not isinstance(video, Tensor) else video.cpu().numpy()
             wanted = Part("video" if isinstance(shown, np.ndarray) else "image", shown)
-            asked = (Message("user", (Part("text", caption),)), Message("assistant", (wanted,)))
-            items.append(self.processor.encode(Sample(str(number), asked), [shown]))
+            edited = [Part("image", image) for image in images]
+            asked = (Message("user", (*edited, Part("text", caption))), Message("assistant", (wanted,)))
+            items.append(self.processor.encode(Sample(str(number), asked), [*images, shown]))
         return self.packed(items, seed)
 
     def batch_of_ids(self, frames: Sequence[Tensor], ids: Sequence[Sequence[Sequence[int]]], seed: int = 0) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ RUNS: dict[str, Callable[[Path], Any]] = {
     "hunyuan_video_1_5/t2v": folders.write_hunyuan_video_1_5,
     "flux/lora": folders.write_flux,
     "qwen_image/dpo": folders.write_qwen_image,
+    "qwen_image/edit": partial(folders.write_qwen_image, edit=True),
     "sd3/t2i": folders.write_sd3,
     "cogvideox/lora": folders.write_cogvideox,
     "ltx_video/i2v": folders.write_ltx_video,
 }
 
 
-def write_media(folder: Path, kind: str, images: bool) -> Path:
-    """Write a set of four samples, or of four pairs."""
+def write_media(folder: Path, kind: str, images: bool, edits: bool = False) -> Path:
+    """Write a set of four samples, or of four pairs. `edits`: with an image that was edited."""
     rows = []
     suffix = "png" if images else "mp4"
     for number in range(4):
@@ -39,7 +41,8 @@ def write_media(folder: Path, kind: str, images: bool) -> Path:
             else:
                 write_video(folder / name, 9)
         own = {"chosen": names[0], "rejected": names[1]} if kind == "generation_preference" else {"path": names[0]}
-        rows.append({"cap": "a red kite moving left", **own})
+        more = {"references": names[1:]} if edits else {}
+        rows.append({"cap": "a red kite moving left", **own, **more})
     return write_jsonl(folder / "set.jsonl", rows)
 
 
@@ -50,14 +53,16 @@ def test_recipe_trains_a_tiny_model(name: str, tmp_path: Path) -> None:
     RUNS[name](tmp_path / "model")
     config = load_config(recipe)
     images = config.data.processor.get("num_frames") is None
-    data = write_media(tmp_path, config.data.kind, images)
+    edits = name.endswith("/edit")
+    data = write_media(tmp_path, config.data.kind, images, edits)
     changes: dict[str, Any] = {
         "out": str(tmp_path / "runs"),
         "model.path": str(tmp_path / "model"),
         "data.train": [{"path": str(data)}],
         "data.workers": 0,
         "data.length": 1200,  # of text alone, HunyuanVideo 1.5 may have a thousand
-        "data.processor": {"max_pixels": 1024, **({} if images else {"num_frames": 9})},
+        "data.processor": {"max_pixels": 1024, **({} if images else {"num_frames": 9})}
+        | ({"reference_pixels": 4096} if edits else {}),
         "parallel.compile": False,
         "train.steps": 2,
         "train.global_batch": 2,

@@ -163,7 +163,7 @@ def test_qwen_image_samples_the_pixels_of_diffusers(tmp_path: Path) -> None:
 
 def test_a_model_edits_as_many_images_as_its_template_shows(tmp_path: Path) -> None:
     write_qwen_image(tmp_path, edit=True)
-    with pytest.raises(TesseraError, match="2 images: this model edits 1"):
+    with pytest.raises(TesseraError, match="2 images to edit: this model edits 1"):
         tessera.pipeline(tmp_path, device="cpu").generate("a cat", images=[image(0), image(1)], steps=1, **SIZE)
 
 
@@ -175,6 +175,17 @@ def test_qwen_image_edits_as_diffusers_does(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(edit, "calculate_dimensions", lambda area, ratio: sizes(64 * 64, ratio))
     ours = {"guidance": 4.0, "images": [image(0)], "reference_pixels": 64 * 64}
     sampled_alike(pipeline, tmp_path, as_tokens, {"true_cfg_scale": 4.0, "image": image(0)}, ours)
+
+
+@pytest.mark.slow
+def test_qwen_image_edits_several_images_as_diffusers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit
+
+    pipeline = write_qwen_image(tmp_path, plus=True)
+    monkeypatch.setattr(edit, "VAE_IMAGE_SIZE", 64 * 64)
+    both = [image(0), image(1).resize((40, 90))]
+    ours = {"guidance": 4.0, "images": both, "reference_pixels": 64 * 64}
+    sampled_alike(pipeline, tmp_path, as_tokens, {"true_cfg_scale": 4.0, "image": both}, ours)
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from tessera.core.generation import GenerationForm, PositionStyle
 from tessera.core.rng import derive, generator
 from tessera.core.types import Batch, EncodedMedia, RowSource
 from tessera.data.kinds import RowRequest
-from tessera.models.common.generation_processor import GenerationOptions, GenerationProcessor
+from tessera.models.common.generation_processor import GenerationProcessor
+from tessera.models.common.generation_samples import GenerationOptions
 
 ROWS = 64
 GRIDS = ((1, 4, 5), (1, 3, 3), (1, 2, 6))

@@ -96,10 +96,12 @@ def write_flux(folder: Path, *, guidance: bool = True) -> Any:
     return saved(made, folder)
 
 
-def write_qwen_image(folder: Path, *, edit: bool = False) -> Any:
+def write_qwen_image(folder: Path, *, edit: bool = False, plus: bool = False) -> Any:
+    """Write Qwen-Image. `edit`: as the pipeline that edits one image; `plus`: as the one that edits several."""
     from diffusers import (
         FlowMatchEulerDiscreteScheduler,
         QwenImageEditPipeline,
+        QwenImageEditPlusPipeline,
         QwenImagePipeline,
         QwenImageTransformer2DModel,
     )
@@ -124,16 +126,26 @@ def write_qwen_image(folder: Path, *, edit: bool = False) -> Any:
         "transformer": moved(transformer),
     }
     made = saved(QwenImagePipeline(**parts), folder)
-    if not edit:
+    if not (edit or plus):
         return made
+    edits = QwenImageEditPlusPipeline if plus else QwenImageEditPipeline
     processor = ImagesAndText(words)
     processor.images.save_pretrained(folder / "processor")
     index = json.loads((folder / "model_index.json").read_text())
-    index |= {"_class_name": "QwenImageEditPipeline", "processor": ["transformers", "Qwen2VLProcessor"]}
+    index |= {"_class_name": edits.__name__, "processor": ["transformers", "Qwen2VLProcessor"]}
     (folder / "model_index.json").write_text(json.dumps(index))
-    made = QwenImageEditPipeline(**parts, processor=processor)
+    made = edits(**parts, processor=processor)
     made.set_progress_bar_config(disable=True)
+    made.text_encoder.register_forward_pre_hook(_with_kinds, with_kwargs=True)
     return made
+
+
+def _with_kinds(encoder: Any, args: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Tell which tokens are those of images. Published models have learned positions along rows and columns, which
+    transformers 5 gives image tokens only where it is told their kind, and diffusers 0.42 does not tell it."""
+    if values.get("pixel_values") is not None:
+        values["mm_token_type_ids"] = (values["input_ids"] == encoder.config.image_token_id).int()
+    return args, values
 
 
 class ImagesAndText:
@@ -149,8 +161,10 @@ class ImagesAndText:
         from transformers import BatchFeature
 
         shown = self.images(images=images, return_tensors=return_tensors)
-        tokens = int(shown["image_grid_thw"][0].prod()) // 4
-        texts = [one.replace("<|image_pad|>", "<|image_pad|>" * tokens) for one in text]
+        (before, *behind) = text[0].split("<|image_pad|>")
+        for grid, rest in zip(shown["image_grid_thw"], behind, strict=True):
+            before += "<|image_pad|>" * (int(grid.prod()) // 4) + rest
+        texts = [before]
         return BatchFeature({**self.words(texts, padding=padding, return_tensors=return_tensors), **shown})
 
 

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from tessera.core.errors import TesseraError
-from tessera.core.generation import GenerationForm, TextForm, sample_positions
+from tessera.core.generation import EditForm, GenerationForm, TextForm, sample_positions
 from tessera.core.types import EncodedMedia, MediaSize, Processor, Sample
 from tessera.data.media.read import ChatProcessor, MediaProcessor
 from tessera.data.media.video_frames import VideoSampling
@@ -108,8 +108,8 @@ def test_images_to_edit_come_from_a_key_or_from_the_turn_of_the_user(tmp_path: P
     assert [asked(one) for one in samples_of(made)] == [("red", ["a.png", "b.png"], "image", "c.png")] * 2
     with pytest.raises(TesseraError, match="edits no images, and the sample has 2 to edit"):
         rows_of(processor_of(pipeline), path)
-    with pytest.raises(TesseraError, match="reads the images to edit, too"):
-        rows_of(processor_of(pipeline, replace(JOINT, edit=TextForm())), path)
+    with pytest.raises(TesseraError, match="reads the images to edit, too, and the model's folder does not say how"):
+        rows_of(processor_of(pipeline, replace(JOINT, edit=(EditForm("Editor", TextForm()),))), path)
 
 
 @pytest.mark.parametrize("form", ["csv", "tsv", "json", "parquet", "folder", "metadata", "tar"])

@@ -56,7 +56,14 @@ def test_what_a_model_reads_and_predicts_follows_from_its_configuration() -> Non
     assert [text.embeddings(20) for text in medium.text] == [77, 77, 256]
     edit = form("qwen_image", "20b")
     assert edit.positions == "centered"
-    assert edit.edit.template.count("<|image_pad|>") == 1
+    one, several = (edit.edit_of(f"QwenImage{name}Pipeline") for name in ("Edit", "EditPlus"))
+    assert one.template(1).count("<|image_pad|>") == 1
+    assert "user\nPicture 1: <|vision_start|><|image_pad|><|vision_end|>Picture 2: " in several.template(2)
+    with pytest.raises(TesseraError, match="2 images to edit: this model edits 1"):
+        one.template(2)
+    with pytest.raises(TesseraError, match="no images to edit: this model edits one or more"):
+        several.template(0)
+    assert edit.edit_of("QwenImagePipeline") is None
     assert form("qwen_image", "layered-20b").positions == "layered"
 
 

@@ -16,7 +16,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.types import Batch, EncodedMedia, MediaSize, Message, PartKind, RowSource, Sample
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.generation import build as build_generation
-from tessera.data.media.read import CaptionProcessor
+from tessera.data.media.read import CaptionProcessor, KeepsMediaWhole
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.formats import CHOSEN, REJECTED
 
@@ -44,6 +44,11 @@ class MediaPairProcessor:
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
         return self.inner.target(kind, size)
+
+    def whole_media(self, sample: Sample) -> Sequence[int]:
+        if not isinstance(self.inner, KeepsMediaWhole):
+            return ()
+        return self.inner.whole_media(_apart(sample)[0])
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
         found = [self.inner.measure(one, _of_one(sizes, side)) for side, one in enumerate(_apart(sample))]

@@ -61,6 +61,15 @@ class ChatProcessor(LanguageProcessor, MediaProcessor, Protocol):
 
 
 @runtime_checkable
+class KeepsMediaWhole(Protocol):
+    """Mark a processor that resizes some media of a sample by itself, from their full size."""
+
+    def whole_media(self, sample: Sample) -> Sequence[int]:
+        """Return the numbers of the media of a sample that are decoded in their own size, whatever `target` says."""
+        ...
+
+
+@runtime_checkable
 class PadsSamples(Protocol):
     """Mark a processor whose batches have rows [rows, tokens] that are as long as the longest, not of constant length.
 
@@ -130,7 +139,11 @@ def read_media(
     sample: Sample, root: Path, limits: Limits, processor: MediaProcessor
 ) -> tuple[list[Any], list[MediaSize]]:
     """Return all media of a sample, decoded for a processor, and the sizes in their headers."""
-    read = [_decode(part, root, limits, processor.sampling, processor.target, _SOUND) for part in sample.media()]
+    whole = processor.whole_media(sample) if isinstance(processor, KeepsMediaWhole) else ()
+    read = [
+        _decode(part, root, limits, processor.sampling, None if number in whole else processor.target, _SOUND)
+        for number, part in enumerate(sample.media())
+    ]
     return [media for media, _ in read], [size for _, size in read]
 
 

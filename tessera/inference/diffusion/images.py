@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
 from tessera.core.generation import GenerationForm, Grid
 from tessera.data.media.files import Limits
 from tessera.data.media.images import read_image, to_rgb
@@ -54,13 +52,3 @@ def image_tokens(vae: Autoencoder, form: GenerationForm, pixels: Tensor, device:
     (latents,) = vae.encode([pixels.unsqueeze(0).to(device)])
     frames, rows, columns = (size // step for size, step in zip(latents.shape[1:], form.patch, strict=True))
     return patchify(latents, form.patch), (frames, rows, columns)
-
-
-def reference_size(image: Image.Image, pixels: int, multiple: int) -> tuple[int, int]:
-    """Return height and width of about so many pixels with the image's proportions."""
-    ratio = image.width / image.height
-    width = math.sqrt(pixels * ratio)
-    found = tuple(round(side / multiple) * multiple for side in (width / ratio, width))
-    if not all(found):
-        raise TesseraError(f"an image of {image.width}x{image.height} is too long and narrow", where="--image")
-    return found  # type: ignore[return-value]

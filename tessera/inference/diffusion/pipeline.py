@@ -19,17 +19,17 @@ from tessera.core.types import Batch
 from tessera.inference.diffusion.denoise import ALONE, Expert, denoise
 from tessera.inference.diffusion.files import Generated
 from tessera.inference.diffusion.guidance import Guidance
-from tessera.inference.diffusion.images import frame_condition, image_tokens, open_images, pixels_of, reference_size
+from tessera.inference.diffusion.images import frame_condition, image_tokens, open_images, pixels_of
 from tessera.inference.diffusion.pack import SampleConditions, from_tokens, packed
 from tessera.inference.diffusion.prompts import PromptEncoder, image_processor
 from tessera.inference.diffusion.request import Request
 from tessera.inference.diffusion.solver import Solver, make_solver, scheduler_config, with_shift, with_solver
 from tessera.inference.over_ranks import PassRanks
+from tessera.models.common.edit_images import edit_form, reference_size
 from tessera.models.common.pipeline_parts import Autoencoder, PipelineFolder, VaeForm
 from tessera.models.common.sample_encoders import patchify
 
 OnStep = Callable[[int, int, int, int], None]  # samples that are finished, samples of all, step, steps
-REFERENCE_MULTIPLE = 32  # pixels: sides of a reference image are multiples of it
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Pipeline:
         self.form = form
         self.parts = PipelineFolder(folder)
         self.vae_form: VaeForm = self.parts.vae_form()
+        self.edit = edit_form(folder, form)
         self.device, self.dtype = device, dtype
         self._experts = experts
         self._ranks = ranks
@@ -161,14 +162,12 @@ class Pipeline:
             raise TesseraError(
                 "this model makes videos from an image", where="--image", fix="give the first frame with --image FILE"
             )
-        if images and condition == "none" and self.form.edit is None:
+        if images and condition == "none" and self.edit is None:
             raise TesseraError("this model makes images or videos from text alone", where="--image")
         if condition != "none" and len(images) > 1:
             raise TesseraError(f"{len(images)} images: a video has one first frame", where="--image")
-        edit = self.form.edit
-        if images and condition == "none" and edit is not None and len(images) != edit.template.count(edit.image):
-            wanted = edit.template.count(edit.image)
-            raise TesseraError(f"{len(images)} images: this model edits {wanted}", where="--image")
+        if images and condition == "none" and self.edit is not None:
+            self.edit.template(len(images), "--image")  # raises where the model edits another number of images
         if last is not None and condition != "mask_channels":
             raise TesseraError("this model is not given a last frame", where="--last-image")
 
@@ -177,9 +176,8 @@ class Pipeline:
     ) -> dict[str, SampleConditions]:
         """Return the embeddings of all prompts: encoders are on the device once."""
         wanted = list(dict.fromkeys([*request.prompts, *([] if negative is None else [negative])]))
-        if images and self.form.edit is not None:
-            shown = [self._resized(image, request) for image in images]
-            found = [self._prompts.encode_with_images(self.form.edit, text, shown) for text in wanted]
+        if images and self.edit is not None:
+            found = self._prompts.encode_with_images(self.edit, wanted, images, request.reference_pixels)
         else:
             found = self._prompts.encode(wanted)
         made = {}
@@ -209,17 +207,13 @@ class Pipeline:
             if condition == "replace":
                 tokens, _ = image_tokens(vae, self.form, pixels_of(images[0], *size[1:]), self.device)
                 return replace(nothing, first=tokens)
-            shown = [self._resized(image, request) for image in images]
-            tokens_of = [
-                image_tokens(vae, self.form, pixels_of(one, one.height, one.width), self.device) for one in shown
-            ]
+            assert self.edit is not None, "images of a model that edits none are refused"
+            sizes = [reference_size(*one.size, request.reference_pixels, self.edit.multiple)[::-1] for one in images]
+            shown = [pixels_of(one, *size) for one, size in zip(images, sizes, strict=True)]
+            tokens_of = [image_tokens(vae, self.form, pixels, self.device) for pixels in shown]
             return replace(nothing, references=tuple(tokens_of))
         finally:
             vae.to("cpu")
-
-    def _resized(self, image: Image.Image, request: Request) -> Image.Image:
-        height, width = reference_size(image, request.reference_pixels, REFERENCE_MULTIPLE)
-        return image.resize((width, height), Image.Resampling.LANCZOS)
 
     def _image_embeds(self, images: Sequence[Image.Image]) -> Tensor | None:
         """Return the features of given frames by the folder's image encoder; None if the model reads none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +10,10 @@ from PIL import Image
 from torch import Tensor
 
 from tessera.core.errors import TesseraError, first_line, foreign_values
-from tessera.core.generation import TextForm
+from tessera.core.generation import EditForm, TextForm
 from tessera.core.layouts import DiffusersFolder
 from tessera.data.captions import CaptionEncoder
+from tessera.models.common.edit_images import EditReader
 from tessera.models.common.pipeline_parts import PipelineFolder, TextEmbedding, TextEncoder, joined
 
 _TOGETHER = 8  # prompts that are encoded in one call
@@ -43,25 +43,21 @@ class PromptEncoder:
         return [joined(self._forms, one) for one in found]
 
     @torch.no_grad()
-    def encode_with_images(self, form: TextForm, prompt: str, images: Sequence[Image.Image]) -> TextEmbedding:
-        """Return the embeddings of a prompt by an encoder that reads images, too."""
-        processor = image_processor(self._parts, "processor")
-        shown = processor(images=list(images), return_tensors="pt")
-        template, *behind = form.template.split(form.image)
-        for size, rest in zip(shown.image_grid_thw, behind, strict=True):
-            template += form.image * (int(size.prod()) // processor.merge_size**2) + rest
-        captions = replace(self._captions_of(form), form=replace(form, template=template))
-        ids = self._tensor(captions.ids(prompt, may_be_empty=True)).unsqueeze(0)
-        encoder = self._encoder(next(own for own in self._forms if own.encoder == form.encoder)).to(self._device)
-        states = encoder.encoder(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            pixel_values=shown.pixel_values.to(self._device, self._dtype),
-            image_grid_thw=shown.image_grid_thw.to(self._device),
-            output_hidden_states=True,
-        ).hidden_states[form.layer]
+    def encode_with_images(
+        self, form: EditForm, prompts: Sequence[str], images: Sequence[Image.Image], pixels: int
+    ) -> list[TextEmbedding]:
+        """Return the embeddings of prompts by an encoder that reads the images to edit, too."""
+        reader = EditReader.load(self._parts.folder, form, pixels)
+        sizes = [image.size for image in images]
+        shown = torch.cat([reader.images.cut(image) for image in images]).to(self._device)
+        grids = torch.tensor([reader.images.grid(*size) for size in sizes], device=self._device)
+        encoder = self._encoder(next(own for own in self._forms if own.encoder == form.text.encoder)).to(self._device)
+        found = []
+        for prompt in prompts:
+            ids = self._tensor(reader.ids(prompt, sizes, may_be_empty=True))
+            found += reader.images.encode(encoder, [ids], shown, grids)
         encoder.to("cpu")
-        return TextEmbedding(states[0, form.skip :], None)
+        return found
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self._device)

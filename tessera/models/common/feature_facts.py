@@ -9,17 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tessera.core.generation import GenerationForm
+from tessera.core.generation import EditForm, GenerationForm
 from tessera.core.layouts import DiffusersFolder
 from tessera.models.common.pipeline_parts import IMAGE_ENCODER, VAE
 
 _BLOCK, _BLOCKS = 1 << 16, 128  # bytes, and how many of them are read of a file of weights
 
 
-def form_facts(form: GenerationForm) -> dict[str, Any]:
-    """Return what a family says about its input, as JSON."""
+def form_facts(form: GenerationForm, edit: EditForm | None = None) -> dict[str, Any]:
+    """Return what a family says about its input, as JSON. `edit`: of a pipeline whose text encoder reads images."""
     text = [asdict(one) for one in form.text]
     facts = {"channels": form.channels, "patch": list(form.patch), "joint": form.joint, "text": text}
+    facts |= {} if edit is None else {"edit": asdict(edit)}
     return dict(json.loads(json.dumps(facts)))
 
 

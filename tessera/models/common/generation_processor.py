@@ -12,84 +12,43 @@ import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import Field, model_validator
 from torch import Tensor
 
-from tessera.core.config import Section, build
+from tessera.core.config import build
 from tessera.core.errors import TesseraError
 from tessera.core.files import read_json_mapping
 from tessera.core.generation import GenerationForm, Grid, sample_positions
 from tessera.core.layouts import pipeline_folder
-from tessera.core.types import Batch, EncodedMedia, MediaSize, Part, PartKind, Sample, Segments
+from tessera.core.types import Batch, EncodedMedia, MediaSize, PartKind, Sample
 from tessera.data.captions import CaptionEncoder
 from tessera.data.media.images import to_rgb
 from tessera.data.media.stored import StoredSample
 from tessera.data.media.video_frames import VideoSampling
-from tessera.data.sources.formats import CHOSEN
+from tessera.models.common.edit_images import (
+    EMPTY_IDS,
+    SHOWN,
+    SHOWN_GRIDS,
+    EditImages,
+    EditReader,
+    edit_form,
+    reference_size,
+    resized,
+)
 from tessera.models.common.feature_facts import component_hashes, form_facts
+from tessera.models.common.generation_batches import pack
+from tessera.models.common.generation_samples import CaptionedSample, GenerationOptions
 from tessera.models.common.media_layout import media_size
 from tessera.models.common.pipeline_parts import VAE, VaeForm
 from tessera.models.common.sample_encoders import id_names
 from tessera.models.common.side_files import copy_side_files
-
-_LATENTS = "latents"
-
-
-class GenerationOptions(Section):
-    """Declare the keys of `data.processor` of a generation family."""
-
-    height: int | None = Field(None, gt=0, le=2**16, description="of every image and frame; give width too")
-    width: int | None = Field(None, gt=0, le=2**16, description="of every image and frame; give height too")
-    max_pixels: int = Field(
-        480 * 832, gt=0, le=10**9, description="larger images and frames are scaled down, in their own aspect ratio"
-    )
-    num_frames: int = Field(81, gt=0, le=10**6, description="frames taken from a video at most, from its beginning")
-    min_frames: int = Field(1, gt=0, le=10**6, description="videos that give fewer frames are left out")
-    fps: float = Field(
-        0.0,
-        ge=0,
-        le=1000,
-        description="frames taken from each second of a video, so that motion keeps its speed; 0: every frame",
-    )
-    long_captions: Literal["cut", "leave_out"] = Field(
-        "cut", description="captions with more tokens than the model reads: cut as published pipelines do, or left out"
-    )
-    vae_stride: tuple[int, int] | None = Field(
-        None, description="frames and pixels that one latent stands for, where no folder with a VAE tells it"
-    )
-
-    @model_validator(mode="after")
-    def _both_sides(self) -> GenerationOptions:
-        if (self.height is None) != (self.width is None):
-            raise ValueError("give height and width together; or max_pixels alone, which keeps the aspect ratio")
-        if self.min_frames > self.num_frames:
-            raise ValueError(f"min_frames {self.min_frames} is more than num_frames {self.num_frames}")
-        return self
-
-
-@dataclass(frozen=True)
-class CaptionedSample:
-    """Hold the parts of a sample: a caption, images to edit, and what to make of them."""
-
-    caption: str
-    references: tuple[int, ...]  # indices into the sample's media
-    wanted: Part
-
-    @staticmethod
-    def of(sample: Sample) -> CaptionedSample:
-        if any(message.role == CHOSEN for message in sample.messages):
-            raise TesseraError("a pair of images or videos: data.kind=generation_preference reads these")
-        media = sample.media()
-        said = [part.value for message in sample.messages for part in message.parts if part.kind == "text"]
-        return CaptionedSample("".join(said).strip(), tuple(range(len(media) - 1)), media[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +63,7 @@ class GenerationProcessor:
     encoders: tuple[CaptionEncoder, ...]  # one for each of `form.text`; none where a folder has no tokenizers
     folder: Path | None = None  # where all this was read from
     images_only: bool = False  # whether the VAE encodes no videos
+    edit: EditReader | None = None  # of a pipeline whose text encoder reads the images to edit: every sample has some
 
     @classmethod
     def load(cls, form: GenerationForm, folder: Path | None, **options: Any) -> Self:
@@ -118,7 +78,12 @@ class GenerationProcessor:
             stride, images_only = (vae.time_stride, vae.space_stride), vae.images_only
         if folder is not None and any((folder / text.tokenizer).is_dir() for text in form.text):
             encoders = [CaptionEncoder.load(folder, text) for text in form.text]
-        processor = cls(form, chosen, stride, tuple(encoders), folder, images_only)
+        published = edit_form(folder, form) if encoders else None
+        edit = None
+        if published is not None and folder is not None:
+            images = EditImages.load(folder, published, chosen.reference_pixels)
+            edit = EditReader(images, CaptionEncoder(published.text, encoders[0].json))
+        processor = cls(form, chosen, stride, tuple(encoders), folder, images_only, edit)
         if stride is not None and chosen.height is not None and chosen.width is not None:
             processor.fit(chosen.width, chosen.height)  # raises where these are no sizes of the model
         return processor
@@ -195,6 +160,8 @@ class GenerationProcessor:
     @cached_property
     def fingerprint(self) -> str:
         facts = [self.version, asdict(self.form), self.options.model_dump(), self.stride, self.images_only]
+        if self.edit is not None:
+            facts += [asdict(self.edit.images.form), asdict(self.edit.images.patches)]
         text = json.dumps([*facts, [one.json for one in self.encoders]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -225,7 +192,7 @@ class GenerationProcessor:
         request = CaptionedSample.of(sample)
         if isinstance(request.wanted.value, StoredSample):
             return self._with_pairs(self._stored_counts(request.wanted.value))
-        ids, too_long = self.tokenize(request.caption)
+        ids, too_long = self._ids(request, sizes)
         return self._with_pairs(self._counts(request, ids, sizes), too_long)
 
     def _counts(
@@ -266,15 +233,51 @@ class GenerationProcessor:
         references = [sizes[index] for index in request.references]
         if references and not self.form.joint:
             raise TesseraError(f"this model edits no images, and the sample has {len(references)} to edit")
-        if references and self.form.edit is not None:
-            raise TesseraError("the text encoder of this model reads the images to edit, too, which training does not")
-        grids = [self.grid(sizes[-1]), *(self.grid(replace(size, frames=1)) for size in references)]
+        if references and self.form.edit and self.edit is None:
+            names = ", ".join(one.pipeline for one in self.form.edit)
+            raise TesseraError(
+                "the text encoder reads the images to edit, too, and the model's folder does not say how",
+                fix=f"name the folder of a {names} as model.path",
+            )
+        grids = [self.grid(sizes[-1]), *(self._reference_grid(size) for size in references)]
         if self.form.positions == "table":
             sample_positions(self.form, 0, grids)  # raises where an image is larger than the table
         return grids
 
+    def _reference_size(self, size: MediaSize) -> tuple[int, int]:
+        """Return the width and height that an image to edit is resized to."""
+        if self.edit is not None:
+            return self.edit.images.size(size.width, size.height)
+        if self.options.reference_pixels is None:
+            return self.fit(size.width, size.height)
+        tall, wide = self._unit
+        return reference_size(size.width, size.height, self.options.reference_pixels, math.lcm(tall, wide, 32))
+
+    def _reference_grid(self, size: MediaSize) -> Grid:
+        (width, height), (tall, wide) = self._reference_size(size), self._unit
+        if height % tall or width % wide:
+            raise TesseraError(f"an image to edit of {width}x{height} pixels is no whole patches of {wide}x{tall}")
+        return 1, height // tall, width // wide
+
+    def whole_media(self, sample: Sample) -> Sequence[int]:
+        """Return the numbers of images to edit that are resized from their full size."""
+        sized = self.edit is not None or self.options.reference_pixels is not None
+        return range(len(sample.media()) - 1) if sized else ()
+
+    def _ids(self, request: CaptionedSample, sizes: Sequence[MediaSize]) -> tuple[list[list[int]], bool]:
+        """Return the ids of a caption for each text encoder, with images that it reads, and whether it was cut."""
+        if self.edit is None:
+            return self.tokenize(request.caption)
+        return [self.edit.ids(request.caption, self._shown(request, sizes))], False
+
+    @staticmethod
+    def _shown(request: CaptionedSample, sizes: Sequence[MediaSize]) -> list[tuple[int, int]]:
+        return [(sizes[index].width, sizes[index].height) for index in request.references]
+
     def _text(self, ids: Sequence[Sequence[int]]) -> int:
         """Return how many embeddings of text the model reads."""
+        if self.edit is not None:
+            return max(0, len(ids[0]) - self.edit.images.form.text.skip)
         counted = zip(self.form.text, ids, strict=True)
         return sum(form.embeddings(len(some)) for form, some in counted if not form.beside)
 
@@ -283,16 +286,27 @@ class GenerationProcessor:
         if isinstance(request.wanted.value, StoredSample):
             return self._encode_stored(sample.id, request.wanted.value, media[-1])
         sizes = [media_size(item) for item in media] if sizes is None else sizes
-        ids, _ = self.tokenize(request.caption)
+        ids, _ = self._ids(request, sizes)
         counts = self._counts(request, ids, sizes)
         grids = self._grids(request, sizes)
         tensors = {
             name: torch.tensor(some, dtype=torch.int64) for name, some in zip(id_names(self.form), ids, strict=True)
         }
         tensors["frames"] = self._frames(media[-1], request.wanted.kind, sizes[-1])
-        images = [self._frames(media[index], "image", sizes[index]) for index in request.references]
+        images = [self._reference(media[index], sizes[index]) for index in request.references]
+        if self.edit is not None:
+            shown, reader = self._shown(request, sizes), self.edit.images
+            tensors[SHOWN] = torch.cat([reader.cut(to_rgb(media[index])) for index in request.references])
+            tensors[SHOWN_GRIDS] = torch.tensor([reader.grid(*size) for size in shown])
+            tensors[EMPTY_IDS] = torch.tensor(self.edit.ids("", shown, may_be_empty=True), dtype=torch.int64)
         more = (tuple(grids[1:]), counts, tuple(images))
         return EncodedMedia(sample.id, counts["tokens"], grids[0], counts["text"], tensors, *more)
+
+    def _reference(self, media: Any, size: MediaSize) -> Tensor:
+        """Return an image to edit, uint8 [1, H, W, 3]."""
+        if self.edit is None and self.options.reference_pixels is None:
+            return self._frames(media, "image", size)
+        return torch.from_numpy(np.array(resized(to_rgb(media), self._reference_size(size)))).unsqueeze(0)
 
     def _frames(self, media: Any, kind: PartKind, size: MediaSize) -> Tensor:
         """Return uint8 [F, H, W, 3], resized to cover the target and cropped around the middle."""
@@ -329,8 +343,11 @@ class GenerationProcessor:
         )
 
     def check_features(self, facts: Mapping[str, Any], where: str) -> None:
-        own = {"form": form_facts(self.form), "components": component_hashes(self.folder, self.form)}
+        known_edit = None if self.edit is None else self.edit.images.form
+        own = {"form": form_facts(self.form, known_edit), "components": component_hashes(self.folder, self.form)}
         made = facts.get("form")
+        if not self.encoders and isinstance(made, dict):  # a transformer alone does not say whose pipeline it is
+            own["form"] |= {"edit": made["edit"]} if "edit" in made else {}
         if made != own["form"]:
             known = made if isinstance(made, dict) else {}
             other = [name for name, value in own["form"].items() if known.get(name) != value]
@@ -363,83 +380,8 @@ class GenerationProcessor:
         return self.pack(segments)
 
     def pack(self, items: Sequence[EncodedMedia]) -> Batch:
-        """Return samples as one packed batch, a segment each. One without a grid is padding, or could not be read: its
-        elements are latents that nobody trains on."""
-        joint = self.form.joint
-        positions, text_index, latent_index, trained, reference_index = [], [], [], [], []
-        shapes: dict[str, list[tuple[int, ...]]] = {
-            _LATENTS: [],
-            "frames": [],
-            "references": [],
-            "reference_latents": [],
-        }
-        reference_sample: list[int] = []
-        at = latents = 0
-        for number, item in enumerate(items):
-            text = item.text if joint else 0
-            blank = math.prod(item.grid) == 0
-            grids = [(1, 1, item.length)] if blank else [item.grid, *item.reference_grids]
-            positions.append(
-                torch.zeros(3, item.length, dtype=torch.int64) if blank else sample_positions(self.form, text, grids)
-            )
-            text_index.append(torch.arange(at, at + text))
-            latent_index.append(torch.arange(at + text, at + item.length))
-            own = math.prod(grids[0])
-            trained.append(torch.arange(latents, latents + (0 if blank else own)))
-            reference_index.append(torch.arange(latents + own, latents + item.length - text))
-            shapes[_LATENTS].append(grids[0])
-            frames = item.tensors.get("frames")
-            shapes["frames"].append((0, 0, 0) if frames is None else tuple(frames.shape[:3]))
-            shapes["reference_latents"] += item.reference_grids if item.references else ()
-            shapes["references"] += [tuple(image.shape[:3]) for image in item.references]
-            reference_sample += [number] * len(item.references)
-            at, latents = at + item.length, latents + item.length - text
-        tensors = {
-            "positions": torch.cat(positions, dim=1),
-            "sample_index": torch.repeat_interleave(torch.tensor([item.length for item in items])),
-            "trained": torch.cat(trained),
-        }
-        bounds = {_LATENTS: Segments.of([item.length for item in items])}
-        bounds["text"] = Segments.of([item.text for item in items])
-        if joint:
-            tensors |= {"text_index": torch.cat(text_index), "latent_index": torch.cat(latent_index)}
-        if reference_sample:
-            images = [image.reshape(-1, 3) for item in items for image in item.references]
-            tensors |= {"references": torch.cat(images), "reference_index": torch.cat(reference_index)}
-            tensors["reference_sample"] = torch.tensor(reference_sample)
-        self._join(items, tensors, bounds)
-        counts: dict[str, int] = {}
-        for item in items:
-            for name, count in item.counts.items():
-                counts[name] = counts.get(name, 0) + count
-        known = {name: tuple(some) for name, some in shapes.items() if some}
-        return Batch(tensors, bounds, known, counts=counts)
-
-    def _join(self, items: Sequence[EncodedMedia], tensors: dict[str, Tensor], bounds: dict[str, Segments]) -> None:
-        """Add what was read of the samples: pixels and token ids, or features."""
-        names = dict.fromkeys(name for item in items for name in item.tensors)
-        if not names:  # no sample of the batch could be read
-            tensors["frames"] = torch.empty(0, 3, dtype=torch.uint8)
-            for name in id_names(self.form):
-                tensors[name], bounds[name] = torch.empty(0, dtype=torch.int64), Segments.of([0] * len(items))
-        sizes = [item.length - (item.text if self.form.joint else 0) for item in items]
-        for name in names:
-            parts = [item.tensors.get(name) for item in items]
-            some = [part for part in parts if part is not None]
-            if name == "frames":
-                tensors[name] = torch.cat([part.reshape(-1, 3) for part in some])
-            elif name in ("clean", "condition"):
-                like = some[0]
-                whole = [
-                    part if part is not None else like.new_zeros(n, like.shape[1])
-                    for part, n in zip(parts, sizes, strict=True)
-                ]
-                tensors[name] = torch.cat(whole)
-            elif name == "pooled":
-                tensors[name] = torch.cat([torch.zeros_like(some[0]) if part is None else part for part in parts])
-            else:
-                tensors[name] = torch.cat(some)
-                bounds[name] = Segments.of([0 if part is None else len(part) for part in parts])
+        """Return samples as one packed batch, a segment each."""
+        return pack(self.form, items)
 
     # ------------------------------------------------------------------------------------------ files
 
@@ -451,6 +393,9 @@ class GenerationProcessor:
                 copy_side_files(self.folder / encoder.form.tokenizer, own)
             own.mkdir(parents=True, exist_ok=True)
             (own / "tokenizer.json").write_text(encoder.json, encoding="utf-8")
+        if self.edit is not None and self.folder is not None:
+            name = self.edit.images.form.processor
+            copy_side_files(self.folder / name, folder / name)
         config = None if self.folder is None else self.folder / VAE / "config.json"
         if config is not None and config.is_file() and config.resolve() != (folder / VAE / "config.json").resolve():
             (folder / VAE).mkdir(parents=True, exist_ok=True)

@@ -210,11 +210,14 @@ class TextEncoder(nn.Module):
             for n, caption in enumerate(captions)
         ]
 
-    def forward(self, ids: Tensor, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the embeddings of tokens [B, L, D] and of whole captions [B, D]."""
+    def forward(self, ids: Tensor, mask: Tensor | None, **images: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Return the embeddings of tokens [B, L, D] and of whole captions [B, D]. `images`: what an encoder is told of
+        images that stand in the captions."""
         form = self.form
         deep = form.tokens and form.layer != -1
-        found = self.encoder(input_ids=ids, attention_mask=mask, output_hidden_states=deep or _has_no_output(self))
+        found = self.encoder(
+            input_ids=ids, attention_mask=mask, output_hidden_states=deep or _has_no_output(self), **images
+        )
         pooled = None
         if form.pooled:
             pooled = found.text_embeds if "text_embeds" in found else found.pooler_output

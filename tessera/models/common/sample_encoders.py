@@ -18,6 +18,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.generation import GenerationForm
 from tessera.core.task import FrozenModule
 from tessera.core.types import Batch, Segments
+from tessera.models.common.edit_images import EMPTY_IDS, SHOWN, SHOWN_GRIDS, EditImages
 from tessera.models.common.pipeline_parts import (
     IMAGE_ENCODER,
     VAE,
@@ -34,6 +35,9 @@ Given = Literal["none", "first", "first_last"]
 # Changes the pixels of a given image, by the number of its sample.
 Disturb = Callable[[int, Tensor], Tensor]
 IMAGE_EMBEDS = "image_embeds"
+# Features of a sample whose images the text encoder reads: the embeddings of the empty caption from the row on that
+# `empty_starts` has. Those before it are those of the caption.
+EMPTY_TEXT, EMPTY_STARTS = "empty_text", "empty_starts"
 CHANNELS = ("mask_channels", "channels", "channels_mask")  # the conditions that are channels beside noisy latents
 
 
@@ -51,12 +55,18 @@ def id_names(form: GenerationForm) -> list[str]:
 
 @dataclass(frozen=True)
 class SampleEncoders:
-    """Encode batches. `empty`: token ids of the empty caption for each text encoder, where captions are dropped."""
+    """Encode batches. `empty`: token ids of the empty caption for each text encoder, where captions are dropped.
+
+    `edit`: of a pipeline whose text encoder reads the images to edit, too. It also reads them with the empty caption,
+    which therefore is another one for each sample; `stores_empty`: add it to the features of samples.
+    """
 
     form: GenerationForm
     parts: Mapping[str, FrozenModule]
     given: Given = "none"
     empty: Sequence[Sequence[int]] = ()
+    edit: EditImages | None = None
+    stores_empty: bool = False
 
     def encode(self, batch: Batch, dropped: Collection[int], disturb: Disturb | None = None) -> Batch:
         """Return the batch with features; samples whose numbers are in `dropped` get the empty caption. `disturb` adds
@@ -124,6 +134,20 @@ class SampleEncoders:
     # ------------------------------------------------------------------------------------------ captions
 
     def _with_text(self, batches: Sequence[Batch], dropped: Sequence[Collection[int]]) -> list[Batch]:
+        if self.edit is not None:
+            with self.parts[self.edit.form.text.encoder].use() as encoder:
+                assert isinstance(encoder, TextEncoder)
+                return [
+                    self._with_edited_text(encoder, self.edit, batch, without)
+                    for batch, without in zip(batches, dropped, strict=True)
+                ]
+        if any(SHOWN in batch for batch in batches):
+            raise TesseraError(
+                "the batch shows the images to edit to the text encoder, and the encoders' folder has none that reads "
+                "them",
+                where="train.task_options.encoders.folder",
+                fix="leave it out, or name the folder that model.path names",
+            )
         found: list[list[list[TextEmbedding]]] = [[] for _ in batches]
         for number, name in enumerate(id_names(self.form)):
             with self.parts[self.form.text[number].encoder].use() as encoder:
@@ -144,6 +168,59 @@ class SampleEncoders:
         blank = some[-1]
         by_sample = [next(rest) if len(ids) else _no_text(blank) for ids in captions]
         return [_fitted(blank, one) if at in dropped else one for at, one in enumerate(by_sample)]
+
+    def _with_edited_text(
+        self, encoder: TextEncoder, edit: EditImages, batch: Batch, dropped: Collection[int]
+    ) -> Batch:
+        """Return the batch with the embeddings of captions with images."""
+        name = id_names(self.form)[0]
+        own = list(torch.split(batch[name], [*batch.segments[name].lengths]))
+        empty = list(torch.split(batch[EMPTY_IDS], [*batch.segments[EMPTY_IDS].lengths])) if EMPTY_IDS in batch else own
+        if any(len(ids) and not len(blank) for ids, blank in zip(own, empty, strict=True)) or (
+            EMPTY_IDS not in batch and any(len(ids) for ids in own)
+        ):
+            raise TesseraError(
+                f"the text encoder of a {edit.form.pipeline} reads the images to edit, and the batch shows none",
+                where="train.task_options.encoders.folder",
+                fix="leave it out, or name the folder that model.path names",
+            )
+        chosen = [blank if at in dropped else ids for at, (ids, blank) in enumerate(zip(own, empty, strict=True))]
+        found = self._shown_captions(encoder, edit, batch, chosen)
+        texts = [_cut_or_padded(text, _kept(ids, edit)) for text, ids in zip(found, own, strict=True)]
+        made = self._with_segments(batch, "text", texts)
+        if not self.stores_empty:
+            return made
+        # Tokens see those before them alone: up to where the captions begin to differ, the embeddings are the same.
+        same = [_common(ids.tolist(), blank.tolist(), edit) for ids, blank in zip(own, empty, strict=True)]
+        blanks = self._shown_captions(encoder, edit, batch, empty)
+        made = self._with_segments(made, EMPTY_TEXT, [text[at:] for text, at in zip(blanks, same, strict=True)])
+        starts = [torch.tensor([at][: len(ids)]) for at, ids in zip(same, own, strict=True)]
+        return self._with_segments(made, EMPTY_STARTS, starts)
+
+    def _shown_captions(
+        self, encoder: TextEncoder, edit: EditImages, batch: Batch, captions: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return the embeddings of captions [L, D] with the images of a batch, in one call; none for empty ids."""
+        blank, grid = edit.blank(captions[0].device)
+        shown, grids = (batch[SHOWN], batch[SHOWN_GRIDS]) if SHOWN in batch else (blank[:0], grid[:0])
+        # One caption more: a sharded encoder is called on every rank, with an image, also where there is only padding.
+        word: int = encoder.encoder.config.image_token_id  # type: ignore[union-attr, assignment]
+        extra = captions[0].new_tensor([word])
+        some = edit.encode(
+            encoder,
+            [*(ids for ids in captions if len(ids)), extra],
+            torch.cat([shown, blank]),
+            torch.cat([grids, grid]),
+        )
+        rows = [one.tokens for one in some if one.tokens is not None]
+        rest = iter(rows)
+        return [next(rest) if len(ids) else rows[-1][:0] for ids in captions]
+
+    @staticmethod
+    def _with_segments(batch: Batch, name: str, parts: Sequence[Tensor]) -> Batch:
+        whole = torch.cat(list(parts)).to(batch["frames"].device)
+        segments = Segments.of([len(part) for part in parts]).to(whole.device)
+        return replace(batch.with_tensors(**{name: whole}), segments={**batch.segments, name: segments})
 
     def _joined_text(self, batch: Batch, found: Sequence[Sequence[TextEmbedding]]) -> Batch:
         whole = [joined(self.form.text, some) for some in zip(*found, strict=True)]
@@ -172,8 +249,17 @@ def _fitted(empty: TextEmbedding, own: TextEmbedding) -> TextEmbedding:
 
 def without_captions(batch: Batch, dropped: Collection[int]) -> Batch:
     """Return a batch of features in which some samples have the empty caption: its features where the batch has them
-    (`empty_text`, `empty_pooled`), and zeros otherwise."""
+    (`empty_text`, `empty_pooled`), and zeros otherwise. Where every sample has its own, it begins as the caption does:
+    up to the row that `empty_starts` has."""
     changed = {}
+    if EMPTY_STARTS in batch:
+        names = ("text", EMPTY_TEXT, EMPTY_STARTS)
+        texts, ends, starts = (list(torch.split(batch[name], [*batch.segments[name].lengths])) for name in names)
+        for number in dropped:
+            if len(starts[number]):
+                begun = texts[number][: int(starts[number])]
+                texts[number] = _cut_or_padded(torch.cat([begun, ends[number].to(begun)]), len(texts[number]))
+        return batch.with_tensors(text=torch.cat(texts))
     for name, lengths in (("text", list(batch.segments["text"].lengths)), ("pooled", 1)):
         if name in batch:
             own, empty = batch[name], batch.get(f"empty_{name}")
@@ -183,6 +269,18 @@ def without_captions(batch: Batch, dropped: Collection[int]) -> Batch:
                 parts[number] = _cut_or_padded(empty, len(parts[number]))
             changed[name] = torch.cat(parts)
     return batch.with_tensors(**changed)
+
+
+def _kept(ids: Tensor, edit: EditImages) -> int:
+    """Return how many embeddings a caption with images gives."""
+    return max(0, len(ids) - edit.form.text.skip)
+
+
+def _common(own: Sequence[int], other: Sequence[int], edit: EditImages) -> int:
+    """Return how many embeddings two captions have in common at their beginning."""
+    pairs = enumerate(zip(own, other, strict=False))
+    first = next((at for at, (one, two) in pairs if one != two), min(len(own), len(other)))
+    return max(0, first - edit.form.text.skip)
 
 
 def _cut_or_padded(rows: Tensor, count: int) -> Tensor:

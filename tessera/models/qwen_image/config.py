@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from tessera.core.generation import GenerationForm, SamplingForm, TextForm
+from tessera.core.generation import EditForm, GenerationForm, SamplingForm, TextForm
 from tessera.models.common.joint import JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
@@ -18,15 +18,29 @@ TEMPLATE = (
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 TEMPLATE_TOKENS = 34
-# The same with a reference image, which the text encoder reads, too.
-EDIT_TEMPLATE = (
+# The same with reference images, which the text encoder reads, too.
+_EDIT_TEMPLATE = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
     "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
     "that meets the user's requirements while maintaining consistency with the original input where appropriate."
-    "<|im_end|>\n"
-    "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n"
+    "<|im_end|>\n<|im_start|>user\n{images}{}<|im_end|>\n<|im_start|>assistant\n"
 )
-EDIT_TEMPLATE_TOKENS = 64
+_EDIT_TEMPLATE_TOKENS = 64
+_IMAGE = "<|image_pad|>"
+_SHOWN = f"<|vision_start|>{_IMAGE}<|vision_end|>"
+# Edit reads one image, in the size that the VAE gets; Edit-2509 and Edit-2511 read any number, smaller and numbered.
+EDIT = EditForm(
+    "QwenImageEditPipeline",
+    TextForm(
+        length=1024, template=_EDIT_TEMPLATE.replace("{images}", _SHOWN), skip=_EDIT_TEMPLATE_TOKENS, image=_IMAGE
+    ),
+)
+EDIT_PLUS = EditForm(
+    "QwenImageEditPlusPipeline",
+    TextForm(length=1024, template=_EDIT_TEMPLATE, skip=_EDIT_TEMPLATE_TOKENS, image=_IMAGE),
+    each=f"Picture {{}}: {_SHOWN}",
+    shown_pixels=384 * 384,
+)
 _KINDS = 2  # entries of diffusers' table for `additional_t_cond`
 
 
@@ -82,7 +96,7 @@ class QwenImageConfig(JointConfig):
             patch=(1, self.patch_size, self.patch_size),
             joint=True,
             text=(TextForm(length=512, template=TEMPLATE, skip=TEMPLATE_TOKENS),),
-            edit=TextForm(length=1024, template=EDIT_TEMPLATE, skip=EDIT_TEMPLATE_TOKENS, image="<|image_pad|>"),
+            edit=(EDIT, EDIT_PLUS),
             sampling=SamplingForm(
                 height=1024,
                 width=1024,

@@ -1,0 +1,251 @@
+"""Training of Qwen-Image-Edit: its text encoder reads the images to edit, online and in features, as diffusers does."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import tessera
+from tessera.core.errors import TesseraError
+from tessera.core.task import FrozenModule
+from tessera.data.order.packed_rows import PackedRows
+from tessera.inference.diffusion.prompts import PromptEncoder
+from tessera.models.common.edit_images import EditImages, edit_form
+from tessera.models.common.generation_processor import GenerationProcessor
+from tessera.models.common.pipeline_parts import VAE, PipelineFolder
+from tessera.models.common.sample_encoders import SampleEncoders, without_captions
+from tessera.models.qwen_image.config import QwenImageConfig
+from tessera.tools.data_features import write_features
+from tests.toys.generation_set import rows_of, write_jsonl
+from tests.toys.sampling_folders import write_qwen_image
+
+CPU = torch.device("cpu")
+FORM = QwenImageConfig(in_channels=16, out_channels=4).generation()
+OPTIONS: dict[str, Any] = {"max_pixels": 1024, "reference_pixels": 64 * 64}
+CAPTIONS = ("a red kite", "the blue dog moving left", "cat", "the kite")
+
+
+def image(seed: int, size: tuple[int, int] = (60, 50)) -> Image.Image:
+    coarse = np.random.default_rng(seed).integers(0, 255, (5, 6, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+
+
+def write_set(folder: Path, references: int = 1) -> Path:
+    """Write four edits, of images in several sizes."""
+    rows: list[dict[str, Any]] = []
+    for number, caption in enumerate(CAPTIONS):
+        image(number, (32, 32)).save(folder / f"{number}.png")
+        names = [f"{number}-{one}.png" for one in range(references)]
+        for one, name in enumerate(names):
+            image(10 + number + one, (60 + 20 * number, 50 + 30 * one)).save(folder / name)
+        rows.append({"id": f"s{number}", "path": f"{number}.png", "cap": caption, "references": names})
+    return write_jsonl(folder / "edits.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A pipeline with random weights in a folder, and the same in diffusers; and a set of edits."""
+    folder = tmp_path_factory.mktemp("edit")
+    write_set(folder)
+    return folder, write_qwen_image(folder / "model", edit=True)
+
+
+def encoders_of(folder: Path, **options: Any) -> SampleEncoders:
+    parts, form = PipelineFolder(folder), edit_form(folder, FORM)
+    assert form is not None
+    modules = {VAE: parts.autoencoder(), "text_encoder": parts.text_encoder(FORM.text[0])}
+    frozen = {name: FrozenModule(module, CPU, "device") for name, module in modules.items()}
+    return SampleEncoders(FORM, frozen, edit=EditImages.load(folder, form), **options)
+
+
+def processor_of(folder: Path) -> GenerationProcessor:
+    return GenerationProcessor.load(FORM, folder, **OPTIONS)
+
+
+@torch.no_grad()
+def published(pipeline: Any, caption: str, images: list[Image.Image], pixels: int) -> tuple[torch.Tensor, ...]:
+    """Return what diffusers makes of a caption with images, in float32 and in float64."""
+    from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
+
+    sizes = [calculate_dimensions(pixels, one.width / one.height) for one in images]
+    shown = [pipeline.image_processor.resize(one, h, w) for one, (w, h, _) in zip(images, sizes, strict=True)]
+    wide = copy.deepcopy(pipeline).to(torch.float64)
+    return tuple(one.encode_prompt(caption, image=shown, device=CPU)[0][0] for one in (pipeline, wide))
+
+
+def assert_as_published(found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    limit = 4 * float((plain - exact).abs().max())
+    assert found.shape == exact.shape
+    assert 0 < limit < 1e-3 * float(exact.abs().max())
+    assert float((found - exact).abs().max()) <= limit
+
+
+def check_conditions(folder: Path, data: Path, pipeline: Any, references: int, pixels: int) -> None:
+    rows = rows_of(processor_of(folder), str(data), length=400, shuffle=False)
+    assert rows.bad_samples == ()
+    batch = rows.batch(range(len(rows)))
+    assert sum(batch.counts[name] for name in ("latents", "text")) == batch.counts["tokens"]
+    encoders = encoders_of(folder)
+    for dropped in ((), tuple(range(len(batch.segments["text"].lengths)))):
+        made = encoders.encode(batch, dropped)
+        assert made.segments["text"].lengths == batch.segments["text"].lengths, "headers tell the number of embeddings"
+        texts = iter(torch.split(made["text"], [n for n in made.segments["text"].lengths if n]))
+        for id in batch.sample_ids:
+            number = int(id[1:])
+            images = [Image.open(data.parent / f"{number}-{one}.png") for one in range(references)]
+            plain, exact = published(pipeline, "" if dropped else CAPTIONS[number], images, pixels)
+            text = next(texts)
+            assert not text[len(exact) :].any(), "behind an empty caption there are zeros"
+            assert_as_published(text[: len(exact)], plain, exact)
+    owners = batch["reference_sample"].tolist()
+    assert len(owners) == references * len(CAPTIONS)
+    for height, width in (shape[1:] for shape in batch.shapes["references"]):
+        assert height % 32 == width % 32 == 0
+        assert 0.5 < height * width / OPTIONS["reference_pixels"] < 2
+
+
+def test_training_reads_captions_with_images_as_diffusers_does(world: tuple[Path, Any]) -> None:
+    folder, pipeline = world
+    check_conditions(folder / "model", folder / "edits.jsonl", pipeline, 1, OPTIONS["reference_pixels"])
+
+
+@pytest.mark.slow
+def test_training_reads_captions_with_several_images_as_diffusers_does(tmp_path: Path) -> None:
+    """The text encoder is shown smaller images than the VAE, numbered."""
+    pipeline = write_qwen_image(tmp_path / "model", plus=True)
+    check_conditions(tmp_path / "model", write_set(tmp_path, 2), pipeline, 2, 384 * 384)
+
+
+@torch.no_grad()
+def test_training_and_sampling_encode_alike(world: tuple[Path, Any]) -> None:
+    folder = world[0] / "model"
+    form = edit_form(folder, FORM)
+    assert form is not None
+    rows = rows_of(processor_of(folder), str(world[0] / "edits.jsonl"), length=400, pack=False, shuffle=False)
+    at = next(number for number in range(len(rows)) if rows.batch([number]).sample_ids == ("s1",))
+    trained = encoders_of(folder).encode(rows.batch([at]), ())["text"]
+    reference = Image.open(world[0] / "1-0.png")
+    prompts = PromptEncoder(PipelineFolder(folder), FORM.text, CPU, torch.float32)
+    (sampled,) = prompts.encode_with_images(form, [CAPTIONS[1]], [reference], OPTIONS["reference_pixels"])
+    assert sampled.tokens is not None
+    apart = float((trained - sampled.tokens).abs().max())  # of a sum over a few tokens beside one call of the encoder
+    assert apart <= 64 * torch.finfo(torch.float32).eps * float(trained.abs().max())
+
+
+def bad_of(rows: PackedRows) -> dict[str, str]:
+    return dict(rows.bad_samples)
+
+
+def test_rows_that_cannot_be_edits_are_left_out_with_the_reason(world: tuple[Path, Any], tmp_path: Path) -> None:
+    for number in range(3):
+        image(number).save(tmp_path / f"{number}.png")
+    Image.new("RGB", (4000, 10)).save(tmp_path / "narrow.png")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    whole = (tmp_path / "1.png").read_bytes()
+    (tmp_path / "torn.png").write_bytes(whole[: len(whole) // 2])
+    named = {
+        "good": ["1.png"],
+        "none": [],
+        "two": ["1.png", "2.png"],
+        "broken": ["broken.png"],
+        "narrow": ["narrow.png"],
+        "torn": ["torn.png"],
+        "gone": ["gone.png"],
+    }
+    rows = [{"id": id, "path": "0.png", "cap": "a kite", "references": names} for id, names in named.items()]
+    rows.append({"id": "word", "path": "0.png", "cap": "a <|image_pad|>", "references": ["1.png"]})
+    found = rows_of(processor_of(world[0] / "model"), str(write_jsonl(tmp_path / "e.jsonl", rows)), length=400)
+    bad = bad_of(found)
+    assert set(bad) == {"none", "two", "broken", "narrow", "gone", "word"}
+    assert bad["none"] == "no images to edit: this model edits 1"
+    assert bad["two"] == "2 images to edit: this model edits 1"
+    assert "too long and narrow" in bad["narrow"]
+    assert "control word" in bad["word"]
+    read = found.batch(range(len(found)))
+    assert [id for id, _ in read.problems] == ["torn"], "its header is whole: it is found when it is decoded"
+    made = encoders_of(world[0] / "model").encode(read, ())
+    assert made["clean"].isfinite().all()
+    assert sum(made.segments["text"].lengths) == read.counts["text"]
+
+
+def test_a_folder_that_edits_nothing_refuses_images_to_edit(tmp_path: Path) -> None:
+    data = write_set(tmp_path)
+    write_qwen_image(tmp_path / "model")
+    with pytest.raises(TesseraError, match="the model's folder does not say how"):
+        rows_of(processor_of(tmp_path / "model"), str(data), length=400)
+
+
+# ---------------------------------------------------------------------------------------------- runs
+
+
+def recipe(folder: Path, data: Path, **options: Any) -> dict[str, Any]:
+    encoders = {"text": {"dtype": "float32", "residence": "device"}}
+    return {
+        "model": {"path": str(folder / "model")},
+        "data": {"kind": "generation", "train": str(data), "length": 300, "workers": 0, "processor": dict(OPTIONS)},
+        "train": {
+            "steps": 4,
+            "global_batch": 2,
+            "micro_batch": 1,
+            "device": "cpu",
+            "task_options": {"caption_dropout": 0.5, "encoders": encoders, **options},
+        },
+        "optim": {"lr": 0.01},
+        "log": {"every": 1},
+        "checkpoint": {"every": 2, "prove": "never"},
+    }
+
+
+def losses(run: Any) -> list[float]:
+    return [row["loss"] for row in run.metrics if row["kind"] == "train"]
+
+
+@pytest.mark.slow
+def test_training_on_features_equals_training_online(world: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = world[0]
+    online = recipe(folder, folder / "edits.jsonl")
+    done = write_features(online, tmp_path / "features", batch=3)
+    assert (done.samples, done.missing, done.bad) == (4, 0, [])
+    stored = recipe(folder, tmp_path / "features", encoders=None)
+    together = recipe(folder, folder / "edits.jsonl")
+    together["train"]["task_options"]["encoders"]["steps"] = 2
+    found = [
+        losses(tessera.train({**one, "out": str(tmp_path / str(number))}))
+        for number, one in enumerate((online, stored, together))
+    ]
+    assert len(found[0]) == 4
+    # Encoders that see other samples beside a sample round otherwise; four steps of training carry that on.
+    assert torch.allclose(torch.tensor(found[0]), torch.tensor(found[1]), rtol=1e-5)
+    assert found[0] == found[2]
+    assert found[0][0] != found[0][1]
+
+
+@pytest.mark.slow
+def test_a_dropped_caption_of_features_is_the_empty_one_with_the_image(world: tuple[Path, Any]) -> None:
+    folder = world[0]
+    rows = rows_of(processor_of(folder / "model"), str(folder / "edits.jsonl"), length=400)
+    batch = rows.batch(range(len(rows)))
+    everyone = range(len(batch.segments["text"].lengths))
+    encoders = encoders_of(folder / "model", stores_empty=True)
+    stored, online = encoders.encode(batch, ()), encoders.encode(batch, everyone)
+    assert len(stored["empty_text"]) < len(stored["text"]) / 2, "what a caption begins with is not stored twice"
+    apart = without_captions(stored, everyone)["text"] - online["text"]
+    assert float(apart.abs().max()) <= 64 * torch.finfo(torch.float32).eps * float(online["text"].abs().max())
+    assert not torch.equal(online["text"], stored["text"])
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_trains_as_one_that_was_not_stopped(world: tuple[Path, Any], tmp_path: Path) -> None:
+    whole = recipe(world[0], world[0] / "edits.jsonl")
+    through = tessera.train({**whole, "name": "run", "out": str(tmp_path / "a")})
+    whole["train"]["steps"] = 2
+    stopped = tessera.train({**whole, "name": "run", "out": str(tmp_path / "b")})
+    resumed = tessera.resume(stopped.folder, {"train.steps": 4})
+    assert losses(resumed)[-2:] == losses(through)[-2:]
+    assert len(set(losses(through))) == 4
