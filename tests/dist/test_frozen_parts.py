@@ -12,12 +12,16 @@ from tessera.core.generation import TextForm
 from tessera.core.modules import local_shard
 from tessera.core.run_config import ParallelSection
 from tessera.core.task import FrozenModule
-from tessera.core.types import ModelPlan, Residence
+from tessera.core.types import Batch, ModelPlan, Residence, Segments
+from tessera.models.common.edit_images import EMPTY_IDS, SHOWN, SHOWN_GRIDS, EditImages, edit_form
 from tessera.models.common.pipeline_parts import PipelineFolder
+from tessera.models.common.sample_encoders import SampleEncoders
+from tessera.models.qwen_image.config import QwenImageConfig
 from tessera.parallel.frozen import frozen_bytes, place_frozen
 from tessera.parallel.mesh import Mesh, make_axes
 from tests.dist.spawn import run_ranks
 from tests.toys.pipeline_folder import write_pipeline_folder
+from tests.toys.sampling_folders import write_qwen_image
 
 CAPTIONS = [[3, 4, 5, 1], [6, 1]]
 
@@ -49,3 +53,34 @@ def test_a_shared_text_encoder_embeds_as_a_whole_one(tmp_path: Path) -> None:
                 assert torch.allclose(torch.tensor(tokens), expected, atol=1e-6)
             assert found["planned"] == -(-size // share)
             assert abs(found["held"] - found["planned"]) < 0.02 * size  # what does not divide is padded
+
+
+def embed_with_image(rank: int, world: int, folder: Path) -> list[list[float]]:
+    """Embed a caption with an image on the first rank, and nothing on the others, which have padding alone."""
+    cpu, form = torch.device("cpu"), QwenImageConfig(in_channels=16, out_channels=4).generation()
+    read = edit_form(folder, form)
+    assert read is not None
+    images = EditImages.load(folder, read)
+    module = PipelineFolder(folder).text_encoder(form.text[0])
+    word: int = module.encoder.config.image_token_id  # type: ignore[union-attr, assignment]
+    axes = make_axes(ParallelSection(), ModelPlan((), {}), world)
+    frozen = FrozenModule(place_frozen(module, "sharded", Mesh(axes, cpu), cpu), cpu, "sharded")
+    ids = torch.tensor([*range(4, 68), word, 9, 10]) if rank == 0 else torch.empty(0, dtype=torch.int64)
+    tensors, segments = {"text_ids": ids, "frames": torch.empty(0, 3)}, {"text_ids": Segments.of([len(ids)])}
+    if rank == 0:
+        shown = torch.arange(4 * images.patches.width).remainder(251).view(4, -1).to(torch.uint8)
+        tensors |= {EMPTY_IDS: ids, SHOWN: shown, SHOWN_GRIDS: torch.tensor([[1, 2, 2]])}
+        segments[EMPTY_IDS] = segments["text_ids"]
+    encoders = SampleEncoders(form, {"text_encoder": frozen}, edit=images)
+    found: list[list[float]] = encoders._with_text([Batch(tensors, segments)], [()])[0]["text"].tolist()
+    return found
+
+
+@pytest.mark.slow
+def test_a_shared_text_encoder_reads_an_image_that_one_rank_has(tmp_path: Path) -> None:
+    write_qwen_image(tmp_path, edit=True)
+    (alone,) = run_ranks(embed_with_image, 1, tmp_path)
+    first, second = run_ranks(embed_with_image, 2, tmp_path)
+    assert len(alone) == 67 - 64
+    assert torch.allclose(torch.tensor(first), torch.tensor(alone), atol=1e-6)
+    assert second == []

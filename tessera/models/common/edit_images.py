@@ -6,6 +6,7 @@ stands in the caption's template as so many tokens. Sizes and token counts follo
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,24 +19,30 @@ from PIL import Image
 from torch import Tensor
 
 from tessera.core.errors import TesseraError, foreign_values
+from tessera.core.files import read_json_mapping
 from tessera.core.generation import EditForm, GenerationForm
-from tessera.core.layouts import DiffusersFolder
+from tessera.core.layouts import CLASS_NAME, CONFIG_FILE, DiffusersFolder
 from tessera.data.captions import CaptionEncoder
 from tessera.models.common.patches import Patches
 from tessera.models.common.pipeline_parts import TextEmbedding, TextEncoder
-from tessera.models.common.preprocessor_files import GridFiles
-from tessera.models.common.side_files import BOTH_FILE, IMAGE_FILE
+from tessera.models.common.preprocessor_files import GridFiles, read_json
+from tessera.models.common.side_files import BOTH_FILE, IMAGE_FILE, copy_side_files
 
 Size = tuple[int, int]  # width and height, in pixels
 SHOWN, SHOWN_GRIDS = "shown", "shown_grids"  # of a batch: patches of bytes [P, W], and their grid by image [N, 3]
+SAVED_FILE = "edit_pipeline.json"  # of a run: which pipeline its model belongs to, and how images are cut
+_GEOMETRY = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}  # as the class has it by default
 EMPTY_IDS = "empty_ids"  # of a batch: token ids of the empty caption, with the images of its sample
 
 
 def edit_form(folder: Path | None, form: GenerationForm) -> EditForm | None:
     """Return how the pipeline in a folder reads images to edit; None: it is none whose text encoder reads them."""
-    if folder is None or not form.edit or not DiffusersFolder.detect(folder):
+    if folder is None or not form.edit:
         return None
-    return form.edit_of(DiffusersFolder(folder).index.get("_class_name"))
+    if DiffusersFolder.detect(folder):
+        return form.edit_of(DiffusersFolder(folder).index.get(CLASS_NAME))
+    known = (read_json(folder / one.processor / SAVED_FILE).get(CLASS_NAME) for one in form.edit)
+    return next((found for found in map(form.edit_of, known) if found is not None), None)
 
 
 def reference_size(width: int, height: int, pixels: int, multiple: int) -> Size:
@@ -72,8 +79,7 @@ class EditImages:
     @staticmethod
     def load(folder: Path, form: EditForm, pixels: int | None = None) -> EditImages:
         """Return those of a diffusers folder."""
-        layout = DiffusersFolder(folder)
-        own, encoder = layout.component_folder(form.processor), layout.component_folder(form.text.encoder)
+        own, encoder = folder / form.processor, folder / form.text.encoder
         if not any((own / name).is_file() for name in (IMAGE_FILE, BOTH_FILE)):
             raise TesseraError(
                 f"{form.pipeline} reads the images to edit, and nothing says how they are prepared for it",
@@ -81,12 +87,20 @@ class EditImages:
                 fix=f"copy {IMAGE_FILE} of the published folder there",
             )
         with foreign_values(str(encoder)):
-            vision = layout.config(form.text.encoder)["vision_config"]
-            sizes = ("patch_size", 14), ("spatial_merge_size", 2), ("temporal_patch_size", 2)
-            geometry = _Geometry(*(int(vision.get(name, usual)) for name, usual in sizes))
+            saved = read_json(own / SAVED_FILE)
+            vision = saved or read_json_mapping(encoder / CONFIG_FILE)["vision_config"]
+            geometry = _Geometry(*(int(vision.get(name, usual)) for name, usual in _GEOMETRY.items()))
         with foreign_values(str(own)):
             patches, _ = GridFiles().read(own, geometry, image_bounds=(None, None), video_bounds=(None, None))
         return EditImages(form, patches, pixels)
+
+    def save(self, source: Path, folder: Path) -> None:
+        """Write what `load` reads of `source` to a folder that has no more of a pipeline than its processor."""
+        own = folder / self.form.processor
+        copy_side_files(source / self.form.processor, own)
+        sizes = (self.patches.patch, self.patches.merge, self.patches.temporal)
+        told = {CLASS_NAME: self.form.pipeline, **dict(zip(_GEOMETRY, sizes, strict=True))}
+        (own / SAVED_FILE).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
     def size(self, width: int, height: int) -> Size:
         """Return the size in which the VAE encodes an image."""

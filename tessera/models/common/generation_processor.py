@@ -394,8 +394,7 @@ class GenerationProcessor:
             own.mkdir(parents=True, exist_ok=True)
             (own / "tokenizer.json").write_text(encoder.json, encoding="utf-8")
         if self.edit is not None and self.folder is not None:
-            name = self.edit.images.form.processor
-            copy_side_files(self.folder / name, folder / name)
+            self.edit.images.save(self.folder, folder)
         config = None if self.folder is None else self.folder / VAE / "config.json"
         if config is not None and config.is_file() and config.resolve() != (folder / VAE / "config.json").resolve():
             (folder / VAE).mkdir(parents=True, exist_ok=True)
