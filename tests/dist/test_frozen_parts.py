@@ -65,7 +65,8 @@ def embed_with_image(rank: int, world: int, folder: Path) -> list[list[float]]:
     word: int = module.encoder.config.image_token_id  # type: ignore[union-attr, assignment]
     axes = make_axes(ParallelSection(), ModelPlan((), {}), world)
     frozen = FrozenModule(place_frozen(module, "sharded", Mesh(axes, cpu), cpu), cpu, "sharded")
-    ids = torch.tensor([*range(4, 68), word, 9, 10]) if rank == 0 else torch.empty(0, dtype=torch.int64)
+    others = [id for id in range(4, 80) if id != word][:64]
+    ids = torch.tensor([*others, word, 9, 10]) if rank == 0 else torch.empty(0, dtype=torch.int64)
     tensors, segments = {"text_ids": ids, "frames": torch.empty(0, 3)}, {"text_ids": Segments.of([len(ids)])}
     if rank == 0:
         shown = torch.arange(4 * images.patches.width).remainder(251).view(4, -1).to(torch.uint8)
