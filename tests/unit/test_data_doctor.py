@@ -60,6 +60,7 @@ def ask(text: str) -> dict[str, Any]:
 FLAWS: dict[str, list[dict[str, Any]]] = {
     "missing-file": [shown("gone.png"), answer("a thing")],
     "outside-root": [shown("../outside.png"), answer("a thing")],
+    "by-url": [shown("https://images.example.org/a.png"), answer("a thing")],
     "unreadable-media": [shown("garbage.png"), answer("a thing")],
     "too-large": [shown("bomb.png"), answer("a thing")],
     "unfit": [shown("narrow.png"), answer("a thing")],
@@ -121,9 +122,9 @@ def test_every_flaw_is_found_once_and_at_its_place(zoo: Path) -> None:
     assert {place.id for place in turns.locations} >= {"two-users", "assistant-first"}
     assert diagnosis.worst == "loss"
     assert diagnosis.exit_code == 1
-    # Each row once: 7 unusable flaws of FLAWS (with the too long one 8), two placeholders, and one that is no JSON.
+    # Each row once: 8 unusable flaws of FLAWS (with the too long one 9), two placeholders, and one that is no JSON.
     assert diagnosis.total("rows") == len(FLAWS) + 10
-    assert diagnosis.total("rows") - diagnosis.total("usable") == 8 + 2 + 1
+    assert diagnosis.total("rows") - diagnosis.total("usable") == 9 + 2 + 1
     assert diagnosis.total("too_long") == 1
 
 

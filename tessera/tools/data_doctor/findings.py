@@ -37,6 +37,9 @@ KINDS: dict[str, Kind] = {
         "Paths outside the root",
         "set `root` of the set to a folder above the files, and write paths relative to it",
     ),
+    "by-url": Kind(
+        "loss", "Media named by URL", "let images be fetched with data.urls={}, or download them and name the files"
+    ),
     "unreadable-media": Kind("loss", "Unreadable or corrupt media", "fetch or encode these files again"),
     "damaged-media": Kind("loss", "Media whose header is sound and whose pixels are not", "fetch these files again"),
     "too-large": Kind(
@@ -108,7 +111,8 @@ _REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"placeholder|token count that cannot match", "placeholders"),
         (r"unknown (?:role|speaker)", "unknown-role"),
         (r"no such file|not a file|does not exist", "missing-file"),
-        (r"outside the|'\.\.'|from URLs|link to somewhere|leads out", "outside-root"),
+        (r"not from URLs", "by-url"),
+        (r"outside the|'\.\.'|link to somewhere|leads out", "outside-root"),
         (r"took longer than|crashed|signal|no answer for|ended by itself", "stuck"),
         (r"too many|too large|claims", "too-large"),
         (r"nothing to train on", "nothing-trained"),
