@@ -149,7 +149,7 @@ def parse_row(line: bytes) -> Row | None:
 def step_of(row: Row | None) -> int | None:
     """Return the step of a record's line; None if the line is broken or has none."""
     step = None if row is None else row.get("step")
-    return step if isinstance(step, int) and not isinstance(step, bool) else None
+    return step if isinstance(step, int) and not isinstance(step, bool) and step.bit_length() < 64 else None
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:

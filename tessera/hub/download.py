@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tessera.core.errors import TesseraError
-from tessera.core.files import replace_file
+from tessera.core.files import check_inside, leads_out, replace_file
 from tessera.core.hub_ids import HUBS, HubId
 from tessera.core.progress import human_bytes
 from tessera.hub.files import DataFiles, Split, data_files, model_files
@@ -115,7 +116,7 @@ def fetch(id: HubId, where: str, *, to: Path | None = None, wanted: Wanted | Non
         try:
             if _is_offline():
                 raise Unreachable(f"{_offline_variable()} is set")
-            listing = client.listing(id)
+            listing = _sensible(client.listing(id))
         except Unreachable as error:
             return _without_network(client, note, id, to, wanted, where, str(error))
         chosen = wanted.of(id, [file.name for file in listing.files])
@@ -126,6 +127,16 @@ def fetch(id: HubId, where: str, *, to: Path | None = None, wanted: Wanted | Non
         for file in (note, *([_note_file(client.cache, fetched.id, wanted)] if to is None else [])):
             _write_note(file, fetched, listing)
         return fetched
+
+
+def _sensible(listing: Listing) -> Listing:
+    """Return a listing that can be one; a server may say anything, and the commit becomes the name of a folder."""
+    if re.fullmatch(r"\w[\w.\-]{0,127}", listing.commit) is None:
+        raise Unreachable(f"its answer is not one of a hub (commit {listing.commit!r:.80})")
+    for file in listing.files:
+        if not isinstance(file.name, str) or not 0 <= file.size < 1 << 60:
+            raise Unreachable(f"its answer is not one of a hub (file {file.name!r:.80} of {file.size!r:.20} bytes)")
+    return listing
 
 
 def _client(id: HubId, where: str) -> HubClient:
@@ -163,6 +174,9 @@ def _download(
     pinned, names = id.at(listing.commit), set(chosen.files)
     remote = [file for file in listing.files if file.name in names]
     place = client.downloading_to(id, to)
+    if to is not None:
+        for file in remote:  # a link of the user's own: what it leads to would be written or removed
+            check_inside(to / file.name, to)
     missing = _missing(client, pinned, remote, to)
     needed = sum(file.size for file in missing)
     if missing:
@@ -190,9 +204,9 @@ def _missing(client: HubClient, pinned: HubId, remote: Sequence[RemoteFile], to:
         kept = client.kept(pinned)
         folder = None if kept is None else kept[0]
     missing = [file for file in remote if folder is None or not _is_there(folder, file.name, file.size)]
-    for path in (folder / file.name for file in missing if folder is not None):
-        if path.is_file():  # torn, or changed: the library would take it for the one that it fetched
-            _remove(path)
+    for file in missing:
+        if folder is not None and (folder / file.name).is_file():
+            _remove(folder / file.name, folder)  # torn, or changed: the library would take it for the one it fetched
     return missing
 
 
@@ -216,7 +230,7 @@ def verify(folder: Path, files: Sequence[RemoteFile], id: HubId) -> None:
             begun = hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)
             problem = None if _digest(path, begun) == file.git_sha1 else "has another hash than the hub lists"
         if problem is not None:
-            _remove(path)
+            _remove(path, folder)
             raise TesseraError(
                 f"{file.name} {problem}: the download was damaged, and it is removed",
                 where=str(id),
@@ -224,9 +238,9 @@ def verify(folder: Path, files: Sequence[RemoteFile], id: HubId) -> None:
             )
 
 
-def _remove(path: Path) -> None:
-    """Remove a file, and what it is a link to in the cache."""
-    for place in (path.resolve(), path):
+def _remove(path: Path, folder: Path) -> None:
+    """Remove a file, and what it is a link to in the cache; what lies elsewhere is left alone."""
+    for place in (path,) if leads_out(path, folder) else (path.resolve(), path):
         place.unlink(missing_ok=True)
 
 

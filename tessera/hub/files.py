@@ -35,9 +35,10 @@ def suffix_of(name: str) -> str:
 
 
 def is_plain(name: str) -> bool:
-    """Return whether a name stays inside of the folder that it is put into, and is not hidden."""
-    parts = name.split("/")
-    return name.isprintable() and "\\" not in name and not any(part.startswith(".") or not part for part in parts)
+    """Return whether a name stays inside of the folder that it is put into, is not hidden, and can be one of a file."""
+    if not name.isprintable() or "\\" in name:
+        return False
+    return all(part and not part.startswith(".") and len(part.encode()) < 256 for part in name.split("/"))
 
 
 def model_files(names: Sequence[str], id: HubId, *, weights: bool, include: Sequence[str] = ()) -> list[str]:

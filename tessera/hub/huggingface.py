@@ -55,13 +55,16 @@ class HuggingFace:
             info = api.repo_info(
                 id.name, repo_type=id.kind, revision=id.revision, files_metadata=True, timeout=_TIMEOUT_S
             )
-        files = []
-        for one in info.siblings or []:
-            large = one.lfs
-            sha256 = None if large is None else large["sha256"]
-            size = one.size if large is None else large["size"]
-            files.append(RemoteFile(one.rfilename, int(size or 0), sha256, None if large is not None else one.blob_id))
-        return Listing(str(info.sha), tuple(files))
+            files = []
+            for one in info.siblings or []:
+                large = one.lfs
+                sha256 = None if large is None else large["sha256"]
+                size = one.size if large is None else large["size"]
+                if size is None:
+                    raise ValueError(f"it does not say how large {one.rfilename} is")
+                git_sha1 = None if large is not None else one.blob_id
+                files.append(RemoteFile(one.rfilename, int(size), sha256, git_sha1))
+        return Listing(str(info.sha or ""), tuple(files))
 
     def fetch(self, id: HubId, listing: Listing, names: Sequence[str], to: Path | None) -> Path:
         with self._explained(id), self._own_progress():
@@ -73,7 +76,7 @@ class HuggingFace:
                     endpoint=self.endpoint,
                     cache_dir=str(self.cache),
                     local_dir=None if to is None else str(to),
-                    allow_patterns=[_escaped(name) for name in names],
+                    allow_patterns=[escaped(name) for name in names],
                 )
             )
         if to is None and folder.name != listing.commit:
@@ -150,12 +153,15 @@ class HuggingFace:
             raise
         except (OSError, ValueError, RuntimeError) as error:
             raise Unreachable(f"{first_line(error)[:300]}") from None
+        except (TypeError, LookupError, AttributeError) as error:  # a page to log in, or a mirror of something else
+            said = f"{type(error).__name__}: {first_line(error)[:200]}"
+            raise Unreachable(f"its answer is not one of a hub ({said})") from None
         except Exception as error:  # of the library for connections, whose name differs between versions
             if not type(error).__module__.split(".")[0].startswith(("httpx", "httpcore", "requests", "urllib3")):
                 raise
             raise Unreachable(first_line(error)[:300]) from None
 
 
-def _escaped(name: str) -> str:
+def escaped(name: str) -> str:
     """Return a pattern that matches one name alone."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -10,6 +10,7 @@ from typing import Any
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.hub_ids import HubId
 from tessera.hub.download import Listing, RemoteFile, Unreachable
+from tessera.hub.huggingface import escaped
 
 _BRANCH = "master"
 
@@ -58,8 +59,9 @@ class ModelScope:
     def fetch(self, id: HubId, listing: Listing, names: Sequence[str], to: Path | None) -> Path:
         folder = to or self._folder(id.at(listing.commit))
         try:
+            patterns = [escaped(name) for name in names]
             self._api.download_repo(
-                id.name, id.kind, revision=listing.commit, local_dir=str(folder), allow_patterns=list(names)
+                id.name, id.kind, revision=listing.commit, local_dir=str(folder), allow_patterns=patterns
             )
         except Exception as error:
             raise self._explained(error, id) from None
@@ -82,5 +84,5 @@ class ModelScope:
         elif isinstance(error, (AuthenticationError, PermissionDeniedError)):
             what, fix = f"ModelScope does not give {id}: {said}", "`modelscope login`, or set MODELSCOPE_API_TOKEN"
         else:
-            return Unreachable(said) if isinstance(error, (HubError, OSError, ValueError)) else error
+            return Unreachable(said) if isinstance(error, (HubError, OSError, ValueError, LookupError)) else error
         return TesseraError(what, where=self.where, fix=fix)

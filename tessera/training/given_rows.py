@@ -19,13 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from tessera.core.errors import TesseraError
+from tessera.core.errors import TesseraError, first_line
 from tessera.core.files import check_regular, replace_file
 from tessera.core.types import RowSource
+from tessera.data.media.images import to_rgb
 
 FOLDER = "data"
 KINDS = ("chat", "preference", "unpaired_preference")  # of data whose rows can be kept as JSON
@@ -44,7 +46,10 @@ def are_rows(dataset: Any) -> bool:
         return False
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
         return False
-    first = dataset[0]
+    try:
+        first = dataset[0]
+    except LookupError:  # a table by columns, such as a DataFrame
+        return False
     return isinstance(first, Mapping) and any(key in first for key in _ROW_KEYS)
 
 
@@ -65,7 +70,7 @@ class GivenRows:
         settings: dict[str, Any] = {}
         for split, rows in self.splits.items():
             section = {"path": str(_file(folder, split))}
-            outside = {"root": folder.absolute().anchor or "/"} if _name_files(rows) else {}
+            outside = {"root": folder.absolute().anchor or "/"} if _are_outside(rows) else {}
             settings[f"data.{split}"] = [{**section, **outside}]
         return settings
 
@@ -73,7 +78,7 @@ class GivenRows:
         """Keep the rows in the folder of a run. Images that were given as objects are written beside them."""
         for split, rows in self.splits.items():
             path = _file(folder, split)
-            media = _Media(path.parent, _name_files(rows))
+            media = _Media(path.parent, _are_outside(rows))
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, b"".join(_lines(rows, split, media)))
             log.info("rows          %d of %s are kept in %s, with %d images", len(rows), split, path, media.written)
@@ -88,7 +93,7 @@ class GivenRows:
                     where=str(folder),
                     fix="leave the rows out: the run knows its data",
                 )
-            media = _Media(path.parent, _name_files(rows), write=False)
+            media = _Media(path.parent, _are_outside(rows), write=False)
             check_regular(path)
             if b"".join(_lines(rows, split, media)) != path.read_bytes():
                 raise TesseraError(
@@ -108,13 +113,17 @@ class _Media:
 
     def image(self, image: Image.Image, where: str) -> str:
         try:
-            kept = image if image.mode in _PNG_MODES else image.convert("RGB")
+            if not image.width or not image.height:
+                raise ValueError("it has no pixels")
+            kept = image if image.mode in _PNG_MODES else to_rgb(image)  # as those of a file are read
             content = kept.tobytes()
         except (OSError, ValueError) as error:
             raise TesseraError(f"this image cannot be read: {error}", where=where) from None
         palette = kept.getpalette() if kept.mode == "P" else None
+        clear = kept.info.get("transparency")
         # By its pixels: the bytes of a PNG depend on the version of the library that writes it.
-        return self._keep(repr((kept.mode, kept.size, palette)).encode() + content, ".png", lambda: _png(kept))
+        identity = (kept.mode, kept.size, palette) if clear is None else (kept.mode, kept.size, palette, clear)
+        return self._keep(repr(identity).encode() + content, ".png", lambda: _png(kept))
 
     def file(self, content: bytes) -> str:
         return self._keep(content, "", lambda: content)
@@ -129,8 +138,16 @@ class _Media:
         return str(path) if self._whole else name
 
 
-def _name_files(value: Any, key: str = "") -> bool:
+def _are_outside(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether rows name files by their paths."""
+    try:
+        return _name_files(rows)
+    except RecursionError:
+        raise TesseraError("rows are nested too deeply, or hold themselves", where="dataset=...") from None
+
+
+def _name_files(value: Any, key: str = "") -> bool:
+    """Return whether a part of a row, which stands under `key`, names files by their paths."""
     if isinstance(value, Mapping):
         return any(_name_files(part, str(name)) for name, part in value.items())
     if isinstance(value, (str, bytes)) or value is None or isinstance(value, Image.Image):
@@ -153,7 +170,12 @@ def _lines(rows: Sequence[Mapping[str, Any]], split: str, media: _Media) -> Iter
         if not isinstance(row, Mapping):
             raise TesseraError(f"this row is a {type(row).__name__}", where=where, allowed=['{"messages": [...]}'])
         kept = {"id": f"{split}-{number}", **_plain(row, "", where, media)}
-        yield json.dumps(kept, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        try:
+            yield json.dumps(kept, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        except UnicodeEncodeError:
+            raise TesseraError("text is not valid Unicode (half of a surrogate pair)", where=where) from None
+        except ValueError as error:  # a number of thousands of digits
+            raise TesseraError(f"this row cannot be kept: {first_line(error)}", where=where) from None
 
 
 def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
@@ -168,6 +190,10 @@ def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
         return media.file(value)
     if isinstance(value, os.PathLike) or (isinstance(value, str) and key in _MEDIA_KEYS and _is_path(value)):
         return os.path.abspath(os.fspath(value))
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, (np.integer, np.floating)):
+        value = int(value) if isinstance(value, np.integer) else float(value)
     if value is None or isinstance(value, (str, bool, int, float)):
         if isinstance(value, float) and value - value != 0:
             raise TesseraError(f"{value} is no number that a row can keep", where=where)

@@ -29,6 +29,8 @@ _MAX_URL = 4096
 _CHUNK = 1 << 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# What counts as public by its number alone, and is not: local to a site, of protocols, of a cloud's own services.
+_NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("fec0::/10", "3fff::/20", "192.0.0.0/24", "168.63.129.16/32")))
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P4", b"P5", b"P6", b"P1", b"P2", b"P3")
 
 
@@ -95,7 +97,10 @@ def download(url: str, policy: UrlPolicy) -> bytes:
             raise TesseraError(f"cannot be fetched: {at:.200} ({why})") from None
         if isinstance(found, bytes):
             return found
-        there = urljoin(at, found)
+        try:
+            there = urljoin(at, found)
+        except ValueError as error:
+            raise TesseraError(f"cannot be fetched: {at:.200} (it leads to what is no URL: {error})") from None
         if at[:6].lower() == "https:" and there[:5].lower() == "http:":
             raise TesseraError(f"cannot be fetched: {at:.200} (it leads from https to http)")
         at = there
@@ -149,7 +154,9 @@ def is_allowed(address: str, private: bool) -> bool:
             inner.remove(ip)
     if any(one.is_multicast or one.is_unspecified or one.is_link_local for one in inner):
         return False  # the last one: services for the machine itself, such as a cloud's 169.254.169.254
-    return private or all(one.is_global and not one.is_reserved for one in inner)
+    return private or all(
+        one.is_global and not one.is_reserved and not any(one in network for network in _NOT_PUBLIC) for one in inner
+    )
 
 
 @contextmanager

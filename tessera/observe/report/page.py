@@ -194,7 +194,9 @@ def facts_of(run: RecordedRun) -> list[tuple[str, str]]:
         facts.append(("held-out loss", f"{held_out[-1][1]:.4f}"))
     for name in run.metric_names():
         if name in ("accuracy", "margin"):  # of preferences
-            facts.append((f"{name} of pairs", f"{smooth(run.points(name))[-1][1]:.4g}"))
+            # Without a finite value among them, the last one says why.
+            last = (smooth(run.points(name)) or run.points(name))[-1][1]
+            facts.append((f"{name} of pairs", f"{last:.4g}"))
     for group, right, total in accuracy_by_group(run.answers):
         facts.append((f"accuracy, {group}", f"{right / total:.1%}"))
     seconds = run.points("step_seconds")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,7 +100,10 @@ def smooth(points: Sequence[html.Point]) -> list[html.Point]:
 def _answers(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of the evaluation of the whole run, or of the last evaluation during the run."""
     whole = folder / "answers.jsonl"
-    of_steps = sorted((int(path.stem.rsplit("-", 1)[1]), path) for path in folder.glob("answers-step-[0-9]*.jsonl"))
+    found = (
+        (re.fullmatch(r"answers-step-(\d{1,18})", path.stem), path) for path in folder.glob("answers-step-*.jsonl")
+    )
+    of_steps = sorted((int(name[1]), path) for name, path in found if name is not None)
     for row in read_jsonl(whole if whole.exists() or not of_steps else of_steps[-1][1]):
         images = row.get("images")
         yield {
@@ -110,4 +114,7 @@ def _answers(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Return whether a value of a record can be drawn; a whole number too long for a float cannot."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value.bit_length() < 1000
+    return isinstance(value, float)

@@ -6,6 +6,7 @@ elsewhere can reach it under a name of its own, and it has no paths but its page
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import threading
@@ -97,16 +98,17 @@ class _PageHandler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, with_body: bool) -> None:
-        path = urlsplit(self.path).path
+        path = self.path.partition("?")[0]
         if not _is_loopback(self.headers.get("Host", "")):
             self._send(403, "This server answers to 127.0.0.1 and localhost alone.", with_body)
         elif path not in ("/", _STILL):
             self._send(404, "There is no such page here.", with_body)
         else:
             try:
-                self._send(200, self.server.page(still=path == _STILL), with_body)
-            except TesseraError as error:  # the run was moved or removed meanwhile
-                self._send(503, str(error), with_body, kind="text/plain; charset=utf-8")
+                status, text, kind = 200, self.server.page(still=path == _STILL), None
+            except (TesseraError, OSError) as error:  # the run was moved or removed meanwhile
+                status, text, kind = 503, str(error), "text/plain; charset=utf-8"
+            self._send(status, text, with_body, kind)
 
     def _send(self, status: int, text: str, with_body: bool, kind: str | None = None) -> None:
         content = text.encode("utf-8", errors="replace")
@@ -114,9 +116,10 @@ class _PageHandler(BaseHTTPRequestHandler):
         for name, value in {**_HEADERS, **({"Content-Type": kind} if kind else {})}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(content)
+        with contextlib.suppress(ConnectionError):  # the reader has closed the page
+            self.end_headers()
+            if with_body:
+                self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
         """Write nothing: the terminal belongs to the user."""

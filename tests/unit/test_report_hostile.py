@@ -1,0 +1,52 @@
+"""Reports of records that say odd things, and readers that go away in the middle of a page."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tessera.observe.report.page import write_report
+from tessera.observe.report.watch import ReportServer
+
+
+def write_run(folder: Path, *rows: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.yaml").write_text("name: odd\n", encoding="utf-8")
+    lines = [json.dumps({"kind": "train", "step": number, "loss": 1.0, **row}) for number, row in enumerate(rows)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
+def test_metrics_that_are_no_finite_numbers_are_drawn(tmp_path: Path, value: float) -> None:
+    run = write_run(tmp_path / "run", *[{"loss": value, "accuracy": value, "margin": value, "grad_norm": value}] * 3)
+    assert "odd" in write_report(run).read_text(encoding="utf-8")
+
+
+def test_a_step_that_no_run_can_have_is_passed_over(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"step": 10**400}, {"step": 3})
+    assert "<b>3</b>" in write_report(run).read_text(encoding="utf-8")
+
+
+def test_a_file_that_is_named_like_answers_of_no_step_is_passed_over(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {})
+    (run / "answers-step-9-copy.jsonl").write_text("{}\n", encoding="utf-8")
+    assert write_report(run).is_file()
+
+
+def test_a_reader_that_goes_away_leaves_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with ReportServer([write_run(tmp_path / "run", {})]) as server:
+        server.daemon_threads = False  # so that closing waits for every answer
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        for asked in (b"GET / HTTP/1.0", b"GET http://[ HTTP/1.0"):
+            with socket.create_connection(("127.0.0.1", server.server_address[1])) as reader:
+                reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                reader.sendall(asked + b"\r\nHost: localhost\r\n\r\n")
+        server.shutdown()
+    assert "Traceback" not in capfd.readouterr().err
