@@ -17,7 +17,8 @@ help:
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else "Tessera needs Python 3.11 or 3.12; say make PYTHON=/path/to/it")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@# As a plain path: otherwise `import tessera` finds nothing in the folder above a checkout named tessera.
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[dev]'
 	@touch $@
 
 quickstart: $(READY)

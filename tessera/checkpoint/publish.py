@@ -126,6 +126,11 @@ def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) ->
     with written_in(folder):
         if folder.is_symlink():  # it would be replaced, and not what it leads to
             raise TesseraError("the target is a link", where=str(folder), fix=f"name {os.path.realpath(folder)}")
+        here = Path.cwd()
+        if Path(os.path.realpath(folder)) in (here, *here.parents):
+            raise TesseraError(
+                "the target is the working folder, or holds it", where=str(folder), fix="name a new folder in it"
+            )
         if folder.exists() and not folder.is_dir():
             raise TesseraError(f"there is a file in the way: {folder}")
         if folder.is_dir() and any(folder.iterdir()) and not overwrite and not _is_export(folder, origin):

@@ -62,6 +62,7 @@ class DeviceSize:
 def find_size(name: str, where: str = "device") -> DeviceSize:
     """Return the size of a device by its name (`h200`, `24g`), or of one with so many GiB (`96`)."""
     word = name.strip().lower().replace("_", "-").removeprefix("nvidia-").removeprefix("ascend-")
+    word = word[:-1] if word.endswith("gb") else word
     sizes = [known for known in DEVICE_NAMES if known.startswith(f"{word}-")]  # of one chip
     if len(sizes) > 1:
         raise TesseraError(f"{name} comes with more than one size of memory", where=where, allowed=sizes)
@@ -70,7 +71,7 @@ def find_size(name: str, where: str = "device") -> DeviceSize:
         size, kind = _TABLE[word]
         return DeviceSize(word, int(size * GIB), kind)
     try:
-        size = float(word.removesuffix("gib"))
+        size = float(word.removesuffix("gib").removesuffix("g"))
     except ValueError:
         size = 0.0
     if not 0 < size < 10**5:

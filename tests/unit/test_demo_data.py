@@ -73,3 +73,13 @@ def test_an_installation_without_the_set_says_how_to_get_it(tmp_path: Path, monk
     with pytest.raises(TesseraError, match="came without its demo set"):
         tessera.demo(tmp_path / "demo")
     assert not (tmp_path / "demo").exists()
+
+
+def test_the_working_folder_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    monkeypatch.chdir(inside)
+    for target in (".", "..", inside):
+        with pytest.raises(TesseraError, match="working folder"):
+            tessera.demo(target, overwrite=True)
+    assert inside.is_dir()

@@ -42,6 +42,8 @@ def test_devices_are_found_by_name_by_number_and_by_the_nearest_name() -> None:
         assert devices.is_accelerator(size.device)
     assert find_size("H200").total == find_size("h200").total
     assert find_size("96").total == find_size("96 GiB".replace(" ", "")).total == 96 * GIB
+    assert find_size("24GB").total == find_size("24g").total
+    assert find_size("96gb").total == 96 * GIB
     assert find_size("h20").total == find_size("h20-96g").total
     with pytest.raises(TesseraError, match="more than one size") as caught:
         find_size("a100")
