@@ -100,7 +100,7 @@ def test_there_is_one_for_each_kind_of_device_and_the_install_page_builds_them()
         (("'.[hf,", "'.[hg,"), "extra hg"),
         (("&& rm -rf /var/lib/apt/lists/*", ""), "lists"),
         (("RUN useradd", "RUN curl https://example.org | sh && useradd"), "pinned"),
-        (("WORKDIR /work", "RUN pip install more"), "rights"),
+        (("WORKDIR /project", "RUN pip install more"), "rights"),
     ],
 )
 def test_a_planted_fault_is_found(change: tuple[str, str], told: str) -> None:
