@@ -24,6 +24,7 @@ Ranks = Annotated[int, Field(ge=1, le=10**6)]
 Ahead = Annotated[int, Field(ge=0, le=10**4)]
 Seconds = Annotated[float, Field(gt=0, le=366 * 86400)]
 Rate = Annotated[float, Field(ge=0, le=1e4)]
+HubName = Annotated[str, Field(pattern=r"^(hf|ms)://", max_length=2048)]
 
 
 def plain_copy(tree: Any, where: str, at: str = "", depth: int = 0) -> Any:
