@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tessera.models.common.pipeline_parts import (
     VaeForm,
     joined,
 )
+from tessera.parallel.frozen import frozen_bytes
+from tessera.parallel.mesh import Axes
 from tests.toys.pipeline_folder import TEXT_SIZE, VAE_CONFIG, VOCABULARY, write_pipeline_folder
 
 CAUSAL = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "latents_mean": [0.1] * 4}
@@ -115,6 +118,16 @@ def test_parts_are_read_from_the_folder(folder: Path) -> None:
     assert [n for n, _ in described.named_parameters()] == [
         n for n, _ in parts.text_encoder(TextForm()).named_parameters()
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_without_weights_take_as_many_bytes_as_parts_that_are_read(folder: Path, dtype: torch.dtype) -> None:
+    parts = PipelineFolder(folder)
+    for make in (parts.autoencoder, partial(parts.text_encoder, TextForm())):
+        planned, read = (
+            frozen_bytes(make(dtype=dtype, meta=meta), "offloaded", Axes({}, {})) for meta in (True, False)
+        )
+        assert planned == read
 
 
 @torch.no_grad()

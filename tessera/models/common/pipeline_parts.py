@@ -358,7 +358,7 @@ class PipelineFolder:
             ) from None
         with foreign_values(str(folder)):
             if meta:
-                return _on_meta(made_by, library, folder)
+                return _on_meta(made_by, library, folder).to(dtype)  # as `from_pretrained` leaves it
             layout.weight_files(name)  # refuses pickles and files outside of the folder
             word = "torch_dtype" if library == "diffusers" else "dtype"
             with without_bars(_classes(library)):
