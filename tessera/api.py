@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tessera.tools.dry_run import dry_run, preflight
 from tessera.tools.push import push
 from tessera.training.generation_model import GenerationModel
 from tessera.training.run import Run, resume, train
-from tessera.training.setup import build_meta_model
+from tessera.training.setup import build_meta_model, precision_guess
 
 __all__ = [
     "GenerationModel",
@@ -79,4 +80,5 @@ def plan(
     config = load_local_config(recipe, overrides, weights=False)
     if device is not None:
         return plan_for_device(config, world, device)
-    return build_meta_model(config, world).plan
+    made = build_meta_model(config, world).plan
+    return replace(made, counted_for=precision_guess(config))

@@ -100,7 +100,9 @@ def plan(
     if json_file is not None:
         write_output(json_file, json.dumps(made.figures(), indent=2) + "\n", "--json")
     if dry_run:
-        for role in run_dry(recipe, changes, world=world):
+        with log.on_screen():
+            roles = run_dry(recipe, changes, world=world, device=device)
+        for role in roles:
             typer.echo(role.describe())
     if made.device_fit is not None and not made.device_fit.fits:
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tessera.core.device import ACCELERATORS
@@ -44,6 +45,8 @@ _RUNTIME = 0.8  # GiB that the driver, kernels and workspaces of libraries take
 _COLLECTIVES = 1.0  # GiB more where ranks communicate
 _GAPS = 0.03  # share that the allocator cannot hand out, because free memory lies in pieces of other sizes
 
+_LARGEST = 10_000  # GiB; what is more has been written in another unit
+
 
 @dataclass(frozen=True)
 class DeviceSize:
@@ -74,11 +77,18 @@ def find_size(name: str, where: str = "device") -> DeviceSize:
         size = float(word.removesuffix("gib").removesuffix("g"))
     except ValueError:
         size = 0.0
-    if not 0 < size < 10**5:
+    if not 0 < size < math.inf:
         raise TesseraError(
             f"no device is known as {name!r}",
             where=where,
             allowed=[*DEVICE_NAMES, "a number of GiB, such as 96"],
             nearest=nearest(word, DEVICE_NAMES),
         )
-    return DeviceSize(f"{size:g} GiB", int(size * GIB), _GPU)
+    found = DeviceSize(f"{size:g} GiB", int(min(size, _LARGEST) * GIB), _GPU)
+    if not found.usable() or size > _LARGEST:
+        raise TesseraError(
+            f"{name} is {size:g} GiB, and no device is of that size",
+            where=where,
+            allowed=[*DEVICE_NAMES, f"a number of GiB above {_RUNTIME:g}, of which the runtime takes as much"],
+        )
+    return found

@@ -48,7 +48,7 @@ class WorkProgress:
         return False
 
     def count(self, done: int = 1) -> None:
-        """Say that so much more is done."""
+        """Say that so much more is done; 0, now and then, where work is counted in large portions."""
         self._done += done
         if self._silent:
             return
@@ -66,8 +66,11 @@ class WorkProgress:
 
     def line(self, now: float) -> str:
         """Return how much is done, how fast, and how long the rest will take."""
+        if not self._done:
+            total = human_bytes(self._total) if self._unit == "bytes" else f"{self._total:,} {self._unit}"
+            return f"{self._what}: 0 of {total} so far, {now - self._began:.0f} s"
         rate = self._done / max(now - self._began, 1e-9)
-        left = max(0, self._total - self._done) / rate if rate else 0.0
+        left = max(0, self._total - self._done) / rate
         if self._unit == "bytes":
             done = f"{human_bytes(self._done)} of {human_bytes(self._total)}, {human_bytes(rate)}/s"
         else:

@@ -12,7 +12,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig, load_config
 from tessera.parallel.device_fit import DeviceFit, FitChange
 from tessera.parallel.plan import Plan
-from tessera.tools.dry_run import Uncountable, device_bytes, run_roles
+from tessera.tools.dry_run import Uncountable, device_bytes, for_device, run_roles
 from tessera.training.memory_keys import MemoryKey, memory_keys
 from tessera.training.setup import build_meta_model
 
@@ -24,7 +24,7 @@ def plan_for_device(config: RunConfig, world: int, device: str) -> Plan:
     """Return the plan of a recipe on ranks with such a device, with what it needs there at most."""
     size = find_size(device, "--device")
     search = _Search(size, world)
-    config = _changed(config, {"train.device": size.device})
+    config = for_device(config, size)
     return replace(build_meta_model(config, world).plan, device_fit=search.fit(config))
 
 

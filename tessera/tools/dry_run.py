@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core import device as devices
-from tessera.core import dist
+from tessera.core import dist, log
 from tessera.core.config import dump_yaml, parse_yaml
+from tessera.core.device_sizes import DeviceSize, find_size
 from tessera.core.errors import TesseraError
 from tessera.core.modules import local_shard
+from tessera.core.progress import WorkProgress
 from tessera.core.run_config import RunConfig, load_config
 from tessera.core.task import SumSpec
 from tessera.core.torch_internals import fake_tensor_mode, lone_stage
@@ -45,6 +47,8 @@ from tessera.parallel.sequence_sharding import RankDataset
 from tessera.tasks.answers import AnswerTask
 from tessera.training.run import fingerprint, join
 from tessera.training.setup import ModelSetup, build_meta_model
+
+_SHOW_EVERY = 0.5  # seconds between two looks at what has ended
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,27 @@ class Role:
 
 
 def dry_run(
-    recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, world: int = 1
+    recipe: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    world: int = 1,
+    device: str | None = None,
 ) -> list[Role]:
     """Run one step of each role on tensors without memory, and return the roles with their counted communication.
 
-    Each role runs in a process of its own, because torch keeps meshes and groups as long as a process lives.
+    `device`: a name (`h200`, `24g`) or a number of GiB, to count in the types of that device. Each role runs in a
+    process of its own, because torch keeps meshes and groups as long as a process lives.
     """
-    return run_roles(load_local_config(recipe, overrides, weights=False), world)
+    config = load_local_config(recipe, overrides, weights=False)
+    if device is not None:
+        config = for_device(config, find_size(device, "--device"))
+    log.logger().info("running one step of each role without memory")
+    return run_roles(config, world)
+
+
+def for_device(config: RunConfig, size: DeviceSize) -> RunConfig:
+    """Return a recipe as it would run on a device, wherever it is counted."""
+    return load_config(parse_yaml(dump_yaml(config), "recipe"), {"train.device": size.device})
 
 
 class Uncountable(TesseraError):
@@ -101,8 +119,15 @@ def run_roles(config: RunConfig, world: int) -> list[Role]:
     alike: dict[object, list[int]] = {}
     for position in range(plan.axes.size(PP)):
         alike.setdefault(_stage_key(plan, position), []).append(position)
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        return list(pool.map(lambda positions: _in_new_process(config, world, positions), alike.values()))
+    pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+    with pool, WorkProgress("running a step without memory", len(alike), "roles") as shown:
+        left = {pool.submit(_in_new_process, config, world, positions) for positions in alike.values()}
+        found: list[Role] = []
+        while left:
+            ended, left = wait(left, timeout=_SHOW_EVERY, return_when=FIRST_COMPLETED)
+            found += [role.result() for role in ended]
+            shown.count(len(ended))
+    return sorted(found, key=lambda role: role.positions)
 
 
 def _stage_key(plan: Plan, position: int) -> object:

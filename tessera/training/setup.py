@@ -149,6 +149,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     module = build_on_meta(spec, model_config)
     model_plan, lora = spec.main.plan(model_config), config.model.lora
     adapters: Adapters = {}
+    packed = 0  # weights that become buffers of four bits
     if lora is not None and spec.head == "reward" and HEAD_PATH not in lora.modules_to_save:
         lora = lora.model_copy(update={"modules_to_save": [*lora.modules_to_save, HEAD_PATH]})  # it begins at random
     if lora is not None:
@@ -170,6 +171,8 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
                 fix="parallel.tp=1, or plain adapters: model.lora.dora=false",
             )
         saved = trained_whole(lora, module, adapters)
+        if lora.quantize is not None:
+            packed = sum(module.get_parameter(f"{path}.weight").numel() for path in adapters)
         add_adapters(module, adapters, lora.dropout, lora.quantize is not None, saved)
         lora, model_plan = spelled_out(lora, adapters), with_adapters(model_plan)
     plan = make_plan(
@@ -192,7 +195,10 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     for name, part in parts.items():
         counted[name] = frozen_bytes(part.describe(), part.residence, plan.axes)
     plan = replace(
-        plan, frozen_components=counted, encoded_ahead=_encoded_ahead(config, spec, model_config, task, plan)
+        plan,
+        parameters=plan.parameters + packed,
+        frozen_components=counted,
+        encoded_ahead=_encoded_ahead(config, spec, model_config, task, plan),
     )
     return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen, parts)
 
@@ -213,6 +219,18 @@ def _encoded_ahead(
 def resolve_precision(config: RunConfig) -> PrecisionSection:
     """Return the precision section for the device that the run will use."""
     return config.precision.resolved(accelerator=devices.is_accelerator(config.train.device))
+
+
+def precision_guess(config: RunConfig) -> str:
+    """Return a sentence for a plan whose types follow from the machine it is made on; empty where they do not."""
+    asked = config.precision
+    there = asked.resolved(accelerator=True).compute
+    if config.train.device != "auto" or devices.is_accelerator("auto") or there == resolve_precision(config).compute:
+        return ""
+    return (
+        f"as on the CPU, since this machine has no accelerator; on one a run computes and sends {there}: "
+        f"`--device NAME` or train.device={devices.ACCELERATORS[0]} counts that"
+    )
 
 
 def _frozen_copy(name: str, config: RunConfig, spec: ModelSpec, model_config: Any, world_size: int) -> FrozenCopy:

@@ -20,6 +20,7 @@ from tessera.core.run_config import load_config
 from tessera.core.torch_internals import fake_tensor_mode
 from tessera.parallel.device_fit import DeviceFit, FitChange
 from tessera.parallel.live_memory import LiveMemory
+from tessera.parallel.plan_text import estimate_communication
 from tessera.tools import device_fit
 from tessera.tools.dry_run import Role, Uncountable, device_bytes
 from tessera.training.memory_keys import memory_keys
@@ -54,6 +55,9 @@ def test_devices_are_found_by_name_by_number_and_by_the_nearest_name() -> None:
     for wrong in ("", "-3", "nan", "0", "inf", "cpu"):
         with pytest.raises(TesseraError, match="no device is known"):
             find_size(wrong)
+    for absurd in ("1e-9", "0.8", "99999", "1e300"):
+        with pytest.raises(TesseraError, match="no device is of that size"):
+            find_size(absurd)
 
 
 class Counted:
@@ -143,6 +147,27 @@ def test_a_device_plan_counts_a_step_by_itself() -> None:
     assert found.fits
     assert found.held < found.total
     assert not found.uncounted
+
+
+def test_a_plan_made_without_an_accelerator_says_that_it_counts_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_accelerator", lambda: None)
+    guessed = tessera.plan(recipe(), world=2)
+    assert "as on the CPU" in guessed.describe()
+    assert "bfloat16" in guessed.counted_for
+    accelerator = {"train": {"device": devices.ACCELERATORS[0]}}
+    for said in (accelerator, {"train": {"device": "cpu"}}, {"precision": {"compute": "float32"}}):
+        assert not tessera.plan(recipe(**said), world=2).counted_for
+    sent = [sum(line.bytes for line in estimate_communication(tessera.plan(recipe(**said), world=2)))
+            for said in ({}, accelerator)]  # fmt: skip
+    assert sent[1] < 0.8 * sent[0]
+
+
+def test_weights_in_four_bits_count_as_parameters() -> None:
+    plain = tessera.plan(recipe(model={"lora": {}}))
+    packed = tessera.plan(recipe(model={"lora": {"quantize": "nf4"}}))
+    assert packed.parameters == plain.parameters
+    assert packed.trained == plain.trained
+    assert packed.memory[0].parameters < plain.memory[0].parameters
 
 
 def test_keys_that_a_run_cannot_be_resumed_with_are_marked() -> None:

@@ -57,6 +57,17 @@ def test_a_terminal_has_one_line_that_is_gone_at_the_end(clock: Clock, monkeypat
     assert text.rsplit("\r", 2)[1].strip() == ""
 
 
+def test_work_of_few_large_portions_shows_that_it_goes_on(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = on(Terminal(), monkeypatch)
+    with WorkProgress("running a step", 2, "roles") as shown:
+        clock.now += 12
+        shown.count(0)
+        assert "running a step: 0 of 2 roles so far, 12 s" in screen.getvalue()
+        clock.now += 8
+        shown.count(1)
+        assert "1 of 2 roles, 0.05/s, 20 s left" in screen.getvalue()
+
+
 def test_a_log_has_a_line_every_ten_seconds(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,6 +93,6 @@ def test_quick_work_and_other_ranks_say_nothing(
 
 def test_samples_are_counted_in_their_own_unit_and_nothing_done_is_no_error(clock: Clock) -> None:
     shown = WorkProgress("evaluating", 500, "samples")
-    assert shown.line(clock.now) == "evaluating: 0 of 500 samples, 0/s, 0 s left"
+    assert shown.line(clock.now) == "evaluating: 0 of 500 samples so far, 0 s"
     shown.count(50)
     assert shown.line(clock.now + 5) == "evaluating: 50 of 500 samples, 10/s, 45 s left"

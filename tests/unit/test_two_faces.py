@@ -114,6 +114,15 @@ def test_both_faces_have_the_same_verbs() -> None:
         assert callable(getattr(tessera, name)), name
 
 
+def test_the_package_runs_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "tessera", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"tessera {tessera.__version__} (Python")
+    wrong = subprocess.run([sys.executable, "-m", "tessera", "trian"], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "trian" in wrong.stderr
+
+
 def test_folders_are_named_by_text_or_by_path(run: tessera.Run, data: Path, tmp_path: Path) -> None:
     folder, picture = str(run.folder), data / "pictures/1-0.png"
     assert tessera.report(folder) == tessera.report(run.folder) == run.folder / "report.html"
