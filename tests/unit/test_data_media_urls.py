@@ -213,6 +213,27 @@ def test_urls_that_cannot_be_meant_are_refused(policy: UrlPolicy, url: str) -> N
         download(url, policy)
 
 
+def test_an_image_that_was_kept_is_refused_where_its_host_no_longer_is_allowed(
+    server: tuple[str, list[str]], policy: UrlPolicy
+) -> None:
+    here, by_name = server[0], server[0].replace("127.0.0.1", "localhost")
+    ANSWERS["/to-name.png"] = lambda request: send(request, b"", 302, Location=f"{by_name}/a.png")
+    for url in (f"{here}/a.png", f"{here}/to-name.png"):
+        assert fetch_image(url, policy).read_bytes() == png()
+        with pytest.raises(TesseraError, match=r"none of data\.urls\.hosts"):
+            fetch_image(url, replace(policy, hosts=("example.org",)))
+        with pytest.raises(TesseraError, match="more than 10 bytes"):
+            fetch_image(url, replace(policy, max_bytes=10))
+    asked = len(server[1])
+    only = replace(policy, hosts=("127.0.0.1",))
+    assert fetch_image(f"{here}/a.png", only).is_file()
+    with pytest.raises(TesseraError, match=r"localhost is none of data\.urls\.hosts"):  # a redirect led there
+        fetch_image(f"{here}/to-name.png", only)
+    assert len(server[1]) == asked
+    with pytest.raises(TesseraError, match="no public address"):  # it was fetched where private addresses were allowed
+        fetch_image(f"{here}/a.png", replace(policy, private=False))
+
+
 def test_only_named_hosts_are_asked(server: tuple[str, list[str]], policy: UrlPolicy) -> None:
     with pytest.raises(TesseraError, match=r"127\.0\.0\.1 is none of data\.urls\.hosts"):
         download(f"{server[0]}/a.png", replace(policy, hosts=("example.org",)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import ipaddress
+import json
 import os
 import socket
 import ssl
@@ -31,6 +32,7 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 # What counts as public by its number alone, and is not: local to a site, of protocols, of a cloud's own services.
 _NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("fec0::/10", "3fff::/20", "192.0.0.0/24", "168.63.129.16/32")))
+_NOTE = ".json"  # beside a kept image: the URLs that led to it, where they are more than its own
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P4", b"P5", b"P6", b"P1", b"P2", b"P3")
 
 
@@ -51,17 +53,26 @@ def is_url(value: object) -> bool:
 
 def fetch_image(url: str, policy: UrlPolicy) -> Path:
     """Return the file that holds the image of a URL, fetched now or before. Raise `TesseraError` if it may not be
-    fetched, or cannot be."""
+    fetched, or cannot be.
+
+    What was fetched before is judged by the policy of now: a host that is no longer allowed gives nothing.
+    """
+    _checked_url(url, policy)
     key = hashlib.sha256(url.encode(errors="surrogatepass")).hexdigest()
     file = _cache_folder(policy) / key[:2] / key
-    if file.is_file():
+    if file.is_file() and _is_still_allowed(file, url, policy):
         return file
-    content = download(url, policy)
+    content, way = _followed(url, policy)
     if not _is_image(content):
         raise TesseraError(f"no image: {url:.200} ({len(content)} bytes of something else)")
     part = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        note = file.with_name(file.name + _NOTE)
+        note.unlink(missing_ok=True)
+        if policy.private or len(way) > 1:  # before the image: without it nothing is known of the way
+            part.write_text(json.dumps({"urls": way, "private": policy.private}), encoding="utf-8")
+            os.replace(part, note)
         part.write_bytes(content)
         os.replace(part, file)
     except OSError as error:
@@ -69,6 +80,22 @@ def fetch_image(url: str, policy: UrlPolicy) -> Path:
             f"a fetched image cannot be kept: {error.strerror}", where=str(file.parent), fix="set data.urls.cache"
         ) from None
     return file
+
+
+def _is_still_allowed(file: Path, url: str, policy: UrlPolicy) -> bool:
+    """Return whether a kept image need not be asked for again; raise where it may not be used."""
+    if file.stat().st_size > policy.max_bytes:
+        raise TesseraError(f"cannot be fetched: {url:.200} (more than {policy.max_bytes} bytes)")
+    try:
+        said = json.loads(file.with_name(file.name + _NOTE).read_text(encoding="utf-8"))
+        way, private = list(said["urls"]), bool(said["private"])
+    except FileNotFoundError:  # it came from the host of the URL, at a public address
+        return True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    for place in way:
+        _checked_url(str(place), policy)
+    return policy.private or not private
 
 
 def _cache_folder(policy: UrlPolicy) -> Path:
@@ -85,8 +112,15 @@ def _is_image(content: bytes) -> bool:
 
 def download(url: str, policy: UrlPolicy) -> bytes:
     """Return what a URL gives, within the limits of a policy."""
+    return _followed(url, policy)[0]
+
+
+def _followed(url: str, policy: UrlPolicy) -> tuple[bytes, list[str]]:
+    """Return what a URL gives, and all URLs on the way to it, the first and the last included."""
     deadline, at = time.monotonic() + policy.timeout_s, url
+    way: list[str] = []
     for _ in range(_MAX_REDIRECTS + 1):
+        way.append(at)
         parts = _checked_url(at, policy)
         try:
             with _connection(parts, policy, deadline) as connection:
@@ -96,7 +130,7 @@ def download(url: str, policy: UrlPolicy) -> bytes:
             why = f"took longer than {policy.timeout_s:g} s" if slow else first_line(error)
             raise TesseraError(f"cannot be fetched: {at:.200} ({why})") from None
         if isinstance(found, bytes):
-            return found
+            return found, way
         try:
             there = urljoin(at, found)
         except ValueError as error:
