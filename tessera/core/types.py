@@ -535,7 +535,10 @@ class RowSource(ABC):
 
     @property
     def identity(self) -> str:
-        """Return a hash that changes whenever a row would hold other samples; empty: the source does not know."""
+        """Return a hash that changes whenever a row would hold other samples; empty: the source does not know.
+
+        There may be several, with a slash between them: where one of them is as before, rows hold the same samples.
+        """
         return ""
 
     @property

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -37,6 +37,55 @@ _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios", "image_u
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 log = logging.getLogger("tessera")
+
+
+@runtime_checkable
+class _ArrowTable(Protocol):
+    """Declare what is used of a table of pyarrow. None of these libraries is needed here."""
+
+    column_names: Any
+
+    def to_pylist(self) -> list[dict[str, Any]]: ...
+
+
+@runtime_checkable
+class _PolarsFrame(Protocol):
+    """Declare what is used of a table of polars."""
+
+    columns: Any
+
+    def to_dicts(self) -> list[dict[str, Any]]: ...
+
+
+@runtime_checkable
+class _PandasFrame(Protocol):
+    """Declare what is used of a table of pandas."""
+
+    columns: Any
+    iloc: Any
+
+    def to_dict(self, orient: str) -> list[dict[str, Any]]: ...
+
+
+def as_records(dataset: Any) -> Any:
+    """Return the rows of a table in memory (of pandas, polars or pyarrow) as a list; anything else as it is.
+
+    A cell without a value is no key of its row.
+    """
+    if isinstance(dataset, _ArrowTable):
+        rows = dataset.to_pylist()
+    elif isinstance(dataset, _PolarsFrame):
+        rows = dataset.to_dicts()
+    elif isinstance(dataset, _PandasFrame):
+        rows = dataset.to_dict("records")
+    else:
+        return dataset
+    return [{str(name): cell for name, cell in row.items() if not _is_missing(cell)} for row in rows]
+
+
+def _is_missing(cell: Any) -> bool:
+    """Return whether a cell of a table has no value: None, NaN, or what pandas writes for these."""
+    return cell is None or (isinstance(cell, float) and cell != cell) or type(cell).__name__ in ("NAType", "NaTType")
 
 
 def are_rows(dataset: Any) -> bool:

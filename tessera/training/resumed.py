@@ -21,7 +21,7 @@ def check_resumed(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) 
             where="train.seed",
             fix=f"set train.seed={before['seed']}",
         )
-    if before.get("data") and before["data"] != now["data"]:
+    if before.get("data") and not set(str(before["data"]).split("/")) & set(str(now["data"]).split("/")):
         log.logger().warning(
             "the data, or the way it is packed, has changed since step %d was saved: rows hold other samples now, "
             "of which some may come again and some not in this pass",

@@ -30,7 +30,7 @@ from tessera.models.common.side_files import SEAL, damaged_side_files
 from tessera.observe.report.plot import Plot, plot_run, table_of
 from tessera.training.build import build_trainer
 from tessera.training.callbacks import named_callbacks
-from tessera.training.given_rows import KINDS, GivenRows
+from tessera.training.given_rows import KINDS, GivenRows, as_records
 from tessera.training.init_weights import check_first_weights
 from tessera.training.run_folder import PublishRun, RunFolder, check_fresh, given_objects, writable
 from tessera.training.setup import ModelSetup, Objects, build_meta_model, with_model_resolved
@@ -81,13 +81,15 @@ def train(
 ) -> Run:
     """Train from the start. A folder that already holds a run is left alone unless `overwrite` says otherwise.
 
-    `dataset` and `eval_dataset`: a list of rows, `{"messages": [...]}` with images as paths or PIL images, in place of
-    `data.train` and `data.eval`. The run folder keeps them, so a resume needs nothing else.
+    `dataset` and `eval_dataset`: a list of rows, `{"messages": [...]}` with images as paths or PIL images, or a table
+    of pandas, polars or pyarrow, in place of `data.train` and `data.eval`. The run folder keeps them, so a resume needs
+    nothing else.
 
     Whatever a recipe names by an import path can be given as an object instead: `model` (with the weights it begins
     with), `task`, `dataset` and `eval_dataset` (a torch Dataset or DataLoader), and `optimizer` (a function of the
     parameter groups, such as an optimizer class). `resume` has to be given the same.
     """
+    dataset, eval_dataset = as_records(dataset), as_records(eval_dataset)
     rows = GivenRows.of(dataset, eval_dataset)
     settings = dict(overrides or {})
     if rows.splits:
@@ -124,6 +126,7 @@ def resume(
     `trust`: a folder that you did not make may name code to import and call; True says that you trust it, a set of
     import paths that you trust these. A run that was given objects (see `train`) has to be given them again, except for
     a list of rows, which the run folder keeps."""
+    dataset, eval_dataset = as_records(dataset), as_records(eval_dataset)
     rows = GivenRows.of(dataset, eval_dataset)
     rows.check_kept(Path(run))
     left = {"train": dataset, "eval": eval_dataset} | dict.fromkeys(rows.splits)

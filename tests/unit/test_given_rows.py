@@ -11,6 +11,7 @@ from PIL import Image
 
 import tessera
 from tessera.core.errors import TesseraError
+from tessera.training.given_rows import are_rows, as_records
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -45,6 +46,7 @@ def test_a_list_of_rows_trains_as_its_file_does_and_resumes_from_the_folder_alon
     moved = tmp_path / "moved"
     run.folder.rename(moved)
     assert losses(tessera.resume(moved, {"train.steps": 3})) == losses(from_file)
+    assert "has changed" not in (moved / "logs/rank-00000.log").read_text()
     again = rows_of(data, opened=True)
     tessera.resume(moved, {"train.steps": 3}, dataset=again)  # the same rows once more do no harm
     again[0]["messages"][1]["content"] = "other words"
@@ -63,6 +65,33 @@ def test_rows_name_files_anywhere_relative_to_the_working_folder(
     assert kept[1]["messages"][0]["content"][0]["image"] == str(data / "pictures/1-0.png")
     assert not (run.folder / "quarantine.jsonl").exists()
     assert [row for row in run.metrics if row["kind"] == "eval"]
+
+
+class PandasLike:
+    """Behave as a DataFrame of pandas where rows are asked for; a column is its name, and no row has a number."""
+
+    columns, iloc = ("text", "score"), None
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, key: object) -> None:
+        raise KeyError(key)
+
+    def to_dict(self, orient: str) -> list[dict[str, Any]]:
+        assert orient == "records"
+        return [{"text": "a", "score": float("nan")}, {"text": "b", "score": 2.0}]
+
+
+def test_tables_in_memory_are_lists_of_rows() -> None:
+    found = as_records(PandasLike())
+    assert found == [{"text": "a"}, {"text": "b", "score": 2.0}]
+    assert are_rows(found)
+    given = [{"text": "a", "score": None}]
+    assert as_records(given) is given
+    arrow = pytest.importorskip("pyarrow")
+    made = as_records(arrow.table({"text": ["a", "b"], "score": [None, 2.0]}))
+    assert made == [{"text": "a"}, {"text": "b", "score": 2.0}]
 
 
 def test_what_cannot_be_a_row_is_named_with_its_place(data: Path, tmp_path: Path) -> None:

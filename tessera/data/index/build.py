@@ -21,7 +21,7 @@ import numpy as np
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import SourceSection
-from tessera.data.index.measure import Measured, MeasureRows, Workers, bad_rows, measure_all
+from tessera.data.index.measure import COMMON, Measured, MeasureRows, Workers, bad_rows, measure_all
 from tessera.data.index.split import (
     SourceIndex,
     SplitIndex,
@@ -43,6 +43,7 @@ log = logging.getLogger("tessera")
 
 FORMAT = 3  # of the kept files, and of what an index means: raise it when either changes
 Policy = Literal["skip", "fail"]
+_CONTENT = "content_hash"
 _NOT_MEASURED = ("jpeg_draft",)  # limits that change how media is decoded, and not what headers tell
 
 
@@ -75,7 +76,8 @@ def build_index(
             where=", ".join(str(section.path) for section in sections),
         )
     identity = _digest([[part.tables.about["key"], part.tables.about["digest"]] for part in parts])
-    return SplitIndex(parts, starts, maker.repeats(parts, identity), identity)
+    content = _digest([processor.fingerprint, *(_content(part.tables) for part in parts)])
+    return SplitIndex(parts, starts, maker.repeats(parts, identity), identity, content)
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ class _Maker:
         digest = hashlib.sha256()
         for name in ("row", "column.tokens"):
             digest.update(np.ascontiguousarray(made.get(name, np.empty(0, np.int32))).data)
-        made.about |= {"key": key, "digest": digest.hexdigest()}
+        made.about |= {"key": key, "digest": digest.hexdigest(), _CONTENT: _content(made)}
         kept = keep_tables(file, made)
         if parts is not None:
             shutil.rmtree(parts, ignore_errors=True)
@@ -191,6 +193,16 @@ class _Maker:
         count = int(tables.about["bad_count"])
         if self.policy == "fail" and count:
             raise bad_sample_error(*bad_rows(tables)[0][1:], str(source.path), count - 1)
+
+
+def _content(tables: AnyTables) -> str:
+    """Return a hash of the samples and their lengths, wherever their files lie."""
+    if _CONTENT in tables.about:
+        return str(tables.about[_CONTENT])
+    digest = hashlib.sha256()
+    for name in (*COMMON, "column.tokens"):
+        digest.update(np.ascontiguousarray(tables.get(name, np.empty(0, np.int32))).data)
+    return digest.hexdigest()
 
 
 def _digest(facts: object) -> str:

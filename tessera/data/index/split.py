@@ -216,7 +216,8 @@ class SplitIndex:
     parts: tuple[SourceIndex, ...]
     starts: np.ndarray  # [parts + 1]: number of the first sample of each part
     repeats: AnyTables  # of samples whose id was given before: "sample", rising, and "times" it was
-    identity: str  # another one means other samples or measures
+    identity: str  # another one means other samples or measures, or that files were moved
+    content: str  # another one means other samples or lengths, wherever the files lie
 
     def __len__(self) -> int:
         return int(self.starts[-1])

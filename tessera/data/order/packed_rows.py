@@ -58,8 +58,9 @@ class PackedRows(RowSource):
 
     @property
     def identity(self) -> str:
-        """Return a hash that changes whenever a row would hold other samples than before."""
-        return hashlib.sha256(f"{self.index.identity} {self.order.identity}".encode()).hexdigest()[:16]
+        """Return a hash by the files, and one by the samples in them, which stays when files are moved or copied."""
+        indexes = (self.index.identity, self.index.content)
+        return "/".join(hashlib.sha256(f"{one} {self.order.identity}".encode()).hexdigest()[:16] for one in indexes)
 
     def __len__(self) -> int:
         return len(self.order)
