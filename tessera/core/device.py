@@ -152,7 +152,9 @@ def binds_cores_itself() -> bool:
 
 
 # Of accelerators whose memory is counted on another machine: what decides which tensors a step keeps.
-_COUNTED_ABILITIES = {"cuda": ("flash_attention", "tensor_cores", "wide_sums", "fused_optimizer", "grouped_mm")}
+_COUNTED_ABILITIES = {
+    "cuda": ("flash_attention", "tensor_cores", "wide_sums", "fused_optimizer", "grouped_mm", "no_memory")
+}
 _COUNTED: ContextVar[str | None] = ContextVar("counted", default=None)
 
 
@@ -188,6 +190,8 @@ def supports(device: torch.device, what: str) -> bool:
         return device.type != "cpu"
     if what == "fused_optimizer":
         return device.type in ("cuda", "cpu")
+    if what == "no_memory":  # tensors of a dry run that stand for those of an accelerator
+        return False
     if what == "grouped_mm":
         return device.type in ("cuda", "cpu")
     raise AssertionError(f"unknown capability {what!r}")

@@ -59,11 +59,18 @@ def fake_store() -> dist.Store:
 def fake_tensor_mode() -> FakeTensorMode:
     """Return the mode in which tensors have shapes and no memory, also where real ones are passed in.
 
-    Public alternative: the meta device, once operations on it keep the device that was asked for.
+    Public alternative: the meta device, once operations on it keep the device that was asked for. In torch 2.11 a
+    product with a wider sum (`addmm` with `out_dtype`) takes the dtype for a factor there; its result is `out`.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    class Mode(FakeTensorMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.addmm.dtype_out:
+                return kwargs["out"]
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return Mode(allow_non_fake_inputs=True)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,29 @@ def _rms_norm_fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+def _rms_norm_counted(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Keep what the fused kernel of accelerators keeps. For a CPU torch composes it of operations that keep five times
+    as much, also where tensors have no memory."""
+    if x.dtype != weight.dtype:  # composed there too
+        return _rms_norm_fused(x, weight, eps)
+    out: Tensor = _CountedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _CountedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(
+            x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+        )
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
 def _layer_norm_eager(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     wide = x.float()
     centred = wide - wide.mean(-1, keepdim=True)
@@ -53,7 +76,12 @@ def _layer_norm_fused(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 
 
 RMS_NORM = DispatchedOp(
-    "rms_norm", (Implementation("fused", _rms_norm_fused), Implementation("eager", _rms_norm_eager))
+    "rms_norm",
+    (
+        Implementation("counted", _rms_norm_counted, needs=("no_memory",)),
+        Implementation("fused", _rms_norm_fused),
+        Implementation("eager", _rms_norm_eager),
+    ),
 )
 LAYER_NORM = DispatchedOp(
     "layer_norm", (Implementation("fused", _layer_norm_fused), Implementation("eager", _layer_norm_eager))

@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from bench.plan_memory import real_step, recipe
+from tessera.core import device as devices
 from tessera.core import dist
+from tessera.core.torch_internals import fake_tensor_mode
 from tessera.ops.fused_attention import backward_workspace
+from tessera.ops.linear import accumulate_matmul
+from tessera.ops.pointwise import rms_norm
+from tessera.parallel.live_memory import LiveMemory
 from tessera.tools.dry_run import run_role
 
 ADAPTERS = {"model.lora": {"rank": 4}}
@@ -39,3 +44,30 @@ def test_what_attention_needs_while_it_runs_is_counted() -> None:
     q, k = torch.zeros(8, 4, 16, dtype=torch.bfloat16), torch.zeros(8, 2, 16, dtype=torch.bfloat16)
     assert backward_workspace([None, q, q]) == 4 * (8 * 4 * 16 + 8 * 4)
     assert backward_workspace([None, q, k]) == 4 * (8 * 4 * 16 + 8 * 4) + 2 * q.nbytes
+
+
+def test_a_norm_that_is_counted_for_an_accelerator_keeps_its_input_and_one_number_of_each_row() -> None:
+    """As the fused kernel there does. On a CPU torch composes the norm, and keeps five times as much."""
+    kept = {}
+    for device in ("cpu", "cuda"):
+        with devices.counted_as(device), fake_tensor_mode():
+            x = torch.empty(64, 32, dtype=torch.bfloat16, requires_grad=True)
+            weight = torch.empty(32, dtype=torch.bfloat16, requires_grad=True)
+            with LiveMemory() as memory:
+                out = rms_norm(x, weight, 1e-6)
+                kept[device] = memory.live - out.nbytes
+                out.sum().backward()
+            assert x.grad is not None
+            assert x.grad.shape == x.shape
+            assert weight.grad is not None
+            assert weight.grad.shape == weight.shape
+    assert kept["cuda"] == 64 * 4
+    assert kept["cpu"] > 64 * 32 * 2
+
+
+def test_products_with_wide_sums_are_counted_without_memory_of_their_own() -> None:
+    with devices.counted_as("cuda"), fake_tensor_mode():
+        total, a = torch.empty(8, 8), torch.empty(8, 8, dtype=torch.bfloat16)
+        with LiveMemory() as memory:
+            accumulate_matmul(total, a, a)
+    assert memory.most == 0
