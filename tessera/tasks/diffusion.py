@@ -10,122 +10,45 @@ Latents and embeddings come with the batch as features, or from frozen encoders 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from random import Random
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
 from tessera.core import device as devices
-from tessera.core.config import Section, build
+from tessera.core.config import build
 from tessera.core.dist import World
 from tessera.core.errors import TesseraError
 from tessera.core.generation import GenerationForm, Objective
 from tessera.core.layouts import pipeline_folder
-from tessera.core.rng import derive, generator
+from tessera.core.rng import generator
 from tessera.core.run_config import RunConfig
 from tessera.core.task import Counts, FrozenModule, FrozenPart, Losses, LossTerm, Metric, Task
 from tessera.core.types import Batch, ModelSpec, Prediction, Stream
 from tessera.models.common.edit_images import EMPTY_IDS, SHOWN, EditImages, edit_form
-from tessera.models.common.noise_levels import TIMES, NoiseLevel, NoiseLevels, TimeOptions, training_target
+from tessera.models.common.feature_facts import reads_features
+from tessera.models.common.noise_levels import TIMES, NoiseLevel, NoiseLevels, training_target
 from tessera.models.common.pipeline_parts import IMAGE_ENCODER, VAE, PipelineFolder
 from tessera.models.common.sample_encoders import (
     IMAGE_EMBEDS,
     Disturb,
-    Given,
     SampleEncoders,
     id_names,
     latent_lengths,
     without_captions,
 )
+from tessera.tasks.diffusion_options import DTYPES, DiffusionOptions, PlacedSample
 
+log = logging.getLogger("tessera")
 LATENTS = "latents"  # the count: numbers in the latents that are trained on
 LOSS = "diffusion_loss"
 BANDS = ("low", "middle", "high")  # thirds of the times, by noise
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class VaeOptions(Section):
-    """Declare where the VAE lives and how it encodes."""
-
-    residence: Literal["device", "offloaded"] = "device"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    tiling: bool = Field(False, description="encode large frames in overlapping tiles")
-    slicing: bool = Field(False, description="encode videos of one shape one after another")
-
-
-class TextEncoderOptions(Section):
-    """Declare where text encoders live."""
-
-    residence: Literal["device", "sharded", "offloaded"] = "sharded"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-
-
-class EncoderOptions(Section):
-    """Declare the frozen encoders of a run that reads images and videos, not features of them."""
-
-    folder: Path | None = Field(None, description="diffusers folder with vae and text encoders; default: model.path")
-    steps: int = Field(
-        1, gt=0, le=1000, description="steps whose samples are encoded together: each encoder comes to the device once"
-    )
-    vae: VaeOptions = Field(default_factory=VaeOptions)
-    text: TextEncoderOptions = Field(default_factory=TextEncoderOptions)
-
-
-class GivenNoise(Section):
-    """Declare the noise on given images: its strength is log-normal, so that a model does not copy them."""
-
-    mean: float = Field(-3.0, ge=-100, le=10, description="of the logarithm of its strength, pixels being -1 to 1")
-    std: float = Field(0.5, ge=0, le=10)
-
-
-class DiffusionOptions(TimeOptions):
-    """Declare `train.task_options` of `DiffusionTask`."""
-
-    objective: Objective | None = Field(None, description="what the model predicts; default: as the family does")
-    caption_dropout: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of samples without their caption, for classifier-free guidance: they get the empty caption, "
-        "or zeros where features have none",
-    )
-    given: Given = Field(
-        "none", description="frames of a video that the model is given: none, the first, or the first and the last"
-    )
-    given_noise: GivenNoise | None = Field(
-        None, description="noise on given images before they are encoded, as CogVideoX I2V is trained; {}: as published"
-    )
-    given_dropout: float = Field(
-        0.0, ge=0, le=1, description="share of samples without their given image: its channels are zeros (CogVideoX)"
-    )
-    guidance: float = Field(1.0, ge=0, le=100, description="guidance scale that a distilled model reads")
-    encoders: EncoderOptions | None = Field(
-        None, description="encode images, videos and captions in every step; default: the data are features of them"
-    )
-
-
-@dataclass(frozen=True)
-class PlacedSample:
-    """Hold one segment of the main sequence, as the host knows it: what its randomness depends on."""
-
-    seed: int  # of its row
-    place: int  # in its row
-    latents: int  # latent tokens
-
-    def chance(self, purpose: str) -> Random:
-        """Return what draws plain numbers: these stay on the host."""
-        return Random(derive(self.seed, purpose, self.place))
-
-    def noise(self, values: int) -> Tensor:
-        return torch.randn(self.latents, values, generator=generator("cpu", self.seed, "noise", self.place))
 
 
 class DiffusionTask(Task):
@@ -139,6 +62,8 @@ class DiffusionTask(Task):
         self._index = ""  # the tensor with the elements of the main sequence that a rank has
         self._objective: Objective = self.options.objective or "flow"
         self._levels = NoiseLevels(self.options, self._objective)
+        self._online = self.options.encoders is not None  # and not features of all data
+        self._previews = False
         self._encoders: SampleEncoders | None = None
         self._empty: Callable[[], Sequence[Sequence[int]]] = tuple
         self._edit: Callable[[], EditImages] | None = None
@@ -197,12 +122,8 @@ class DiffusionTask(Task):
                     where=f"train.task_options.{key}",
                     fix=f"leave {key} out: it is for models such as CogVideoX I2V",
                 )
-        if self.options.given_noise is not None and self.options.encoders is None:
-            raise TesseraError(
-                "features hold given images as they were encoded, without noise",
-                where="train.task_options.given_noise",
-                fix="encode in every step (train.task_options.encoders={}), or leave given_noise out",
-            )
+        if self.options.encoders is None:
+            self._check_features()
         always = self.form.condition == "replace" and not self.form.token_times  # first frames have the time 0
         if given == "none" and (self.form.condition in ("mask_channels", "channels") or always):
             raise TesseraError(
@@ -212,13 +133,28 @@ class DiffusionTask(Task):
                 fix="train.task_options.given=first",
             )
 
+    def _check_features(self) -> None:
+        """Raise where the options ask for what features cannot give."""
+        if self.options.given_noise is not None:
+            raise TesseraError(
+                "features hold given images as they were encoded, without noise",
+                where="train.task_options.given_noise",
+                fix="train on the videos themselves and encode in every step (train.task_options.encoders={}), or "
+                "leave given_noise out",
+            )
+
     @property
     def _reads_last(self) -> bool:
         return self.form.condition == "mask_channels"
 
     def frozen_parts(self, config: RunConfig) -> Mapping[str, FrozenPart]:
         chosen = self.options.encoders
+        self._online = chosen is not None and not reads_features(config)
         if chosen is None:
+            return {}
+        if not self._online:
+            self._check_features()
+            self._previews = config.train.generate_every > 0
             return {}
         self.form.check_text("train.task_options.encoders")
         folder = chosen.folder or config.model.path
@@ -234,18 +170,21 @@ class DiffusionTask(Task):
             self._edit = partial(EditImages.load, parts.folder, edit)
         elif self.options.caption_dropout:
             self._empty = partial(parts.empty_caption, self.form)
-        make = partial(parts.autoencoder, dtype=_DTYPES[vae.dtype], tiling=vae.tiling, slicing=vae.slicing)
+        make = partial(parts.autoencoder, dtype=DTYPES[vae.dtype], tiling=vae.tiling, slicing=vae.slicing)
         found = {VAE: FrozenPart(partial(make, meta=True), make, vae.residence)}
         if self.form.image_embeds:
-            frames = partial(parts.frame_encoder, dtype=_DTYPES[vae.dtype])
+            frames = partial(parts.frame_encoder, dtype=DTYPES[vae.dtype])
             found[IMAGE_ENCODER] = FrozenPart(partial(frames, meta=True), frames, vae.residence)
         for form in self.form.text:
-            made = partial(parts.text_encoder, form, dtype=_DTYPES[text.dtype])
+            made = partial(parts.text_encoder, form, dtype=DTYPES[text.dtype])
             found[form.encoder] = FrozenPart(partial(made, meta=True), made, text.residence)
         return found
 
     def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:
-        if self.options.encoders is not None:
+        if self.options.encoders is not None and not self._online:
+            later = "; previews read them to sample" if self._previews else ""
+            log.info("the data are features: VAE and text encoders are not loaded to train%s", later)
+        if self._online:
             edit = None if self._edit is None else self._edit()
             self._encoders = SampleEncoders(self.form, components, self.options.given, self._empty(), edit)
 
@@ -351,10 +290,10 @@ class DiffusionTask(Task):
 
     @property
     def encode_steps(self) -> int:
-        return 1 if self.options.encoders is None else self.options.encoders.steps
+        return self.options.encoders.steps if self.options.encoders is not None and self._online else 1
 
     def encode(self, batches: Sequence[Batch]) -> list[Batch]:
-        if self._encoders is None or self.encode_steps == 1:
+        if self._encoders is None or self.encode_steps == 1 or any("clean" in batch for batch in batches):
             return list(batches)
         # Pixels of several steps need not wait on the device.
         read = {"frames", "references", SHOWN, EMPTY_IDS, *id_names(self.form)}
@@ -366,10 +305,10 @@ class DiffusionTask(Task):
         ]
 
     def inputs(self, batch: Batch) -> Batch:
-        if self._encoders is None:
-            batch = self._features(batch, self._dropped(batch))
-        elif "clean" not in batch:
+        if self._encoders is not None and "clean" not in batch:
             batch = self._encoders.encode(batch, self._dropped(batch), self._disturb(batch))
+        elif "clean" not in batch or not any(map(any, batch.shapes.get("frames", ()))):  # not encoded ahead
+            batch = self._features(batch, self._dropped(batch))
         if self.form.image_embeds and IMAGE_EMBEDS not in batch:
             raise TesseraError(
                 "this model reads embeddings of given frames, and the batch has none",

@@ -29,7 +29,8 @@ from tessera.core.task import Counts, FrozenModule, Losses, LossTerm, Metric, Re
 from tessera.core.types import Batch, Prediction
 from tessera.nn.lora import without_adapters
 from tessera.tasks import REFERENCE_MODEL
-from tessera.tasks.diffusion import DiffusionOptions, DiffusionTask, PlacedSample
+from tessera.tasks.diffusion import DiffusionTask
+from tessera.tasks.diffusion_options import DiffusionOptions, PlacedSample
 
 PAIRS = "pairs"  # the count
 REFERENCE_ERRORS = "reference_errors"

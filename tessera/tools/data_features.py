@@ -161,7 +161,8 @@ def _prepare(
     options = {**config.train.task_options, "encoders": config.train.task_options.get("encoders") or {}}
     train = config.train.model_copy(update={"task_options": options})
     # How the model will be sharded does not matter here, and each rank works for itself.
-    config = config.model_copy(update={"parallel": ParallelSection(), "train": train})
+    read = config.data.model_copy(update={"train": sets, "eval": sets})  # the other split may be features already
+    config = config.model_copy(update={"parallel": ParallelSection(), "train": train, "data": read})
     setup = build_meta_model(config, 1)
     processor, task = build_processor(config, setup), setup.task
     if not isinstance(task, DiffusionTask) or not isinstance(processor, GenerationProcessor):
@@ -182,9 +183,9 @@ def _prepare(
     where = chosen.folder or config.model.path
     assert where is not None, "the task has found its encoders there"
     where = pipeline_folder(where) or where
-    read = edit_form(where, form)
+    edit = edit_form(where, form)
     facts = {
-        "form": form_facts(form, read),
+        "form": form_facts(form, edit),
         "components": component_hashes(where, form),
         "options": {
             **processor.options.model_dump(mode="json"),
@@ -195,8 +196,8 @@ def _prepare(
         "data": rows.index.identity,
         "length": rows.length,
     }
-    if read is not None:  # then the empty caption is another one for each sample
-        images = EditImages.load(where, read)
+    if edit is not None:  # then the empty caption is another one for each sample
+        images = EditImages.load(where, edit)
         return SampleEncoders(form, parts, task.options.given, (), images, stores_empty=True), rows, facts
     empty = PipelineFolder(where).empty_caption(form)
     return SampleEncoders(form, parts, task.options.given, empty), rows, facts

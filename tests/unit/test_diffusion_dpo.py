@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import tessera
 from tessera.core.config import build
 from tessera.core.errors import TesseraError
-from tessera.core.run_config import DataSection
+from tessera.core.run_config import DataSection, load_config
 from tessera.core.task import FrozenModule
 from tessera.core.types import Batch, Prediction
 from tessera.data.kinds import KINDS, RowRequest
@@ -82,7 +82,7 @@ class Toy(torch.nn.Module):
 def bound_task(pipeline: Path, reference: torch.nn.Module, **options: Any) -> DiffusionDpoTask:
     task = DiffusionDpoTask(encoders={"text": {"dtype": "float32"}}, **options)
     task.bind(spec_of(CROSS), None)
-    config: Any = SimpleNamespace(model=SimpleNamespace(path=pipeline))
+    config = load_config({"name": "encoded", "model": {"path": str(pipeline)}, "train": {"steps": 1}})
     loaded = {name: FrozenModule(part.load(), CPU, part.residence) for name, part in task.frozen_parts(config).items()}
     world: Any = SimpleNamespace(device=CPU)
     task.setup({**loaded, "reference": FrozenModule(reference, CPU, "sharded")}, world)

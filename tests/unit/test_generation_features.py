@@ -15,11 +15,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import tessera
+from tessera.core.dist import World
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import load_config
+from tessera.core.task import FrozenModule
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.features import EMPTY, MANIFEST
+from tessera.tasks import build_task
 from tessera.tools import data_features
 from tessera.tools.data_features import PLAN, write_features
 from tessera.training.build import build_processor
@@ -28,6 +31,7 @@ from tests.toys.generation_set import write_image, write_jsonl, write_video
 from tests.toys.pipeline_folder import write_pipeline_folder
 
 LENGTH = 24
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +134,35 @@ def test_training_on_features_equals_training_on_media(world: Path, tmp_path: Pa
     texts = [shape[0] for name, shape in stored_shapes(folder) if name.endswith(".text")]
     assert max(texts) < 8  # zeros that follow a caption are not stored
     online = tessera.train({**media, "out": str(tmp_path / "a")})
-    stored = recipe(world, folder, model=model)
-    stored["train"]["task_options"]["caption_dropout"] = 0.5  # the empty caption is among the features
+    stored = {**media, "data": {**media["data"], "train": str(folder)}}  # the empty caption is among the features
+    assert set(build_meta_model(load_config(media), 1).plan.frozen_components) == {"vae", "text_encoder"}
+    assert not build_meta_model(load_config(stored), 1).plan.frozen_components  # nothing is left to encode
     offline = tessera.train({**stored, "out": str(tmp_path / "b")})
     losses = [[row["loss"] for row in run.metrics if row["kind"] == "train"] for run in (online, offline)]
     assert len(losses[0]) == 3
     assert torch.allclose(*(torch.tensor(some) for some in losses), rtol=1e-5)
     assert losses[0][0] != losses[0][1]
+
+
+def test_encoders_are_read_where_held_out_data_are_media(world: Path, features: Path) -> None:
+    measured, media = recipe(world, features), recipe(world)
+    measured["data"]["eval"] = media["data"]["train"]
+    encoders = {**media["train"]["task_options"]["encoders"], "steps": 2}
+    measured["train"] |= {"eval_every": 1, "task_options": {"encoders": encoders, "caption_dropout": 1.0}}
+    setup = build_meta_model(load_config(measured), 1)
+    assert set(setup.plan.frozen_components) == {"vae", "text_encoder"}
+    parts = {name: FrozenModule(part.load(), CPU, "device") for name, part in setup.parts.items()}
+    setup.task.setup(parts, World(0, 1, 0, CPU))
+    read = rows_of(measured).batch([0])
+    (batch,) = setup.task.encode([read])
+    assert batch is read
+    assert not torch.equal(setup.task.inputs(batch)["text"], read["text"])  # captions of features are dropped as well
+
+
+def test_noise_on_given_images_is_refused_where_the_data_are_features(world: Path, features: Path) -> None:
+    task = build_task("diffusion", {"encoders": {}, "given_noise": {}})
+    with pytest.raises(TesseraError, match="as they were encoded, without noise"):
+        task.frozen_parts(load_config(recipe(world, features)))
 
 
 def test_batches_of_features_are_packed_as_media_are(world: Path, features: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from tessera.core.errors import TesseraError
 from tessera.core.generation import GenerationForm, TextForm
+from tessera.core.run_config import load_config
 from tessera.core.task import FrozenModule
 from tessera.core.types import Batch, Segments
 from tessera.models.common.pipeline_parts import PipelineFolder
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def online_task(folder: Path, form: GenerationForm, **options: Any) -> DiffusionTask:
     task = DiffusionTask(encoders={"text": {"dtype": "float32"}}, **options)
     task.bind(spec_of(form), None)
-    config: Any = SimpleNamespace(model=SimpleNamespace(path=folder))
+    config = load_config({"name": "encoded", "model": {"path": str(folder)}, "train": {"steps": 1}})
     parts = task.frozen_parts(config)
     world: Any = SimpleNamespace(device=CPU)
     task.setup({name: FrozenModule(part.load(), CPU, part.residence) for name, part in parts.items()}, world)
@@ -162,7 +163,7 @@ def test_given_frames_are_channels_as_in_the_published_pipeline(folder: Path, gi
 def test_online_encoding_without_a_folder_is_refused() -> None:
     task = DiffusionTask(encoders={})
     task.bind(spec_of(FORM), None)
-    config: Any = SimpleNamespace(model=SimpleNamespace(path=None))
+    config = load_config({"name": "encoded", "model": {"family": "wan"}, "train": {"steps": 1}})
     with pytest.raises(TesseraError, match="VAE and text encoders"):
         task.frozen_parts(config)
 

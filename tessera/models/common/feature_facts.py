@@ -11,6 +11,8 @@ from typing import Any
 
 from tessera.core.generation import EditForm, GenerationForm
 from tessera.core.layouts import DiffusersFolder
+from tessera.core.run_config import RunConfig
+from tessera.data.sources.features import MANIFEST
 from tessera.models.common.pipeline_parts import IMAGE_ENCODER, VAE
 
 _BLOCK, _BLOCKS = 1 << 16, 128  # bytes, and how many of them are read of a file of weights
@@ -52,3 +54,9 @@ def weights_hash(files: Sequence[Path]) -> str:
             opened.seek(max(0, size - _BLOCK))
             digest.update(opened.read(_BLOCK))
     return digest.hexdigest()
+
+
+def reads_features(config: RunConfig) -> bool:
+    """Return whether all that a run reads are features."""
+    sets = [*config.data.train, *(config.data.eval if config.train.eval_interval else [])]
+    return bool(sets) and all((source.path / MANIFEST).is_file() for source in sets)
