@@ -41,6 +41,9 @@ class DiffusionDpoOptions(DiffusionOptions):
     """Declare `train.task_options` of `DiffusionDpoTask`."""
 
     beta: float = Field(2500.0, gt=0, le=1e9, description="how far the model may move from the reference: less is more")
+    beta_by_time: bool = Field(
+        False, description="multiply beta by the time of a pair's noise level, 0 to 1000, as MindSpeed-MM does"
+    )
 
 
 class PriorModel(Reference):
@@ -130,6 +133,8 @@ class DiffusionDpoTask(DiffusionTask):
         change = sample_errors(outputs, batch) - batch[REFERENCE_ERRORS]
         better, worse = change.view(-1, 2).unbind(1)
         margin = -0.5 * self.options.beta * (better - worse)
+        if self.options.beta_by_time:
+            margin = margin * batch["timesteps"].index_select(0, batch[_PAIR]).view(-1, 2)[:, 0]
         with torch.no_grad():
             values = {"margin": margin, "accuracy": (margin > 0).float(), "error_change_chosen": better}
             metrics = {name: Metric(value.sum(), PAIRS) for name, value in values.items()}

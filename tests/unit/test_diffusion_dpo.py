@@ -89,9 +89,10 @@ def bound_task(pipeline: Path, reference: torch.nn.Module, **options: Any) -> Di
     return task
 
 
-def test_any_split_gives_the_gradient_of_the_published_loss(data: Path, pipeline: Path) -> None:
-    rows, beta = rows_of(data, pipeline), 3.0
-    task = bound_task(pipeline, Toy(1), beta=beta)
+@pytest.mark.parametrize("by_time", [False, True])
+def test_any_split_gives_the_gradient_of_the_published_loss(data: Path, pipeline: Path, by_time: bool) -> None:
+    rows, beta = rows_of(data, pipeline), 0.006 if by_time else 3.0
+    task = bound_task(pipeline, Toy(1), beta=beta, beta_by_time=by_time)
     whole = rows.batch([0, 1])
     made = task.inputs(whole)
     model, prior = Toy(2).double(), Toy(1).double()
@@ -105,7 +106,8 @@ def test_any_split_gives_the_gradient_of_the_published_loss(data: Path, pipeline
     total = torch.zeros((), dtype=torch.float64)
     for better, worse in ((0, 1), (2, 3), (4, 5), (6, 7)):
         change = (errors[0][better] - errors[0][worse]) - (errors[1][better] - errors[1][worse]).detach()
-        total = total - F.logsigmoid(-0.5 * beta * change)
+        scale = beta * float(made["timesteps"][better]) if by_time else beta
+        total = total - F.logsigmoid(-0.5 * scale * change)
     (total / 4).backward()
     for split in ([whole], [rows.batch([0]), rows.batch([1])]):
         trained = Toy(2)

@@ -7,7 +7,8 @@ prints the log line that scripts parse and writes `latest_checkpointed_iteration
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ from tessera.compat.mindspeed_mm.report import JobReport
 from tessera.compat.mindspeed_mm.sora_features import extract
 from tessera.compat.mindspeed_mm.sora_inference import write_videos
 from tessera.compat.state import set_args
-from tessera.core import log
+from tessera.core import dist, log
 from tessera.core.config import apply_overrides, parse_overrides
 from tessera.core.dist import environment_ranks
 from tessera.core.errors import TesseraError, reported
@@ -33,7 +34,6 @@ from tessera.inference.diffusion.progress import progress
 from tessera.training.run import resume, train
 
 NOT_HERE = {
-    "posttrain_sora_dpo.py": "preference optimisation of video generation",
     "posttrain_flux_dancegrpo.py": "reinforcement learning of image generation",
     "pretrain_omni.py": "models that understand and generate",
     "evaluate_gen.py": "benchmarks of generated videos",
@@ -51,6 +51,12 @@ def pretrain(argv: Sequence[str]) -> None:
     args = parse_args(argv)
     recipe, report = recipe_of(args)
     report.check()
+    if recipe["train"].get("task") == "diffusion_dpo":
+        raise TesseraError(
+            "the section dpo compares pairs of videos, which is a job of its own",
+            where=f"{args.mm_model}: dpo",
+            fix="start it with posttrain_sora_dpo.py, or leave the section out",
+        )
     _train(args, recipe, report)
 
 
@@ -62,6 +68,18 @@ def posttrain_dpo(argv: Sequence[str]) -> None:
     if recipe["train"].get("task") != "dpo":
         raise TesseraError(
             "the data has no pairs of answers", where=args.mm_data, fix='set "ranking": true, "chosen" and "rejected"'
+        )
+    _train(args, recipe, report)
+
+
+def posttrain_sora_dpo(argv: Sequence[str]) -> None:
+    """Train on pairs of videos, a better and a worse one."""
+    args = parse_args(argv)
+    recipe, report = recipe_of(args)
+    report.check()
+    if recipe["train"].get("task") != "diffusion_dpo":
+        raise TesseraError(
+            "no section says how pairs of videos are compared", where=args.mm_model, fix='"dpo": {"loss_beta": 2000}'
         )
     _train(args, recipe, report)
 
@@ -91,9 +109,31 @@ def inference(argv: Sequence[str]) -> None:
 
 def inference_sora(argv: Sequence[str]) -> None:
     """Write the videos that an inference JSON asks for, and print where they are."""
-    args = _alone(parse_args(argv))
-    for path in write_videos(args, progress()):
-        print(f"wrote {path}", flush=True)
+    args = parse_args(argv)
+    with _sampling_ranks(args) as parallel:
+        for path in write_videos(args, progress() if args.rank == 0 else None, parallel):
+            if args.rank == 0:
+                print(f"wrote {path}", flush=True)
+
+
+@contextmanager
+def _sampling_ranks(args: Args) -> Iterator[dict[str, int] | None]:
+    """Join the other ranks, and yield how all share the work; None: this is the only one.
+
+    Where no flag says it, all share the tokens of a video.
+    """
+    if args.pipeline_model_parallel_size > 1:
+        raise TesseraError(
+            "ranks share layers or tokens of a model that samples, not stages of it",
+            where="--pipeline-model-parallel-size",
+            fix="--pipeline-model-parallel-size 1; --context-parallel-size shares tokens",
+        )
+    if args.world_size == 1:
+        yield None
+        return
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    with dist.world("auto"):
+        yield {"tp": tensor, "cp": context if context > 1 else args.world_size // tensor}
 
 
 def extract_features(argv: Sequence[str]) -> None:

@@ -27,7 +27,10 @@ from tessera.core.yaml12 import StrictDumper
 HERE = Path(__file__).parent
 FSDP_TRAINER = Path("mindspeed_mm/fsdp/train/trainer.py")
 TOOLS = Path("mindspeed_mm/tools/tools.json")
-_TRAINING = ("pretrain_vlm.py", "pretrain_sora.py", "pretrain_transformers.py", "posttrain_qwen2vl_dpo.py")
+_TRAINING = (
+    *("pretrain_vlm.py", "pretrain_sora.py", "pretrain_transformers.py"),
+    *("posttrain_qwen2vl_dpo.py", "posttrain_sora_dpo.py"),
+)
 FEATURES = ("get_sora_feature.py", "get_wan_feature.py", "get_hunyuan_feature.py")  # one program, by the names of all
 _EMPTY = ("logs", "data", "ckpt")
 

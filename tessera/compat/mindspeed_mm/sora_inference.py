@@ -213,8 +213,11 @@ def _images(given: Any, prompts: int, source: str) -> list[list[str]]:
     return found
 
 
-def write_videos(args: Args, on_step: OnStep | None = None) -> Iterator[Path]:
-    """Yield each video of `--mm-model` when it is written, made by the model in `--load`."""
+def write_videos(
+    args: Args, on_step: OnStep | None = None, parallel: Mapping[str, int] | None = None
+) -> Iterator[Path]:
+    """Yield each video of `--mm-model` when it is written, made by the model in `--load`. `parallel`: how the ranks
+    share it, which all call this; the first one writes."""
     if not args.mm.model.keys():
         raise TesseraError("--mm-model names no inference JSON", where="command line")
     report, source = JobReport(), args.mm_model or "section model"
@@ -231,7 +234,7 @@ def write_videos(args: Args, on_step: OnStep | None = None) -> Iterator[Path]:
         )
     _check_experts(asked, source)
     check_out(asked.folder / "video_0.mp4", asked.options.get("frames", 2))
-    pipeline = load_pipeline(model, "auto", asked.dtype, parts=asked.parts)
+    pipeline = load_pipeline(model, "auto", asked.dtype, parts=asked.parts, parallel=parallel)
     seed = asked.options.pop("seed", args.seed)
     for number, (prompt, images) in enumerate(zip(asked.prompts, asked.images, strict=True)):
         shown = [str(Path(image).absolute()) for image in images]
@@ -242,8 +245,10 @@ def write_videos(args: Args, on_step: OnStep | None = None) -> Iterator[Path]:
         kind = str(pipeline.dtype).removeprefix("torch.")
         record = Record(Path(model), pipeline.parts.folder, kind, request, tuple(one.digest for one in samples))
         target = asked.folder / f"video_{number}{'.mp4' if (request.frames or 1) > 1 else '.png'}"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_samples(target, record, samples, {"device": str(pipeline.device)})
+        if args.rank == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shared = {} if parallel is None else {"ranks": str(args.world_size)}
+            write_samples(target, record, samples, {"device": str(pipeline.device), **shared})
         yield target
 
 

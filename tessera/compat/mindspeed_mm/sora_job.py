@@ -35,6 +35,7 @@ from tessera.models.common.pipeline_parts import VaeForm
 
 STRIDES = {"wan": (4, 8), "hunyuan_video": (4, 8), "cogvideox": (4, 8)}  # of the VAEs, along time and along space
 _WIDE_STRIDES = {48: (4, 16)}  # by channels: Wan 2.2 TI2V
+PAIR_COLUMNS = {"chosen": "file", "rejected": "file_rejected", "text": "captions"}  # our names -> keys of records
 _CHOSEN = ("text_length", "token_times")  # fields that no folder states
 # Linear layers by their names in MindSpeed-MM -> ours, in every block.
 _LINEAR: dict[str, dict[str, tuple[str, ...]]] = {
@@ -90,7 +91,7 @@ def generation_recipe(args: Args, report: JobReport) -> dict[str, Any]:
     recipe["precision"] = precision_section(args)
     steps = training_steps(args)
     recipe["train"] = {
-        "task": "diffusion",
+        "task": "diffusion_dpo" if model.pairs else "diffusion",
         "steps": steps,
         "global_batch": args.global_batch_size,
         "micro_batch": args.micro_batch_size,
@@ -182,6 +183,9 @@ def _data_section(
     section["workers"] = args.num_workers
     strides = strides_of(str(model.family), form, pipeline_of(model, data, source))
     section["length"] = row_length(data, form, strides, source)
+    if model.pairs:  # a row holds both videos of a pair
+        section |= {"kind": "generation_preference", "length": 2 * section["length"]}
+        section["train"] = [{**one, "columns": dict(PAIR_COLUMNS)} for one in section["train"]]
     return section
 
 

@@ -117,10 +117,14 @@ TOP_KEYS: dict[str, KeyRule] = {
     "enable_encoder_dp": unneeded("every rank encodes the samples that it trains on"),
     "allow_internal_format": _KERNEL,
     **all_of(unneeded("data.json says it"), "frames resolution tokenizer"),
-    **all_of(refused("pairs are trained by train.task=diffusion_dpo in a recipe"), "dpo"),
     **all_of(refused("one layout serves a whole run"), "use_dynamic_dpcp"),
     **all_of(unneeded("it has an effect with use_dynamic_dpcp alone"), "max_cp_size max_seq_size"),
     **all_of(refused("models that understand and generate are not here"), "visual_gen visual_und"),
+}
+DPO_KEYS: dict[str, KeyRule] = {
+    "loss_beta": sets("beta", lambda value: 2 * float(value)),  # there, without the half of the published loss
+    "weight_alpha": fixed(0, 0.0),
+    **all_of(unneeded("with weight_alpha 0 every pair counts the same"), "weight_beta histogram_path histgram_path"),
 }
 PREDICTORS: dict[str, tuple[str, dict[str, KeyRule]]] = {
     "wandit": ("wan", WAN_KEYS),
@@ -134,7 +138,7 @@ OWN_PREDICTOR_KEYS = {
 }
 OWN_KEYS = {
     *("task", "load_video_features", "load_text_features", "encoder_offload_interval"),
-    *("ae", "text_encoder", "predictor", "diffusion", "patch"),
+    *("ae", "text_encoder", "predictor", "diffusion", "patch", "dpo"),
 }
 SORA_PATCH_KEYS = {**PATCH_KEYS, "ae_float32": sets("vae.dtype", lambda value: "float32" if value else None)}
 _GIVEN = {"t2v": "none", "t2i": "none", "i2v": "first", "flf2v": "first_last"}
@@ -152,6 +156,7 @@ class GenerationFile:
     encoders: dict[str, Any] = field(default_factory=dict)  # of train.task_options.encoders, dotted
     folders: dict[str, str] = field(default_factory=dict)  # key -> folder of a VAE or text encoder
     features: bool = False  # the data are latents and embeddings
+    pairs: bool = False  # of a better and a worse video
     stages: list[int] = field(default_factory=list)  # blocks of each pipeline stage
     recompute: list[str] = field(default_factory=list)
     offload: list[str] = field(default_factory=list)
@@ -196,7 +201,25 @@ def read_generation_model(data: Mapping[str, Any], source: str, report: JobRepor
     found = translate(part_of(data, "patch", source), SORA_PATCH_KEYS, source, report, "patch.")
     file.encoders |= {key: value for key, value in found.items() if value is not None}
     _features(file, data, source, report)
+    _pairs(file, data, source, report)
     return file
+
+
+def _pairs(file: GenerationFile, data: Mapping[str, Any], source: str, report: JobReport) -> None:
+    """Read how pairs of videos are compared; other jobs have no such section."""
+    file.pairs = data.get("dpo") is not None
+    if not file.pairs:
+        return
+    found = translate(part_of(data, "dpo", source), DPO_KEYS, source, report, "dpo.", section="train.task_options.")
+    if "beta" not in found:
+        raise TesseraError("dpo.loss_beta is missing", where=source, fix='"dpo": {"loss_beta": 2000, ...}')
+    file.options |= {**found, "beta_by_time": True}
+    if file.features:
+        raise TesseraError(
+            "pairs are read as videos, not as features of them",
+            where=source,
+            fix='"load_video_features": false and "load_text_features": false, with sections ae and text_encoder',
+        )
 
 
 def _predictor(file: GenerationFile, section: Mapping[str, Any], source: str, report: JobReport) -> None:

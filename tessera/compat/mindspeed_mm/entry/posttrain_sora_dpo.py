@@ -1,6 +1,6 @@
-"""Refuse a job whose models are not here yet, with the reason."""
+"""Train a generation model on pairs of videos, a better and a worse one."""
 
-from tessera.compat.mindspeed_mm.entry_points import refuse
+from tessera.compat.mindspeed_mm.entry_points import posttrain_sora_dpo, run_command
 
 if __name__ == "__main__":
-    refuse("posttrain_sora_dpo.py")
+    run_command(posttrain_sora_dpo)
