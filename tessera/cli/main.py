@@ -27,7 +27,7 @@ from tessera.core.log import quiet_libraries
 
 app = typer.Typer(
     name="tessera",
-    help="Train vision-language and language models, and any nn.Module, on one device or many.",
+    help="Train models of images, text and video, and any nn.Module, on one device or many.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -75,6 +75,9 @@ def plan(
             "--dry-run", help="also run a step of each role without data or memory; count its memory and what it sends"
         ),
     ] = False,
+    modules: Annotated[
+        bool, typer.Option("--modules", help="list the modules by name, as keys such as model.lora.targets take them")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures for programs")] = None,
     device: Annotated[
         str | None,
@@ -87,16 +90,21 @@ def plan(
 
     With --device, exit code 1 if a step does not fit there.
     """
-    from tessera.api import dry_run as run_dry
-    from tessera.api import plan as make
-    from tessera.core import log
     from tessera.core.config import parse_overrides
+    from tessera.core.run_config import load_config
 
     check_output(json_file, "--json")
     changes = parse_overrides(overrides or [])
+    load_config(recipe, changes)  # before torch is imported
+    from tessera.api import dry_run as run_dry
+    from tessera.api import plan as make
+    from tessera.core import log
+
     with log.on_screen():
         made = make(recipe, changes, world=world, device=device)
     typer.echo(made.describe())
+    if modules:
+        typer.echo(made.modules())
     if json_file is not None:
         write_output(json_file, json.dumps(made.figures(), indent=2) + "\n", "--json")
     if dry_run:
@@ -184,6 +192,8 @@ def convert(
     elif to != "original" and not adapters:
         back = f"`tessera convert {written} FOLDER --like MODEL` makes a Hugging Face folder of it"
         typer.echo(f"next: a recipe begins from it with model.weights={written}; {back}", err=True)
+    elif adapters:
+        typer.echo(f'next: PEFT loads it with PeftModel.from_pretrained(MODEL, "{written}")', err=True)
 
 
 @app.command("eval")

@@ -65,8 +65,10 @@ def train(
     cluster = parse_cluster(
         nproc=nproc, nnodes=nnodes, node_rank=node_rank, master=master, rdzv=rdzv, restarts=restarts, port=port
     )
-    settings = {**parse_overrides(overrides or []), **_read_environment(cluster)}
-    config = load_config(recipe, settings)  # before any rank starts: a misspelt key should cost a second, not a cluster
+    given = parse_overrides(overrides or [])
+    load_config(recipe, given)  # before torch is imported and any rank starts: a misspelt key should cost a second
+    settings = {**given, **_read_environment(cluster)}
+    config = load_config(recipe, settings)
     if overwrite and (or_resume or cluster.elastic or restarts):
         raise TesseraError(
             "a run that goes on by itself would be replaced each time", where="--overwrite", fix="leave --overwrite out"

@@ -134,7 +134,8 @@ class RunLength:
         if self.samples_per_step is None:
             what = f"{self.rows_per_epoch:,} packed sequences = {_number(per_epoch)} steps"
         else:
-            what = f"{_number(per_epoch)} steps of {self.samples_per_step:,} samples in {self.rows_per_step:,} rows"
+            rows = "a row" if self.rows_per_step == 1 else f"{self.rows_per_step:,} rows"
+            what = f"{_number(per_epoch)} steps of {self.samples_per_step:,} samples in {rows}"
         return f"one epoch = {what}; this run = {self.steps:,} steps = {_number(self.epochs)} epochs"
 
     def warning(self) -> str | None:

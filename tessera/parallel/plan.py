@@ -126,6 +126,13 @@ class Plan:
 
         return plan_text(self)
 
+    def modules(self) -> str:
+        """Return the modules that hold weights by name, one line for those of all layers, as `tessera plan --modules`
+        prints them. Keys that choose modules, such as `model.lora.targets`, take these names."""
+        from tessera.parallel.plan_text import modules_text  # as above
+
+        return modules_text(self)
+
     def __repr__(self) -> str:
         return (
             f"Plan({self.world} ranks, {self.parameters:,} parameters, {self.trained:,} trained; describe() says all)"

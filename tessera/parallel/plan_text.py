@@ -33,6 +33,18 @@ def plan_table(plan: Plan) -> str:
     return html.fragment([html.table(("", "plan"), rows, text=True)])
 
 
+def modules_text(plan: Plan) -> str:
+    """Return a line for every module that holds weights. Those that differ in numbers alone share one, by their
+    pattern."""
+    counts: dict[tuple[str, str], int] = {}
+    for path, shards in groupby(plan.param_shards, key=lambda shard: shard.name.rpartition(".")[0]):
+        shapes = ", ".join(f"{shard.name.rpartition('.')[2]} {list(shard.shape)}" for shard in shards)
+        pattern = ".".join("{*}" if part.isdigit() else part for part in path.split("."))
+        counts[pattern, shapes] = counts.get((pattern, shapes), 0) + 1
+    wide = max((len(pattern) for pattern, _ in counts), default=0)
+    return "\n".join(f"{pattern:<{wide}}  {count:>4} x {shapes}" for (pattern, shapes), count in counts.items())
+
+
 def _rows(plan: Plan) -> list[tuple[str, str]]:
     rows = [
         ("ranks", _ranks(plan)),

@@ -21,7 +21,7 @@ _SECTIONS = ("data", "precision", "parallel", "train", "optim")  # of a recipe; 
 _LOADED = {
     "transformers": "from transformers import AutoModelForImageTextToText, AutoProcessor\n\n"
     'model = AutoModelForImageTextToText.from_pretrained("{name}")\n'
-    'processor = AutoProcessor.from_pretrained("{name}")',
+    'processor = AutoProcessor.from_pretrained("{name}")  # for Qwen-VL: pip install torchvision',
     "diffusers": 'from diffusers import DiffusionPipeline\n\npipeline = DiffusionPipeline.from_pretrained("{name}")',
     "peft": "from peft import PeftModel\nfrom transformers import AutoModelForImageTextToText\n\n"
     'model = AutoModelForImageTextToText.from_pretrained("{base}")\n'

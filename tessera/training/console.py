@@ -53,7 +53,7 @@ def step_fields(row: Mapping[str, Any], steps: int, metrics: Sequence[str] = ())
         None if speed is None else (3, ("", speed)),
         (7, ("mfu", f"{row['mfu']:.0%}")) if "mfu" in row else None,
         (8, ("", f"{_two_digits(row['peak_memory_gib'])} GiB")),
-        (2, ("eta", clock(left))),
+        (2, ("eta", clock(left))) if row["step"] > 1 else None,  # the first step warms caches and compiles
     ]
     kept = [entry for entry in ranked if entry is not None]
     while len(plain([field for _, field in kept])) > WIDTH and len(kept) > 2:

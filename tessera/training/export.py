@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +14,9 @@ from tessera.core.adapters import Adapters
 from tessera.core.callback import Callback, TrainerHandle
 from tessera.core.types import ModelSpec, Processor
 from tessera.inference.export import export_folder
+from tessera.parallel.communication import readable
+
+_log = logging.getLogger("tessera")
 
 
 class Export(Callback):
@@ -64,6 +68,10 @@ class Export(Callback):
                 origin=made_from("adapters", folder),
                 overwrite=True,
             )
+            if trainer.world.is_main:
+                written = folder / f"adapter{suffix}"
+                size = sum(file.stat().st_size for file in written.glob("*.safetensors"))
+                _log.info("adapters of %d layers, %s: %s", len(self._adapters), readable(size), written)
             if not section.lora.merge:
                 return
         export_folder(

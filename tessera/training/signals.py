@@ -14,7 +14,7 @@ from tessera.core.callback import Callback, TrainerHandle
 from tessera.core.log import is_terminal
 
 FIRST = "stopping after this step, then saving; Ctrl-C again to stop now, without saving"
-SECOND = "stopping now; what came after the newest checkpoint is not saved"
+SECOND = "asked again: stopping now, without waiting for a save that has not begun"
 
 
 class StopOnSignal(Callback):

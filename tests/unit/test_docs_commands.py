@@ -20,6 +20,7 @@ from tessera.core.config import parse_overrides, parse_yaml
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import RunConfig, load_config
 from tessera.models import FAMILIES
+from tessera.training.setup import build_meta_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -109,6 +110,26 @@ def test_every_command_of_the_pages_is_one(page: Path) -> None:
         else:
             base = {**BASE, "data": {"train": [{"path": "a.json"}]}}
             load_config(base, parse_overrides([word.replace("NEW", "new") for word in words]))
+
+
+def test_commands_with_a_recipe_that_needs_no_folder_are_planned_as_they_are_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That a key exists is not enough: its value must go with the rest of the recipe."""
+    monkeypatch.chdir(ROOT)
+    planned = set()
+    for page in PAGES:
+        for line, whole in commands(page):
+            recipe = next(
+                (word for word in line.split() if word.startswith("recipes/") and word.endswith(".yaml")), None
+            )
+            if recipe is None or line.split()[1] not in ("train", "plan") or "# error" in line:
+                continue
+            config = load_config(recipe, parse_overrides(list(parse(line, whole))))
+            if config.model.path is None and (recipe, parse(line, whole)) not in planned:
+                build_meta_model(config, 1)
+                planned.add((recipe, parse(line, whole)))
+    assert len(planned) >= 3
 
 
 def test_every_command_in_a_recipe_is_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,12 @@ def test_what_a_reward_model_cannot_do_is_refused_with_the_reason(data: Path, tm
             load_config({"model": {"family": "wan", "preset": "quickstart"}, "train": {"steps": 1, "task": "reward"}}),
             1,
         )
+
+
+def test_what_a_row_costs_can_be_sent_to_worker_processes(data: Path, tmp_path: Path) -> None:
+    spec = build_meta_model(load_config(recipe(data, tmp_path)), 1).spec
+    assert spec.head == "reward"
+    assert pickle.loads(pickle.dumps(spec.work)).func is spec.work.func  # type: ignore[union-attr]
 
 
 def test_a_classifier_with_more_than_one_class_is_no_reward_model() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -73,13 +74,14 @@ def _mapped(weights: Callable[[Any], WeightMap]) -> Callable[[Any], WeightMap]:
 
 def _without_vocabulary(costs: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Return FLOPs without those of a head for tokens: a product with one row counts for nothing."""
-    if costs is None:
-        return None
+    return None if costs is None else functools.partial(_count_without_head, costs)
 
-    def count(config: Any, given: Batch | Mapping[str, Any], training: Training | None = None) -> Any:
-        return costs(config, given, training={**(training or {}), "head": Passes(0.0, 0.0, 0.0)})
 
-    return count
+def _count_without_head(
+    costs: Callable[..., Any], config: Any, given: Batch | Mapping[str, Any], training: Training | None = None
+) -> Any:
+    """Count by `costs`. A function of the module, because loaders send it to their worker processes."""
+    return costs(config, given, training={**(training or {}), "head": Passes(0.0, 0.0, 0.0)})
 
 
 def classifier_obstacle(described: Mapping[str, Any]) -> str | None:

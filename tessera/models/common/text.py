@@ -131,7 +131,8 @@ class TextConfig(Section):
         sections = self.mrope_section
         if sections is not None and (min(sections) < 0 or 2 * sum(sections) != self.rotary_dim):
             raise ValueError(
-                f"mrope_section {list(sections)} must sum to half of the rotated dimensions, {self.rotary_dim / 2:g}"
+                f"mrope_section {list(sections)} must sum to half of the rotated dimensions of a head, "
+                f"{self.rotary_dim / 2:g}: set it too, or keep the width of a head (hidden_size / num_attention_heads)"
             )
         if self.experts is not None and self.experts.num_experts_per_tok > self.experts.num_experts:
             raise ValueError(

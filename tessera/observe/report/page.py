@@ -189,7 +189,7 @@ def facts_of(run: RecordedRun) -> list[tuple[str, str]]:
     if epochs := run.points("epoch"):
         facts.append(("epochs", f"{epochs[-1][1]:.3g}"))
     if losses := run.points("loss"):
-        facts.append(("last loss", f"{losses[-1][1]:.4f}"))
+        facts.append(("loss of the last step", f"{losses[-1][1]:.4f}"))
     if held_out := run.held_out("loss"):
         facts.append(("held-out loss", f"{held_out[-1][1]:.4f}"))
     for name in run.metric_names():
