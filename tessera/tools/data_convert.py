@@ -206,7 +206,9 @@ def _value(id: str, part: Part) -> str:
 def _fresh(out: Path, overwrite: bool, *kept: Path) -> Iterator[TextIO]:
     """Open a file that appears whole, or not at all."""
     if out.exists() and not overwrite:
-        raise TesseraError(f"{out} is already there", where="out", fix="name another file, or say overwrite")
+        raise TesseraError(
+            f"{out} is already there", where="out", fix="name another file, or --overwrite (overwrite=True in Python)"
+        )
     if out.exists() and any(path.exists() and out.samefile(path) for path in kept):
         raise TesseraError(f"{out} is what is read", where="out", fix="name another file")
     out.parent.mkdir(parents=True, exist_ok=True)

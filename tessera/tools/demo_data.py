@@ -41,7 +41,8 @@ class DemoSet:
 
 
 def write_demo(folder: str | Path, *, overwrite: bool = False) -> DemoSet:
-    """Write the demo set into a new folder, which appears when it is whole."""
+    """Write the demo set into a new folder, which appears when it is whole. One that is there already stays as it
+    is."""
     missing = [name for name in _SETS if not (_SHIPPED / name).is_file()]
     if missing:
         raise TesseraError(
@@ -50,9 +51,16 @@ def write_demo(folder: str | Path, *, overwrite: bool = False) -> DemoSet:
             fix="install the package again: pip install --force-reinstall --no-deps tessera-mm",
         )
     target = Path(folder)
-    publish(target, _write, overwrite=overwrite)
+    if overwrite or not _is_demo(target):
+        publish(target, _write, overwrite=overwrite)
     rows = {name: len((target / name).read_text(encoding="utf-8").splitlines()) for name in _SETS}
     return DemoSet(target, rows, sum(1 for _ in (target / "images").iterdir()))
+
+
+def _is_demo(folder: Path) -> bool:
+    """Return whether the demo set is in a folder; its rows may have been changed since."""
+    whole = all((folder / name).is_file() for name in (*_SETS, "tokenizer/tokenizer.json", "SOURCES.md"))
+    return whole and (folder / "SOURCES.md").read_bytes() == (_SHIPPED / "SOURCES.md").read_bytes()
 
 
 def _write(folder: Path) -> None:

@@ -34,22 +34,41 @@ class ReceivedGradient:
         return self.name.split(".")[0], self.lr, self.weight_decay
 
 
+LOOKS = 3  # steps in which a gradient may be zeros: behind an output that begins as zero, the first one's are
+
+
 class Coverage(Callback):
-    """Check after the first step that every trained tensor received a gradient: one that did not would never learn."""
+    """Check after the first step that every trained tensor received a gradient: one that did not would never learn.
+
+    Those whose gradients are zeros are looked at again in the next steps, and told if it stays so."""
 
     def __init__(self, names: Sequence[str], policy: Literal["stop", "warn"]) -> None:
         self.names = list(names)  # of all trained parameters of the model; a rank may hold some of them
         self.policy = policy
-        self._done = False
+        self._looks = 0
+        self._idle: set[str] | None = None  # received zeros in all steps so far; None before the first
 
     def on_before_optim(self, trainer: TrainerHandle) -> None:
-        if self._done:
+        if self._looks == LOOKS or self._idle == set():
             return
-        self._done = True
+        self._looks += 1
         found = self._gather(trainer)
-        if trainer.world.is_main:
-            log.info("%s", describe_coverage(found))
-        self._check(found, trainer.world.is_main)
+        # The first factor of a fresh adapter gets a gradient once the second, which begins at zero, has moved.
+        idle = {one.name for one in found if one.gradient and not one.nonzero and f".{A}." not in one.name}
+        if self._idle is None:
+            self._idle = idle
+            if trainer.world.is_main:
+                log.info("%s", describe_coverage(found))
+            self._check(found, trainer.world.is_main)
+        self._idle &= idle
+        if self._idle and self._looks == LOOKS and trainer.world.is_main:
+            log.warning(
+                "%d trained tensors received a gradient of zeros in each of %d steps: %s. That is so for an encoder "
+                "that the batches have no input for",
+                len(self._idle),
+                LOOKS,
+                few_names(sorted(self._idle)),
+            )
 
     def _gather(self, trainer: TrainerHandle) -> list[ReceivedGradient]:
         """Return the gradients of all tensors, the same list on every rank."""
@@ -80,15 +99,6 @@ class Coverage(Callback):
 
     def _check(self, found: Iterable[ReceivedGradient], is_main: bool) -> None:
         none = [one.name for one in found if not one.gradient]
-        # The first factor of a fresh adapter gets a gradient once the second, which begins at zero, has moved.
-        idle = [one.name for one in found if one.gradient and not one.nonzero and f".{A}." not in one.name]
-        if idle and is_main:
-            log.warning(
-                "%d trained tensors received a gradient of zeros in this step: %s. That is so for an encoder that the "
-                "batch has no input for, and for all layers before an output that begins as zero",
-                len(idle),
-                few_names(idle),
-            )
         if not none:
             return
         what = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import tessera
 from tessera.core.config import Section
 from tessera.core.errors import TesseraError
 from tessera.core.types import Component, ModelPlan, ModelSpec
+from tessera.training.checks import Coverage
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.denoiser import SPEC as DENOISER
 
@@ -77,7 +79,7 @@ def test_the_table_and_an_idle_encoder(tmp_path: Path, capsys: pytest.CaptureFix
     data = write_chat_set(tmp_path / "data", samples=12)
     lines = (data / "train.jsonl").read_text().splitlines()
     (data / "train.jsonl").write_text("".join(line + "\n" for line in lines[::3]))
-    settings = chat_recipe(data, tmp_path, steps=1, global_batch=1)
+    settings = chat_recipe(data, tmp_path, steps=3, global_batch=1)
     settings["data"]["eval"] = []
     settings["optim"] = {"lr": 1e-3, "weight_decay": 0.1, "groups": [{"pattern": "text", "lr": 1e-4}]}
     tessera.train(settings)
@@ -91,3 +93,25 @@ def test_the_table_and_an_idle_encoder(tmp_path: Path, capsys: pytest.CaptureFix
     assert vision
     assert all(row[3] == row[4] == row[5] for row in vision)
     assert any("gradient of zeros" in line and "vision" in line for line in said)
+
+
+@pytest.mark.parametrize(("moves", "warned"), [(True, False), (False, True)])
+def test_layers_before_an_output_that_begins_as_zero_are_no_alarm(
+    moves: bool, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their first gradients are zeros, and the next ones are not. What stays at zero is told once."""
+    early, output = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+    group = {"names": ["early", "output"], "params": [early, output], "base_lr": 0.1, "weight_decay": 0.0}
+    trainer: Any = SimpleNamespace(
+        optimizer=SimpleNamespace(param_groups=[group]), world=SimpleNamespace(is_main=True, size=1)
+    )
+    coverage = Coverage(["early", "output"], "stop")
+    for _ in range(5):
+        early.grad = output.grad = None
+        (early * output).sum().backward()
+        coverage.on_before_optim(trainer)
+        if moves:
+            output.data -= 0.1 * output.grad  # type: ignore[operator]
+    told = [record.message for record in caplog.records if "gradient of zeros" in record.message]
+    assert len(told) == warned
+    assert all("early" in line and "output" not in line for line in told)

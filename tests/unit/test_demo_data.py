@@ -66,6 +66,10 @@ def test_it_is_written_the_same_each_time_and_replaces_nothing_unasked(demo: Pat
     tessera.demo(tmp_path / "demo", overwrite=True)
     assert hashes(tmp_path / "demo") == hashes(demo)
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
+    rows = tmp_path / "demo" / "train.jsonl"
+    rows.write_text(changed := rows.read_text() + "\n")
+    tessera.demo(tmp_path / "demo")  # it is there: two pages begin with it
+    assert rows.read_text() == changed
 
 
 def test_an_installation_without_the_set_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
