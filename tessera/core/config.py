@@ -173,14 +173,45 @@ def _line(
         near = nearest(str(path[-1]), known)
         text = f"unknown key: {key}" + (f" (did you mean {near}?)" if near else "")
         return text, known, None if near is None else ".".join([*map(str, path[:-1]), near])
+    inner = _section_at(section, path) if len(reports) == 1 and first["type"] == "model_type" else None
+    if inner is not None:
+        return _no_section(inner, key, first.get("input"))
     words = [word for _, one in reports if one["type"] == "literal_error" for word in _words(one["ctx"]["expected"])]
     said = list(dict.fromkeys(_said(one) for _, one in reports))
     given = first.get("input")
     if isinstance(given, (str, int, float)) and first["type"] != "missing":
-        said[-1] += f", got {str(given).lower() if isinstance(given, bool) else repr(given)[:200]}"
+        said[-1] += f", got {_spelled(given)}"
     near = nearest(given, words) if isinstance(given, str) else None
     allowed = _allowed_at(section, path) if first["type"] != "value_error" else words
     return f"{key}: {' or: '.join(said)}" if key else " or: ".join(said), allowed or None, near
+
+
+def _no_section(section: type[Section], key: str, given: Any) -> tuple[str, list[str] | None, str | None]:
+    """Return what is wrong with a value where a section belongs, and the key in it that may have been meant."""
+    known = [field.alias or name for name, field in section.model_fields.items()]
+    text = f"{key} is a section with keys of its own, got {_spelled(given)}"
+    if given is True and _is_built(section, {}):
+        return f"{text}; {key}={{}} takes it with its defaults", known, f"{key}={{}}"
+    if not isinstance(given, (int, float, str)) or isinstance(given, bool):
+        return text, known, None
+    # A key that takes any text says nothing of what was meant.
+    fitting = [name for name in known if _is_built(section, {name: given}) and not _is_built(section, {name: "?"})]
+    if not fitting:
+        return text, known, None
+    meant = f"{key}.{fitting[0]}={given}"
+    return f"{text} (did you mean {meant}?)", known, meant
+
+
+def _spelled(given: Any) -> str:
+    return str(given).lower() if isinstance(given, bool) else repr(given)[:200]
+
+
+def _is_built(section: type[Section], data: Mapping[str, Any]) -> bool:
+    try:
+        section.model_validate(data)
+    except ValidationError:
+        return False
+    return True
 
 
 _BOUNDS = {

@@ -120,3 +120,22 @@ def test_a_renamed_key_names_the_new_one() -> None:
 
     with pytest.raises(TesseraError, match=r"inner\.swap is now called inner\.activation_offload"):
         build(Outer, {"inner": {"swap": True}}, "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "meant"),
+    [
+        ({"train.ema": 0.9}, "train.ema is a section", "train.ema.decay=0.9"),
+        ({"train.ema": True}, "takes it with its defaults", "train.ema={}"),
+        ({"model.lora": "nf4"}, "model.lora is a section", "model.lora.quantize=nf4"),
+        ({"data.urls": "example.org"}, "data.urls is a section", None),
+        ({"optim": [1]}, "optim is a section", None),
+    ],
+)
+def test_a_value_in_place_of_a_section_names_the_key_that_was_meant(
+    given: dict[str, object], said: str, meant: str | None
+) -> None:
+    with pytest.raises(TesseraError, match=said) as caught:
+        load_config({"model": {"family": "qwen2_vl"}, "train": {"steps": 1}}, given)
+    assert caught.value.nearest == meant
+    assert caught.value.allowed

@@ -373,10 +373,10 @@ def test_bad_samples_are_named_with_the_reason(tmp_path: Path, pipeline: Path) -
     cases = {
         "empty caption": ({"path": "good.png", "cap": "  "}, "the caption is empty"),
         "no caption": ({"path": "good.png"}, "no caption under 'cap' or 'caption'"),
-        "number": ({"path": "good.png", "cap": 3}, "text is a int"),
+        "number": ({"path": "good.png", "cap": 3}, "the caption under 'cap' is a int (3)"),
         "huge caption": ({"path": "good.png", "cap": "red " * 50_000}, "a caption of 199,999 characters"),
         "control word": ({"path": "good.png", "cap": "red </s> blue"}, "contains </s>"),
-        "no media": ({"cap": "red"}, "one image or video to learn is expected, found 0"),
+        "no media": ({"cap": "red"}, "no image or video to learn: give its file under 'path' or 'images'"),
         "two": ({"images": ["good.png", "good.png"], "cap": "red"}, "expected, found 2"),
         "missing": ({"path": "gone.mp4", "cap": "red"}, "no such file"),
         "audio": ({"path": "sound.wav", "cap": "red"}, "an image or a video is expected"),

@@ -56,6 +56,17 @@ SPELLINGS: dict[str, dict[str, Any]] = {
         "rejected": {"from": "gpt", "value": "You."},
     },
     "alpaca": {"system": "Be kind.", "instruction": "Who?", "chosen": "I.", "rejected": "You."},
+    "swift": {"messages": [*ASK, {"role": "assistant", "content": "I."}], "rejected_response": "You."},
+    "swift with a list": {"messages": [*ASK, {"role": "assistant", "content": "I."}], "rejected_response": ["You."]},
+    "swift with messages": {
+        "messages": [*ASK, {"role": "assistant", "content": "I."}],
+        "rejected_messages": [*ASK, {"role": "assistant", "content": "You."}],
+    },
+    "swift with a last turn": {
+        "messages": [*ASK, {"role": "assistant", "content": "I."}],
+        "rejected_messages": [{"role": "assistant", "content": "You."}],
+    },
+    "swift with a query": {"system": "Be kind.", "query": "Who?", "response": "I.", "rejected_response": "You."},
 }
 
 
@@ -64,6 +75,19 @@ def test_every_spelling_means_the_same(name: str) -> None:
     messages = parse(SPELLINGS[name], "preference", column_map("preference", {}))
     said = [(message.role, message.parts[0].value) for message in messages]
     assert said == [("system", "Be kind."), ("user", "Who?"), ("chosen", "I."), ("rejected", "You.")]
+
+
+def test_what_was_said_before_a_query_stays_in_front_of_both_answers() -> None:
+    row = {
+        "query": "Who?",
+        "response": "I.",
+        "rejected_response": "You.",
+        "history": [["Hi", "Ho"]],
+        "images": ["a.png"],
+    }
+    messages = parse(row, "preference", column_map("preference", {}))
+    assert [message.role for message in messages] == ["user", "assistant", "user", "chosen", "rejected"]
+    assert messages[0].parts[0].kind == "image"
 
 
 def test_media_and_other_names() -> None:
@@ -90,6 +114,12 @@ def test_media_and_other_names() -> None:
             "differ before",
         ),
         ({"messages": ASK, "chosen": {"role": "user", "content": "I."}, "rejected": "You."}, "assistant says"),
+        ({"messages": ASK, "rejected_response": "You."}, "has to end with the better answer"),
+        ({"messages": "Who?", "rejected_response": "You."}, "has to end with the better answer"),
+        ({"query": "Who?", "rejected_response": "You."}, "no better answer"),
+        ({"query": "Who?", "response": "I.", "rejected_response": ["You.", "He."]}, "has 2 answers"),
+        ({"query": "Who?", "response": "I.", "rejected_response": 3}, "rejected is no answer"),
+        ({"query": "Who?", "response": "I.", "rejected_response": "You.", "rejected_images": ["b.png"]}, "same images"),
     ],
 )
 def test_rows_that_are_no_pairs_are_told(row: dict[str, Any], told: str) -> None:

@@ -14,6 +14,8 @@ preference a question with a better and a worse answer, in one of these spelling
     {"messages": [messages], "chosen": {"role": "assistant", ...} or "better", "rejected": ...}
     {"conversations": [turns], "chosen": {"from": "gpt", "value": "better"}, "rejected": ...}, with images or image
     {"instruction": "ask", "input": "about", "chosen": "better", "rejected": "worse"}
+    {"messages": [the whole conversation], "rejected_response": "worse", or "rejected_messages": [another end of it]}
+    {"query": "ask", "response": "better", "rejected_response": "worse"}
 unpaired_preference  a conversation with one answer that was found good or bad, "label": true or false:
     {"prompt": "ask" or [messages], "completion": "answer" or [turns], "label": true}
     {"messages", "conversations" or "instruction" and "output": with the answer at the end, "label" or "kto_tag": false}
@@ -34,6 +36,7 @@ from tessera.data.media.stored import StoredSample
 from tessera.data.sources.columns import FORMATS, MEDIA, ColumnMap, column_map
 from tessera.data.sources.features import FEATURES
 from tessera.data.sources.file_groups import media_kind
+from tessera.data.sources.other_answers import has_other_answer, with_both_answers
 from tessera.data.sources.record_media import RecordMedia, fail, has, text_of, value_of, values_of
 from tessera.data.tool_calls import format_calls, format_spoken_calls, with_tools
 
@@ -72,7 +75,8 @@ class RecordSchema:
         """Return whether a record has the keys of a format that the recipe names, whatever else it has."""
         names = self.names[record_format]
         if record_format == "preference":
-            return has(record, names.chosen) and has(record, names.rejected)
+            pair = has(record, names.chosen) and has(record, names.rejected)
+            return pair or has_other_answer(record)
         if record_format == "unpaired_preference":
             return any(has(record, key) for key in names.label)
         if record_format == "generation":  # whatever is missing is a fault of that record alone
@@ -165,6 +169,8 @@ def _parse_text(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, .
 
 def _parse_preference(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
     """Return the question, then the better answer and the worse one under roles of their own."""
+    if not has(record, names.chosen) and has_other_answer(record):
+        record = with_both_answers(record, names)
     answers = [record.get(names.chosen), record.get(names.rejected)]
     for key, answer in zip((names.chosen, names.rejected), answers, strict=True):
         if not isinstance(answer, (str, Mapping, list)) or not answer:
@@ -262,6 +268,9 @@ def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
         caption = next((one for one in caption if isinstance(one, str) and one.strip()), "")
     if caption is None:
         fail(f"no caption under {' or '.join(repr(key) for key in names.text)}")
+    if not isinstance(caption, str):
+        key = next(key for key in names.text if has(record, key))
+        fail(f"the caption under {key!r} is a {type(caption).__name__} ({caption!r:.40}), and a text is expected")
     wanted = [Part(kind, value) for kind in ("image", "video") for value in _listed(record, names.media[kind])]
     if not wanted and has(record, names.path):
         wanted = [_media_at(record, names.path)]
@@ -272,6 +281,9 @@ def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
         for _, answer in answers:
             _checked_pair((asked, Message("assistant", (answer,))))
         return (asked, *(Message(role, (answer,)) for role, answer in answers))
+    if not wanted:
+        keys = dict.fromkeys((names.path, *names.media["image"], *names.media["video"]))
+        fail(f"the row names no image or video to learn: give its file under {' or '.join(map(repr, keys))}")
     return _checked_pair((asked, Message("assistant", tuple(wanted))))
 
 
