@@ -149,13 +149,15 @@ def _with_kinds(encoder: Any, args: Any, values: dict[str, Any]) -> tuple[Any, d
 
 
 class ImagesAndText:
-    """Do what `Qwen2VLProcessor` does with images and text; the class itself asks for torchvision, for videos."""
+    """Do what `Qwen2VLProcessor` does with images and text; the class itself asks for torchvision, for videos.
+
+    Images are resized by Pillow, whatever is installed: pixels of torchvision differ by a few levels."""
 
     def __init__(self, words: Any) -> None:
-        from transformers import Qwen2VLImageProcessor
+        from transformers import Qwen2VLImageProcessorPil
 
         self.words = words
-        self.images = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56)
+        self.images = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56)
 
     def __call__(self, text: list[str], images: Any, padding: bool, return_tensors: str) -> Any:
         from transformers import BatchFeature
