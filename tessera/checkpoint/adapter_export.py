@@ -12,11 +12,12 @@ from torch import Tensor
 from tessera.checkpoint.adapter_files import DOTTED, FILES, FIRST, HEADER_KEY, UNDERSCORED
 from tessera.checkpoint.adapter_parts import MAGNITUDE_KEY, modules_of, plain_form, saved_tensors
 from tessera.checkpoint.adapters import Factors, to_foreign
+from tessera.checkpoint.expert_adapters import experts_in_memory, to_peft, wrapper_names
 from tessera.checkpoint.files import Entry, SafetensorsFile, storage_order, write_file
 from tessera.checkpoint.hf import gather_on_rank0
 from tessera.checkpoint.peft import CONFIG, PREFIX, WEIGHTS, make_config
 from tessera.checkpoint.publish import Origin, publish
-from tessera.core.adapters import Adapters, factor_names, magnitude_name, tensor_names
+from tessera.core.adapters import Adapters, expert_paths, factor_names, magnitude_name, tensor_names
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import AdapterForm
 from tessera.core.weightmap import WeightMap
@@ -44,10 +45,12 @@ def save_adapters(
     """
     check_forms(forms, weight_map, language, str(folder))
     assert weight_map is not None, "checked"
-    extra = bool(saved) or any(adapter.dora for adapter in adapters.values())
+    extra = bool(saved) or any(adapter.dora or adapter.stacked for adapter in adapters.values())
     if extra and any(form != "peft" for form in forms):
         raise TesseraError(
-            "DoRA and modules that were trained whole have no such form", where=str(folder), allowed=["peft"]
+            "DoRA, adapters of experts and modules that were trained whole have no such form",
+            where=str(folder),
+            allowed=["peft"],
         )
     tensors, adapters = plain_form(tensors, adapters)
     modules_to_save = modules_of(saved, weight_map)  # what has no name there is told before anything is gathered
@@ -60,12 +63,16 @@ def save_adapters(
             a, b = factor_names(path)
             m = whole[magnitude_name(path)].cpu() if adapter.dora else None
             native[path] = Factors(adapter, whole[a].cpu(), whole[b].cpu(), m)
-        modules = _all_modules(tensors, weight_map)
+        experts = to_peft({p: one for p, one in native.items() if one.adapter.stacked}, weight_map, str(folder))
+        native = {path: one for path, one in native.items() if not one.adapter.stacked}
+        modules, of_experts = _all_modules(tensors, weight_map), _all_experts(tensors, weight_map, str(folder))
         for form in dict.fromkeys(forms):
             if form in ("peft", "diffusers"):
                 made = to_foreign(native, weight_map, str(folder))
-                config = make_config(made, modules, base, dropout, _task_type(language, reward), modules_to_save)
-                _write_peft(staging, form, made, config, saved_tensors(whole, saved, weight_map))
+                kind = _task_type(language, reward)
+                config = make_config(made, modules, base, dropout, kind, modules_to_save, experts, of_experts)
+                named = {name: experts[parameter] for parameter, name in wrapper_names(experts).items()}
+                _write_peft(staging, form, {**made, **named}, config, saved_tensors(whole, saved, weight_map))
             else:
                 _write_exchange(staging, form, to_foreign(native, weight_map.others["original"], str(folder)))
 
@@ -134,6 +141,12 @@ def _write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str] 
     with SafetensorsFile(path, entries, metadata=header) as file:
         for entry in storage_order(entries):
             file.put(entry.key, tensors[entry.key].contiguous())
+
+
+def _all_experts(tensors: Mapping[str, Tensor], weight_map: WeightMap, where: str) -> set[str]:
+    """Return the names in transformers of all parameters that adapters of experts could be for, as `_all_modules`."""
+    parts = (path.rpartition(".") for path in expert_paths(tensors))
+    return {f"{experts_in_memory(home, weight_map, where)}.{name}" for home, _, name in parts}
 
 
 def _all_modules(tensors: Mapping[str, Tensor], weight_map: WeightMap) -> set[str]:

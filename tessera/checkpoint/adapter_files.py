@@ -102,8 +102,8 @@ class StoredAdapters:
             stated = ranks_and_alphas(self.config, set(own.values()), self.config_where)
         found: dict[str, Factors] = {}
         for layer, name in names.items():
-            a, b = _matrices(layer, self.sides[layer], self.where)
-            adapter = self._adapter(layer, own[layer], a.shape[0], stated.get(own[layer]))
+            a, b = matrices(layer, self.sides[layer], self.where)
+            adapter = self.adapter(layer, own[layer], a.shape[0], stated.get(own[layer]))
             found[name] = Factors(adapter, a, b, self._lengths(layer, adapter, b))
         return found
 
@@ -113,7 +113,8 @@ class StoredAdapters:
             raise TesseraError(f"{layer}: use_dora, and its lengths of rows are missing or wrong", where=self.where)
         return m if adapter.dora else None
 
-    def _adapter(self, layer: str, own: str, rank: int, stated: tuple[float, float] | None) -> Adapter:
+    def adapter(self, layer: str, own: str, rank: int, stated: tuple[float, float] | None) -> Adapter:
+        """Return the adapter of a layer whose weights have a rank; raise if another one is stated, or an absurd one."""
         if stated is None:  # without any alpha the product is taken as it is
             alpha, rslora = self.alphas.get(layer, float(rank)), False
         else:
@@ -133,7 +134,8 @@ class StoredAdapters:
         return Adapter(rank, alpha, rslora, bool((self.config or {}).get("use_dora")))
 
 
-def _matrices(layer: str, sides: Mapping[str, Tensor], where: str) -> tuple[Tensor, Tensor]:
+def matrices(layer: str, sides: Mapping[str, Tensor], where: str) -> tuple[Tensor, Tensor]:
+    """Return A and B of a layer; raise if they are not two matrices that belong together."""
     if len(sides) != 2:
         raise TesseraError(f"of the adapter of {layer} only lora_{next(iter(sides))} is there", where=where)
     a, b = (_matrix(layer, side, sides[side], where) for side in ("A", "B"))

@@ -11,11 +11,19 @@ from torch import Tensor
 from tessera.checkpoint.adapter_files import FIRST, SECOND, is_adapters, match_names, open_adapters, read_saved
 from tessera.checkpoint.adapters import Factors, check_operation, check_shapes, join_to_native, merge_factors
 from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.expert_adapters import take_experts
 from tessera.checkpoint.files import MANIFEST, box_slices
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.weights import TensorSource, fill
 from tessera.core import saved_recipe
-from tessera.core.adapters import Adapters, factor_names, magnitude_name, spelled_out, tensor_names
+from tessera.core.adapters import (
+    Adapters,
+    expert_paths,
+    factor_names,
+    magnitude_name,
+    spelled_out,
+    tensor_names,
+)
 from tessera.core.errors import TesseraError, few_names
 from tessera.core.run_config import LoraSection, load_config
 from tessera.core.weightmap import Identity, WeightMap
@@ -37,8 +45,7 @@ def settled(
     if path is None or section.targets:
         return section
     if is_adapters(path):
-        paths = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
-        found = read_adapters(path, paths, weight_map, part)
+        found = read_adapters(path, layer_paths(parameters), weight_map, part, expert_paths(parameters))
         adapters = {layer: factors.adapter for layer, factors in found.items()}
         first = next(iter(adapters.values()))
         update = {"rank": first.rank, "alpha": first.alpha, "rslora": first.rslora, "dora": first.dora}
@@ -82,8 +89,10 @@ def fill_adapters(
             raise TesseraError("this run has no checkpoint yet", where=str(path))
         CheckpointManager(checkpoint.parent, keep=1).load(checkpoint, {f"model.{n}": t for n, t in here.items()})
         return
-    paths = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
-    Ranks.current().on_all(lambda: _fill(path, here, adapters, read_adapters(path, paths, weight_map, part), whole))
+    paths, experts = layer_paths(parameters), expert_paths(parameters)
+    Ranks.current().on_all(
+        lambda: _fill(path, here, adapters, read_adapters(path, paths, weight_map, part, experts), whole)
+    )
 
 
 def _fill(
@@ -117,7 +126,9 @@ def _fill(
             )
         a, b = factor_names(path)
         if a in tensors and b in tensors:
-            check_shapes(path, factors, (tensors[b].shape[0], tensors[a].shape[1]), str(where))
+            check_shapes(
+                path, factors, (*tensors[a].shape[:-2], tensors[b].shape[-2], tensors[a].shape[-1]), str(where)
+            )
         whole |= {a: factors.a, b: factors.b}
         if factors.m is not None:
             whole[magnitude_name(path)] = factors.m
@@ -146,22 +157,36 @@ def merge_into(
         raise TesseraError(
             f"a strength of {strength}", where=str(path), allowed=["a finite number, 1 as it was trained"]
         )
-    paths = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
-    found = read_adapters(path, paths, weight_map, part)
+    parameters = list(parameters)
+    found = read_adapters(path, layer_paths(parameters), weight_map, part, expert_paths(parameters))
     merge_factors(found, tensors, strength, str(path))
 
 
+def layer_paths(parameters: Iterable[str]) -> list[str]:
+    """Return the layers that parameters are the weights of."""
+    return [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
+
+
 def read_adapters(
-    path: Path, paths: Sequence[str], weight_map: WeightMap | None, part: str = FIRST
+    path: Path,
+    paths: Sequence[str],
+    weight_map: WeightMap | None,
+    part: str = FIRST,
+    experts: Mapping[str, tuple[str, ...]] | None = None,
 ) -> dict[str, Factors]:
     """Read all adapters of a file or a PEFT folder and return them by the paths of native layers.
 
     `paths`: the layers of the model. An adapter for a layer that is not among them is an error; one for a layer that
-    nothing is computed with is passed over. `part`: see `part_of`.
+    nothing is computed with is passed over. `part`: see `part_of`. `experts`: see `expert_paths`.
     """
     if weight_map is None:
         raise TesseraError("this family has no weight map: it cannot exchange adapters", where=str(path))
     stored = open_adapters(path, part)
+    stacked: dict[str, Factors] = {}
+    if experts:
+        stacked, stored = take_experts(stored, experts, weight_map)
+        if not stored.sides:
+            return stacked
     table, names = match_names(stored, paths, weight_map)
     foreign = stored.factors(names, table)
     idle = {*weight_map.idle, *table.idle}
@@ -175,6 +200,6 @@ def read_adapters(
         if any(present):
             check_operation(rule.op, layer, stored.where)
             found[layer] = join_to_native(rule.op, present)
-    if not found:
+    if not found and not stacked:
         raise TesseraError("no adapters here", where=stored.where)
-    return found
+    return {**found, **stacked}

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from tessera.checkpoint.adapter_parts import plain_form, whole, with_lengths
 from tessera.checkpoint.weights import add_product
-from tessera.core.adapters import Adapter, Adapters, factor_names, magnitude_name, tensor_names
+from tessera.core.adapters import (
+    Adapter,
+    Adapters,
+    adapter_for,
+    factor_names,
+    magnitude_name,
+    tensor_names,
+    weight_names,
+)
 from tessera.core.errors import TesseraError
 from tessera.core.weightmap import (
     ColumnsByHead,
@@ -34,8 +42,8 @@ class Factors:
     """Hold one adapter with its two matrices."""
 
     adapter: Adapter
-    a: Tensor  # [rank, in]
-    b: Tensor  # [out, rank]
+    a: Tensor  # [rank, in]; of stacked experts [experts, rank, in]
+    b: Tensor  # [out, rank]; of stacked experts [experts, weights, out, rank]
     m: Tensor | None = None  # [out]: lengths of rows, of DoRA
 
 
@@ -71,7 +79,7 @@ def _joined(op: TensorChunk, members: Sequence[Factors | None]) -> Factors:
     if len(given) == len(members) and _same_input(given):
         blocks = [factors.b for factors in given]
         return Factors(given[0].adapter, given[0].a, op.join_chunks(blocks)[0].whole(), m)
-    adapter, a, blocks = _side_by_side(members, _rows(op, members))
+    adapter, a, blocks = side_by_side(members, _rows(op, members))
     return Factors(adapter, a, op.join_chunks(blocks)[0].whole(), m)
 
 
@@ -102,7 +110,7 @@ def _same_input(given: Sequence[Factors]) -> bool:
     return all(one.adapter == first.adapter and torch.equal(one.a, first.a) for one in given)
 
 
-def _side_by_side(present: Sequence[Factors | None], rows: Sequence[int]) -> tuple[Adapter, Tensor, list[Tensor]]:
+def side_by_side(present: Sequence[Factors | None], rows: Sequence[int]) -> tuple[Adapter, Tensor, list[Tensor]]:
     """Return an adapter whose rank is the sum of all ranks, matrix A, and a block of matrix B for each layer.
 
     `rows`: how many outputs each layer has. A layer without an adapter has a block of zeros.
@@ -116,10 +124,10 @@ def _side_by_side(present: Sequence[Factors | None], rows: Sequence[int]) -> tup
             block[:, at : at + factors.adapter.rank] = factors.b * (factors.adapter.scale / like.scale)
             at += factors.adapter.rank
         blocks.append(block)
-    return _of_rank(like, rank), torch.cat([factors.a for factors in given]), blocks
+    return of_rank(like, rank), torch.cat([factors.a for factors in given]), blocks
 
 
-def _of_rank(like: Adapter, rank: int) -> Adapter:
+def of_rank(like: Adapter, rank: int) -> Adapter:
     """Return an adapter of another rank with the same scale."""
     return replace(like, rank=rank, alpha=like.scale * (math.sqrt(rank) if like.rslora else rank))
 
@@ -136,7 +144,7 @@ def join_to_native(op: Operation, present: Sequence[Factors | None]) -> Factors:
     if len(given) == len(present) and _same_input(given):
         return Factors(first.adapter, first.a, op.to_native([factors.b for factors in given]), m)
     rows = op.sizes if isinstance(op, Concat) else [first.b.shape[0]] * len(present)
-    adapter, a, blocks = _side_by_side(present, rows)
+    adapter, a, blocks = side_by_side(present, rows)
     return Factors(adapter, a, op.to_native(blocks), m)
 
 
@@ -146,7 +154,7 @@ def _without_idle_ranks(factors: Factors) -> Factors:
     used = factors.b.any(dim=0)
     if not used.any() or used.all():
         return factors
-    adapter = _of_rank(factors.adapter, int(used.sum()))
+    adapter = of_rank(factors.adapter, int(used.sum()))
     return Factors(adapter, factors.a[used], factors.b[:, used].contiguous(), factors.m)
 
 
@@ -173,12 +181,15 @@ def merge_adapter(name: str, weight: Tensor, tensors: Mapping[str, Tensor], adap
 
     All ranks that hold the weight call this together.
     """
-    path = name.removesuffix(".weight")
-    if path not in adapters or path == name:
+    found = adapter_for(name, adapters)
+    if found is None:
         return weight
+    path, number = found
     own = {factor: tensors[factor] for factor in tensor_names(path, adapters[path])}
     plain, _ = plain_form(own, {path: adapters[path]})
     a, b = (whole(plain[factor]) for factor in factor_names(path))
+    if adapters[path].stacked:
+        b = b[:, number]
     merged = add_product(weight.detach().clone(), b, a, adapters[path].scale)
     return with_lengths(merged, own[magnitude_name(path)]) if adapters[path].dora else merged
 
@@ -186,8 +197,9 @@ def merge_adapter(name: str, weight: Tensor, tensors: Mapping[str, Tensor], adap
 @torch.no_grad()
 def merge_factors(found: Mapping[str, Factors], tensors: Mapping[str, Tensor], strength: float, where: str) -> None:
     """Add adapters, `strength` times, to the weights of a model in place. Weights may be sharded."""
-    for path, factors in found.items():
-        weight = tensors.get(f"{path}.weight")
+    every = ((path, factors, name) for path, factors in found.items() for name in weight_names(path, factors.adapter))
+    for path, factors, name in every:
+        weight = tensors.get(name)
         if weight is None:
             continue  # of another stage of a pipeline
         check_shapes(path, factors, tuple(weight.shape), where)
@@ -198,16 +210,20 @@ def merge_factors(found: Mapping[str, Factors], tensors: Mapping[str, Tensor], s
                 fix="load the adapters by themselves: they name their model",
             )
         a, b = (matrix.to(weight.device) for matrix in (factors.a, factors.b))
+        if factors.adapter.stacked:
+            b = b[:, weight_names(path, factors.adapter).index(name)]
         add_product(weight, b, a, strength * factors.adapter.scale)
 
 
 def check_shapes(path: str, factors: Factors, shape: Sequence[int], where: str) -> None:
     """Raise if an adapter does not fit the layer that it is for, whose weight has `shape`."""
-    made = (factors.b.shape[0], factors.a.shape[1])
+    experts = factors.a.shape[:-2]
+    made = (*experts, factors.b.shape[-2], factors.a.shape[-1])
     if made != tuple(shape):
+        each, has = (f"{sizes[0]} experts, each " if len(sizes) > 2 else "" for sizes in (made, shape))
         raise TesseraError(
-            f"the adapter of {path} is for a layer of {made[1]} inputs and {made[0]} outputs, this model has "
-            f"{shape[1]} and {shape[0]}",
+            f"the adapter of {path} is for {each or 'a layer '}of {made[-1]} inputs and {made[-2]} outputs, this model "
+            f"has {has}{shape[-1]} and {shape[-2]}",
             where=where,
             fix="check that the adapters belong to this model: another size of the family has other layers",
         )

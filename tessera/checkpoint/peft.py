@@ -26,7 +26,6 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "bias": ("none", None),
     "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
     "fan_in_fan_out": (False, None),
@@ -86,6 +85,14 @@ def parse_config(text: str, where: str, prefix: str = "") -> dict[str, Any]:
     return config
 
 
+def target_parameters(config: Mapping[str, Any], where: str) -> list[str]:
+    """Return the parameters that a configuration adapts by their names, which are those of experts."""
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise TesseraError("target_parameters is a list of names", where=where)
+    return targets
+
+
 def ranks_and_alphas(config: Mapping[str, Any], modules: Collection[str], where: str) -> dict[str, tuple[float, float]]:
     """Return the rank and the alpha that a configuration states for each module."""
     ranks = _by_pattern(config, "rank_pattern", modules, config.get("r", 8), where)
@@ -123,20 +130,25 @@ def make_config(
     dropout: float,
     task_type: str | None,
     saved: Sequence[str] = (),
+    experts: Mapping[str, Factors] | None = None,
+    other_experts: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the configuration of adapters by module. `others`: all modules, `task_type`: which methods
-    PEFT gives the model, `saved`: modules that were trained whole."""
-    ranks = Counter(factors.adapter.rank for factors in made.values())
-    alphas = Counter(factors.adapter.alpha for factors in made.values())
+    PEFT gives the model, `saved`: modules that were trained whole, `experts`: adapters by stacked parameter, and
+    `other_experts`: all such parameters."""
+    experts = experts or {}
+    every = {**made, **experts}
+    ranks = Counter(factors.adapter.rank for factors in every.values())
+    alphas = Counter(factors.adapter.alpha for factors in every.values())
     rank, alpha = ranks.most_common(1)[0][0], alphas.most_common(1)[0][0]
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": _plain(alpha),
-        "lora_dropout": dropout,
-        "use_rslora": next(iter(made.values())).adapter.rslora,
-        "use_dora": next(iter(made.values())).adapter.dora,
+        "lora_dropout": 0.0 if experts else dropout,  # PEFT takes none where parameters are adapted
+        "use_rslora": next(iter(every.values())).adapter.rslora,
+        "use_dora": next(iter(every.values())).adapter.dora,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -144,17 +156,23 @@ def make_config(
         "modules_to_save": list(saved) or None,
         "ensure_weight_tying": bool(saved),  # a head that shares the weight of an embedding goes with it
         "target_modules": _targets(made, others),
-        "rank_pattern": {m: f.adapter.rank for m, f in made.items() if f.adapter.rank != rank},
-        "alpha_pattern": {m: _plain(f.adapter.alpha) for m, f in made.items() if f.adapter.alpha != alpha},
+        "target_parameters": _targets(experts, other_experts, parts=2) if experts else None,
+        "rank_pattern": {m: f.adapter.rank for m, f in every.items() if f.adapter.rank != rank},
+        "alpha_pattern": {m: _plain(f.adapter.alpha) for m, f in every.items() if f.adapter.alpha != alpha},
         "task_type": task_type,
     }
 
 
-def _targets(made: Collection[str], others: Collection[str]) -> list[str]:
-    """Return the endings of names by which PEFT finds the adapted modules; whole names if others end alike."""
-    ends = {module.rpartition(".")[2] for module in made}
-    ambiguous = any(module not in made and module.rpartition(".")[2] in ends for module in others)
+def _targets(made: Collection[str], others: Collection[str], parts: int = 1) -> list[str]:
+    """Return the endings of names, of so many parts, by which PEFT finds what is adapted; whole names if others end
+    alike."""
+    ends = {_ending(name, parts) for name in made}
+    ambiguous = any(name not in made and _ending(name, parts) in ends for name in others)
     return sorted(made) if ambiguous or any(end.isdigit() for end in ends) else sorted(ends)
+
+
+def _ending(name: str, parts: int) -> str:
+    return ".".join(name.split(".")[-parts:])
 
 
 def _plain(number: float) -> float | int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tessera.checkpoint.adapter_files import is_adapters, read_saved
-from tessera.checkpoint.adapter_reading import part_of, read_adapters
+from tessera.checkpoint.adapter_reading import layer_paths, part_of, read_adapters
 from tessera.checkpoint.adapters import merge_adapter
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import box_slices
@@ -21,7 +21,14 @@ from tessera.checkpoint.frozen import FrozenWeights
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import MODEL
 from tessera.checkpoint.storage import SplitTensor, split_tensors
-from tessera.core.adapters import Adapters, factor_names, magnitude_name, tensor_names
+from tessera.core.adapters import (
+    Adapters,
+    expert_paths,
+    factor_names,
+    magnitude_name,
+    tensor_names,
+    weight_names,
+)
 from tessera.core.errors import TesseraError
 from tessera.core.file_plan import PlannedTensor
 from tessera.core.weightmap import WeightMap
@@ -54,8 +61,8 @@ class TrainedForm(StoredForm):
         self._factors: dict[str, Tensor] = {}
         self._saved: dict[str, Tensor] = {}  # of adapters: parameters that were trained whole beside them
         if is_adapters(where):
-            paths = [name.removesuffix(".weight") for name in shapes]
-            for path, found in read_adapters(where, paths, weight_map, part_of(base)).items():
+            read = read_adapters(where, layer_paths(shapes), weight_map, part_of(base), expert_paths(shapes))
+            for path, found in read.items():
                 self._factors |= dict(zip(factor_names(path), (found.a.to(dtype), found.b.to(dtype)), strict=True))
                 if found.m is not None:
                     self._factors[magnitude_name(path)] = found.m
@@ -80,9 +87,9 @@ class TrainedForm(StoredForm):
         """Find the tensors of a checkpoint whose files are as they were written; return the folder of frozen ones."""
         state = CheckpointManager(where.parent, keep=1).load(where, {})
         names = {n.removeprefix(MODEL): tensor for n, tensor in split_tensors(where).items() if n.startswith(MODEL)}
-        for path in self._adapters:
-            parts = tensor_names(path, self._adapters[path])
-            if any(part not in names for part in parts) or f"{path}.weight" not in {*names, *self._shapes}:
+        for path, adapter in self._adapters.items():
+            parts, weights = tensor_names(path, adapter), weight_names(path, adapter)
+            if not names.keys() >= set(parts) or not {*names, *self._shapes} >= set(weights):
                 raise TesseraError(f"the checkpoint has no adapter of {path}", where=self.where)
             self._factors |= {factor: names[factor].read().to(self._dtype) for factor in parts}
         self._stored = {name: names[name] for name in self._shapes if name in names}

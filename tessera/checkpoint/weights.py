@@ -130,11 +130,18 @@ def shapes_fit(source: TensorSource, native: Shape, shapes: Mapping[str, Shape],
 
 @torch.no_grad()
 def add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """Add `scale` * left @ right, both whole, to a tensor that may be sharded. Each rank computes its own shard."""
+    """Add `scale` * left @ right, both whole, to a tensor that may be sharded. Each rank computes its own shard.
+
+    Of stacked matrices, one after another: a product of all of them would be as large as the weights of all experts.
+    """
     for box in local_chunks(target):
-        rows, columns = box_slices(box.offsets, box.sizes)
+        *stacked, rows, columns = box_slices(box.offsets, box.sizes)
         shard = tensor_of_chunk(target, box.offsets)
-        shard.copy_(shard.float() + scale * (left[rows].float() @ right[:, columns].float()))
+        if not stacked:
+            shard.copy_(shard.float() + scale * (left[rows].float() @ right[:, columns].float()))
+            continue
+        for part, b, a in zip(shard, left[stacked[0]], right[stacked[0]], strict=True):
+            part.copy_(part.float() + scale * (b[rows].float() @ a[:, columns].float()))
     return target
 
 

@@ -4,12 +4,16 @@ The layer keeps its name and its weight, and gets two more: `q.lora_a.weight` [r
 
 DoRA scales the rows of W + scale B A to lengths that are trained, `q.lora_m.weight` [out]. With PiSSA the matrices
 begin as a part of W: what they began as, `q.lora_a0.weight` and `q.lora_b0.weight`, is frozen and taken away from them.
+
+Experts have their weights stacked. An adapter of theirs is a pair of matrices for each expert, and has a name beside
+those of the weights: `experts.gate_up_proj.lora_a.weight` [experts, rank, in], one for gate and up, and
+`experts.gate_up_proj.lora_b.weight` [experts, 2, out, rank]; `experts.down_proj` likewise, with one weight.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tessera.core.errors import TesseraError
@@ -19,6 +23,9 @@ from tessera.core.run_config import LoraSection, LoraTarget
 A, B = "lora_a", "lora_b"
 MAGNITUDE, START_A, START_B = "lora_m", "lora_a0", "lora_b0"
 _TAILS = (f".{A}.weight", f".{B}.weight", f".{MAGNITUDE}.weight", f".{START_A}.weight", f".{START_B}.weight")
+# Adapters of stacked experts, by the names that transformers and PEFT (`target_parameters`) have for the weights -> the
+# weights here that each is for.
+EXPERT_WEIGHTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class Adapter:
     rslora: bool = False
     dora: bool = False
     pissa: bool = False
+    stacked: tuple[str, ...] = ()  # of experts: the weights that share it, which lie beside it
 
     @property
     def scale(self) -> float:
@@ -67,6 +75,44 @@ def tensor_names(path: str, adapter: Adapter) -> tuple[str, ...]:
     )
 
 
+def weight_names(path: str, adapter: Adapter) -> tuple[str, ...]:
+    """Return the names of the weights that an adapter is for: that of its layer, or those of stacked experts."""
+    home = path.rpartition(".")[0]
+    return tuple(f"{home}.{name}" for name in adapter.stacked) or (f"{path}.weight",)
+
+
+def adapter_for(weight: str, adapters: Adapters) -> tuple[str, int] | None:
+    """Return the path of the adapter of a weight, and which of the weights that share it this is; None: it has none."""
+    owner, _, kind = weight.rpartition(".")
+    if kind == "weight" and owner in adapters:
+        return owner, 0
+    for name, weights in EXPERT_WEIGHTS.items():
+        path = f"{owner}.{name}"
+        if kind in weights and path in adapters and adapters[path].stacked:
+            return path, weights.index(kind)
+    return None
+
+
+def factor_shapes(adapter: Adapter, weight: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of A and B for a layer whose weight, or each of whose stacked weights, has a shape."""
+    *experts, outputs, inputs = weight
+    shared = [len(adapter.stacked)] if adapter.stacked else []
+    return (*experts, adapter.rank, inputs), (*experts, *shared, outputs, adapter.rank)
+
+
+def expert_paths(parameters: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Return the adapters that the stacked experts among parameters can have, with the weights of each."""
+    known = set(parameters)
+    owners = [name.removesuffix(".down") for name in parameters if name.endswith(".down")]
+    needed = [weight for weights in EXPERT_WEIGHTS.values() for weight in weights]
+    return {
+        f"{owner}.{name}": weights
+        for owner in owners
+        if all(f"{owner}.{weight}" in known for weight in needed)
+        for name, weights in EXPERT_WEIGHTS.items()
+    }
+
+
 def is_factor(name: str) -> bool:
     """Return whether a parameter belongs to an adapter."""
     return name.endswith(_TAILS)
@@ -83,23 +129,32 @@ def adapter_of(section: LoraSection) -> Adapter:
 
 
 def choose(
-    section: LoraSection, layers: Sequence[str], default: Sequence[str], refused: Mapping[str, str]
+    section: LoraSection,
+    layers: Sequence[str],
+    default: Sequence[str],
+    refused: Mapping[str, str],
+    experts: Mapping[str, tuple[str, ...]] | None = None,
 ) -> dict[str, Adapter]:
     """Return the adapters that a recipe asks for, among `layers`; `default`: those it means when it names none.
 
-    `refused`: other paths -> why nothing there can have an adapter. Of several patterns that match a layer the last one
-    wins.
+    `refused`: other paths -> why nothing there can have an adapter. `experts`: the adapters that stacked experts can
+    have; they get one where a pattern names the module of experts or something in it, for there are very many of them.
+    Of several patterns that match a layer the last one wins.
     """
+    experts = experts or {}
     chosen: dict[str, Adapter] = {}
     for number, target in enumerate(section.targets):
         given = target if isinstance(target, LoraTarget) else LoraTarget(modules=target)
         where = f"model.lora.targets.{number}"
         adapter = replace(adapter_of(section), rank=given.rank or section.rank, alpha=given.alpha or section.alpha)
+        named = {path for path in experts if any(matches(given.modules, above) for above in ancestors(path)[-2:])}
+        chosen.update({path: replace(adapter, stacked=experts[path]) for path in named})
         if not any(matches(given.modules, above) for path in layers for above in ancestors(path)):
-            for path, why in refused.items():
-                if any(matches(given.modules, above) for above in ancestors(path)):
-                    raise TesseraError(f"{path} cannot have an adapter: {why}", where=where)
-        chosen.update(dict.fromkeys(select_trees([given.modules], layers, where), adapter))
+            if named:
+                continue
+            _check_refused(given.modules, refused, experts, where)
+        found = select_trees([given.modules], [*layers, *experts], where)
+        chosen.update(dict.fromkeys((path for path in found if path not in experts), adapter))
     if not section.targets:
         chosen = dict.fromkeys(default, adapter_of(section))
     if not chosen:
@@ -108,14 +163,59 @@ def choose(
             where="model.lora.targets",
             fix="name linear layers by pattern",
         )
-    return {path: chosen[path] for path in layers if path in chosen}
+    _check_experts(section, [path for path, adapter in chosen.items() if adapter.stacked])
+    return {path: chosen[path] for path in [*layers, *experts] if path in chosen}
+
+
+def _check_refused(
+    pattern: str, refused: Mapping[str, str], experts: Mapping[str, tuple[str, ...]], where: str
+) -> None:
+    """Raise if a pattern that matches no layer names something that has no adapters, or a part of experts."""
+    for path, weights in experts.items():
+        owner, _, name = path.rpartition(".")
+        for weight in weights:
+            if matches(pattern, f"{owner}.{weight}"):
+                raise TesseraError(
+                    f"the adapter of {owner}.{weight} is called {name}"
+                    + (f": {' and '.join(weights)} have one together" if len(weights) > 1 else ""),
+                    where=where,
+                    fix=f"write {pattern.rpartition('.')[0]}.{name}",
+                )
+        if any(matches(pattern, above) for above in ancestors(path)):
+            raise TesseraError(
+                f"{pattern} holds experts and no plain linear layer, and experts get adapters where a pattern names "
+                "them",
+                where=where,
+                fix=f"write {pattern}{owner.removeprefix(next(a for a in ancestors(path) if matches(pattern, a)))}",
+            )
+    for path, why in refused.items():
+        if any(matches(pattern, above) for above in ancestors(path)):
+            raise TesseraError(f"{path} cannot have an adapter: {why}", where=where)
+
+
+def _check_experts(section: LoraSection, paths: Sequence[str]) -> None:
+    """Raise if adapters of experts are asked for in a form that they do not have."""
+    unserved = {
+        "dora": (section.dora, "DoRA"),
+        "init": (section.init == "pissa", "an initialisation by singular vectors (PiSSA)"),
+        "quantize": (section.quantize is not None, "weights in four bits"),
+    }
+    for key, (asked, what) in unserved.items():
+        if paths and asked:
+            raise TesseraError(
+                f"{paths[0]}: adapters of experts are plain LoRA, without {what}",
+                where=f"model.lora.{key}",
+                fix=f"leave {key} out, or take experts out of model.lora.targets",
+            )
 
 
 def spelled_out(section: LoraSection, adapters: Adapters) -> LoraSection:
     """Return the same section with every layer named, as a run keeps it: no other file is needed to understand it."""
     plain = adapter_of(section)
     targets: list[str | LoraTarget] = [
-        path if adapter == plain else LoraTarget(modules=path, rank=adapter.rank, alpha=adapter.alpha)
+        path
+        if replace(adapter, stacked=()) == plain
+        else LoraTarget(modules=path, rank=adapter.rank, alpha=adapter.alpha)
         for path, adapter in adapters.items()
     ]
     return section.model_copy(update={"targets": targets})

@@ -19,18 +19,19 @@ AdapterForm = Literal["peft", "diffusers", "comfyui", "kohya"]
 
 
 class LoraTarget(Section):
-    modules: str = Field(description="pattern of linear layers, or of modules that hold some")
+    modules: str = Field(description="pattern of linear layers or experts, or of modules that hold linear layers")
     rank: AdapterRank | None = Field(None, description="default: lora.rank")
     alpha: AdapterAlpha | None = Field(None, description="default: lora.alpha")
 
 
 class LoraSection(Section):
-    """Train two small matrices beside each chosen linear layer; everything else is frozen."""
+    """Train two small matrices beside each chosen linear layer, or each expert; everything else is frozen."""
 
     targets: list[str | LoraTarget] = Field(
         default_factory=list,
         description="patterns of linear layers that are adapted; {modules: pattern, rank: 64} has settings of its own; "
-        "default: all in the layers of the text decoder",
+        "default: all in the layers of the text decoder; experts where a pattern names them: "
+        "text.layers.{*}.mlp.experts",
     )
     rank: AdapterRank = 16
     alpha: AdapterAlpha = Field(32, description="adapters are scaled by alpha / rank")

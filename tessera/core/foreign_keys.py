@@ -122,6 +122,7 @@ FOREIGN: dict[str, Ours] = {
     "lora_target": Ours("model.lora.targets", '["text.layers.{*}.attn"]', _ADAPTED),
     "lora_target_modules": Ours("model.lora.targets", '["text.layers.{*}.attn"]', _ADAPTED),
     "target_modules": Ours("model.lora.targets", '["text.layers.{*}.attn"]', _ADAPTED),
+    "target_parameters": Ours("model.lora.targets", '["text.layers.{*}.mlp.experts"]', "adapters of stacked experts"),
     "use_rslora": Ours("model.lora.rslora", "true"),
     "freeze_vision_tower": _FREEZE_VISION,
     "freeze_vit": _FREEZE_VISION,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -64,10 +64,12 @@ class ExpertBalance(RowStatistics):
 
 class StackedExperts(nn.Module):
     """Base of modules that hold the weights of experts, [experts, ...] each; a token is computed by `top_k` of them.
-    `dispatch` has no weights and brings tokens to experts: expert parallelism replaces it."""
+    `dispatch` has no weights and brings tokens to experts: expert parallelism replaces it. `adapted_weights`: the
+    adapters that it can have, children of these names, and the weights that each is for."""
 
     dispatch: nn.Module
     top_k: int
+    adapted_weights: Mapping[str, tuple[str, ...]] = {}
 
 
 @runtime_checkable

@@ -109,11 +109,11 @@ def home(path: str, modules: Iterable[str]) -> str | None:
 
 def nearest_path(pattern: str, paths: Sequence[str]) -> str | None:
     """Return the existing path most similar to the pattern, with the pattern's groups kept where the path has
-    numbers. A bare name, as other tools take it (`q_proj`), is completed to the paths that end in it."""
-    if "." not in pattern:
-        ends = [path for path in paths if path.rpartition(".")[2] in (pattern, pattern.removesuffix("_proj"))]
-        if ends and ends != [pattern]:
-            return re.sub(r"(?<=\.)\d+(?=\.|$)", "{*}", max(ends, key=lambda path: path.startswith("text.")))
+    numbers. The end of a path, as other tools take it (`q_proj`, `experts.down_proj`), is completed to paths that end
+    in it."""
+    ends = [path for path in paths if f".{path}".endswith((f".{pattern}", f".{pattern.removesuffix('_proj')}"))]
+    if ends and ends != [pattern]:
+        return re.sub(r"(?<=\.)\d+(?=\.|$)", "{*}", max(ends, key=lambda path: path.startswith("text.")))
     plain = re.sub(r"\{[^}]*\}", "0", pattern)
     found = nearest(plain, paths)
     if found is None:

@@ -13,7 +13,14 @@ from tessera.checkpoint.adapter_files import is_adapters, open_adapters
 from tessera.checkpoint.adapter_reading import fill_adapters, part_of, settled
 from tessera.checkpoint.state import model_tensors
 from tessera.checkpoint.weight_source import find_file
-from tessera.core.adapters import Adapters, factor_names, magnitude_name, start_names
+from tessera.core.adapters import (
+    Adapters,
+    factor_names,
+    factor_shapes,
+    magnitude_name,
+    start_names,
+    weight_names,
+)
 from tessera.core.errors import TesseraError
 from tessera.core.trust import Trust
 from tessera.core.types import ModelSpec
@@ -56,11 +63,11 @@ def load_adapters(source: Path, base: Path | None, dtype: str | None, trust: Tru
     kind = found.dtype if dtype is not None or not named else _stored_type(source, part)
     tensors |= {name: torch.empty(tensors[name].shape, dtype=kind) for name in saved}
     for path, adapter in adapters.items():
-        outputs, inputs = tensors[f"{path}.weight"].shape
-        sizes_a, sizes_b = (adapter.rank, inputs), (outputs, adapter.rank)
+        weight = tensors[weight_names(path, adapter)[0]].shape
+        sizes_a, sizes_b = factor_shapes(adapter, weight)
         shapes: dict[str, tuple[int, ...]] = dict(zip(factor_names(path), (sizes_a, sizes_b), strict=True))
         if adapter.dora:
-            shapes[magnitude_name(path)] = (outputs,)
+            shapes[magnitude_name(path)] = (weight[0],)
         if adapter.pissa:
             shapes |= dict(zip(start_names(path), (sizes_a, sizes_b), strict=True))
         tensors |= {name: torch.empty(shape, dtype=kind) for name, shape in shapes.items()}

@@ -21,7 +21,7 @@ from tessera.checkpoint.fp8 import Fp8Map
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.publish import Origin
 from tessera.checkpoint.state import model_tensors
-from tessera.core.adapters import Adapters, factor_names, is_factor
+from tessera.core.adapters import Adapters, factor_names, is_factor, weight_names
 from tessera.core.errors import TesseraError
 from tessera.core.types import ModelSpec, Processor
 from tessera.inference.proof import Prove, prove_folder
@@ -60,7 +60,8 @@ def export_folder(
         raise TesseraError(f"family {spec.name} has no Hugging Face form to export to")
     tensors = model_tensors(module)
     known = adapters or {}
-    if any(f"{path}.weight" not in tensors for path in known if factor_names(path)[0] in tensors):
+    here = [weight_names(path, one) for path, one in known.items() if factor_names(path)[0] in tensors]
+    if any(name not in tensors for weights in here for name in weights):
         raise TesseraError(
             "the weights of adapted layers are kept in four bits, which is not what a model is merged into",
             fix="write the adapters alone (tessera convert --adapters), and merge them into the model they belong to",

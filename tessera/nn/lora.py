@@ -1,4 +1,5 @@
-"""LoRA as a transform of a module on the meta device: chosen linear layers get an adapter, all else is frozen."""
+"""LoRA as a transform of a module on the meta device: chosen linear layers, and experts, get an adapter; all else is
+frozen."""
 
 from __future__ import annotations
 
@@ -11,13 +12,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.core.adapters import Adapter, Adapters, choose, factor_names, start_names
+from tessera.core.adapters import (
+    EXPERT_WEIGHTS,
+    Adapter,
+    Adapters,
+    adapter_for,
+    choose,
+    factor_names,
+    factor_shapes,
+    start_names,
+    weight_names,
+)
 from tessera.core.errors import TesseraError
-from tessera.core.modules import clean_name
+from tessera.core.modules import StackedExperts, clean_name
 from tessera.core.pattern import home, matches, select_trees
 from tessera.core.run_config import LoraSection
 from tessera.core.types import ModelPlan, TensorStyle
 from tessera.ops.linear import adapted_linear, dequantize, dora_linear, nf4_linear, packed_sizes, quantize
+from tessera.ops.moe import LowRank
 
 PACKED, SCALES = "packed", "scales"
 
@@ -103,13 +115,37 @@ class QuantizedLoraLinear(LoraLinear):
         self.scales.copy_(scales.view(torch.int32))
 
 
+class LoraExperts(nn.Module):
+    """Hold the adapter of stacked weights, a pair of matrices for each expert. It is never called: the module of
+    experts, whose child it is, takes its factors along to where tokens are multiplied by the weights."""
+
+    def __init__(self, weight: Tensor, adapter: Adapter, dropout: float = 0.0) -> None:
+        """Make the adapter of stacked weights like `weight` [experts, out, in]."""
+        super().__init__()
+        self.adapter = adapter
+        self.dropout = dropout
+        sizes_a, sizes_b = factor_shapes(adapter, weight.shape)
+        self.lora_a, self.lora_b = Factor(*sizes_a, like=weight), Factor(*sizes_b, like=weight)
+        self.adapted = True  # False: the adapter is skipped
+
+    def factors(self) -> LowRank | None:
+        """Return the matrices as they are now, or None where the adapter is skipped."""
+        if not self.adapted:
+            return None
+        dropout = self.dropout if self.training else 0.0
+        return LowRank(self.lora_a.weight, self.lora_b.weight, self.adapter.scale, dropout)
+
+
 def find_adapters(section: LoraSection, module: nn.Module, plan: ModelPlan) -> dict[str, Adapter]:
     """Return the adapters of the layers that a recipe selects."""
     layers: list[str] = []
     refused: dict[str, str] = {}
+    experts: dict[str, tuple[str, ...]] = {}
     for path, part in module.named_modules():
-        if any(matches(pattern, path) for pattern in plan.experts):
-            refused[path] = "experts have their weights stacked, and adapters serve single layers"
+        if isinstance(part, StackedExperts) and part.adapted_weights:
+            experts |= {f"{path}.{name}": weights for name, weights in part.adapted_weights.items()}
+        elif any(matches(pattern, path) for pattern in plan.experts):
+            refused[path] = f"experts have their weights stacked, and {type(part).__name__} takes no adapters of them"
         elif any(matches(pattern, path) for pattern in plan.fsdp_root):
             refused[path] = "its weight is also read outside of its own forward pass"
         elif isinstance(part, nn.Linear) and not part.weight.requires_grad:
@@ -123,7 +159,7 @@ def find_adapters(section: LoraSection, module: nn.Module, plan: ModelPlan) -> d
     usual = [path for path in layers if home(path, blocks) is not None and home(path, encoders) is None]
     if plan.decoder:
         usual = [path for path in usual if home(path, [plan.decoder]) is not None]
-    return choose(section, layers, usual, refused)
+    return choose(section, layers, usual, refused, experts)
 
 
 def add_adapters(
@@ -144,6 +180,10 @@ def add_adapters(
     kind = QuantizedLoraLinear if quantized else LoraLinear
     for path, adapter in adapters.items():
         parent, _, name = path.rpartition(".")
+        if adapter.stacked:
+            weight = module.get_parameter(weight_names(path, adapter)[0])
+            setattr(module.get_submodule(parent), name, LoraExperts(weight, adapter, dropout))
+            continue
         layer = module.get_submodule(path)
         assert isinstance(layer, nn.Linear)
         setattr(module.get_submodule(parent), name, kind(layer, adapter, dropout))
@@ -156,7 +196,8 @@ def trained_whole(section: LoraSection, module: nn.Module, adapters: Adapters) -
     used = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     found = select_trees(section.modules_to_save, used, "model.lora.modules_to_save")
     for name in found:
-        if (layer := name.rpartition(".")[0]) in adapters:
+        if adapter_for(name, adapters) is not None:
+            layer = name.removesuffix(".weight")
             raise TesseraError(
                 f"{layer} has an adapter, and model.lora.modules_to_save trains it whole",
                 where="model.lora.modules_to_save",
@@ -170,14 +211,15 @@ def with_adapters(plan: ModelPlan) -> ModelPlan:
     styles: dict[str, TensorStyle] = {}
     for pattern, style in plan.tensor.items():
         path, _, kind = pattern.rpartition(".")
-        if style not in ("column", "row", "replicate") or not path or not matches(kind, "weight"):
+        if style not in ("column", "row", "replicate") or not path:
             continue
-        a, b = factor_names(path)
-        # "heads": replicated, with a partial gradient on each rank.
-        styles[a] = "heads" if style == "column" else style
-        styles[b] = "heads" if style == "row" else style
-        began_a, began_b = start_names(path)
-        styles |= {began_a: styles[a], began_b: styles[b]}
+        adapted = [f"{path}.{name}" for name, weights in EXPERT_WEIGHTS.items() if matches(kind, weights[0])]
+        for layer in [*adapted, *([path] if matches(kind, "weight") else [])]:
+            # "heads": replicated, with a partial gradient on each rank.
+            of_a: TensorStyle = "heads" if style == "column" else style
+            of_b: TensorStyle = "heads" if style == "row" else style
+            for a, b in (factor_names(layer), start_names(layer)):
+                styles |= {a: of_a, b: of_b}
     return replace(plan, tensor={**plan.tensor, **styles})
 
 
@@ -185,7 +227,7 @@ def with_adapters(plan: ModelPlan) -> ModelPlan:
 def start_factor(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     """Fill the whole tensor of an adapter's parameter with initial weights: the output of the model does not change."""
     if name == factor_names(name.rsplit(".", 2)[0])[0]:
-        bound = 1 / math.sqrt(tensor.shape[1])  # Kaiming uniform with a = sqrt(5), as in PEFT and nn.Linear
+        bound = 1 / math.sqrt(tensor.shape[-1])  # Kaiming uniform with a = sqrt(5), as in PEFT and nn.Linear
         tensor.uniform_(-bound, bound, generator=generator)
     else:
         tensor.zero_()
@@ -193,10 +235,12 @@ def start_factor(name: str, tensor: Tensor, generator: torch.Generator) -> None:
 
 def adapters_of(module: nn.Module) -> dict[str, Adapter]:
     """Return the adapters of this module (of this pipeline stage) by the names of their layers."""
-    return {path: layer.adapter for path, layer in adapted_layers(module).items()}
+    found = ((clean_name(name + ".")[:-1], part) for name, part in module.named_modules())
+    return {name: part.adapter for name, part in found if isinstance(part, LoraLinear | LoraExperts)}
 
 
 def adapted_layers(module: nn.Module) -> dict[str, LoraLinear]:
+    """Return the adapted linear layers of this module by their names; experts are not among them."""
     found = ((clean_name(name + ".")[:-1], part) for name, part in module.named_modules())
     return {name: part for name, part in found if isinstance(part, LoraLinear)}
 
@@ -204,7 +248,7 @@ def adapted_layers(module: nn.Module) -> dict[str, LoraLinear]:
 @contextlib.contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
     """Skip the adapters inside the context: the model computes as before it was adapted."""
-    layers = [part for part in module.modules() if isinstance(part, LoraLinear)]
+    layers = [part for part in module.modules() if isinstance(part, LoraLinear | LoraExperts)]
     for layer in layers:
         layer.adapted = False
     try:

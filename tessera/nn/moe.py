@@ -13,9 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tessera.core.adapters import EXPERT_WEIGHTS
 from tessera.core.modules import ExpertBalance, RowStatistics, StackedExperts
 from tessera.core.types import IGNORE, Batch
-from tessera.ops.moe import ExpertOrder, collect_rows, expert_mlp, spread_rows, weigh_choices
+from tessera.nn.lora import LoraExperts
+from tessera.ops.moe import (
+    NO_ADAPTERS,
+    ExpertAdapters,
+    ExpertOrder,
+    collect_rows,
+    expert_mlp,
+    spread_rows,
+    weigh_choices,
+)
 from tessera.ops.registry import AUTO
 
 Scores = Literal["softmax", "sigmoid"]
@@ -202,14 +212,28 @@ class Dispatch(nn.Module):
         super().__init__()
         self.implementation = implementation
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        beside: ExpertAdapters = NO_ADAPTERS,
+    ) -> Tensor:
         at = ExpertOrder.of(ids, gate.shape[0])
-        y = expert_mlp(spread_rows(x, at, ids.shape[1]), at.ends, gate, up, down, implementation=self.implementation)
+        rows = spread_rows(x, at, ids.shape[1])
+        y = expert_mlp(rows, at.ends, gate, up, down, beside, implementation=self.implementation)
         return weigh_choices(collect_rows(y, at), weights)
 
 
 class Experts(StackedExperts):
-    """Hold gated MLPs of one shape with stacked weights."""
+    """Hold gated MLPs of one shape with stacked weights. Adapters may be added beside them, as children."""
+
+    adapted_weights = EXPERT_WEIGHTS
+    gate_up_proj: LoraExperts | None
+    down_proj: LoraExperts | None
 
     def __init__(self, shape: MoEShape) -> None:
         super().__init__()
@@ -218,10 +242,14 @@ class Experts(StackedExperts):
         self.down = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.intermediate))
         self.dispatch = Dispatch(shape.implementation)
         self.top_k = shape.top_k
+        for name in self.adapted_weights:
+            self.register_module(name, None)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Return the outputs of experts `ids` [T, k] for `x` [T, D], summed with `weights` [T, k]."""
-        out: Tensor = self.dispatch(x, ids, weights, self.gate, self.up, self.down)
+        inner = None if self.gate_up_proj is None else self.gate_up_proj.factors()
+        outer = None if self.down_proj is None else self.down_proj.factors()
+        out: Tensor = self.dispatch(x, ids, weights, self.gate, self.up, self.down, (inner, outer))
         return out
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tessera.core.modules import local_shard
 from tessera.ops.pointwise import swiglu
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 
@@ -75,18 +76,66 @@ class _TakeRows(torch.autograd.Function):
         return grad, None, None, None
 
 
+class LowRank(NamedTuple):
+    """Hold the matrices of an adapter of stacked experts: the weights of expert e have `scale` b[e] @ a[e] beside them.
+
+    Under tensor parallelism they are those of this rank: with the rows of b where it has rows of the weights, and with
+    the columns of a where it has columns. Either way what it adds is a part of the rank's own result.
+    """
+
+    a: Tensor  # [E, rank, in]
+    b: Tensor  # [E, W, out, rank], for the W weights that share a
+    scale: float
+    dropout: float = 0.0  # of what goes in; torch's default generator draws it
+
+    def local(self) -> LowRank:
+        """Return the same with what this rank holds of sharded matrices."""
+        return self._replace(a=local_shard(self.a), b=local_shard(self.b))
+
+
+ExpertAdapters = tuple[LowRank | None, LowRank | None]  # of gate and up, and of down
+NO_ADAPTERS: ExpertAdapters = (None, None)
+
+
 def expert_mlp(
-    x: Tensor, ends: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, implementation: str = AUTO
+    x: Tensor,
+    ends: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    beside: ExpertAdapters = NO_ADAPTERS,
+    *,
+    implementation: str = AUTO,
 ) -> Tensor:
     """Return the gated MLP of each expert over its own rows of `x` [N, D], which is sorted by expert.
 
-    `ends` [E] holds the end of each expert's rows; `gate` and `up` are [E, I, D], `down` is [E, D, I].
+    `ends` [E] holds the end of each expert's rows; `gate` and `up` are [E, I, D], `down` is [E, D, I]. `beside`: the
+    adapters of gate and up, and of down.
     """
-    middle = swiglu(
-        grouped_linear(x, gate, ends, implementation=implementation),
-        grouped_linear(x, up, ends, implementation=implementation),
-    )
-    return grouped_linear(middle, down, ends, implementation=implementation)
+    inner, outer = beside
+    gated = grouped_linear(x, gate, ends, implementation=implementation)
+    raised = grouped_linear(x, up, ends, implementation=implementation)
+    if inner is not None:
+        of_gate, of_up = _low_rank(x, inner, ends, implementation)
+        gated, raised = gated + of_gate, raised + of_up
+    middle = swiglu(gated, raised)
+    out = grouped_linear(middle, down, ends, implementation=implementation)
+    if outer is not None:
+        (of_down,) = _low_rank(middle, outer, ends, implementation)
+        out = out + of_down
+    return out
+
+
+def _low_rank(x: Tensor, adapter: LowRank, ends: Tensor, implementation: str) -> tuple[Tensor, ...]:
+    """Return what an adapter adds to each of its weights' outputs. No matrix of a weight's size is made."""
+    a, b = adapter.a, adapter.b.flatten(1, 2)
+    zeros = -a.shape[1] % (_ALIGNMENT // a.element_size())  # so that grouped kernels take every rank
+    if zeros:
+        a, b = F.pad(a, (0, 0, 0, zeros)), F.pad(b, (0, zeros))
+    if adapter.dropout:
+        x = F.dropout(x, adapter.dropout)
+    low = adapter.scale * grouped_linear(x, a, ends, implementation=implementation)
+    return grouped_linear(low, b, ends, implementation=implementation).chunk(adapter.b.shape[1], dim=-1)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, implementation: str = AUTO) -> Tensor:

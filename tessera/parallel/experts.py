@@ -12,20 +12,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+from tessera.core.adapters import is_factor
 from tessera.core.errors import TesseraError
 from tessera.core.modules import ExpertBalance, RowStatistics, StackedExperts, clean_name, local_shard
 from tessera.core.pattern import home, matches, select
 from tessera.core.run_config import ParallelSection
 from tessera.core.types import ModelPlan
-from tessera.ops.moe import ExpertOrder, collect_rows, expert_mlp, spread_rows, weigh_choices
+from tessera.ops.moe import (
+    NO_ADAPTERS,
+    ExpertAdapters,
+    ExpertOrder,
+    collect_rows,
+    expert_mlp,
+    spread_rows,
+    weigh_choices,
+)
 from tessera.parallel.collectives import all_to_all, as_it_is, gathered, scattered, summed, with_backward
 from tessera.parallel.communication import CommVolume
 from tessera.parallel.mesh import CONTEXT, EP, FSDP, REPLICATE, SHARD, TENSOR, Axes, Mesh, divisors
@@ -126,10 +135,14 @@ def _check_routers(paths: Sequence[str], model_plan: ModelPlan, module: nn.Modul
 
 
 def _split_dimensions(module: nn.Module, path: str, model_plan: ModelPlan, tp: int) -> dict[str, int]:
-    """Return the dimension of each parameter that tp splits: of each expert, its width."""
+    """Return the dimension of each parameter that tp splits: of each expert, its width.
+
+    Of an adapter tp splits one matrix, and all ranks have the other one."""
     found: dict[str, int] = {}
-    for name, parameter in module.named_parameters(recurse=False):
+    for name, parameter in module.named_parameters():
         style = next((s for pattern, s in model_plan.tensor.items() if matches(pattern, f"{path}.{name}")), None)
+        if style == "heads" and is_factor(name):
+            continue
         if style not in ("column", "row"):
             if tp > 1:
                 raise TesseraError(
@@ -138,7 +151,7 @@ def _split_dimensions(module: nn.Module, path: str, model_plan: ModelPlan, tp: i
                     allowed=[1],
                 )
             continue
-        found[name] = 1 if style == "column" else 2
+        found[name] = parameter.dim() - (2 if style == "column" else 1)
         width = parameter.shape[found[name]]
         if width % tp:
             raise TesseraError(
@@ -184,13 +197,17 @@ def _mesh(plan: ExpertPlan, mesh: Mesh) -> DeviceMesh:
 
 
 def _shard(experts: nn.Module, plan: ExpertPlan, path: str, ranks: DeviceMesh) -> None:
-    for name, parameter in list(experts.named_parameters(recurse=False)):
-        placements = [Shard(0)] if plan.ep > 1 else []
+    for name, parameter in list(experts.named_parameters()):
+        placements: list[Placement] = [Shard(0)] if plan.ep > 1 else []
         if plan.tp > 1:
-            placements.append(Shard(plan.stacks[path][name]))
+            split = plan.stacks[path].get(name)
+            placements.append(Replicate() if split is None else Shard(split))
+        if all(placement.is_replicate() for placement in placements):
+            continue
         # Nothing is sent here: weights are filled later, on each rank its own.
         shard = distribute_tensor(parameter.detach(), ranks, placements, src_data_rank=None)
-        setattr(experts, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+        owner, _, kind = name.rpartition(".")
+        setattr(experts.get_submodule(owner), kind, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
 class RankRowSum(nn.Module):
@@ -270,9 +287,20 @@ class RankDispatch(nn.Module):
         self.sequence = sequence
         self.read_counts = read_counts  # replaced in a dry run, whose tensors have no values
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        # A plain tensor: the gradient of this rank's shard comes from the tokens sent to it, and is complete.
-        stacks = [local_shard(stack) for stack in (gate, up, down)]
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        beside: ExpertAdapters = NO_ADAPTERS,
+    ) -> Tensor:
+        # Plain tensors: the gradient of this rank's shard comes from the tokens sent to it, and is complete. Only of an
+        # adapter's matrix that all ranks of a slice have, each computes a part, which is summed at the end of a step.
+        first, second = (None if one is None else one.local() for one in beside)
+        stacks = _Stacks(local_shard(gate), local_shard(up), local_shard(down), (first, second))
         if self.sliced is not None:
             x, weights = (with_backward(part, self._whole, self._summed) for part in (x, weights))
             ids = self._whole(ids)
@@ -292,9 +320,9 @@ class RankDispatch(nn.Module):
         assert self.sliced is not None
         return scattered(x, self.sliced) if self.sequence else summed(x, self.sliced)
 
-    def _exchange(self, rows: Tensor, at: ExpertOrder, stacks: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
+    def _exchange(self, rows: Tensor, at: ExpertOrder, stacks: _Stacks, group: dist.ProcessGroup) -> Tensor:
         """Send tokens to the ranks of their experts and back. Sorted by expert they are sorted by rank as well."""
-        ranks, here = group.size(), stacks[0].shape[0]
+        ranks, here = group.size(), stacks.gate.shape[0]
         sent = at.ends.diff(prepend=at.ends.new_zeros(1)).view(ranks, here)
         got = torch.empty_like(sent)
         dist.all_to_all_single(got, sent, group=group)
@@ -307,9 +335,17 @@ class RankDispatch(nn.Module):
         y = collect_rows(self._compute(spread_rows(arrived, own, 1), own.ends, stacks), own)
         return all_to_all(y, from_each, to_each, group)
 
-    def _compute(self, rows: Tensor, ends: Tensor, stacks: Sequence[Tensor]) -> Tensor:
-        gate, up, down = stacks
-        return expert_mlp(rows, ends, gate, up, down, implementation=self.implementation)
+    def _compute(self, rows: Tensor, ends: Tensor, stacks: _Stacks) -> Tensor:
+        return expert_mlp(rows, ends, *stacks, implementation=self.implementation)
+
+
+class _Stacks(NamedTuple):
+    """Hold what a rank has of the weights of experts, and of their adapters."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    beside: ExpertAdapters
 
 
 def read_counts(counts: Tensor, rows: int) -> tuple[list[int], list[int]]:

@@ -128,9 +128,10 @@ def param_shards(
 
 
 def _tensor_dimension(style: TensorStyle, shape: Sequence[int]) -> int | None:
-    """Return the dimension that tp splits: of a weight [out, in], a bias [out], or experts with one more in front."""
+    """Return the dimension that tp splits: of a weight [out, in], a bias [out], or experts with more in front: their
+    number, and in an adapter that of the weights which share it."""
     if style in ("column", "vocab", "features"):
-        return 1 if len(shape) == 3 else 0
+        return max(0, len(shape) - 2)
     if style == "row":
         return len(shape) - 1
     return None

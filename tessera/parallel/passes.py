@@ -9,7 +9,7 @@ from torch import nn
 
 from tessera.core.adapters import is_factor
 from tessera.core.modules import StackedExperts
-from tessera.core.pattern import matches
+from tessera.core.pattern import home, matches
 from tessera.core.types import ModelPlan, Passes, Training
 
 
@@ -68,6 +68,8 @@ def _passes(part: _Part) -> Passes:
 def _weights(unit: nn.Module, here: Collection[str]) -> tuple[float, float, float]:
     """Return the weights of one unit: all that make products, the trained ones (`here`: by name), and adapters."""
     own = trained = adapters = 0.0
+    # Of stacked experts, and of their adapters, a token meets the chosen ones.
+    chosen = {path: part.top_k for path, part in unit.named_modules() if isinstance(part, StackedExperts)}
     for path, part in unit.named_modules():
         prefix = f"{path}." if path else ""
         if isinstance(part, nn.Linear):  # also where its weight is kept in four bits and is no parameter
@@ -75,15 +77,16 @@ def _weights(unit: nn.Module, here: Collection[str]) -> tuple[float, float, floa
             own += size
             trained += size if f"{prefix}weight" in here else 0.0
             continue
-        share = 1.0
+        experts = home(path, chosen)
         for name, parameter in part.named_parameters(recurse=False):
             if parameter.dim() < 2:
                 continue
+            share = 1.0
+            if parameter.dim() > 2 and experts is not None:
+                share = chosen[experts] / parameter.shape[0]
             if is_factor(f".{path}.{name}"):
-                adapters += parameter.numel()
+                adapters += share * parameter.numel()
                 continue
-            if parameter.dim() == 3 and isinstance(part, StackedExperts):
-                share = part.top_k / parameter.shape[0]  # of stacked experts, a token meets the chosen ones
             own += share * parameter.numel()
             trained += share * parameter.numel() if prefix + name in here else 0.0
     return own, trained, adapters

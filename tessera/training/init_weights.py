@@ -18,7 +18,7 @@ from tessera.checkpoint.frozen import FrozenSource
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.checkpoint.weight_source import fill_from, origin_of
 from tessera.checkpoint.weights import check_folder_fit
-from tessera.core.adapters import Adapters, is_factor
+from tessera.core.adapters import Adapters, is_factor, weight_names
 from tessera.core.megatron_form import MegatronForm
 from tessera.core.run_config import RunConfig
 from tessera.core.types import InitializesByName
@@ -137,7 +137,8 @@ def _names_in_files(setup: ModelSetup) -> list[str]:
     """Return the tensor names of the model in files: without adapters, and with weights that are kept in four bits."""
     tensors = model_tensors(setup.module)
     names = [name for name in tensors if not is_factor(name) and not _is_quantized(name, setup.adapters)]
-    return list(dict.fromkeys([*names, *(f"{path}.weight" for path in setup.adapters)]))
+    adapted = (name for path, adapter in setup.adapters.items() for name in weight_names(path, adapter))
+    return list(dict.fromkeys([*names, *adapted]))
 
 
 def _file_shapes(setup: ModelSetup) -> dict[str, tuple[int, ...]]:

@@ -52,13 +52,47 @@ MORE: list[Layout] = [
     ("four bits, 1f1b", 2, {"pp": 2}, {**TEXT, "quantize": "nf4"}, DEEP),
 ]
 
+# A decoder with experts, on rows of tokens.
+EXPERTS = f"{LAYERS}.mlp.experts"
+SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8, "eos_token_id": 1}
+MOE: dict[str, Any] = {
+    "model.family": "qwen3",
+    "model.preset": "quickstart-moe",
+    "model.config": {"text": {**SMALL, "experts": SIZES}},
+}
+FEW: dict[str, Any] = {**MOE, "model.config": {"text": {**SMALL, "experts": {**SIZES, "num_experts": 2}}}}
+STACKED: dict[str, Any] = {
+    "targets": [f"{LAYERS}.attn", EXPERTS, {"modules": f"{EXPERTS}.gate_up_proj", "rank": 5}],
+    "rank": 3,
+    "alpha": 2,
+    "rslora": True,
+}
+DOWN: dict[str, Any] = {"targets": [f"{EXPERTS}.down_proj"], "rank": 3, "alpha": 2}
+EXPERT_LAYOUTS: list[Layout] = [
+    ("experts, ep 2, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, STACKED, MOE),
+    ("experts, tp 2, sequence", 2, SEQUENCE, STACKED, MOE),
+]
+MORE_EXPERTS: list[Layout] = [
+    ("experts, fsdp 2", 2, {}, STACKED, MOE),
+    ("experts, tp 2", 2, {"tp": 2}, STACKED, MOE),
+    ("experts, tp 2, down alone", 2, {"tp": 2}, DOWN, MOE),
+    ("experts, ulysses 2", 2, {"cp": 2}, STACKED, MOE),
+    ("experts, 1f1b", 2, {"pp": 2}, STACKED, MOE),
+    ("experts, ep 2, offload", 2, {"ep": 2, "offload": True}, STACKED, MOE),
+    ("experts, ep 2 x fsdp 2", 4, {"ep": 2}, STACKED, MOE),
+    ("experts, ep 2 x tp 2, sequence", 4, {**SEQUENCE, "ep": 2}, STACKED, MOE),
+    ("experts, ep 2 x tp 2", 4, {"tp": 2, "ep": 2}, STACKED, MOE),
+    ("experts, tp 2 x fsdp 2, sequence", 4, SEQUENCE, STACKED, MOE),
+    ("fewer experts than ranks, fsdp 4", 4, {}, STACKED, FEW),
+    ("experts, hsdp 2x2", 4, {"shard": 2}, STACKED, MOE),
+]
+
 
 def write_adapters(folder: Path, lora: dict[str, Any], model: dict[str, Any]) -> Path:
     """Both factors drawn: where B is zero, as new ones begin, A has no gradient and no mistake in it would show."""
-    recipe = {
-        "model": {"family": "qwen2_vl", "preset": "quickstart", "config": MODEL, "lora": lora},
-        "train": {"steps": 1},
-    }
+    start = {} if "model.family" in model else {"family": "qwen2_vl", "preset": "quickstart", "config": MODEL}
+    recipe = {"model": {**start, "lora": lora}, "train": {"steps": 1}}
     setup = build_meta_model(load_config(recipe, {k: v for k, v in model.items() if k.startswith("model.")}), 1)
     chance = torch.Generator().manual_seed(5)
     shapes = {name: p.shape for name, p in setup.module.named_parameters()}
@@ -75,16 +109,17 @@ def measure_layouts(layouts: list[Layout], folder: Path, more: dict[str, Any]) -
         if key not in written:
             written[key] = write_adapters(folder / f"adapters-{len(written)}", lora, model)
         start = {**lora, "path": str(written[key])}
-        cases.append(Case(name, world, parallel, {**model, **more, "model.lora": start}))
+        toy: Any = "experts" if "model.family" in model else "chat"
+        cases.append(Case(name, world, parallel, {**model, **more, "model.lora": start}, toy))
     return measure(cases, folder)
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    return measure_layouts(LAYOUTS, tmp_path_factory.mktemp("lora"), {})
+    return measure_layouts([*LAYOUTS, *EXPERT_LAYOUTS], tmp_path_factory.mktemp("lora"), {})
 
 
-@pytest.mark.parametrize("name", [layout[0] for layout in LAYOUTS])
+@pytest.mark.parametrize("name", [layout[0] for layout in (*LAYOUTS, *EXPERT_LAYOUTS)])
 def test_adapters_train_as_in_one_process(name: str, measured: Any) -> None:
     assert good(measured[name]), measured[name]
 
@@ -92,6 +127,12 @@ def test_adapters_train_as_in_one_process(name: str, measured: Any) -> None:
 @pytest.mark.slow
 def test_adapters_train_as_in_one_process_under_more_layouts(tmp_path: Path) -> None:
     found = measure_layouts(MORE, tmp_path, {})
+    assert {name: row for name, row in found.items() if not good(row)} == {}
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_train_as_in_one_process_under_more_layouts(tmp_path: Path) -> None:
+    found = measure_layouts(MORE_EXPERTS, tmp_path, {})
     assert {name: row for name, row in found.items() if not good(row)} == {}
 
 

@@ -73,6 +73,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "Qwen3-VL-2B-Instruct": ("qwen3_vl", "2b"),
     "Qwen3-VL-4B-Instruct": ("qwen3_vl", "4b"),
     "Qwen3-VL-8B-Instruct": ("qwen3_vl", "8b"),
+    "Qwen3-VL-30B-A3B-Instruct": ("qwen3_vl", "30b-a3b"),
     "llava-1.5-7b-hf": ("llava", "1.5-7b"),
     "llava-onevision-qwen2-7b-ov-hf": ("llava", "onevision-7b"),
 }
