@@ -55,7 +55,7 @@ MORE: list[Layout] = [
 # A decoder with experts, on rows of tokens.
 EXPERTS = f"{LAYERS}.mlp.experts"
 SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8, "eos_token_id": 1}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8}
 MOE: dict[str, Any] = {
     "model.family": "qwen3",
     "model.preset": "quickstart-moe",
@@ -109,7 +109,9 @@ def measure_layouts(layouts: list[Layout], folder: Path, more: dict[str, Any]) -
         if key not in written:
             written[key] = write_adapters(folder / f"adapters-{len(written)}", lora, model)
         start = {**lora, "path": str(written[key])}
-        toy: Any = "experts" if "model.family" in model else "chat"
+        toy: Any = "chat"
+        if "model.family" in model:
+            toy, model = "experts", {**model, "model.tokenizer": str(folder / "data" / "tokenizer")}
         cases.append(Case(name, world, parallel, {**model, **more, "model.lora": start}, toy))
     return measure(cases, folder)
 
