@@ -16,6 +16,7 @@ MAX_ADAPTER_RANK, MAX_ADAPTER_ALPHA = 10**5, 1e6
 AdapterRank = Annotated[int, Field(gt=0, le=MAX_ADAPTER_RANK)]
 AdapterAlpha = Annotated[float, Field(gt=0, le=MAX_ADAPTER_ALPHA)]
 AdapterForm = Literal["peft", "diffusers", "comfyui", "kohya"]
+WeightBits = Literal["nf4", "fp8"]  # four bits as QLoRA keeps weights, or eight
 
 
 class LoraTarget(Section):
@@ -60,8 +61,10 @@ class LoraSection(Section):
         "files of diffusers, comfyui and kohya",
     )
     merge: bool = Field(False, description="at the end also export the whole model, with the adapters merged into it")
-    quantize: Literal["nf4"] | None = Field(
-        None, description="keep the weights of adapted layers in four bits (QLoRA), whole on every rank"
+    quantize: WeightBits | None = Field(
+        None,
+        description="keep the weights of adapted layers in four bits (nf4, as QLoRA) or in eight (fp8), whole on every "
+        "rank",
     )
 
     @field_validator("targets", mode="before")
@@ -85,7 +88,7 @@ class LoraSection(Section):
     def _merges_whole_weights(self) -> LoraSection:
         if self.merge and self.quantize is not None:
             raise ValueError(
-                "weights in four bits are not what a model is merged into; leave `merge` out, and merge the exported "
+                "weights in fewer bits are not what a model is merged into; leave `merge` out, and merge the exported "
                 "adapters into the model they belong to: tessera convert RUN/adapter FOLDER"
             )
         return self

@@ -93,6 +93,7 @@ FOREIGN: dict[str, Ours] = {
     "quantization_bit": Ours("model.lora.quantize", "nf4", "the weights of adapted layers in four bits (QLoRA)"),
     "quant_bits": Ours("model.lora.quantize", "nf4", "the weights of adapted layers in four bits (QLoRA)"),
     "load_in_4bit": Ours("model.lora.quantize", "nf4", "the weights of adapted layers in four bits (QLoRA)"),
+    "load_in_8bit": Ours("model.lora.quantize", "fp8", "the weights of adapted layers in eight bits"),
     # model
     "model_name_or_path": Ours("model.path"),
     "pretrained_model_name_or_path": Ours("model.path"),

@@ -74,7 +74,7 @@ class StackedExperts(nn.Module):
 
 @runtime_checkable
 class KeepsFrozenBuffers(Protocol):
-    """Mark a module whose frozen weights are buffers, such as those in four bits."""
+    """Mark a module whose frozen weights are buffers, such as those in fewer bits."""
 
     frozen_buffers: tuple[str, ...]
 

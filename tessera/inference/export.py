@@ -63,7 +63,7 @@ def export_folder(
     here = [weight_names(path, one) for path, one in known.items() if factor_names(path)[0] in tensors]
     if any(name not in tensors for weights in here for name in weights):
         raise TesseraError(
-            "the weights of adapted layers are kept in four bits, which is not what a model is merged into",
+            "the weights of adapted layers are kept in fewer bits, which is not what a model is merged into",
             fix="write the adapters alone (tessera convert --adapters), and merge them into the model they belong to",
         )
     read = None if spec.processor is None else functools.partial(spec.processor, model_config)

@@ -129,7 +129,7 @@ def load(
     merged = adapter_strengths(adapters)
     if merged and section.lora is not None and section.lora.quantize is not None:
         raise TesseraError(
-            "weights in four bits are not what adapters are merged into",
+            "weights in fewer bits are not what adapters are merged into",
             where=str(folder),
             fix="give the model's folder, and the adapters of this run beside the others",
         )
@@ -150,7 +150,7 @@ def load(
             lora = settled(section.lora, names, weights, part)
             own = find_adapters(lora, whole, spec.main.plan(config))
             saved = trained_whole(lora, whole, own)
-        add_adapters(whole, own, quantized=section.lora.quantize is not None)
+        add_adapters(whole, own, quantize=section.lora.quantize)
     run: Callable[..., Any] | None = None
     if parallel is None:
         module = allocated(whole, where, kind, spec.main.plan(config).float32)

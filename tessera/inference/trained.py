@@ -27,7 +27,7 @@ def open_trained(path: Path, found: FoundModel, spec: ModelSpec, config: Section
     lora, hub, tensors = found.section.lora, spec.main.weight_map(config), model_tensors(module)
     if lora is not None and lora.quantize is not None:
         raise TesseraError(
-            "the weights of adapted layers are kept in four bits, which is not what adapters are merged into",
+            "the weights of adapted layers are kept in fewer bits, which is not what adapters are merged into",
             where=str(path),
             fix=f"tessera convert {path} ADAPTERS --adapters; then convert the folder ADAPTERS",
         )

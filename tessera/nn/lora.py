@@ -23,12 +23,14 @@ from tessera.core.adapters import (
     start_names,
     weight_names,
 )
+from tessera.core.config_model import WeightBits
 from tessera.core.errors import TesseraError
 from tessera.core.modules import StackedExperts, clean_name
 from tessera.core.pattern import home, matches, select_trees
 from tessera.core.run_config import LoraSection
 from tessera.core.types import ModelPlan, TensorStyle
-from tessera.ops.linear import adapted_linear, dequantize, dora_linear, nf4_linear, packed_sizes, quantize
+from tessera.ops.linear import adapted_linear, dequantize, dora_linear, packed_sizes, quantized_linear
+from tessera.ops.linear import quantize as quantized
 from tessera.ops.moe import LowRank
 
 PACKED, SCALES = "packed", "scales"
@@ -82,7 +84,7 @@ class LoraLinear(nn.Linear):
 
 
 class QuantizedLoraLinear(LoraLinear):
-    """Store the layer's own weight in four bits: two buffers instead of a parameter, replicated on every rank.
+    """Store the layer's own weight in fewer bits: two buffers instead of a parameter, replicated on every rank.
 
     Scales are fp32 values stored as int32 bits, so that a cast of the module does not change them.
     """
@@ -91,26 +93,28 @@ class QuantizedLoraLinear(LoraLinear):
     scales: Tensor
     frozen_buffers = (PACKED, SCALES)
 
-    def __init__(self, linear: nn.Linear, adapter: Adapter, dropout: float = 0.0) -> None:
+    def __init__(self, linear: nn.Linear, adapter: Adapter, dropout: float = 0.0, bits: WeightBits = "nf4") -> None:
         super().__init__(linear, adapter, dropout)
+        self.bits: WeightBits = bits
         self.register_parameter("weight", None)
-        count, blocks = packed_sizes(linear.out_features, linear.in_features)
+        count, blocks = packed_sizes(linear.out_features, linear.in_features, bits)
         device = linear.weight.device
         self.register_buffer(PACKED, torch.zeros(count, dtype=torch.uint8, device=device))
         self.register_buffer(SCALES, torch.zeros(blocks, dtype=torch.int32, device=device))
 
     def product(self, x: Tensor) -> Tensor:
         scales = self.scales.view(torch.float32)
-        return nf4_linear(x, self.packed, scales, self.out_features, self.in_features, self.bias)
+        shape = (self.out_features, self.in_features)
+        return quantized_linear(x, self.packed, scales, shape, self.bias, self.bits)
 
     def own_weight(self, dtype: torch.dtype) -> Tensor:
         scales = self.scales.view(torch.float32)
-        return dequantize(self.packed, scales, self.out_features, self.in_features, dtype)
+        return dequantize(self.packed, scales, self.out_features, self.in_features, dtype, self.bits)
 
     @torch.no_grad()
     def keep(self, weight: Tensor) -> None:
         """Quantize and store the weight of the layer."""
-        packed, scales = quantize(weight)
+        packed, scales = quantized(weight, self.bits)
         self.packed.copy_(packed)
         self.scales.copy_(scales.view(torch.int32))
 
@@ -166,18 +170,17 @@ def add_adapters(
     module: nn.Module,
     adapters: Adapters,
     dropout: float = 0.0,
-    quantized: bool = False,
+    quantize: WeightBits | None = None,
     whole: Sequence[str] = (),
 ) -> None:
     """Add adapters to `module` in place and freeze everything else.
 
-    `quantized`: store the layers' own weights in four bits; `QuantizedLoraLinear.keep` fills them. `whole`: parameters
-    that stay trained.
+    `quantize`: store the layers' own weights in so many bits; `QuantizedLoraLinear.keep` fills them. `whole`:
+    parameters that stay trained.
     """
     module.requires_grad_(False)
     for name in whole:
         module.get_parameter(name).requires_grad_(True)
-    kind = QuantizedLoraLinear if quantized else LoraLinear
     for path, adapter in adapters.items():
         parent, _, name = path.rpartition(".")
         if adapter.stacked:
@@ -186,7 +189,12 @@ def add_adapters(
             continue
         layer = module.get_submodule(path)
         assert isinstance(layer, nn.Linear)
-        setattr(module.get_submodule(parent), name, kind(layer, adapter, dropout))
+        adapted = (
+            LoraLinear(layer, adapter, dropout)
+            if quantize is None
+            else QuantizedLoraLinear(layer, adapter, dropout, quantize)
+        )
+        setattr(module.get_submodule(parent), name, adapted)
 
 
 def trained_whole(section: LoraSection, module: nn.Module, adapters: Adapters) -> list[str]:

@@ -1,4 +1,4 @@
-"""Linear layers: padded for tensor cores, with a low-rank adapter, and with weights in four bits (NF4)."""
+"""Linear layers: padded for tensor cores, with a low-rank adapter, and with weights in four or eight bits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from tessera.core import device as devices
+from tessera.core.config_model import WeightBits
 from tessera.core.modules import local_shard
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -113,6 +114,7 @@ def _low_rank(x: Tensor, a: Tensor, b: Tensor, dropout: float) -> Tensor:
     return F.linear(F.linear(F.dropout(x, dropout) if dropout else x, a), b)
 
 
+_FP8, _FP8_LARGEST = torch.float8_e4m3fn, 448.0
 BLOCK = 64
 # Quantiles of a normal distribution, scaled to [-1, 1], with zero among them: the table of the QLoRA paper.
 CODE = (
@@ -122,15 +124,26 @@ CODE = (
 )  # fmt: skip
 
 
-def packed_sizes(rows: int, columns: int) -> tuple[int, int]:
+def packed_sizes(rows: int, columns: int, bits: WeightBits = "nf4") -> tuple[int, int]:
     """Return the number of bytes and of scales that a weight of this shape takes."""
+    if bits == "fp8":
+        return rows * columns, rows
     blocks = -(-rows * columns // BLOCK)
     return blocks * BLOCK // 2, blocks
 
 
 @torch.no_grad()
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes, two per byte (the first in the upper half), and the absolute maximum of each block in fp32."""
+def quantize(weight: Tensor, bits: WeightBits = "nf4") -> tuple[Tensor, Tensor]:
+    """Return the bytes and the fp32 scales of a weight.
+
+    nf4: codes, two per byte (the first in the upper half), and the absolute maximum of each block. fp8: float8_e4m3 as
+    bytes, which no cast of a module changes, and a scale for each row, whose largest value becomes that of the type.
+    """
+    if bits == "fp8":
+        rows = weight.detach().float()
+        scales = rows.abs().amax(1) / _FP8_LARGEST
+        # A row of zeros has scale 0; clamping it maps all values to zero.
+        return (rows / scales.clamp(min=1e-38).unsqueeze(1)).to(_FP8).view(torch.uint8).flatten(), scales
     flat = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
     scales = flat.abs().amax(1)
     code = torch.tensor(CODE, device=weight.device)
@@ -141,16 +154,29 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def dequantize(packed: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    packed: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype, bits: WeightBits = "nf4"
+) -> Tensor:
+    """Return the weight [rows, columns] of its bytes and scales."""
+    if bits == "fp8":
+        return (packed.view(_FP8).view(rows, columns).float() * scales.unsqueeze(1)).to(dtype)
     code = torch.tensor(CODE).to(packed.device, non_blocking=True)  # made there, the host would wait for the device
     numbers = torch.stack([packed >> 4, packed & 15], dim=1).flatten().int()
     flat = (code[numbers].view(-1, BLOCK) * scales.unsqueeze(1)).flatten()
     return flat[: rows * columns].view(rows, columns).to(dtype)
 
 
-def nf4_linear(x: Tensor, packed: Tensor, scales: Tensor, rows: int, columns: int, bias: Tensor | None) -> Tensor:
-    """Return `x` [..., columns] times the weight [rows, columns], plus the bias. The weight gets no gradient."""
-    out: Tensor = _FrozenProduct.apply(x, packed, scales, rows, columns)  # type: ignore[no-untyped-call]
+def quantized_linear(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    shape: tuple[int, int],
+    bias: Tensor | None,
+    bits: WeightBits = "nf4",
+) -> Tensor:
+    """Return `x` [..., columns] times the weight of `shape` (rows, columns), plus the bias. The weight gets no
+    gradient."""
+    out: Tensor = _FrozenProduct.apply(x, packed, scales, *shape, bits)  # type: ignore[no-untyped-call]
     return out if bias is None else out + bias
 
 
@@ -158,13 +184,16 @@ class _FrozenProduct(torch.autograd.Function):
     """Dequantize in forward and again in backward: keeping the result would hold all layers in full at once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, rows: int, columns: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, rows: int, columns: int, bits: WeightBits
+    ) -> Tensor:
         ctx.save_for_backward(packed, scales)
-        ctx.shape = (rows, columns)
-        return F.linear(x, dequantize(packed, scales, rows, columns, x.dtype))
+        ctx.shape, ctx.bits = (rows, columns), bits
+        return F.linear(x, dequantize(packed, scales, rows, columns, x.dtype, bits))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         packed, scales = ctx.saved_tensors
         rows, columns = ctx.shape
-        return grads[0] @ dequantize(packed, scales, rows, columns, grads[0].dtype), None, None, None, None
+        weight = dequantize(packed, scales, rows, columns, grads[0].dtype, ctx.bits)
+        return grads[0] @ weight, None, None, None, None, None

@@ -77,7 +77,7 @@ class MemoryBytes:
     parameters: int
     gradients: int
     optimizer: int
-    buffers: int = 0  # whole on every rank: weights in four bits, tables
+    buffers: int = 0  # whole on every rank: weights in fewer bits, tables
     window: int = 0  # of weights that wait in host memory, those of the two largest blocks in use
     host: int = 0  # all of these weights, in host memory
 

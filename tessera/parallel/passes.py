@@ -72,7 +72,7 @@ def _weights(unit: nn.Module, here: Collection[str]) -> tuple[float, float, floa
     chosen = {path: part.top_k for path, part in unit.named_modules() if isinstance(part, StackedExperts)}
     for path, part in unit.named_modules():
         prefix = f"{path}." if path else ""
-        if isinstance(part, nn.Linear):  # also where its weight is kept in four bits and is no parameter
+        if isinstance(part, nn.Linear):  # also where its weight is kept in fewer bits and is no parameter
             size = float(part.in_features * part.out_features)
             own += size
             trained += size if f"{prefix}weight" in here else 0.0

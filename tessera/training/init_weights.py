@@ -1,6 +1,6 @@
 """Fill a model with its initial weights: from the folder that the recipe names, otherwise from the seed.
 
-Adapters are filled beside the weights of the model, and layers that are kept in four bits one after another.
+Adapters are filled beside the weights of the model, and layers that are kept in fewer bits one after another.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_first_weights(config: RunConfig, setup: ModelSetup) -> None:
         with open_form(config.model.weights, _shards(setup)) as stored:
             NativeTensors(stored, weight_map, _file_shapes(setup), tied_names(setup.module))
         return
-    # Layers that are kept in four bits are read one by one, later.
+    # Layers that are kept in fewer bits are read one by one, later.
     if path is None or weight_map is None or _quantizes(setup) or origin_of(path) != "folder":
         return
     fresh = fresh_names(config.model, setup.spec)
@@ -134,7 +134,7 @@ def _folder_reader(config: RunConfig, setup: ModelSetup, names: list[str]) -> Ca
 
 
 def _names_in_files(setup: ModelSetup) -> list[str]:
-    """Return the tensor names of the model in files: without adapters, and with weights that are kept in four bits."""
+    """Return the tensor names of the model in files: without adapters, and with weights that are kept in fewer bits."""
     tensors = model_tensors(setup.module)
     names = [name for name in tensors if not is_factor(name) and not _is_quantized(name, setup.adapters)]
     adapted = (name for path, adapter in setup.adapters.items() for name in weight_names(path, adapter))
@@ -142,7 +142,7 @@ def _names_in_files(setup: ModelSetup) -> list[str]:
 
 
 def _file_shapes(setup: ModelSetup) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's tensors in files. Weights in four bits have the shapes of their layers."""
+    """Return the shapes of the model's tensors in files. Weights in fewer bits have the shapes of their layers."""
     shapes = native_shapes(model_tensors(setup.module))
     layers = adapted_layers(setup.module)
     return {
@@ -166,7 +166,7 @@ def _quantizes(setup: ModelSetup) -> bool:
 
 
 def _is_quantized(name: str, adapters: Adapters) -> bool:
-    """Return whether a tensor is a part of a weight in four bits, which only checkpoints of Tessera hold."""
+    """Return whether a tensor is a part of a weight in fewer bits, which only checkpoints of Tessera hold."""
     path, _, kind = name.rpartition(".")
     return kind in (PACKED, SCALES) and path in adapters
 
@@ -174,7 +174,7 @@ def _is_quantized(name: str, adapters: Adapters) -> bool:
 def _quantize_layers(
     module: nn.Module, adapters: Adapters, device: torch.device, fill: Callable[[Mapping[str, Tensor]], None]
 ) -> None:
-    """Fill the layers that are kept in four bits, one after another: `fill` reads whole weights by name.
+    """Fill the layers that are kept in fewer bits, one after another: `fill` reads whole weights by name.
 
     Reading is collective, so all ranks take part for all layers, with nothing to fill for those of other stages.
     """

@@ -149,15 +149,15 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     module = build_on_meta(spec, model_config)
     model_plan, lora = spec.main.plan(model_config), config.model.lora
     adapters: Adapters = {}
-    packed = 0  # weights that become buffers of four bits
+    packed = 0  # weights that become buffers of fewer bits
     if lora is not None and spec.head == "reward" and HEAD_PATH not in lora.modules_to_save:
         lora = lora.model_copy(update={"modules_to_save": [*lora.modules_to_save, HEAD_PATH]})  # it begins at random
     if lora is not None:
         if lora.quantize is not None and config.parallel.tp > 1:
             raise TesseraError(
-                f"weights in four bits are whole on every rank, and parallel.tp={config.parallel.tp} would split them",
+                f"weights in fewer bits are whole on every rank, and parallel.tp={config.parallel.tp} would split them",
                 where="model.lora.quantize",
-                fix="parallel.tp=1: with four bits a layer is small, and data ranks or a pipeline share the work",
+                fix="parallel.tp=1: in fewer bits a layer is small, and data ranks or a pipeline share the work",
             )
         weight_map = spec.main.weight_map(model_config)
         with for_family(spec):
@@ -173,7 +173,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
         saved = trained_whole(lora, module, adapters)
         if lora.quantize is not None:
             packed = sum(module.get_parameter(f"{path}.weight").numel() for path in adapters)
-        add_adapters(module, adapters, lora.dropout, lora.quantize is not None, saved)
+        add_adapters(module, adapters, lora.dropout, lora.quantize, saved)
         lora, model_plan = spelled_out(lora, adapters), with_adapters(model_plan)
     plan = make_plan(
         config.parallel,

@@ -209,7 +209,7 @@ def test_runs_that_hold_no_plain_weights_are_refused(run: Path, tmp_path: Path) 
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["model"]["lora"] = {"quantize": "nf4", "targets": ["text.layers.*.attn.q"]}
     (copy / "config.yaml").write_text(yaml.safe_dump(config))
-    with pytest.raises(TesseraError, match="four bits") as raised:
+    with pytest.raises(TesseraError, match="fewer bits") as raised:
         tessera.convert(copy, tmp_path / "no", to="mm")
     assert "ADAPTERS --adapters; then convert" in str(raised.value)
 

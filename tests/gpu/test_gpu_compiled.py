@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tessera.core.config_model import WeightBits
 from tessera.core.run_config import LoraSection, ModelSection, ParallelSection
 from tessera.core.types import Batch, ModelPlan, Prediction
 from tessera.models import FAMILIES, resolve
@@ -91,8 +92,8 @@ def test_compiled_gradients_are_those_of_plain_blocks(name: str) -> None:
     assert not far_from_plain(model, batch, spec.main.plan(config))
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["lora", "four bits"])
-def test_compiled_gradients_of_adapters_are_those_of_plain_blocks(quantized: bool) -> None:
+@pytest.mark.parametrize("bits", [None, "nf4", "fp8"])
+def test_compiled_gradients_of_adapters_are_those_of_plain_blocks(bits: WeightBits | None) -> None:
     torch._dynamo.reset()
     spec, config, batch, generator = example("qwen2_5_vl")
     model, plan = spec.main.build(config), spec.main.plan(config)
@@ -100,7 +101,7 @@ def test_compiled_gradients_of_adapters_are_those_of_plain_blocks(quantized: boo
         model.initialize(path, parameter.data, generator)
     adapters = find_adapters(LoraSection(rank=8), model, plan)
     weights = {path: model.get_submodule(path).weight.detach().clone() for path in adapters}
-    add_adapters(model, adapters, quantized=quantized)
+    add_adapters(model, adapters, quantize=bits)
     for path, layer in adapted_layers(model).items():
         for factor in (layer.lora_a, layer.lora_b):  # both drawn: beside a B of zeros A has no gradient
             factor.weight.data.normal_(std=0.02, generator=generator)

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 from tessera.core.adapters import Adapter
+from tessera.core.config_model import WeightBits
 from tessera.core.run_config import LoraSection, ModelSection, ParallelSection
 from tessera.core.types import Batch
 from tessera.models import resolve
@@ -35,7 +36,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def fill(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    """`weights`: of adapted layers, as they were; those in four bits take them from here."""
+    """`weights`: of adapted layers, as they were; those in fewer bits take them from here."""
     chance = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -47,7 +48,7 @@ def fill(module: nn.Module, weights: dict[str, Tensor]) -> None:
             keep(weights[path])
 
 
-def adapted_model(dropout: float = 0.0, quantized: bool = False) -> tuple[Any, nn.Module, tuple[str, ...]]:
+def adapted_model(dropout: float = 0.0, bits: WeightBits | None = None) -> tuple[Any, nn.Module, tuple[str, ...]]:
     """A configuration, its model with adapters in the text decoder, and the blocks to compile."""
     spec, config = resolve(ModelSection(family="qwen2_vl", preset="quickstart", config=SHAPE))
     chance = torch.Generator().manual_seed(0)
@@ -56,7 +57,7 @@ def adapted_model(dropout: float = 0.0, quantized: bool = False) -> tuple[Any, n
         nn.init.normal_(parameter, std=0.05, generator=chance)
     adapters = find_adapters(LoraSection(rank=3), model, plan)
     weights = {path: model.get_submodule(path).weight.detach().clone() for path in adapters}  # type: ignore[operator, union-attr]
-    add_adapters(model, adapters, dropout, quantized)
+    add_adapters(model, adapters, dropout, bits)
     fill(model, weights)
     return config, model, make_plan(ParallelSection(compile=True), with_adapters(plan), model, 1).compiled
 
@@ -146,11 +147,11 @@ class Net(nn.Module):
         return out
 
 
-def adapted_net(dropout: float, quantized: bool) -> Net:
+def adapted_net(dropout: float, bits: WeightBits) -> Net:
     torch.manual_seed(2)
     net = Net()
     weights = {path: net.get_submodule(path).weight.detach().clone() for path in ("mlp.up", "mlp.down")}  # type: ignore[operator, union-attr]
-    add_adapters(net, {path: Adapter(4, 8.0) for path in weights}, dropout, quantized)
+    add_adapters(net, {path: Adapter(4, 8.0) for path in weights}, dropout, bits)
     fill(net, weights)
     return net
 
@@ -164,9 +165,10 @@ def slopes(net: nn.Module, x: Tensor, seed: int = 3) -> tuple[Tensor, dict[str, 
 
 
 @pytest.mark.slow
-def test_four_bits_and_dropout_through_kernels() -> None:
+@pytest.mark.parametrize("bits", ["nf4", "fp8"])
+def test_fewer_bits_and_dropout_through_kernels(bits: WeightBits) -> None:
     x = torch.randn(16, 24, generator=torch.Generator().manual_seed(4))
-    net = adapted_net(0.4, quantized=True)
+    net = adapted_net(0.4, bits)
     expected = slopes(net.eval(), x)
     apply_compile(net, ["mlp"])
     found = slopes(net, x)
@@ -187,9 +189,9 @@ def test_four_bits_and_dropout_through_kernels() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantized", [False, True])
-def test_whole_models_through_kernels(quantized: bool) -> None:
-    config, model, blocks = adapted_model(quantized=quantized)
+@pytest.mark.parametrize("bits", [None, "nf4", "fp8"])
+def test_whole_models_through_kernels(bits: WeightBits | None) -> None:
+    config, model, blocks = adapted_model(bits=bits)
     batches = varied(config)
     plain = [(reference(model, batch), gradients(model, batch)) for batch in batches]
     apply_compile(model, blocks)

@@ -1,4 +1,4 @@
-"""Weights in four bits under adapters (QLoRA)."""
+"""Weights in four bits (QLoRA) and in eight under adapters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import tessera
+from tessera.core.config_model import WeightBits
 from tessera.core.errors import TesseraError
 from tessera.nn.lora import QuantizedLoraLinear, adapted_layers
-from tessera.ops.linear import BLOCK, dequantize, nf4_linear, quantize
+from tessera.ops.linear import BLOCK, dequantize, packed_sizes, quantize, quantized_linear
 from tessera.training.run import resume, train
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import write_chat_set
@@ -40,14 +41,30 @@ def test_zeros_stay_zeros() -> None:
     assert not dequantize(*quantize(torch.zeros(4, 40)), 4, 40, torch.float32).any()
 
 
-def test_the_product_and_its_gradient_are_those_of_the_whole_weight() -> None:
+@pytest.mark.parametrize("shape", [(16, 64), (7, 5), (1, 1)])
+def test_eight_bits_are_off_by_a_sixteenth_at_most(shape: tuple[int, int]) -> None:
+    """Three bits of mantissa: half a step is 1/16 of a normal number, and 2^-10 of a subnormal one."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, shape[0])[:, None]
+    packed, scales = quantize(weight, "fp8")
+    assert packed.dtype is torch.uint8
+    assert (packed.numel(), scales.numel()) == packed_sizes(*shape, "fp8")
+    found = dequantize(packed, scales, *shape, torch.float32, "fp8")
+    near = (weight.abs() / 16).maximum(scales.unsqueeze(1) * 2**-10)
+    assert bool(((found - weight).abs() <= near * (1 + 1e-6)).all())
+    assert torch.equal(quantize(found, "fp8")[0], packed)  # what the type can say stays what it is
+    zeros = torch.zeros(2, 3)
+    assert torch.equal(dequantize(*quantize(zeros, "fp8"), 2, 3, torch.float32, "fp8"), zeros)
+
+
+@pytest.mark.parametrize("bits", ["nf4", "fp8"])
+def test_the_product_and_its_gradient_are_those_of_the_whole_weight(bits: WeightBits) -> None:
     chance = torch.Generator().manual_seed(1)
     x = torch.randn(5, 24, generator=chance).requires_grad_()
     bias = torch.randn(12, generator=chance)
-    packed, scales = quantize(torch.randn(12, 24, generator=chance))
-    weight = dequantize(packed, scales, 12, 24, torch.float32)
+    packed, scales = quantize(torch.randn(12, 24, generator=chance), bits)
+    weight = dequantize(packed, scales, 12, 24, torch.float32, bits)
     plain = torch.nn.functional.linear(x, weight, bias)
-    found = nf4_linear(x, packed, scales, 12, 24, bias)
+    found = quantized_linear(x, packed, scales, (12, 24), bias, bits)
     torch.testing.assert_close(found, plain)
     slope = torch.randn(5, 12, generator=chance)
     torch.testing.assert_close(*(torch.autograd.grad((out * slope).sum(), x)[0] for out in (found, plain)))
@@ -68,8 +85,9 @@ def test_the_numbers_are_those_of_bitsandbytes() -> None:
 # ---------------------------------------------------------------------------------------------- a run
 
 
-def test_a_run_trains_stops_goes_on_and_exports(data: Path, tmp_path: Path) -> None:
-    lora = {"rank": 4, "quantize": "nf4"}
+@pytest.mark.parametrize("bits", ["nf4", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_a_run_trains_stops_goes_on_and_exports(data: Path, tmp_path: Path, bits: str) -> None:
+    lora = {"rank": 4, "quantize": bits}
     watch, whole = Watcher(), train(recipe(data, tmp_path / "whole", lora, steps=4), {"checkpoint.export": True})
     train(recipe(data, tmp_path / "cut", lora, steps=4), callbacks=[StopAt(2), watch])
     again = resume(tmp_path / "cut" / "chat")
@@ -86,19 +104,20 @@ def test_a_run_trains_stops_goes_on_and_exports(data: Path, tmp_path: Path) -> N
     assert torch.equal(layers[name].scales, saved[f"model.{name}.scales"])  # type: ignore[arg-type]  # not in bf16
     assert model(processor([{"role": "user", "content": "red"}])).logits.isfinite().all()
     assert (whole.folder / "adapter" / "adapter_config.json").is_file()
-    with pytest.raises(TesseraError, match="four bits"):
+    with pytest.raises(TesseraError, match="fewer bits"):
         tessera.convert(whole.folder, tmp_path / "merged")
 
 
-def test_it_begins_near_the_whole_model_and_from_the_same_folder(data: Path, tmp_path: Path) -> None:
-    """Random weights from the seed, and the same from a folder, give the same four bits."""
+@pytest.mark.parametrize("bits", ["nf4", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_it_begins_near_the_whole_model_and_from_the_same_folder(data: Path, tmp_path: Path, bits: str) -> None:
+    """Random weights from the seed, and the same from a folder, give the same bits."""
     base = train(recipe(data, tmp_path / "base", None, steps=1), {"optim.lr": 0.0, "checkpoint.export": True})
-    from_seed = train(recipe(data, tmp_path / "seed", {"quantize": "nf4"}, steps=2))
-    made = recipe(data, tmp_path / "folder", {"quantize": "nf4"}, steps=2)
+    from_seed = train(recipe(data, tmp_path / "seed", {"quantize": bits}, steps=2))
+    made = recipe(data, tmp_path / "folder", {"quantize": bits}, steps=2)
     made["model"] = {
         "path": str(base.folder / "hf"),
         "tokenizer": made["model"]["tokenizer"],
-        "lora": {"quantize": "nf4"},
+        "lora": {"quantize": bits},
     }
     from_folder = train(made)
     assert losses(from_folder) == pytest.approx(losses(from_seed), rel=1e-6)
@@ -108,7 +127,7 @@ def test_it_begins_near_the_whole_model_and_from_the_same_folder(data: Path, tmp
 
 @pytest.mark.parametrize(
     ("settings", "told"),
-    [({"parallel.tp": 2}, "would split them"), ({"model.lora.merge": True}, "four bits")],
+    [({"parallel.tp": 2}, "would split them"), ({"model.lora.merge": True}, "fewer bits")],
 )
 def test_what_does_not_go_with_it_is_refused(settings: dict[str, Any], told: str, data: Path, tmp_path: Path) -> None:
     with pytest.raises(TesseraError, match=told):

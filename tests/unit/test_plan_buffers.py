@@ -1,4 +1,4 @@
-"""What is no parameter takes memory as well: weights in four bits and tables are in the forecast, to the byte."""
+"""What is no parameter takes memory as well: weights in fewer bits and tables are in the forecast, to the byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tessera.parallel.mesh import PP, Mesh
 from tessera.training.setup import build_meta_model
 
 CPU = torch.device("cpu")
-FOUR_BITS = {"family": "qwen2_vl", "preset": "quickstart", "lora": {"rank": 4, "quantize": "nf4"}}
+FOUR_BITS: dict[str, Any] = {"family": "qwen2_vl", "preset": "quickstart", "lora": {"rank": 4, "quantize": "nf4"}}
 DIGITS = {"family": "module", "config": {"class": "tests.toys.own_models:PlainNet"}}  # with tables in buffers
 
 
@@ -61,6 +61,14 @@ def test_four_bits_are_half_a_byte_and_a_scale_for_64_and_part_of_the_total() ->
     most = setup.plan.heaviest
     assert most.buffers == sum(count + 4 * blocks for count, blocks in sizes)
     assert most.total == most.parameters + most.buffers + most.gradients + most.optimizer
+
+
+def test_eight_bits_are_a_byte_and_a_scale_for_a_row() -> None:
+    eight = {**FOUR_BITS, "lora": {**FOUR_BITS["lora"], "quantize": "fp8"}}
+    setup = build_meta_model(load_config(recipe(eight)), 8)
+    whole = dict(build_meta_model(load_config(recipe({**eight, "lora": None})), 8).module.named_parameters())
+    shapes = [whole[f"{path}.weight"].shape for path in setup.adapters]
+    assert setup.plan.heaviest.buffers == sum(rows * columns + 4 * rows for rows, columns in shapes)
 
 
 def test_text_and_figures_tell_of_it(tmp_path: Path) -> None:
