@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.adapters import Factors
 from tessera.core.errors import TesseraError
+from tessera.core.hub_ids import HubId, find_hub_id
 from tessera.core.layouts import detect_layout
 from tessera.core.pattern import first_matches
 
@@ -37,24 +38,55 @@ def is_adapter_folder(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def base_of(folder: Path) -> Path:
-    """Return the folder of the model that adapters belong to. Only folders of this machine are opened."""
+def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id: None) -> Path:
+    """Return the folder of the model that adapters belong to. Only folders of this machine are opened.
+
+    `downloaded`: returns where a model of a hub lies on this machine, without asking the hub.
+    """
     if not is_adapter_folder(folder):
         raise TesseraError(
             "these adapters do not say which model they belong to",
             where=str(folder),
-            fix=f"name the model as well: tessera generate MODEL --adapter {folder}, tessera convert {folder} OUT "
-            "--like MODEL, or tessera.load(MODEL, adapters=...)",
+            fix=f"name the model as well: {_with_model(folder)}",
         )
-    named = read_config(folder).get("base_model_name_or_path")
-    base = Path(str(named or ""))
-    for candidate in (base, folder / base):
-        if named and detect_layout(candidate) is not None:
+    named = str(read_config(folder).get("base_model_name_or_path") or "")
+    if not named:
+        raise _without_base(folder)
+    for candidate in (Path(named), folder / named):
+        if detect_layout(candidate) is not None:
             return candidate
+    id = find_hub_id(named, "model", str(folder / CONFIG))
+    kept = None if id is None else downloaded(id)
+    if kept is not None and detect_layout(kept) is not None:
+        return kept
+    fetch = "" if id is None else f"`tessera download {id}` fetches it, and then this works; or "
     raise TesseraError(
-        f"the adapters belong to {named!r}, which is no folder here",
+        f"the adapters belong to {named!r}, which is {'no folder' if id is None else 'not'} on this machine",
         where=str(folder / CONFIG),
-        fix="set base_model_name_or_path to the model's folder, or give that as model.path and this as model.lora.path",
+        fix=f"{fetch}name the model's folder: {_with_model(folder)}; in a recipe model.path=MODEL "
+        f"model.lora.path={folder}",
+    )
+
+
+def _with_model(folder: Path) -> str:
+    return (
+        f"tessera generate MODEL --adapter {folder}, tessera convert {folder} OUT --like MODEL, or "
+        f"tessera.load({str(folder)!r}, base=MODEL)"
+    )
+
+
+def _without_base(folder: Path) -> TesseraError:
+    """Return what to do with adapters of a model that no folder holds: one that a run began from a seed."""
+    run = folder.absolute().parent
+    of_run = (run / "config.yaml").is_file()
+    return TesseraError(
+        "the adapters name no model: that of their run began from a seed, and no folder holds its weights",
+        where=str(folder / CONFIG),
+        fix=f"the run has the weights: `tessera convert {run} OUT` writes the model with its adapters merged, and "
+        f"`tessera generate {run}` uses it"
+        if of_run
+        else "use the run that they come from, whose checkpoints hold the model: tessera convert RUN OUT; or, if you "
+        f"have the model: {_with_model(folder)}",
     )
 
 

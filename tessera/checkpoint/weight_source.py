@@ -17,6 +17,7 @@ from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import MODEL
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.files import refuse_pickle
+from tessera.core.hub_ids import hub_hint
 from tessera.core.layouts import detect_layout
 from tessera.core.saved_recipe import read_saved
 from tessera.core.weightmap import WeightMap
@@ -124,7 +125,7 @@ def _nothing_here(path: Path) -> TesseraError:
         return TesseraError(
             f"no such folder: {path}",
             nearest=None if near is None else str(path.parent / near),
-            fix="name a folder on this machine, or a model on a hub: hf://org/name",
+            fix=hub_hint(path) or "name a folder on this machine, or a model on a hub: hf://org/name",
         )
     return TesseraError(
         "no model here",

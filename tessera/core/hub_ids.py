@@ -97,6 +97,16 @@ def plain_hub_id(path: Path, kind: RepoKind) -> HubId | None:
     return None if ".." in name else HubId("hf", kind, name, revision or None, looks_like_path=True)
 
 
+def hub_hint(path: Path) -> str:
+    """Return how to name a model of a hub, for a path that is no folder here and may have been meant as one."""
+    text = str(path)
+    if path.is_absolute() or path.exists() or text.startswith(".") or _FILE.search(text):
+        return ""
+    if _NAME.fullmatch(text) is None or ".." in text:
+        return "a model on Hugging Face is named hf://org/name" if re.fullmatch(_WORD, text, re.ASCII) else ""
+    return f"for a model on Hugging Face write hf://{text}, or fetch it with `tessera download hf://{text}`"
+
+
 def find_hub_id(value: str | Path, kind: RepoKind, where: str) -> HubId | None:
     """Return what a text or path names on a hub; None: it is a path of this machine."""
     if is_hub_id(value):

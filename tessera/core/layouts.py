@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.files import PICKLE_SUFFIXES, check_inside, read_json, read_json_mapping, refuse_pickle
+from tessera.core.hub_ids import hub_hint
 
 CONFIG_FILE = "config.json"
 CLASS_NAME = "_class_name"  # in the config.json of a component of diffusers
@@ -58,10 +59,11 @@ class FolderLayout(ABC):
         """Return the config.json of a component."""
         folder = self.component_folder(component)
         if not (folder / CONFIG_FILE).is_file():
+            hint = hub_hint(folder)
             raise TesseraError(
                 f"no {CONFIG_FILE} in {folder}",
                 where="model.path",
-                fix=f"give the folder that holds {CONFIG_FILE} and weights",
+                fix=f"give the folder that holds {CONFIG_FILE} and weights" + (f"; {hint}" if hint else ""),
             )
         return read_json_mapping(folder / CONFIG_FILE, _MAX_CONFIG_BYTES)
 

@@ -129,6 +129,19 @@ def fetch(id: HubId, where: str, *, to: Path | None = None, wanted: Wanted | Non
         return fetched
 
 
+def downloaded(id: HubId) -> Path | None:
+    """Return where a whole model of a hub lies on this machine, without asking the hub; None: it does not."""
+    try:
+        client = _client(id, "model")
+    except TesseraError:  # the library of that hub is not installed
+        return None
+    found = _read_note(_note_file(client.cache, id, Wanted()), id)
+    if found is not None:
+        return found[0].path
+    kept = client.kept(id)
+    return kept[0] / id.inside if kept is not None and holds_weights(kept[0]) else None
+
+
 def _sensible(listing: Listing) -> Listing:
     """Return a listing that can be one; a server may say anything, and the commit becomes the name of a folder."""
     if re.fullmatch(r"\w[\w.\-]{0,127}", listing.commit) is None:

@@ -33,6 +33,7 @@ from tessera.core.trust import Trust, check_trusted, find_code, model_code
 from tessera.core.types import ModelPlan
 from tessera.data.media.files import Limits, limits_of
 from tessera.hub.config import local_model
+from tessera.hub.download import downloaded
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.over_ranks import ModelOverRanks
 from tessera.models import build_on_meta, for_family, fresh_names, resolve
@@ -69,7 +70,7 @@ def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust, base
     kind = weight_dtype(dtype)
     origin = origin_of(folder)
     if origin in ("folder", "adapters"):
-        base = folder if origin == "folder" else base or base_of(folder)
+        base = folder if origin == "folder" else base or base_of(folder, downloaded)
         lora = None if origin == "folder" else {"path": folder}
         scores = is_adapter_folder(folder) and read_config(folder).get("task_type") == "SEQ_CLS"
         section = build(ModelSection, {"path": base, "lora": lora, "head": "reward" if scores else None}, str(folder))

@@ -11,10 +11,10 @@ import yaml
 
 import tessera
 from tessera.core.errors import TesseraError
-from tessera.core.files import read_metrics
 from tessera.core.hub_ids import is_hub_id, parse_hub_id
 from tessera.core.run_config import RunConfig, SourceSection, load_config
 from tessera.core.saved_recipe import read_saved
+from tessera.observe.report.sampling import sample_metrics
 
 Library = Literal["transformers", "diffusers", "peft"]
 _SECTIONS = ("data", "precision", "parallel", "train", "optim")  # of a recipe; the rest is where things lie
@@ -88,7 +88,7 @@ def _trained_on(config: RunConfig) -> list[str]:
 def _results(run: Path) -> list[str]:
     """Return the last figures of each kind that the run noted."""
     try:
-        rows = read_metrics(run / "metrics.jsonl")
+        rows = sample_metrics(run / "metrics.jsonl").rows
     except (OSError, TesseraError):
         return []
     last: dict[str, dict[str, Any]] = {}

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 from conftest import NOBODY
 
+from tessera.checkpoint.peft import base_of
 from tessera.cli.main import main
 from tessera.core.config import dump_yaml
 from tessera.core.errors import TesseraError
 from tessera.core.hub_ids import HubId, find_hub_id, hub_spelling, parse_hub_id, plain_hub_id
+from tessera.core.layouts import folder_layout
 from tessera.core.run_config import SourceSection, load_config
 from tessera.data.sources.source import open_source
 from tessera.hub.config import local_model, local_source, with_local_folders
-from tessera.hub.download import fetch
+from tessera.hub.download import downloaded, fetch
 from tessera.hub.files import data_files, model_files
 from tessera.tools.download import download
 from tests.toys.hub_server import HubServer, hub_server
@@ -193,6 +195,45 @@ def test_a_model_is_downloaded_pinned_and_verified(hub: HubServer, capsys: pytes
     again = fetch(model(), "model.path")
     assert again.id != found.id
     assert hub.downloads() == ["config.json"]  # what has not changed is not fetched again
+
+
+def test_adapters_find_their_model_where_it_was_downloaded(hub: HubServer, tmp_path: Path) -> None:
+    adapters = tmp_path / "run/adapter"
+    adapters.mkdir(parents=True)
+    file = adapters / "adapter_config.json"
+    file.write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/tiny"}))
+    with pytest.raises(TesseraError, match="belong to 'org/tiny', which is not on this machine") as raised:
+        base_of(adapters, downloaded)
+    assert "`tessera download hf://org/tiny` fetches it" in str(raised.value.fix)
+    assert "--like MODEL" in str(raised.value.fix)
+    hub.add("org/tiny", dict(MODEL))
+    local_model("hf://org/tiny", weights=False)
+    with pytest.raises(TesseraError, match="not on this machine"):  # what a plan fetched is no model
+        base_of(adapters, downloaded)
+    found = fetch(model(), "model.path")
+    hub.requests.clear()
+    assert base_of(adapters, downloaded) == found.path
+    assert hub.requests == []
+    file.write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": ""}))
+    with pytest.raises(TesseraError, match="began from a seed") as raised:
+        base_of(adapters, downloaded)
+    assert "tessera convert RUN OUT" in str(raised.value.fix)
+    (tmp_path / "run/config.yaml").write_text("name: run\n")
+    with pytest.raises(TesseraError, match="began from a seed") as raised:
+        base_of(adapters, downloaded)
+    assert f"tessera convert {tmp_path / 'run'} OUT" in str(raised.value.fix)
+
+
+def test_a_path_that_may_have_been_meant_as_a_model_of_a_hub_is_told_how_to_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen").mkdir()  # so that Qwen/Small is a path
+    for path, said in (("Qwen/Small", "hf://Qwen/Small"), ("gpt2", "hf://org/name"), ("/data/model", None)):
+        with pytest.raises(TesseraError, match=r"no config\.json in") as raised:
+            folder_layout(Path(path)).config()
+        assert ("hf://" in str(raised.value.fix)) == (said is not None)
+        assert said is None or said in str(raised.value.fix)
 
 
 def test_a_plan_needs_no_weights(hub: HubServer) -> None:

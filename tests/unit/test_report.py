@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +23,16 @@ import torch
 
 import tessera
 from tessera.core.errors import TesseraError
+from tessera.core.files import write_jsonl
 from tessera.core.process import Process
 from tessera.core.types import Batch
 from tessera.observe.report.boxes import find_boxes
+from tessera.observe.report.charts import charts_of
 from tessera.observe.report.history import History, read_sessions
 from tessera.observe.report.live import LiveReport, Report
 from tessera.observe.report.page import write_report
+from tessera.observe.report.recorded import read_run
+from tessera.observe.report.sampling import sample_metrics
 from tessera.observe.report.watch import ReportServer
 from tests.toys.recorded_run import write_recorded_run
 from tests.unit.test_html import Tags
@@ -285,3 +291,29 @@ def test_plans_and_batches_are_short_and_become_tables() -> None:
     batch = Batch({"tokens": torch.zeros(3, 4), "<b>": torch.zeros(1)})
     assert repr(batch) == "Batch(tokens [3, 4], <b> [1])"
     assert "<td>&lt;b&gt;</td>" in batch._repr_html_()
+
+
+def test_a_long_record_is_sampled_and_keeps_its_peaks_its_evaluations_and_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    losses = {step: 1.0 + step / 1e4 for step in range(1, 3002)} | {1234: 50.0, 2222: float("nan")}
+    rows = [{"kind": "train", "step": step, "loss": loss} for step, loss in losses.items()]
+    rows += [{"kind": "eval", "step": step, "eval_loss": 1.0} for step in range(500, 3001, 500)]
+    write_jsonl(path, sorted(rows, key=lambda row: int(str(row["step"]))))
+    with path.open("a") as file:
+        file.write('{"kind": "train", broken}\n{"kind": "train", "step": 3002, "lo')
+    found = sample_metrics(path, most=100)
+    steps = [row["step"] for row in found.rows if row["kind"] == "train"]
+    assert 90 <= len(steps) <= 130
+    assert {later - earlier for earlier, later in pairwise(steps[:-1])} == {found.every}
+    assert steps[-1] == 3001
+    assert [row["step"] for row in found.rows if row["kind"] == "eval"] == [500, 1000, 1500, 2000, 2500, 3000]
+    peaks = {row["step"]: row["loss"] for row in found.peaks}
+    assert peaks[1234] == 50.0
+    assert 2222 in peaks
+    whole = sample_metrics(path)
+    assert (len(whole.rows), whole.every, len(whole.peaks)) == (3001 + 6, 1, 0)
+    (tmp_path / "config.yaml").write_text("name: long\n", encoding="utf-8")
+    run = replace(read_run(tmp_path), rows=found.rows, peaks=found.peaks, every=found.every)
+    assert (1234, 50.0) in run.with_peaks("loss")
+    assert (1234, 50.0) not in run.points("loss")
+    assert f"one step in {found.every}, and peaks" in charts_of(run)[0]

@@ -14,10 +14,9 @@ _FEW_POINTS = 40  # so few are drawn with dots: a line through two of them says 
 
 def charts_of(run: RecordedRun) -> list[str]:
     """Return the charts of one run. What was not recorded has no chart."""
-    loss = run.points("loss")
     charts = [
-        _chart("Loss", [*_with_average(loss), _held(run.held_out("loss"))], log_scale=True),
-        _chart("Gradient norm", _with_average(run.points("grad_norm")), log_scale=True),
+        _chart("Loss", [*_with_average(run, "loss"), _held(run.held_out("loss"))], log_scale=True),
+        _chart("Gradient norm", _with_average(run, "grad_norm"), log_scale=True),
         _chart("Learning rate", [html.Series("learning rate", run.points("lr"))]),
     ]
     charts += _metric_charts(run)
@@ -49,7 +48,7 @@ def chart_of(run: RecordedRun, name: str) -> str:
     if name.startswith("eval_"):
         return _chart(f"Held-out {_words(name.removeprefix('eval_'))}", [_held(run.held_out(name[5:]))])
     held = [_held(run.held_out(name))] if run.held_out(name) else []
-    return _chart(_title(name), [*_with_average(run.points(name)), *held], log_scale=name in ("loss", "grad_norm"))
+    return _chart(_title(name), [*_with_average(run, name), *held], log_scale=name in ("loss", "grad_norm"))
 
 
 def charts_of_several(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[str]:
@@ -96,7 +95,7 @@ def _metric_charts(run: RecordedRun) -> list[str]:
     charts = []
     for first, names in groups.items():
         if len(names) == 1:
-            series = [*_with_average(run.points(names[0])), _held(run.held_out(names[0]))]
+            series = [*_with_average(run, names[0]), _held(run.held_out(names[0]))]
             charts.append(_chart(_title(names[0]), series))
             continue
         lines = [
@@ -128,10 +127,13 @@ def _chart(title: str, series: Sequence[html.Series], log_scale: bool = False, f
     return html.line_chart(f"{title} (logarithmic)" if scale else title, series, frame)
 
 
-def _with_average(points: list[html.Point]) -> list[html.Series]:
+def _with_average(run: RecordedRun, key: str) -> list[html.Series]:
+    points = run.points(key)
     if len(points) < 3:
         return [html.Series("each step", points, dots=True)]
-    return [html.Series("each step", points, "raw"), html.Series("smoothed", smooth(points))]
+    # Peaks belong to the line of single steps: in an average they would count too often.
+    each = "each step" if run.every == 1 else f"one step in {run.every:,}, and peaks"
+    return [html.Series(each, run.with_peaks(key), "raw"), html.Series("smoothed", smooth(points))]
 
 
 def _held(points: list[html.Point]) -> html.Series:

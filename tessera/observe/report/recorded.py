@@ -13,8 +13,9 @@ from typing import Any
 from tessera.core import html
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError
-from tessera.core.files import read_jsonl, read_metrics
+from tessera.core.files import read_jsonl
 from tessera.observe.report.history import RunSession, read_sessions
+from tessera.observe.report.sampling import sample_metrics
 
 METRICS = "metrics.jsonl"
 # What rows of steps hold besides metrics of the objective.
@@ -31,6 +32,8 @@ class RecordedRun:
     rows: Sequence[Mapping[str, Any]]
     answers: Sequence[Mapping[str, Any]]
     sessions: Sequence[RunSession]
+    peaks: Sequence[Mapping[str, Any]] = ()  # steps of a long run with high losses that are not among `rows`
+    every: int = 1  # steps between two of `rows`
 
     @property
     def name(self) -> str:
@@ -47,6 +50,12 @@ class RecordedRun:
     def points(self, key: str) -> list[html.Point]:
         """Return a number of the steps by step."""
         return [(row["step"], row[key]) for row in self.train_rows if _is_number(row.get(key))]
+
+    def with_peaks(self, key: str) -> list[html.Point]:
+        """Return the same for a line of each step, with the highest losses of a long run among them."""
+        found = self.points(key)
+        peaks = [(row["step"], row[key]) for row in self.peaks if row["kind"] == "train" and _is_number(row.get(key))]
+        return sorted([*found, *peaks], key=lambda point: point[0]) if peaks else found
 
     def held_out(self, key: str) -> list[html.Point]:
         """Return a number of evaluations by step: `loss` is `eval_loss` in the record."""
@@ -76,12 +85,15 @@ def read_run(folder: str | Path) -> RecordedRun:
             fix="name the folder that `tessera train` made; a run that has just begun has the file after its first "
             "steps",
         )
+    metrics = sample_metrics(folder / METRICS)
     return RecordedRun(
         folder,
         read_mapping(folder / "config.yaml"),
-        read_metrics(folder / METRICS),
+        metrics.rows,
         list(_answers(folder)),
         read_sessions(folder),
+        metrics.peaks,
+        metrics.every,
     )
 
 
