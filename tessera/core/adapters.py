@@ -198,7 +198,7 @@ def _check_experts(section: LoraSection, paths: Sequence[str]) -> None:
     unserved = {
         "dora": (section.dora, "DoRA"),
         "init": (section.init == "pissa", "an initialisation by singular vectors (PiSSA)"),
-        "quantize": (section.quantize is not None, "weights in four bits"),
+        "quantize": (section.quantize is not None, "weights in fewer bits"),
     }
     for key, (asked, what) in unserved.items():
         if paths and asked:
