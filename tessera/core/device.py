@@ -152,9 +152,7 @@ def binds_cores_itself() -> bool:
 
 
 # Of accelerators whose memory is counted on another machine: what decides which tensors a step keeps.
-_COUNTED_ABILITIES = {
-    "cuda": ("flash_attention", "tensor_cores", "wide_sums", "fused_optimizer", "grouped_mm", "no_memory")
-}
+_COUNTED_ABILITIES = {"cuda": ("flash_attention", "tensor_cores", "wide_sums", "fused_optimizer", "grouped_mm")}
 _COUNTED: ContextVar[str | None] = ContextVar("counted", default=None)
 
 
@@ -171,11 +169,23 @@ def counted_as(name: str) -> Iterator[None]:
         _COUNTED.reset(token)
 
 
+def counted_for(device: torch.device) -> str | None:
+    """Return the accelerator that tensors without memory on this device stand for (`counted_as`); mostly None.
+
+    None for what is compiled as well: it is never a dry run, and the compiler cannot follow the question, so that the
+    graph would break at every operation that asks.
+    """
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    counted = _COUNTED.get()
+    return None if counted == "cpu" else counted
+
+
 def supports(device: torch.device, what: str) -> bool:
     """Return whether a device has a capability that `ops` asks for by name. An unknown name is a programming error."""
-    counted = _COUNTED.get()
-    if device.type == "cpu" and counted not in (None, "cpu"):
-        return what in _COUNTED_ABILITIES.get(str(counted), ())
+    counted = counted_for(device)
+    if counted is not None:
+        return what in _COUNTED_ABILITIES.get(counted, ())
     if what == "flash_attention":
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if what == "cudnn_attention":  # at 1.9 times the speed of flash attention on these chips, slower on others
@@ -190,8 +200,6 @@ def supports(device: torch.device, what: str) -> bool:
         return device.type != "cpu"
     if what == "fused_optimizer":
         return device.type in ("cuda", "cpu")
-    if what == "no_memory":  # tensors of a dry run that stand for those of an accelerator
-        return False
     if what == "grouped_mm":
         return device.type in ("cuda", "cpu")
     raise AssertionError(f"unknown capability {what!r}")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.core.device import sum_dtype
+from tessera.core import device as devices
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 
 
@@ -36,19 +36,16 @@ def _rms_norm_eager(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rms_norm_fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if devices.counted_for(x.device) is not None and x.dtype == weight.dtype:
+        counted: Tensor = _CountedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+        return counted
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def _rms_norm_counted(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+class _CountedRMSNorm(torch.autograd.Function):
     """Keep what the fused kernel of accelerators keeps. For a CPU torch composes it of operations that keep five times
     as much, also where tensors have no memory."""
-    if x.dtype != weight.dtype:  # composed there too
-        return _rms_norm_fused(x, weight, eps)
-    out: Tensor = _CountedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
-    return out
 
-
-class _CountedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(
@@ -76,12 +73,7 @@ def _layer_norm_fused(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 
 
 RMS_NORM = DispatchedOp(
-    "rms_norm",
-    (
-        Implementation("counted", _rms_norm_counted, needs=("no_memory",)),
-        Implementation("fused", _rms_norm_fused),
-        Implementation("eager", _rms_norm_eager),
-    ),
+    "rms_norm", (Implementation("fused", _rms_norm_fused), Implementation("eager", _rms_norm_eager))
 )
 LAYER_NORM = DispatchedOp(
     "layer_norm", (Implementation("fused", _layer_norm_fused), Implementation("eager", _layer_norm_eager))
@@ -234,7 +226,7 @@ def axial_angles(positions: Tensor, dim: int, theta: float) -> Angles:
 def axes_angles(positions: Tensor, sizes: Sequence[int], theta: float) -> Angles:
     """Return angles for `positions` [A, T]: axis a has `sizes[a]` dimensions of a head to itself, and their frequencies
     begin at one on every axis. Products are taken in fp64, as diffusers does for its tables."""
-    wide = positions.to(sum_dtype(positions.device)).unsqueeze(-1)
+    wide = positions.to(devices.sum_dtype(positions.device)).unsqueeze(-1)
     parts = [at * _frequencies(size, theta, at.device, at.dtype) for at, size in zip(wide, sizes, strict=True)]
     angles = torch.cat(parts, dim=-1)
     return Angles(angles.cos().float(), angles.sin().float())
