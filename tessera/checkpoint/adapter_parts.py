@@ -15,15 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from tessera.core.adapters import Adapter, Adapters, factor_names, start_names
 from tessera.core.errors import TesseraError
+from tessera.core.modules import whole_tensor
 from tessera.core.weightmap import WeightMap
 
 MAGNITUDE_KEY = ".lora_magnitude_vector"
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor. All ranks that hold a part of it call this together."""
-    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found.detach()
 
 
 @torch.no_grad()
@@ -39,8 +34,8 @@ def plain_form(tensors: Mapping[str, Tensor], adapters: Adapters) -> tuple[dict[
         made[path] = _doubled(adapter)
         (a, b), (a0, b0) = factor_names(path), start_names(path)
         if a in tensors:
-            found[a] = torch.cat([whole(tensors[a]), whole(tensors[a0])])
-            found[b] = torch.cat([whole(tensors[b]), -whole(tensors[b0])], dim=1)
+            found[a] = torch.cat([whole_tensor(tensors[a]), whole_tensor(tensors[a0])])
+            found[b] = torch.cat([whole_tensor(tensors[b]), -whole_tensor(tensors[b0])], dim=1)
     return found, made
 
 
@@ -51,8 +46,8 @@ def _doubled(adapter: Adapter) -> Adapter:
 
 def with_lengths(weight: Tensor, magnitude: Tensor) -> Tensor:
     """Return a weight, which already has its adapter, with rows of the trained lengths (DoRA)."""
-    lengths = torch.linalg.vector_norm(whole(weight), dim=1, dtype=torch.float32)
-    ratio = (whole(magnitude).float() / lengths.clamp(min=1e-38)).to(weight.dtype).unsqueeze(1)
+    lengths = torch.linalg.vector_norm(whole_tensor(weight), dim=1, dtype=torch.float32)
+    ratio = (whole_tensor(magnitude).float() / lengths.clamp(min=1e-38)).to(weight.dtype).unsqueeze(1)
     if isinstance(weight, DTensor):
         ratio = DTensor.from_local(ratio, weight.device_mesh, run_check=False)  # replicated
     scaled: Tensor = weight * ratio

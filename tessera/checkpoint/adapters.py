@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.adapter_parts import plain_form, whole, with_lengths
+from tessera.checkpoint.adapter_parts import plain_form, with_lengths
 from tessera.checkpoint.weights import add_product
 from tessera.core.adapters import (
     Adapter,
@@ -25,6 +25,7 @@ from tessera.core.adapters import (
     weight_names,
 )
 from tessera.core.errors import TesseraError
+from tessera.core.modules import whole_tensor
 from tessera.core.weightmap import (
     ColumnsByHead,
     Concat,
@@ -187,7 +188,7 @@ def merge_adapter(name: str, weight: Tensor, tensors: Mapping[str, Tensor], adap
     path, number = found
     own = {factor: tensors[factor] for factor in tensor_names(path, adapters[path])}
     plain, _ = plain_form(own, {path: adapters[path]})
-    a, b = (whole(plain[factor]) for factor in factor_names(path))
+    a, b = (whole_tensor(plain[factor]) for factor in factor_names(path))
     if adapters[path].stacked:
         b = b[:, number]
     merged = add_product(weight.detach().clone(), b, a, adapters[path].scale)

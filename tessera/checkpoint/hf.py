@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tessera.checkpoint.collective import CollectiveError, Failure, Ranks, raise_together
 from tessera.checkpoint.files import (
@@ -42,7 +41,7 @@ from tessera.checkpoint.weights import (
 )
 from tessera.core.file_plan import FilePlan, FolderPlan
 from tessera.core.layouts import CONFIG_FILE, ROOT, FolderLayout, TransformersFolder, single_folder
-from tessera.core.modules import local_shard
+from tessera.core.modules import local_shard, whole_tensor
 from tessera.core.progress import WorkProgress, human_bytes
 from tessera.core.weightmap import WeightMap
 
@@ -316,7 +315,7 @@ def _gather(ranks: Ranks, tensor: Tensor | None, holder: _Holder) -> Tensor | No
     """Return the whole tensor on rank 0. Ranks that hold it gather it, and one sends it if rank 0 has none of it."""
     whole = None
     if tensor is not None:
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        whole = whole_tensor(tensor)
     if holder.rank == 0:
         return whole
     if ranks.rank == holder.rank and whole is not None:

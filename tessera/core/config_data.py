@@ -88,6 +88,11 @@ class DataSection(Section):
         "fits",
     )
     shuffle: bool = True
+    stream: bool = Field(
+        False,
+        description="fetch files of data.train as the run reaches them, and pack and shuffle within each file; off: "
+        "all of it is fetched and measured before the first step, and shuffled as a whole",
+    )
     pack: bool = Field(True, description="several samples to a row; off: one each")
     balance: bool = Field(True, description="rows of equal work, and equal work for every rank")
     workers: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = Field(
@@ -141,6 +146,10 @@ class DataSection(Section):
     def _says_nothing_in_vain(self) -> DataSection:
         if self.kind in ("chat", "preference", "unpaired_preference", "generation") and self.options:
             raise ValueError(f"`options` has no effect with kind {self.kind}; it is for a data kind of your own")
+        if self.stream and self.kind not in ("chat", "preference", "unpaired_preference"):
+            raise ValueError(
+                f"`stream` is for conversations and pairs of answers, and has no effect with kind {self.kind}"
+            )
         if self.kind == "custom" and (self.train or self.eval):
             raise ValueError(
                 "`train` and `eval` have no effect with kind custom; data.options says what the data is, and "

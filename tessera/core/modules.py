@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tessera.core.rng import derive
+from tessera.core.torch_internals import without_advice_on_gathers
 
 # Options for every `torch.compile` with Inductor. Mixed-order reduction is off: on torch 2.11 it made the gradients of
 # weights that are broadcast over many tokens wrong by orders of magnitude.
@@ -87,6 +88,15 @@ def clean_name(name: str) -> str:
 def local_shard(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor: the local part of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, without its graph. All ranks that hold a part of it call this together."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with without_advice_on_gathers():
+        found: Tensor = tensor.full_tensor()
+    return found.detach()
 
 
 def without_weights(make: Callable[[], nn.Module]) -> nn.Module:

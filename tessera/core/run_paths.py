@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.core.config import dump_yaml
+from tessera.core.hub_ids import is_hub_id
 from tessera.core.run_config import NAME_LENGTH, NAME_PATTERN, DataSection, ModelSection, RunConfig, SourceSection
 
 _PATTERN = re.compile(r"[*?\[{]")  # a path that names several files
@@ -22,7 +23,13 @@ def located(config: RunConfig, base: Path) -> RunConfig:
     `name` stay as they are: a run is found by its folder, wherever that is.
     """
     base = base.absolute()
-    return _with_paths(config, lambda path: Path(os.path.normpath(base / path)), lambda tree: _words(tree, base))
+
+    def absolute(path: Path) -> Path:
+        if is_hub_id(path):  # data that is streamed stays on its hub
+            return path
+        return Path(os.path.normpath(base / path))
+
+    return _with_paths(config, absolute, lambda tree: _words(tree, base))
 
 
 def moved(config: RunConfig, was: Path, now: Path) -> RunConfig:

@@ -8,8 +8,10 @@ or that only some runs need, happen inside the functions.
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +46,22 @@ def default_store() -> dist.Store:
     not offer its store.
     """
     return _get_default_store()
+
+
+@contextmanager
+def without_advice_on_gathers() -> Iterator[None]:
+    """Keep torch from advising to join collectives while a tensor that is sharded twice (tp and FSDP) is gathered.
+
+    It happens once, for an export, and gathers add nothing up. Public alternative: none; the logger is the module's
+    own.
+    """
+    advice = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = advice.level
+    advice.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        advice.setLevel(level)
 
 
 def fake_store() -> dist.Store:

@@ -12,6 +12,7 @@ from tessera.core.run_config import ModelSection, RunConfig, SourceSection, load
 from tessera.hub.download import Wanted, fetch
 from tessera.hub.files import Split
 from tessera.hub.progress import say
+from tessera.hub.shards import remote_shards
 
 
 def local_model(path: str | Path, where: str = "model", *, weights: bool = True) -> Path:
@@ -34,6 +35,19 @@ def local_source(section: SourceSection, split: Split, where: str = "data") -> S
     return section.model_copy(update={"path": found.path, "hub_id": str(found.id)})
 
 
+def local_train_source(section: SourceSection, where: str) -> SourceSection:
+    return local_source(section, "train", where)
+
+
+def pinned_source(section: SourceSection, where: str) -> SourceSection:
+    """Return a data set that is streamed, with the commit that is there now; nothing of it is downloaded."""
+    id = find_hub_id(section.path, "dataset", where)
+    if id is None:
+        return section
+    found = str(remote_shards(id, where).id)
+    return section.model_copy(update={"path": Path(found), "hub_id": found})
+
+
 def with_local_folders(config: RunConfig, *, weights: bool = True, resumed: bool = False) -> RunConfig:
     """Return a recipe in which everything is on this machine. What it names on a hub is downloaded.
 
@@ -44,7 +58,8 @@ def with_local_folders(config: RunConfig, *, weights: bool = True, resumed: bool
         model = _local_section(config.model, weights)
         data = config.data
         if weights:
-            train = [local_source(one, "train", f"data.train.{i}.path") for i, one in enumerate(data.train)]
+            find = pinned_source if data.stream else local_train_source
+            train = [find(one, f"data.train.{i}.path") for i, one in enumerate(data.train)]
             held_out = [local_source(one, "eval", f"data.eval.{i}.path") for i, one in enumerate(data.eval)]
             data = data.model_copy(update={"train": train, "eval": held_out})
     except TesseraError as error:

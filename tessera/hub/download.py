@@ -26,7 +26,7 @@ from tessera.hub.files import DataFiles, Split, data_files, model_files
 from tessera.hub.progress import report_progress, say
 
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-_NOTES = ".tessera"
+NOTES = ".tessera"
 _RESERVE_BYTES = 1 << 30  # that stay free on a disk
 
 
@@ -105,44 +105,44 @@ def fetch(id: HubId, where: str, *, to: Path | None = None, wanted: Wanted | Non
     Of several processes one downloads and the others wait for it. Ranks of one job are given the same commit.
     """
     wanted = wanted or Wanted()
-    client = _client(id, where)
+    client = hub_client(id, where)
     if to is not None:
         _check_target(to, id)
-    note = _note_file(client.cache, id, wanted) if to is None else to / _NOTES / "download.json"
-    with _one_at_a_time(note, id):
-        known = None if to is not None else _known(note, id)
+    note = note_file(client.cache, id, wanted) if to is None else to / NOTES / "download.json"
+    with one_at_a_time(note, id):
+        known = None if to is not None else known_download(note, id)
         if known is not None:
             return known
         try:
             if _is_offline():
-                raise Unreachable(f"{_offline_variable()} is set")
-            listing = _sensible(client.listing(id))
+                raise Unreachable(f"{offline_variable()} is set")
+            listing = sensible(client.listing(id))
         except Unreachable as error:
             return _without_network(client, note, id, to, wanted, where, str(error))
         chosen = wanted.of(id, [file.name for file in listing.files])
         if to is not None:  # so that a download that breaks off is known to be one
             replace_file(note, json.dumps({"name": id.name}).encode())
         verified = _verified(note, id, listing)
-        fetched = _download(client, id, listing, chosen, verified, to, where)
-        for file in (note, *([_note_file(client.cache, fetched.id, wanted)] if to is None else [])):
-            _write_note(file, fetched, listing)
+        fetched = download_files(client, id, listing, chosen, verified, to, where)
+        for file in (note, *([note_file(client.cache, fetched.id, wanted)] if to is None else [])):
+            write_note(file, fetched, listing)
         return fetched
 
 
 def downloaded(id: HubId) -> Path | None:
     """Return where a whole model of a hub lies on this machine, without asking the hub; None: it does not."""
     try:
-        client = _client(id, "model")
+        client = hub_client(id, "model")
     except TesseraError:  # the library of that hub is not installed
         return None
-    found = _read_note(_note_file(client.cache, id, Wanted()), id)
+    found = _read_note(note_file(client.cache, id, Wanted()), id)
     if found is not None:
         return found[0].path
     kept = client.kept(id)
     return kept[0] / id.inside if kept is not None and holds_weights(kept[0]) else None
 
 
-def _sensible(listing: Listing) -> Listing:
+def sensible(listing: Listing) -> Listing:
     """Return a listing that can be one; a server may say anything, and the commit becomes the name of a folder."""
     if re.fullmatch(r"\w[\w.\-]{0,127}", listing.commit) is None:
         raise Unreachable(f"its answer is not one of a hub (commit {listing.commit!r:.80})")
@@ -152,7 +152,7 @@ def _sensible(listing: Listing) -> Listing:
     return listing
 
 
-def _client(id: HubId, where: str) -> HubClient:
+def hub_client(id: HubId, where: str) -> HubClient:
     # Here and not above: both libraries are optional, and slow to import.
     if id.hub == "ms":
         from tessera.hub.modelscope import ModelScope
@@ -164,10 +164,10 @@ def _client(id: HubId, where: str) -> HubClient:
 
 
 def _is_offline() -> bool:
-    return _offline_variable() is not None
+    return offline_variable() is not None
 
 
-def _offline_variable() -> str | None:
+def offline_variable() -> str | None:
     yes = ("1", "on", "yes", "true")
     return next((name for name in OFFLINE_VARIABLES if os.environ.get(name, "").lower() in yes), None)
 
@@ -175,7 +175,7 @@ def _offline_variable() -> str | None:
 # ---------------------------------------------------------------------------------------------- download
 
 
-def _download(
+def download_files(
     client: HubClient,
     id: HubId,
     listing: Listing,
@@ -279,10 +279,10 @@ def _check_target(to: Path, id: HubId) -> None:
     """Refuse a folder with something else in it: files of two models in one folder are neither."""
     if to.exists() and not to.is_dir():
         raise TesseraError(f"{to} is a file", where="--to", fix="name a folder")
-    if not to.is_dir() or all(entry.name == _NOTES for entry in to.iterdir()):
+    if not to.is_dir() or all(entry.name == NOTES for entry in to.iterdir()):
         return
     try:
-        other = json.loads((to / _NOTES / "download.json").read_text(encoding="utf-8"))["name"]
+        other = json.loads((to / NOTES / "download.json").read_text(encoding="utf-8"))["name"]
     except (OSError, ValueError, KeyError, TypeError):
         other = None
     if other != id.name:
@@ -294,12 +294,12 @@ def _check_target(to: Path, id: HubId) -> None:
 # ---------------------------------------------------------------------------------------------- notes
 
 
-def _note_file(cache: Path, id: HubId, wanted: Wanted) -> Path:
-    return cache / _NOTES / f"{hashlib.sha256(f'{id} {wanted}'.encode()).hexdigest()[:32]}.json"
+def note_file(cache: Path, id: HubId, wanted: Wanted) -> Path:
+    return cache / NOTES / f"{hashlib.sha256(f'{id} {wanted}'.encode()).hexdigest()[:32]}.json"
 
 
 @contextmanager
-def _one_at_a_time(note: Path, id: HubId) -> Iterator[None]:
+def one_at_a_time(note: Path, id: HubId) -> Iterator[None]:
     """Let one process of those that share a note work on it at a time."""
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -318,7 +318,7 @@ def _one_at_a_time(note: Path, id: HubId) -> Iterator[None]:
         os.close(lock)
 
 
-def _job() -> str | None:
+def job_of_ranks() -> str | None:
     """Return what the ranks of one job on this machine have in common; None for a process alone."""
     if int(os.environ.get("WORLD_SIZE", "1") or 1) == 1:
         return None
@@ -337,10 +337,10 @@ def _read_note(note: Path, id: HubId) -> tuple[Fetched, dict[str, Any]] | None:
     return (fetched, said) if whole else None
 
 
-def _known(note: Path, id: HubId) -> Fetched | None:
+def known_download(note: Path, id: HubId) -> Fetched | None:
     """Return what needs no question to the hub: a commit that is here, or what another rank of this job has found."""
     found = _read_note(note, id)
-    if found is None or not (id.is_pinned or (_job() is not None and found[1].get("job") == _job())):
+    if found is None or not (id.is_pinned or (job_of_ranks() is not None and found[1].get("job") == job_of_ranks())):
         return None
     return found[0]
 
@@ -352,7 +352,7 @@ def _verified(note: Path, id: HubId, listing: Listing) -> frozenset[str]:
     return frozenset(found[0].files) if found is not None and same else frozenset()
 
 
-def _write_note(note: Path, fetched: Fetched, listing: Listing) -> None:
+def write_note(note: Path, fetched: Fetched, listing: Listing) -> None:
     sizes = {file.name: file.size for file in listing.files if file.name in set(fetched.files)}
     said = {
         "name": fetched.id.name,
@@ -361,7 +361,7 @@ def _write_note(note: Path, fetched: Fetched, listing: Listing) -> None:
         "folder": str(fetched.folder),
         "path": str(fetched.path),
         "files": sizes,
-        "job": _job(),
+        "job": job_of_ranks(),
     }
     replace_file(note, json.dumps(said, indent=1).encode())
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from tessera.core.modules import seeded
+from tessera.core.modules import seeded, whole_tensor
 from tessera.nn.lora import LoraLinear, adapted_layers
 from tessera.parallel.apply import keep_shard
 
@@ -22,7 +21,7 @@ def start_from_weights(module: nn.Module) -> None:
         if not (layer.adapter.dora or layer.adapter.pissa):
             continue
         own = layer.own_weight(torch.float32)
-        weight = (own.full_tensor() if isinstance(own, DTensor) else own).detach().float()
+        weight = whole_tensor(own).float()
         if layer.lora_m is not None:
             keep_shard(layer.lora_m.weight, weight.norm(dim=1))
         if layer.adapter.pissa:

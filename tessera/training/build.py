@@ -290,7 +290,9 @@ def run_length(config: RunConfig, source: RowSource) -> RunLength:
         raise TesseraError(
             "the data does not tell how long it is, so its epochs cannot be counted",
             where=in_epochs[0],
-            fix="count in steps, or give the data set a __len__",
+            fix="count in steps, or set data.stream=false"
+            if config.data.stream
+            else "count in steps, or give the data set a __len__",
         )
     known = rows if rows < ENDLESS else None
     return RunLength.of(train.steps, train.epochs, train.global_batch, known, train.samples_per_step)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
+import logging
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tessera.core import torch_internals as internals
 from tessera.core.dist import fake_world
+from tessera.core.modules import whole_tensor
 
 
 def test_the_stores_of_process_groups() -> None:
@@ -40,6 +43,18 @@ def test_chunks_of_a_dtensor_are_named_and_found() -> None:
     (plain,) = internals.local_chunks(torch.zeros(3, 1))
     assert (tuple(plain.offsets), tuple(plain.sizes)) == ((0, 0), (3, 1))
     assert internals.tensor_of_chunk(torch.zeros(3, 1), plain.offsets).shape == (3, 1)
+
+
+def test_a_tensor_that_is_sharded_twice_is_gathered_without_advice(caplog: pytest.LogCaptureFixture) -> None:
+    advice = importlib.import_module("torch.distributed.tensor._redistribute").logger
+    with internals.without_advice_on_gathers():
+        assert not advice.isEnabledFor(logging.WARNING)
+    assert advice.isEnabledFor(logging.WARNING)
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        tensor = distribute_tensor(torch.zeros(8, 2), mesh, [Shard(0), Shard(0)], src_data_rank=None)
+        assert whole_tensor(tensor).shape == (8, 2)
+    assert [record for record in caplog.records if record.name == advice.name] == []
 
 
 def test_fake_tensors_take_real_ones_along() -> None:

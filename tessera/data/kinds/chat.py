@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tessera.core.errors import TesseraError
-from tessera.core.run_config import SourceSection
+from tessera.core.run_config import DataSection, SourceSection
 from tessera.core.types import RowSource
 from tessera.data.index.build import build_index
 from tessera.data.index.split import SplitIndex
@@ -20,6 +21,7 @@ from tessera.data.order.order import Order, PackingConfig, Samples, row_table
 from tessera.data.order.packed_rows import COUNTS, PackedRows, hole
 from tessera.data.order.step_order import StepOrder, step_order
 from tessera.data.sources.columns import ROLES
+from tessera.data.stream.build import stream_rows
 
 log = logging.getLogger("tessera")
 
@@ -35,7 +37,28 @@ def build(request: RowRequest) -> RowSource:
         )
     if not section.train_on or any(role not in ROLES for role in section.train_on):
         raise TesseraError(f"not roles to train on: {section.train_on}", where="data.train_on", allowed=ROLES)
-    return pack_rows(request, processor.training_on(section.train_on, last_only=section.mask_history))
+    trained = processor.training_on(section.train_on, last_only=section.mask_history)
+    if section.stream and request.split == "train":
+        if request.step is not None:
+            raise TesseraError(
+                "a step of so many samples needs the lengths of all of them, and those of streamed ones are not known",
+                where="train.samples_per_step",
+                fix="count rows: train.global_batch; or set data.stream=false",
+            )
+        pack = PackFile(request, trained)
+        return stream_rows(section, request.seed, pack, trained.fingerprint, request.cache_folder)
+    return pack_rows(request, trained)
+
+
+@dataclass(frozen=True)
+class PackFile:
+    """Make the rows of a part of the data. Worker processes are given it, too."""
+
+    request: RowRequest
+    processor: MediaProcessor
+
+    def __call__(self, section: DataSection, seed: int) -> PackedRows:
+        return pack_rows(replace(self.request, section=section, seed=seed), self.processor)
 
 
 def pack_rows(

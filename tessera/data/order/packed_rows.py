@@ -93,14 +93,26 @@ class PackedRows(RowSource):
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
         problems: list[tuple[str, str]] = []
-        encoded = [[self._encode(sample, lost, note, problems) for sample in self.order.samples(row)] for row in rows]
+        encoded = [self.encode(row, lost, note, problems) for row in rows]
+        return self.collate(rows, encoded, [self.order.row_seed(row) for row in rows], problems)
+
+    def encode(
+        self, row: int, lost: Mapping[int, str], note: Callable[[int], None], problems: list[tuple[str, str]]
+    ) -> list[Any]:
+        """Return the samples of a row, encoded. What could not be is a hole, and is added to `problems`."""
+        return [self._encode(sample, lost, note, problems) for sample in self.order.samples(row)]
+
+    def collate(
+        self, rows: Sequence[int], encoded: list[list[Any]], seeds: Sequence[int], problems: Sequence[tuple[str, str]]
+    ) -> Batch:
+        """Return the micro-batch of encoded rows, under the numbers `rows`."""
         batch = self.processor.collate(encoded, self.length).with_tensors(**self.constants)
         return replace(
             batch,
             sample_ids=tuple(item.id for row in encoded for item in row),
             rows=tuple((row, len(items)) for row, items in zip(rows, encoded, strict=True)),
             counts={**dict.fromkeys(self.count_names, 0), **batch.counts},
-            seeds=tuple(self.order.row_seed(row) for row in rows),
+            seeds=tuple(seeds),
             problems=tuple(problems),
         )
 

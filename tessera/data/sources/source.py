@@ -125,7 +125,7 @@ def open_source(section: SourceSection, cache_folder: Path | None = None) -> Sou
     section = local_source(section, "train")
     where = f"data source {section.path}"
     check_columns(section.columns, where)
-    paths, base = _files(section.path)
+    paths, base = source_files(section.path)
     records = _open_all(paths, base, section, cache_folder)
     if section.question is not None and not isinstance(records, ClassFolder):
         raise TesseraError(
@@ -143,7 +143,7 @@ def open_source(section: SourceSection, cache_folder: Path | None = None) -> Sou
     return Source(section.path, root, records, record_format, schema, format_given=section.format != "auto")
 
 
-def _files(path: Path) -> tuple[list[Path], Path]:
+def source_files(path: Path) -> tuple[list[Path], Path]:
     """Return the files (or the one folder) that a path means, and the folder they have in common."""
     if path.exists():
         return [path], path if path.is_dir() else path.parent

@@ -1,0 +1,1 @@
+"""Rows of data that is fetched while a run goes on."""

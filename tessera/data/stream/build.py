@@ -1,0 +1,111 @@
+"""Make the streamed rows of a recipe: `data.stream`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tessera.core.errors import TesseraError
+from tessera.core.hub_ids import HubId, find_hub_id
+from tessera.core.run_config import DataSection, SourceSection
+from tessera.data.order.mixture import mix
+from tessera.data.order.packed_rows import PackedRows
+from tessera.data.sources.container import file_facts
+from tessera.data.sources.source import source_files
+from tessera.data.stream.rows import StreamedRows, StreamFile, StreamSettings
+from tessera.hub.download import RemoteFile
+from tessera.hub.shards import fetch_shard, remote_shards
+
+_SHARD = 0x53485244  # stream of randomness: each file is packed and shuffled by a seed of its own
+WHERE = "data.stream"
+Pack = Callable[[DataSection, int], PackedRows]  # (a recipe with one file, a seed) -> its rows
+
+
+@dataclass(frozen=True)
+class HubStreamFile:
+    """Name a file of a data set on a hub, at a commit."""
+
+    id: HubId
+    file: RemoteFile
+    section: SourceSection
+
+    @property
+    def name(self) -> str:
+        return f"{self.id}/{self.file.name}"
+
+    @property
+    def facts(self) -> Any:
+        return [self.file.size, self.file.sha256 or self.file.git_sha1, self.section.format, self.section.columns]
+
+    def fetch(self) -> Path:
+        return fetch_shard(self.id, self.file, "data.train")
+
+
+@dataclass(frozen=True)
+class LocalStreamFile:
+    """Name a file of this machine."""
+
+    path: Path
+    section: SourceSection
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def facts(self) -> Any:
+        found = {key: value for key, value in file_facts(self.path).items() if key in ("size", "ends")}
+        return [found, self.section.format, self.section.columns]
+
+    def fetch(self) -> Path:
+        return self.path
+
+
+@dataclass(frozen=True)
+class FilePacker:
+    """Make the rows of one file, as those of a data set that is this file alone."""
+
+    section: DataSection
+    seed: int
+    pack: Pack
+
+    def __call__(self, number: int, shard: StreamFile, path: Path) -> PackedRows:
+        assert isinstance(shard, (HubStreamFile, LocalStreamFile))
+        source = shard.section.model_copy(update={"path": path, "hub_id": None})
+        section = self.section.model_copy(update={"train": [source], "workers": 0, "stream": False})
+        return self.pack(section, mix(self.seed, _SHARD, number) >> 1)
+
+
+def stream_rows(section: DataSection, seed: int, pack: Pack, fingerprint: str, folder: Path | None) -> StreamedRows:
+    """Return the training rows of a recipe, whose files are fetched as the run reaches them.
+
+    `fingerprint`: of the processor. `folder`: for what was dear to find out.
+    """
+    shards = [shard for source in section.train for shard in _shards(source)]
+    packing = [fingerprint, section.length, section.truncate, section.pack, section.balance]
+    return StreamedRows(shards, FilePacker(section, seed, pack), StreamSettings(seed, section.shuffle, packing), folder)
+
+
+def _shards(source: SourceSection) -> list[HubStreamFile | LocalStreamFile]:
+    for key in ("weight", "max_samples"):
+        if source.model_dump()[key] is not None:
+            raise TesseraError(
+                f"{key} of {source.path} needs the number of all samples, which is not known while they are streamed",
+                where=WHERE,
+                fix=f"leave {key} out, or set data.stream=false",
+            )
+    id = find_hub_id(source.path, "dataset", "data.train")
+    if id is not None:
+        found = remote_shards(id, "data.train")
+        return [HubStreamFile(replace(found.id, inside=""), file, source) for file in found.files]
+    paths, base = source_files(source.path)
+    if any(path.is_dir() for path in paths):
+        raise TesseraError(
+            f"{source.path} is a folder, and files are streamed",
+            where=WHERE,
+            fix=f"name its files, such as {source.path}/*.parquet, or set data.stream=false",
+        )
+    rooted = source if source.root is not None else source.model_copy(update={"root": base})
+    return [LocalStreamFile(path, rooted) for path in paths]

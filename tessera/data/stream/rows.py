@@ -1,0 +1,252 @@
+"""Rows of a data set whose files are fetched as the run reaches them, one ahead of use.
+
+A run that packs all of a data set has to know the length of every sample before its first step. Here rows are packed
+file by file instead: an epoch goes through the files in an order of its own, and through the rows of each file in an
+order of its own. So row r is still a function of the seed, the data and r, on any number of ranks and workers. Where
+it lies follows from the rows of the files before it, which are counted when a file is packed for the first time, and
+kept: a resume fetches nothing that it does not need.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from tessera.core.errors import TesseraError
+from tessera.core.files import read_json_mapping, replace_file
+from tessera.core.types import ENDLESS, Batch, RowSource
+from tessera.data.order.mixture import Shuffle
+from tessera.data.order.packed_rows import PackedRows
+from tessera.data.stream.locks import locked
+
+log = logging.getLogger("tessera")
+
+_FILES = 0x46494C45  # stream of randomness, apart from those of rows
+_OPEN = 3  # files whose tables are held: the one in use, the one ahead, and the one before
+_SHARD_BITS = 40  # of the number of a sample, above its number in its file
+
+
+class StreamFile(Protocol):
+    """Declare a file of a data set that may not be on this machine yet."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def facts(self) -> Any:
+        """Return JSON that changes whenever the content may have changed."""
+        ...
+
+    @abstractmethod
+    def fetch(self) -> Path:
+        """Return where the file lies on this machine."""
+
+
+Packer = Callable[[int, StreamFile, Path], PackedRows]  # (number, shard, its file) -> its rows
+
+
+class _Found(NamedTuple):
+    epoch: int
+    position: int  # of the file in the epoch
+    shard: int
+    row: int  # of the file, counted over epochs
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """Hold what the order of streamed rows depends on besides the files."""
+
+    seed: int
+    shuffle: bool
+    packing: Any  # JSON: all that decides which samples share a row
+
+
+class StreamedRows(RowSource):
+    """Give rows of files one after another. Every process opens the files that it needs; one of them fetches each."""
+
+    def __init__(
+        self, shards: Sequence[StreamFile], pack: Packer, settings: StreamSettings, folder: Path | None
+    ) -> None:
+        if not shards:
+            raise TesseraError("there are no files to stream", where="data.train")
+        self.shards, self.pack, self.settings = tuple(shards), pack, settings
+        facts = [[shard.name, shard.facts] for shard in self.shards]
+        key = json.dumps([facts, settings.seed, settings.shuffle, settings.packing], sort_keys=True, default=str)
+        self._key = hashlib.sha256(key.encode()).hexdigest()
+        self._folder = None if folder is None else folder.absolute() / f"stream-{self._key[:32]}"
+        self.left_out: dict[str, str] = {}
+        self._counts: dict[int, int] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._open: OrderedDict[int, PackedRows] = OrderedDict()
+        self._lock = threading.RLock()
+        self._ahead: threading.Thread | None = None
+        self._tried = -1
+        self._orders: dict[int, list[int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_open", "_lock", "_ahead", "_tried", "_orders")  # of this process
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    @property
+    def identity(self) -> str:
+        return self._key[:16]
+
+    @property
+    def decodes_media(self) -> bool:
+        return True  # what files hold is not known before they are opened
+
+    def without(self, samples: Mapping[str, str]) -> StreamedRows:
+        found = StreamedRows(self.shards, self.pack, self.settings, None)
+        found._folder, found._counts = self._folder, self._counts
+        found.left_out = {**self.left_out, **samples}
+        return found
+
+    def work(self, rows: Sequence[int]) -> list[float] | None:
+        costs = [self._rows_at(found).work([found.row]) for found in map(self._at, rows)]
+        return None if any(cost is None for cost in costs) else [cost[0] for cost in costs if cost is not None]
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        return self.guarded(rows, {}, lambda _: None)
+
+    def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
+        problems: list[tuple[str, str]] = []
+        encoded, seeds, part = [], [], None
+        for row in rows:
+            found = self._at(row)
+            part = self._rows_at(found)
+            if found.row == 0:  # what was left out of a file is reported with its first row
+                problems += part.bad_samples
+            base = found.shard << _SHARD_BITS
+            own = {_local(n, base): why for n, why in lost.items() if _shard_of(n) == found.shard}
+            encoded.append(part.encode(found.row, own, lambda n, base=base: note(_shared(n, base)), problems))  # type: ignore[misc]
+            seeds.append(part.order.row_seed(found.row))
+        assert part is not None, "a batch has rows"
+        return part.collate(rows, encoded, seeds, problems)
+
+    # ------------------------------------------------------------------------------------------ where rows lie
+
+    def _at(self, row: int) -> _Found:
+        """Return where a row lies. Files before it whose rows were never counted are opened for that."""
+        epoch, left = 0, row
+        if len(self._counts) == len(self.shards):
+            epoch, left = divmod(row, sum(self._counts.values()))
+        while True:
+            passed = 0
+            for position in range(len(self.shards)):
+                shard = self._order(epoch)[position]
+                count = self._count(shard)
+                if left < count:
+                    return _Found(epoch, position, shard, epoch * count + left)
+                left, passed = left - count, passed + count
+            if not passed:
+                raise TesseraError("no file of the data has a usable sample", where="data.train")
+            epoch += 1
+
+    def _order(self, epoch: int) -> list[int]:
+        """Return the files of an epoch in the order in which they are read."""
+        if epoch not in self._orders:
+            count = len(self.shards)
+            shuffle = Shuffle.of(count, self.settings.seed, _FILES, epoch)
+            self._orders = {epoch: [shuffle(at) if self.settings.shuffle else at for at in range(count)]}
+        return self._orders[epoch]
+
+    def _count(self, shard: int) -> int:
+        if shard not in self._counts:
+            kept = self._kept_count(shard)
+            self._counts[shard] = len(self._rows(shard)) if kept is None else kept
+        return self._counts[shard]
+
+    def _kept_count(self, shard: int) -> int | None:
+        if self._folder is None or not (file := self._count_file(shard)).is_file():
+            return None
+        try:
+            found = read_json_mapping(file)["rows"]
+        except (TesseraError, KeyError):
+            return None
+        return found if isinstance(found, int) and found >= 0 else None
+
+    def _count_file(self, shard: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{shard:06d}.json"
+
+    # ------------------------------------------------------------------------------------------ files
+
+    def _rows(self, shard: int) -> PackedRows:
+        """Return the rows of a file, which is fetched and packed if it has not been."""
+        found = self._open.get(shard)
+        if found is None:
+            with self._lock:
+                found = self._open.get(shard) or self._opened(shard)
+                self._open[shard] = found
+                while len(self._open) > _OPEN:
+                    self._open.popitem(last=False)
+        return found.without(self.left_out) if self.left_out else found
+
+    def _rows_at(self, found: _Found) -> PackedRows:
+        rows = self._rows(found.shard)
+        self._look_ahead(found.epoch, found.position)
+        return rows
+
+    def _opened(self, shard: int) -> PackedRows:
+        one = self.shards[shard]
+        path = one.fetch()
+        with locked(None if self._folder is None else self._folder / f"{shard:06d}.lock"):
+            made = self.pack(shard, one, path)  # the first process measures and packs, the others read what it kept
+            kept = self._kept_count(shard)
+            if kept is not None and kept != len(made):
+                raise TesseraError(
+                    f"{one.name} had {kept} rows and has {len(made)} now: the place of the run would mean nothing",
+                    where=str(self._folder),
+                    fix="put the data or the settings back as they were; or begin another run",
+                )
+            if kept is None and self._folder is not None:
+                replace_file(self._count_file(shard), json.dumps({"file": one.name, "rows": len(made)}).encode())
+        return made
+
+    def _look_ahead(self, epoch: int, position: int) -> None:
+        """Begin to fetch and pack the file after this one, in a thread of its own; one at a time."""
+        if self._ahead is not None and self._ahead.is_alive():
+            return
+        epoch, position = divmod(epoch * len(self.shards) + position + 1, len(self.shards))
+        following = self._order(epoch)[position]
+        if following in self._open or following == self._tried:
+            return
+        self._tried = following  # once: an error is raised when the run reaches the file
+        self._ahead = threading.Thread(target=self._fetch_ahead, args=(following,), name="tessera-shard", daemon=True)
+        self._ahead.start()
+
+    def _fetch_ahead(self, shard: int) -> None:
+        try:
+            self._rows(shard)
+        except TesseraError as error:  # it is raised when the run reaches the file, if it lasts that long
+            log.warning("%s could not be prepared ahead: %s", self.shards[shard].name, error.what)
+
+
+def _shared(number: int, base: int) -> int:
+    """Return the number of a sample among those of all files; a complement (~number) stays one."""
+    return base + number if number >= 0 else ~(base + ~number)
+
+
+def _local(number: int, base: int) -> int:
+    return number - base if number >= 0 else ~(~number - base)
+
+
+def _shard_of(number: int) -> int:
+    return (number if number >= 0 else ~number) >> _SHARD_BITS

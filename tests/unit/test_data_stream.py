@@ -1,0 +1,238 @@
+"""Data that is streamed: files are fetched as rows reach them, one ahead, and rows are those of any other way there."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_cases import LetterProcessor
+from test_hub import hub  # noqa: F401 - a fixture
+
+import tessera
+from tessera.core.config import build
+from tessera.core.errors import TesseraError
+from tessera.core.hub_ids import HubId
+from tessera.core.run_config import DataSection, load_config
+from tessera.data.kinds import RowRequest
+from tessera.data.kinds.chat import build as chat_rows
+from tessera.data.order.step_order import StepSize
+from tessera.data.stream.rows import StreamedRows
+from tessera.hub.config import with_local_folders
+from tessera.hub.download import RemoteFile
+from tessera.hub.shards import fetch_shard, remote_shards
+from tests.toys.chat_set import chat_recipe, write_chat_set
+from tests.toys.hub_server import HubServer, Repository
+
+FILES, SAMPLES = 4, 6
+
+
+def rows_of_file(number: int, samples: int = SAMPLES) -> bytes:
+    rows = [
+        {
+            "id": f"{number}-{at}",
+            "messages": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "x" * (2 + at)}],
+        }
+        for at in range(samples)
+    ]
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def publish(server: HubServer) -> Repository:
+    files = {f"data/train-{number:05d}.jsonl": rows_of_file(number) for number in range(FILES)}
+    return server.add("datasets/org/set", {**files, "README.md": b"# rows"})
+
+
+def streamed(folder: Path | None, path: str = "hf://datasets/org/set", seed: int = 3, **data: Any) -> StreamedRows:
+    settings = {"train": [{"path": path}], "length": 12, "stream": True, "workers": 0, **data}
+    section = build(DataSection, settings, "here")
+    rows = chat_rows(RowRequest(section, "train", LetterProcessor(), seed, folder))
+    assert isinstance(rows, StreamedRows)
+    return rows
+
+
+def settle(rows: StreamedRows) -> StreamedRows:
+    """Wait for what is fetched ahead."""
+    if rows._ahead is not None:
+        rows._ahead.join()
+    return rows
+
+
+def ids(rows: StreamedRows, first: int, last: int) -> list[tuple[str, ...]]:
+    return [rows.batch([row]).sample_ids for row in range(first, last)]
+
+
+def epoch_of(rows: StreamedRows) -> int:
+    return sum(rows._count(number) for number in range(len(rows.shards)))
+
+
+def test_files_are_fetched_as_rows_reach_them_and_one_ahead(hub: HubServer, tmp_path: Path) -> None:  # noqa: F811
+    publish(hub)
+    rows = streamed(tmp_path / "index")
+    assert hub.downloads() == []
+    rows.batch([0])
+    settle(rows)
+    assert len(hub.downloads()) == 2
+    count = rows._count(rows._order(0)[0])
+    rows.batch([count - 1])
+    settle(rows)
+    assert len(hub.downloads()) == 2
+    rows.batch([count])
+    settle(rows)
+    assert len(hub.downloads()) == 3
+
+
+def test_an_epoch_has_every_sample_once_and_the_next_another_order(hub: HubServer, tmp_path: Path) -> None:  # noqa: F811
+    publish(hub)
+    rows = streamed(tmp_path / "index")
+    length = epoch_of(rows)
+    first, second = ids(rows, 0, length), ids(rows, length, 2 * length)
+    everything = sorted(f"{number}-{at}" for number in range(FILES) for at in range(SAMPLES))
+    assert sorted(one for row in first for one in row) == everything
+    assert sorted(one for row in second for one in row) == everything
+    assert first != second
+    assert ids(streamed(tmp_path / "index", shuffle=False), 0, 1)[0][0].startswith("0-")
+    assert ids(streamed(tmp_path / "other", seed=4), 0, length) != first
+
+
+def test_rows_do_not_depend_on_processes_on_batches_or_on_what_was_read_before(
+    hub: HubServer,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish(hub)
+    rows = streamed(tmp_path / "index")
+    length = epoch_of(rows)
+    expected = ids(rows, 0, 2 * length)
+    fresh = streamed(None)  # without a folder for counts, backwards
+    assert [fresh.batch([row]).sample_ids for row in reversed(range(length))] == expected[:length][::-1]
+    copy = pickle.loads(pickle.dumps(rows))  # noqa: S301 - as a worker process gets it
+    together = copy.batch(range(length))  # rows of all files in one micro-batch
+    assert together.sample_ids == tuple(one for row in expected[:length] for one in row)
+    assert [row for row, _ in together.rows] == list(range(length))
+    assert together.seeds == tuple(rows.batch([row]).seeds[0] for row in range(length))
+    # Elsewhere, with the counts that the run has kept, only the files that are needed are fetched.
+    settle(rows)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "another cache"))
+    hub.requests.clear()
+    resumed = streamed(tmp_path / "index")
+    assert resumed.batch([length - 1]).sample_ids == expected[length - 1]
+    settle(resumed)
+    last, following = rows._order(0)[-1], rows._order(1)[0]
+    assert {int(name[6:11]) for name in hub.downloads()} == {last, following}
+    assert resumed.identity == rows.identity != streamed(None, length=13).identity
+
+
+def test_samples_that_are_left_out_and_those_that_crash_are_told_by_file(hub: HubServer, tmp_path: Path) -> None:  # noqa: F811
+    made = publish(hub)
+    for number in range(FILES):
+        made.files[f"data/train-{number:05d}.jsonl"] += b'{"id": "bad", "messages": 3}\n'
+    rows = streamed(tmp_path / "index")
+    length = epoch_of(rows)
+    problems = [one for row in range(2 * length) for one in rows.batch([row]).problems]
+    assert [name for name, _ in problems] == ["bad"] * FILES
+    noted: list[int] = []
+    rows.guarded(range(length), {}, noted.append)
+    assert len(set(noted)) == len(noted) == FILES * SAMPLES
+    lost = rows.guarded(range(length), {noted[7]: "it crashed"}, noted.append)
+    assert [why for _, why in lost.problems if why != dict(problems)["bad"]] == ["it crashed"]
+    name = lost.problems[-1][0] if lost.problems[-1][1] == "it crashed" else "0-0"
+    assert [one for one, _ in rows.without({name: "asked"}).batch(range(length)).problems].count(name) == 1
+
+
+def test_a_shard_is_verified_and_asked_for_again(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    made = publish(hub)
+    found = remote_shards(HubId("hf", "dataset", "org/set"), "data")
+    assert [file.name for file in found.files] == [f"data/train-{number:05d}.jsonl" for number in range(FILES)]
+    made.faults["data/train-00001.jsonl"] = "altered"
+    with pytest.raises(TesseraError, match="the download was damaged"):
+        fetch_shard(found.id, found.files[1], "data", waits=(0.0,))
+    assert "it is tried again" in capsys.readouterr().err
+    made.faults.clear()
+    assert fetch_shard(found.id, found.files[1], "data").read_bytes() == rows_of_file(1)
+    hub.requests.clear()
+    assert fetch_shard(found.id, found.files[1], "data").is_file()
+    assert remote_shards(found.id, "data") == found  # a commit is listed once
+    assert hub.requests == []
+
+
+def test_off_line_what_is_there_serves_and_what_is_not_is_named(
+    hub: HubServer,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish(hub)
+    path = str(with_stream({"train": [{"path": "hf://datasets/org/set"}]}).data.train[0].path)
+    assert "@" in path
+    rows = streamed(tmp_path / "index", path)
+    expected = rows.batch([0]).sample_ids
+    settle(rows)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert settle(streamed(tmp_path / "index", path)).batch([0]).sample_ids == expected
+    with pytest.raises(TesseraError, match="not on this machine, and HF_HUB_OFFLINE is set"):
+        fetch_shard(rows.shards[0].id, RemoteFile("data/none.jsonl", 3), "data")  # type: ignore[attr-defined]
+    with pytest.raises(TesseraError, match="cannot be listed"):
+        streamed(None, "hf://datasets/org/other")
+
+
+def with_stream(data: dict[str, Any]) -> Any:
+    recipe = {"model": {"family": "qwen2_vl"}, "train": {"steps": 1}, "data": {"stream": True, **data}}
+    return with_local_folders(load_config(recipe))
+
+
+def test_files_of_this_machine_are_streamed_too(tmp_path: Path) -> None:
+    for number in range(FILES):
+        (tmp_path / f"part-{number}.jsonl").write_bytes(rows_of_file(number))
+    rows = streamed(tmp_path / "index", str(tmp_path / "part-*.jsonl"))
+    found = ids(rows, 0, epoch_of(rows))
+    assert len([one for row in found for one in row]) == FILES * SAMPLES
+    (tmp_path / "part-0.jsonl").write_bytes(rows_of_file(0, samples=2))
+    assert streamed(None, str(tmp_path / "part-*.jsonl")).identity != rows.identity
+
+
+def test_what_cannot_be_streamed_is_refused(hub: HubServer, tmp_path: Path) -> None:  # noqa: F811
+    publish(hub)
+    hub.add("datasets/org/pictures", {"train.jsonl": rows_of_file(0), "a.png": b"png"})
+    path = "hf://datasets/org/set"
+    for source, said in (
+        ({"path": path, "weight": 2.0}, "weight of"),
+        ({"path": path, "max_samples": 5}, "max_samples of"),
+        ({"path": "hf://datasets/org/pictures"}, "media in files of their own"),
+        ({"path": str(tmp_path)}, "is a folder, and files are streamed"),
+    ):
+        with pytest.raises(TesseraError, match=said):
+            streamed(None, train=[source])
+    section = build(DataSection, {"train": [{"path": path}], "stream": True}, "here")
+    with pytest.raises(TesseraError, match=r"data\.stream=false"):
+        chat_rows(RowRequest(section, "train", LetterProcessor(), 0, step=StepSize(4, 4, 1)))
+    with pytest.raises(TesseraError, match="stream"):
+        build(DataSection, {"kind": "generation", "stream": True}, "here")
+
+
+@pytest.fixture
+def recipe(hub: HubServer, tmp_path: Path) -> dict[str, Any]:  # noqa: F811
+    data = write_chat_set(tmp_path / "chat", samples=9)
+    lines = [line for line in (data / "train.jsonl").read_bytes().splitlines(True) if b"pictures" not in line]
+    files = {f"train-{number}.jsonl": b"".join(lines) for number in range(3)}
+    hub.add("datasets/org/chat", files)
+    made = chat_recipe(data, tmp_path / "runs", steps=6)
+    made["data"] |= {"train": [{"path": "hf://datasets/org/chat"}], "eval": [], "stream": True, "length": 96}
+    made["train"] |= {"global_batch": 2}
+    return made
+
+
+@pytest.mark.slow
+def test_a_streamed_run_that_was_stopped_goes_on_as_if_it_had_not_been(recipe: dict[str, Any], tmp_path: Path) -> None:
+    whole = tessera.train(recipe)
+    part = tessera.train({**recipe, "out": str(tmp_path / "stopped")}, {"train.steps": 2})
+    kept = load_config(part.folder / "config.yaml").data.train[0]
+    assert "@" in str(kept.path)
+    again = tessera.resume(part.folder, {"train.steps": 6})
+    assert [row["loss"] for row in again.metrics] == [row["loss"] for row in whole.metrics]
+    assert "has changed" not in (part.folder / "logs/rank-00000.log").read_text()
+    workers = tessera.train({**recipe, "out": str(tmp_path / "workers")}, {"data.workers": 2})
+    assert [row["loss"] for row in workers.metrics] == [row["loss"] for row in whole.metrics]
+    with pytest.raises(TesseraError, match="epochs"):
+        tessera.train({**recipe, "out": str(tmp_path / "epochs")}, {"train.steps": None, "train.epochs": 1})
