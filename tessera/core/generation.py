@@ -43,6 +43,7 @@ class TextForm:
     length: int = 512  # tokens of a caption at most, without those that `skip` leaves out; longer ones are cut
     template: str = "{}"  # what is tokenised: the caption stands for {}
     image: str = ""  # what stands in the template for an image that the encoder reads, too
+    blank: str = ""  # what stands there for an empty caption
     tidy: bool = False  # whether entities of HTML and runs of spaces in a caption are resolved first
     skip: int = 0  # embeddings at the beginning that are left out: those of the template
     padding: TextPadding = "none"
@@ -65,7 +66,7 @@ class TextForm:
         """Return the text that is tokenised for a caption. `template`: another one than the form's own."""
         if self.tidy:
             caption = " ".join(html.unescape(html.unescape(caption)).split())
-        return (self.template if template is None else template).replace("{}", caption, 1)
+        return (self.template if template is None else template).replace("{}", caption or self.blank, 1)
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class SamplingForm:
     keep_norm: bool = False  # whether guidance leaves the length of a prediction as it is with the prompt
     frames_first: bool = False  # whether noise is drawn as [frames, channels, rows, columns]
     noise_in_float32: bool = True  # or in the type that the model computes in
+    crop_images: bool = False  # whether a given image is cropped to the shape of the video, or stretched to it
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,9 @@ class GenerationForm:
     text_reads_frames: bool = False  # whether the published text encoder reads given frames, which none does here
     objective: Objective = "flow"
     condition: ImageCondition = "none"
-    image_embeds: bool = False  # whether it reads embeddings of given frames, too, which an image encoder makes
+    # Whether it reads embeddings of given frames, too, which an image encoder makes: in joint families as elements of
+    # the main sequence.
+    image_embeds: bool = False
     token_times: bool = False  # `timesteps` has an entry for each element of the main sequence, not for each sample
     guidance: bool = False  # whether the model reads the guidance scale that it was distilled for
     sampling: SamplingForm = SamplingForm()

@@ -112,6 +112,7 @@ class EncodedMedia:
     reference_grids: tuple[tuple[int, int, int], ...] = ()  # of images to edit, whose latents follow
     counts: dict[str, int] = field(default_factory=dict)
     references: tuple[Tensor, ...] = ()  # these images, uint8 [1, H, W, 3]; none where `clean` has their latents
+    embeds: int = 0  # embeddings of a given frame in the main sequence, which follow those of text
 
 
 # ---------------------------------------------------------------------------------------------- batches

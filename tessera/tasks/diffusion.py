@@ -33,8 +33,9 @@ from tessera.core.task import Counts, FrozenModule, FrozenPart, Losses, LossTerm
 from tessera.core.types import Batch, ModelSpec, Prediction, Stream
 from tessera.models.common.edit_images import EMPTY_IDS, SHOWN, EditImages, edit_form
 from tessera.models.common.feature_facts import reads_features
+from tessera.models.common.frame_encoder import IMAGE_ENCODER
 from tessera.models.common.noise_levels import TIMES, NoiseLevel, NoiseLevels, training_target
-from tessera.models.common.pipeline_parts import IMAGE_ENCODER, VAE, PipelineFolder
+from tessera.models.common.pipeline_parts import VAE, PipelineFolder
 from tessera.models.common.sample_encoders import (
     IMAGE_EMBEDS,
     Disturb,
@@ -125,6 +126,7 @@ class DiffusionTask(Task):
         if self.options.encoders is None:
             self._check_features()
         always = self.form.condition == "replace" and not self.form.token_times  # first frames have the time 0
+        always |= self.form.joint and self.form.image_embeds
         if given == "none" and (self.form.condition in ("mask_channels", "channels") or always):
             raise TesseraError(
                 "this model continues given images",

@@ -20,6 +20,7 @@ RUNS: dict[str, Callable[[Path], Any]] = {
     "wan/t2v": folders.write_wan,
     "hunyuan_video/lora": folders.write_hunyuan_video,
     "hunyuan_video_1_5/t2v": folders.write_hunyuan_video_1_5,
+    "hunyuan_video_1_5/i2v": folders.write_hunyuan_video_1_5_i2v,
     "flux/lora": folders.write_flux,
     "qwen_image/dpo": folders.write_qwen_image,
     "qwen_image/edit": partial(folders.write_qwen_image, edit=True),

@@ -20,6 +20,7 @@ from tessera.inference.diffusion.request import Request
 from tests.toys.sampling_folders import (
     write_cogvideox,
     write_flux,
+    write_hunyuan_video_1_5_i2v,
     write_ltx_video,
     write_qwen_image,
     write_sd3,
@@ -156,6 +157,23 @@ def test_frames_that_do_not_fill_a_patch_are_sampled_as_diffusers_does(tmp_path:
 
 
 @pytest.mark.slow
+def test_hunyuan_video_1_5_continues_an_image_as_diffusers_does(tmp_path: Path) -> None:
+    """Its pipeline crops the image to a size that follows from the image's own."""
+    pipeline = write_hunyuan_video_1_5_i2v(tmp_path)
+    shown = image(0)
+    height, width = pipeline.video_processor.calculate_default_height_width(*shown.size[::-1], 64)
+    asked = {"height": height, "width": width, "frames": 5, "guidance": 6.0, "images": [shown]}
+    made = tessera.pipeline(tmp_path, device="cpu")
+    (found,) = made.generate(PROMPTS[0], negative=NEGATIVE, steps=3, seed=SEED, **asked)
+    shared = {"prompt": PROMPTS[0], "negative_prompt": NEGATIVE, "num_inference_steps": 3, "num_frames": 5}
+    plain = pipeline(shown, **shared, generator=torch.Generator().manual_seed(SEED))[0][0]
+    drawn = torch.randn(1, 4, 2, height // 16, width // 16, generator=torch.Generator().manual_seed(SEED))
+    exact = copy.deepcopy(pipeline).to(torch.float64)(shown, **shared, latents=drawn.double())[0][0]
+    assert_same_pixels(found.frames, plain, exact, "HunyuanVideo 1.5")
+    with pytest.raises(TesseraError, match="from an image"):
+        made.generate("a kite", height=64, width=64, frames=5)
+
+
 def test_qwen_image_samples_the_pixels_of_diffusers(tmp_path: Path) -> None:
     pipeline = write_qwen_image(tmp_path)
     sampled_alike(pipeline, tmp_path, as_tokens, {"true_cfg_scale": 4.0}, {"guidance": 4.0})

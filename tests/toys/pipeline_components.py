@@ -80,6 +80,13 @@ def clip_vision() -> nn.Module:
     return CLIPVisionModel(CLIPVisionConfig(image_size=28, patch_size=14, **sizes))
 
 
+def siglip_vision() -> nn.Module:
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    sizes = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return SiglipVisionModel(SiglipVisionConfig(image_size=28, patch_size=14, **sizes))
+
+
 def qwen_vl(words: Any, *, text_only: bool = False) -> nn.Module:
     """Return Qwen2.5-VL for a tokenizer with `VISION_WORDS`, or its text decoder alone."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLTextModel

@@ -29,6 +29,7 @@ _HUNYUAN_15: Parts = {
     "text_encoder": ("transformers", "Qwen2_5_VLTextModel"),
     "text_encoder_2": _T5,
 }
+_HUNYUAN_15_IMAGE: Parts = {**_HUNYUAN_15, "image_encoder": ("transformers", "SiglipVisionModel")}
 _COG: Parts = {"vae": ("diffusers", "AutoencoderKLCogVideoX"), "text_encoder": _T5}
 _LTX: Parts = {"vae": ("diffusers", "AutoencoderKLLTXVideo"), "text_encoder": _T5}
 _QWEN_IMAGE: Parts = {"vae": ("diffusers", "AutoencoderKLQwenImage"), "text_encoder": _QWEN}
@@ -42,6 +43,7 @@ PIPELINES: Mapping[str, tuple[str, str, Parts]] = {
     "Wan2.2-TI2V-5B-Diffusers": ("wan", "2.2-ti2v-5b", _WAN),
     "HunyuanVideo": ("hunyuan_video", "13b", _HUNYUAN),
     "HunyuanVideo-1.5-Diffusers-480p_t2v": ("hunyuan_video_1_5", "480p-t2v", _HUNYUAN_15),
+    "HunyuanVideo-1.5-Diffusers-480p_i2v": ("hunyuan_video_1_5", "480p-i2v", _HUNYUAN_15_IMAGE),
     "FLUX.1-dev": ("flux", "dev", _FLUX),
     "FLUX.1-Kontext-dev": ("flux", "dev", _FLUX),
     "Qwen-Image": ("qwen_image", "20b", _QWEN_IMAGE),
@@ -94,6 +96,14 @@ _ENCODERS: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 5120,
         "num_hidden_layers": 32,
         "num_attention_heads": 16,
+        "patch_size": 14,
+    },
+    "SiglipVisionModel": {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 384,
         "patch_size": 14,
     },
     "LlamaModel": {

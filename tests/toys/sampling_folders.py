@@ -17,6 +17,7 @@ from tests.toys.pipeline_components import (
     image_vae,
     moved,
     qwen_vl,
+    siglip_vision,
     t5,
     tokenizer,
     umt5,
@@ -327,11 +328,15 @@ def write_parts(folder: Path, **parts: Any) -> Path:
     return folder
 
 
-def write_hunyuan_video_1_5(folder: Path) -> Path:
+def _hunyuan_video_1_5_parts(task: str) -> dict[str, Any]:
     from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 
     torch.manual_seed(7)
     words = tokenizer(first="", last="", special=VISION_WORDS, letters=True)
+    words.chat_template = (
+        "{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}<|im_end|>\n{% endfor %}"
+        "<|im_start|>assistant\n"
+    )
     vae = AutoencoderKLHunyuanVideo15(
         latent_channels=4, block_out_channels=(8, 8, 8, 8, 8), layers_per_block=1, scaling_factor=1.2
     )
@@ -346,15 +351,32 @@ def write_hunyuan_video_1_5(folder: Path) -> Path:
         text_embed_2_dim=8,
         image_embed_dim=12,
         rope_axes_dim=(4, 6, 6),
-        task_type="t2v",
+        target_size=64,
+        task_type=task,
     )
-    return write_parts(
-        folder,
-        vae=vae,
-        text_encoder=qwen_vl(words, text_only=True),
-        tokenizer=words,
-        transformer=moved(transformer),
+    text = qwen_vl(words, text_only=True)
+    return {"vae": vae, "text_encoder": text, "tokenizer": words, "transformer": moved(transformer)}
+
+
+def write_hunyuan_video_1_5(folder: Path) -> Path:
+    return write_parts(folder, **_hunyuan_video_1_5_parts("t2v"))
+
+
+def write_hunyuan_video_1_5_i2v(folder: Path) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideo15ImageToVideoPipeline
+    from diffusers.guiders import ClassifierFreeGuidance
+    from transformers import ByT5Tokenizer, SiglipImageProcessor
+
+    made = HunyuanVideo15ImageToVideoPipeline(
+        **_hunyuan_video_1_5_parts("i2v"),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        text_encoder_2=t5(8),
+        tokenizer_2=ByT5Tokenizer(),
+        guider=ClassifierFreeGuidance(guidance_scale=6.0),
+        image_encoder=siglip_vision(),
+        feature_extractor=SiglipImageProcessor(size={"height": 28, "width": 28}),
     )
+    return saved(made, folder)
 
 
 def saved(pipeline: Any, folder: Path) -> Any:

@@ -28,6 +28,17 @@ def pixels_of(image: Image.Image, height: int, width: int) -> Tensor:
     return torch.from_numpy(np.array(resized))
 
 
+def cropped(image: Image.Image, height: int, width: int) -> Image.Image:
+    """Return the middle of an image that is resized to cover this size."""
+    if image.width * height > image.height * width:  # wider than asked for
+        cover = image.width * height // image.height, height
+    else:
+        cover = width, image.height * width // image.width
+    resized = image if image.size == cover else image.resize(cover, Image.Resampling.LANCZOS)
+    left, top = (cover[0] - width) // 2, (cover[1] - height) // 2
+    return resized.crop((left, top, left + width, top + height))
+
+
 def frame_condition(
     vae: Autoencoder,
     form: GenerationForm,

@@ -41,8 +41,8 @@ def packed(
         latents += [own, *(tokens.to(dtype) for tokens, _ in sample.references)]
         generated.append(torch.arange(at + given, at + count))
         at += sum(len(tokens) for tokens in latents[-len(grids) :])
-        words = len(sample.text) if form.joint else 0
-        positions.append(sample_positions(form, words, grids))
+        words, shown = (len(sample.text), _embeds(sample)) if form.joint else (0, 0)
+        positions.append(sample_positions(form, words + shown, grids))
         lengths.append(positions[-1].shape[1])
     texts = [sample.text for sample in samples]
     tensors = {
@@ -53,10 +53,15 @@ def packed(
     }
     segments = {"latents": Segments.of(lengths), "text": Segments.of([len(text) for text in texts])}
     if form.joint:
-        kinds = [torch.arange(n) < len(text) for n, text in zip(lengths, texts, strict=True)]
-        is_text = torch.cat(kinds)
-        tensors["text_index"] = is_text.nonzero().flatten().to(device)
-        tensors["latent_index"] = (~is_text).nonzero().flatten().to(device)
+        bounds = [(len(sample.text), len(sample.text) + _embeds(sample)) for sample in samples]
+        places = [torch.arange(length) for length in lengths]
+        # Text is 0, embeddings of a given image are 1, latents are 2.
+        kinds = torch.cat(
+            [(at >= first).int() + (at >= last).int() for at, (first, last) in zip(places, bounds, strict=True)]
+        )
+        for number, name in enumerate(("text_index", "image_embeds_index", "latent_index")):
+            if number != 1 or form.image_embeds:
+                tensors[name] = (kinds == number).nonzero().flatten().to(device)
     pooled = [sample.pooled for sample in samples if sample.pooled is not None]
     if pooled:
         tensors["pooled"] = torch.stack(pooled).to(dtype)
@@ -76,6 +81,10 @@ def packed(
         still = torch.ones(at, dtype=torch.bool, device=device).index_fill(0, index, False)
         batch = batch.with_tensors(time_index=torch.where(still, len(samples), batch["sample_index"]))
     return Inputs(batch, index, torch.cat(conditions).to(dtype) if conditions else None)
+
+
+def _embeds(sample: SampleConditions) -> int:
+    return 0 if sample.image_embeds is None else len(sample.image_embeds)
 
 
 def from_tokens(tokens: Tensor, patch: Grid, grid: Grid) -> Tensor:

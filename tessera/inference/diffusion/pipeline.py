@@ -19,13 +19,14 @@ from tessera.core.types import Batch
 from tessera.inference.diffusion.denoise import ALONE, Expert, denoise
 from tessera.inference.diffusion.files import Generated
 from tessera.inference.diffusion.guidance import Guidance
-from tessera.inference.diffusion.images import frame_condition, image_tokens, open_images, pixels_of
+from tessera.inference.diffusion.images import cropped, frame_condition, image_tokens, open_images, pixels_of
 from tessera.inference.diffusion.pack import SampleConditions, from_tokens, packed
 from tessera.inference.diffusion.prompts import PromptEncoder, image_processor
 from tessera.inference.diffusion.request import Request
 from tessera.inference.diffusion.solver import Solver, make_solver, scheduler_config, with_shift, with_solver
 from tessera.inference.over_ranks import PassRanks
 from tessera.models.common.edit_images import edit_form, reference_size
+from tessera.models.common.frame_encoder import image_processor_name
 from tessera.models.common.pipeline_parts import Autoencoder, PipelineFolder, VaeForm
 from tessera.models.common.sample_encoders import patchify
 
@@ -158,7 +159,7 @@ class Pipeline:
 
     def _check_images(self, images: Sequence[Image.Image], last: Image.Image | None) -> None:
         condition = self.form.condition
-        if condition in ("mask_channels", "channels") and not images:
+        if (condition in ("mask_channels", "channels") or self.form.image_embeds) and not images:
             raise TesseraError(
                 "this model makes videos from an image", where="--image", fix="give the first frame with --image FILE"
             )
@@ -198,6 +199,8 @@ class Pipeline:
         if not images:
             return nothing
         size = _size(request)
+        if self.form.sampling.crop_images:
+            images = [cropped(one, *size[1:]) for one in images]
         vae = self._autoencoder(request)
         try:
             if condition in ("mask_channels", "channels", "channels_mask"):
@@ -219,9 +222,9 @@ class Pipeline:
         """Return the features of given frames by the folder's image encoder; None if the model reads none."""
         if not self.form.image_embeds:
             return None
-        processor = image_processor(self.parts, "image_processor")
-        pixels = processor(images=list(images), return_tensors="pt").pixel_values
         encoder = self.parts.frame_encoder(dtype=self.dtype).eval().to(self.device)
+        processor = image_processor(self.parts, image_processor_name(type(encoder.encoder).__name__))
+        pixels = processor(images=list(images), return_tensors="pt").pixel_values
         embeddings: Tensor = encoder(pixels.to(self.device, self.dtype))
         return embeddings.flatten(0, 1)
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tessera.core.errors import TesseraError
 from tessera.core.generation import EditForm, GenerationForm
 from tessera.core.layouts import DiffusersFolder
 from tessera.core.run_config import RunConfig
 from tessera.data.sources.features import MANIFEST
-from tessera.models.common.pipeline_parts import IMAGE_ENCODER, VAE
+from tessera.models.common.frame_encoder import IMAGE_ENCODER
+from tessera.models.common.pipeline_parts import VAE
 
 _BLOCK, _BLOCKS = 1 << 16, 128  # bytes, and how many of them are read of a file of weights
 
 
 def form_facts(form: GenerationForm, edit: EditForm | None = None) -> dict[str, Any]:
     """Return what a family says about its input, as JSON. `edit`: of a pipeline whose text encoder reads images."""
-    text = [asdict(one) for one in form.text]
+    text = [{key: value for key, value in asdict(one).items() if (key, value) != ("blank", "")} for one in form.text]
     facts = {"channels": form.channels, "patch": list(form.patch), "joint": form.joint, "text": text}
     facts |= {} if edit is None else {"edit": asdict(edit)}
     return dict(json.loads(json.dumps(facts)))
@@ -54,6 +56,43 @@ def weights_hash(files: Sequence[Path]) -> str:
             opened.seek(max(0, size - _BLOCK))
             digest.update(opened.read(_BLOCK))
     return digest.hexdigest()
+
+
+def check_made_for(
+    form: GenerationForm,
+    edit: EditForm | None,
+    folder: Path | None,
+    facts: Mapping[str, Any],
+    where: str,
+    *,
+    knows_pipeline: bool,
+) -> None:
+    """Raise unless features that were made from `facts` are for the model of a family's form, with the encoders in its
+    folder. `knows_pipeline`: whether that folder says which pipeline the model belongs to."""
+    own = {"form": form_facts(form, edit), "components": component_hashes(folder, form)}
+    made = facts.get("form")
+    if not knows_pipeline and isinstance(made, dict):  # a transformer alone does not say whose pipeline it is
+        own["form"] |= {"edit": made["edit"]} if "edit" in made else {}
+    if made != own["form"]:
+        known = made if isinstance(made, dict) else {}
+        other = [name for name, value in own["form"].items() if known.get(name) != value]
+        raise TesseraError(
+            f"these features are not for this model: {', '.join(other)} differ ("
+            + "; ".join(f"{known.get(name)} there, {own['form'][name]} here" for name in other)[:300]
+            + ")",
+            where=where,
+            fix="make features with a recipe of this model: tessera data features",
+        )
+    components = facts.get("components")
+    for name, found in own["components"].items():
+        theirs = components.get(name) if isinstance(components, dict) else None
+        if theirs != found:
+            raise TesseraError(
+                f"these features were made with another {name} than the one in {folder}",
+                where=where,
+                fix="make features with this one: tessera data features; or name the folder that they were made "
+                "with as model.path",
+            )
 
 
 def reads_features(config: RunConfig) -> bool:

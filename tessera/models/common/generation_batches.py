@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tessera.core.generation import GenerationForm, sample_positions
 from tessera.core.types import Batch, EncodedMedia, Segments
-from tessera.models.common.sample_encoders import id_names
+from tessera.models.common.sample_encoders import IMAGE_EMBEDS, id_names
 
 _LATENTS = "latents"
 
@@ -19,7 +19,7 @@ def pack(form: GenerationForm, items: Sequence[EncodedMedia]) -> Batch:
     """Return samples as one packed batch, a segment each. One without a grid is padding, or could not be read: its
     elements are latents that nobody trains on."""
     joint = form.joint
-    positions, text_index, latent_index, trained, reference_index = [], [], [], [], []
+    positions, text_index, embeds_index, latent_index, trained, reference_index = [], [], [], [], [], []
     shapes: dict[str, list[tuple[int, ...]]] = {
         _LATENTS: [],
         "frames": [],
@@ -29,24 +29,26 @@ def pack(form: GenerationForm, items: Sequence[EncodedMedia]) -> Batch:
     reference_sample: list[int] = []
     at = latents = 0
     for number, item in enumerate(items):
-        text = item.text if joint else 0
+        text, embeds = (item.text, item.embeds) if joint else (0, 0)
+        before = text + embeds
         blank = math.prod(item.grid) == 0
         grids = [(1, 1, item.length)] if blank else [item.grid, *item.reference_grids]
         positions.append(
-            torch.zeros(3, item.length, dtype=torch.int64) if blank else sample_positions(form, text, grids)
+            torch.zeros(3, item.length, dtype=torch.int64) if blank else sample_positions(form, before, grids)
         )
         text_index.append(torch.arange(at, at + text))
-        latent_index.append(torch.arange(at + text, at + item.length))
+        embeds_index.append(torch.arange(at + text, at + before))
+        latent_index.append(torch.arange(at + before, at + item.length))
         own = math.prod(grids[0])
         trained.append(torch.arange(latents, latents + (0 if blank else own)))
-        reference_index.append(torch.arange(latents + own, latents + item.length - text))
+        reference_index.append(torch.arange(latents + own, latents + item.length - before))
         shapes[_LATENTS].append(grids[0])
         frames = item.tensors.get("frames")
         shapes["frames"].append((0, 0, 0) if frames is None else tuple(frames.shape[:3]))
         shapes["reference_latents"] += item.reference_grids if item.references else ()
         shapes["references"] += [tuple(image.shape[:3]) for image in item.references]
         reference_sample += [number] * len(item.references)
-        at, latents = at + item.length, latents + item.length - text
+        at, latents = at + item.length, latents + item.length - before
     tensors = {
         "positions": torch.cat(positions, dim=1),
         "sample_index": torch.repeat_interleave(torch.tensor([item.length for item in items])),
@@ -56,6 +58,9 @@ def pack(form: GenerationForm, items: Sequence[EncodedMedia]) -> Batch:
     bounds["text"] = Segments.of([item.text for item in items])
     if joint:
         tensors |= {"text_index": torch.cat(text_index), "latent_index": torch.cat(latent_index)}
+    if joint and form.image_embeds:
+        tensors[f"{IMAGE_EMBEDS}_index"] = torch.cat(embeds_index)
+        bounds[IMAGE_EMBEDS] = Segments.of([item.embeds for item in items])
     if reference_sample:
         images = [image.reshape(-1, 3) for item in items for image in item.references]
         tensors |= {"references": torch.cat(images), "reference_index": torch.cat(reference_index)}
@@ -78,7 +83,7 @@ def _join(
         tensors["frames"] = torch.empty(0, 3, dtype=torch.uint8)
         for name in id_names(form):
             tensors[name], bounds[name] = torch.empty(0, dtype=torch.int64), Segments.of([0] * len(items))
-    sizes = [item.length - (item.text if form.joint else 0) for item in items]
+    sizes = [item.length - (item.text + item.embeds if form.joint else 0) for item in items]
     for name in names:
         parts = [item.tensors.get(name) for item in items]
         some = [part for part in parts if part is not None]

@@ -42,12 +42,13 @@ from tessera.models.common.edit_images import (
     reference_size,
     resized,
 )
-from tessera.models.common.feature_facts import component_hashes, form_facts
+from tessera.models.common.feature_facts import check_made_for
+from tessera.models.common.frame_encoder import IMAGE_ENCODER, frame_embeddings
 from tessera.models.common.generation_batches import pack
 from tessera.models.common.generation_samples import CaptionedSample, GenerationOptions
 from tessera.models.common.media_layout import media_size
 from tessera.models.common.pipeline_parts import VAE, VaeForm
-from tessera.models.common.sample_encoders import id_names
+from tessera.models.common.sample_encoders import IMAGE_EMBEDS, id_names
 from tessera.models.common.side_files import copy_side_files
 
 
@@ -64,6 +65,7 @@ class GenerationProcessor:
     folder: Path | None = None  # where all this was read from
     images_only: bool = False  # whether the VAE encodes no videos
     edit: EditReader | None = None  # of a pipeline whose text encoder reads the images to edit: every sample has some
+    embeds: int | None = None  # of a given frame, elements of the main sequence; None: unknown, unless features say it
 
     @classmethod
     def load(cls, form: GenerationForm, folder: Path | None, **options: Any) -> Self:
@@ -83,7 +85,9 @@ class GenerationProcessor:
         if published is not None and folder is not None:
             images = EditImages.load(folder, published, chosen.reference_pixels)
             edit = EditReader(images, CaptionEncoder(published.text, encoders[0].json))
-        processor = cls(form, chosen, stride, tuple(encoders), folder, images_only, edit)
+        known = form.joint and form.image_embeds and folder is not None and (folder / IMAGE_ENCODER).is_dir()
+        embeds = frame_embeddings(folder) if known else None
+        processor = cls(form, chosen, stride, tuple(encoders), folder, images_only, edit, embeds)
         if stride is not None and chosen.height is not None and chosen.width is not None:
             processor.fit(chosen.width, chosen.height)  # raises where these are no sizes of the model
         return processor
@@ -159,7 +163,9 @@ class GenerationProcessor:
 
     @cached_property
     def fingerprint(self) -> str:
-        facts = [self.version, asdict(self.form), self.options.model_dump(), self.stride, self.images_only]
+        facts: list[Any] = [self.version, asdict(self.form), self.options.model_dump(), self.stride, self.images_only]
+        if self.embeds is not None:
+            facts.append(self.embeds)
         if self.edit is not None:
             facts += [asdict(self.edit.images.form), asdict(self.edit.images.patches)]
         text = json.dumps([*facts, [one.json for one in self.encoders]], sort_keys=True)
@@ -209,12 +215,18 @@ class GenerationProcessor:
             )
         grids = self._grids(request, sizes)
         frames = self.frames(size.frames) if kind == "video" else 0
-        counts = self._sequence_counts(self._text(ids), grids)
+        counts = self._sequence_counts(self._text(ids), grids, self._embeds())
         return {**counts, "images": len(request.references) + int(kind == "image"), "frames": frames}
 
-    def _sequence_counts(self, text: int, grids: Sequence[Grid]) -> dict[str, int]:
+    def _embeds(self) -> int:
+        """Return how many embeddings of a given frame are elements of the main sequence."""
+        if not (self.form.joint and self.form.image_embeds):
+            return 0
+        return self.embeds if self.embeds is not None else frame_embeddings(self.folder)
+
+    def _sequence_counts(self, text: int, grids: Sequence[Grid], embeds: int) -> dict[str, int]:
         latents = sum(math.prod(grid) for grid in grids)
-        tokens = latents + (text if self.form.joint else 0)
+        tokens = latents + (text + embeds if self.form.joint else 0)
         return {
             "samples": 1,
             "tokens": tokens,
@@ -299,7 +311,7 @@ class GenerationProcessor:
             tensors[SHOWN] = torch.cat([reader.cut(to_rgb(media[index])) for index in request.references])
             tensors[SHOWN_GRIDS] = torch.tensor([reader.grid(*size) for size in shown])
             tensors[EMPTY_IDS] = torch.tensor(self.edit.ids("", shown, may_be_empty=True), dtype=torch.int64)
-        more = (tuple(grids[1:]), counts, tuple(images))
+        more = (tuple(grids[1:]), counts, tuple(images), self._embeds())
         return EncodedMedia(sample.id, counts["tokens"], grids[0], counts["text"], tensors, *more)
 
     def _reference(self, media: Any, size: MediaSize) -> Tensor:
@@ -333,41 +345,35 @@ class GenerationProcessor:
                 fix="make the features with the VAE of this model: tessera data features",
             )
         whole = max(text[0], self.form.zeros_to)
-        return {**self._sequence_counts(whole, stored.grids), "images": 0, "frames": 0}
+        return {**self._sequence_counts(whole, stored.grids, self._stored_embeds(stored)), "images": 0, "frames": 0}
+
+    def _stored_embeds(self, stored: StoredSample) -> int:
+        """Return how many embeddings of a given frame are among features, as elements of the main sequence."""
+        found = stored.shape(IMAGE_EMBEDS) if self.form.joint and self.form.image_embeds else (0,)
+        if found is None:
+            raise TesseraError(
+                f"features in {stored.file.name} have no embeddings of the first frame, which this model reads",
+                fix="make the features with train.task_options.given=first: tessera data features",
+            )
+        return found[0]
 
     def _encode_stored(self, id: str, stored: StoredSample, found: Mapping[str, Tensor]) -> EncodedMedia:
         counts, text = self._stored_counts(stored), found["text"]
         found = {**found, "text": torch.cat([text, text.new_zeros(counts["text"] - len(text), text.shape[1])])}
         return EncodedMedia(
-            id, counts["tokens"], stored.grids[0], counts["text"], dict(found), stored.grids[1:], counts
+            id,
+            counts["tokens"],
+            stored.grids[0],
+            counts["text"],
+            dict(found),
+            stored.grids[1:],
+            counts,
+            embeds=self._stored_embeds(stored),
         )
 
     def check_features(self, facts: Mapping[str, Any], where: str) -> None:
-        known_edit = None if self.edit is None else self.edit.images.form
-        own = {"form": form_facts(self.form, known_edit), "components": component_hashes(self.folder, self.form)}
-        made = facts.get("form")
-        if not self.encoders and isinstance(made, dict):  # a transformer alone does not say whose pipeline it is
-            own["form"] |= {"edit": made["edit"]} if "edit" in made else {}
-        if made != own["form"]:
-            known = made if isinstance(made, dict) else {}
-            other = [name for name, value in own["form"].items() if known.get(name) != value]
-            raise TesseraError(
-                f"these features are not for this model: {', '.join(other)} differ ("
-                + "; ".join(f"{known.get(name)} there, {own['form'][name]} here" for name in other)[:300]
-                + ")",
-                where=where,
-                fix="make features with a recipe of this model: tessera data features",
-            )
-        components = facts.get("components")
-        for name, found in own["components"].items():
-            theirs = components.get(name) if isinstance(components, dict) else None
-            if theirs != found:
-                raise TesseraError(
-                    f"these features were made with another {name} than the one in {self.folder}",
-                    where=where,
-                    fix="make features with this one: tessera data features; or name the folder that they were made "
-                    "with as model.path",
-                )
+        edit = None if self.edit is None else self.edit.images.form
+        check_made_for(self.form, edit, self.folder, facts, where, knows_pipeline=bool(self.encoders))
 
     # ------------------------------------------------------------------------------------------ batches
 
@@ -386,7 +392,7 @@ class GenerationProcessor:
     # ------------------------------------------------------------------------------------------ files
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizers and what is known of the VAE, as a diffusers folder has them."""
+        """Write the tokenizers and what is known of VAE and image encoder, as a diffusers folder has them."""
         for encoder in self.encoders:
             own = folder / encoder.form.tokenizer
             if self.folder is not None and (self.folder / encoder.form.tokenizer).is_dir():
@@ -395,7 +401,8 @@ class GenerationProcessor:
             (own / "tokenizer.json").write_text(encoder.json, encoding="utf-8")
         if self.edit is not None and self.folder is not None:
             self.edit.images.save(self.folder, folder)
-        config = None if self.folder is None else self.folder / VAE / "config.json"
-        if config is not None and config.is_file() and config.resolve() != (folder / VAE / "config.json").resolve():
-            (folder / VAE).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(config, folder / VAE / "config.json")
+        for part in (VAE, *([] if self.embeds is None else [IMAGE_ENCODER])):
+            config, own = None if self.folder is None else self.folder / part / "config.json", folder / part
+            if config is not None and config.is_file() and config.resolve() != (own / "config.json").resolve():
+                own.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(config, own / "config.json")

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.errors import TesseraError, first_line, foreign_values, nearest
-from tessera.core.files import read_json_mapping
 from tessera.core.generation import GenerationForm, TextForm
 from tessera.core.layouts import DiffusersFolder
 from tessera.core.log import without_bars
 from tessera.data.tokenizer import load_tokenizer
+from tessera.models.common.frame_encoder import IMAGE_ENCODER, SIGLIP, FrameEncoder, read_frame_form
 
 VAE = "vae"
 VAES = (
@@ -30,9 +30,8 @@ VAES = (
 ENCODERS = (
     *("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel", "CLIPTextModelWithProjection", "LlamaModel"),
     *("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLTextModel", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
+    SIGLIP,
 )
-IMAGE_ENCODER = "image_encoder"
-_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP's images
 _IMAGES_ONLY = "AutoencoderKL"  # has no dimension for frames
 _MOST_PIXELS = 1 << 25  # of one call of a VAE: about 80 frames of 480 x 832
 
@@ -234,40 +233,6 @@ class TextEncoder(nn.Module):
         return torch.cat([tokens, tokens.new_zeros(missing, tokens.shape[1])]) if missing > 0 else tokens
 
 
-class FrameEncoder(nn.Module):
-    """Embed given frames by a CLIP vision model, as models read them that continue images."""
-
-    def __init__(self, encoder: nn.Module, size: int, mean: Sequence[float], std: Sequence[float]) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.size, self.mean, self.std = size, tuple(mean), tuple(std)
-
-    def encode(self, frames: Sequence[Tensor]) -> list[Tensor]:
-        """Return the embeddings [M, D] of frames, uint8 [H, W, 3] each."""
-        if not frames:
-            return []
-        dtype = next(self.encoder.parameters()).dtype
-        pixels = torch.stack([self._prepared(frame) for frame in frames]).to(dtype)
-        return list(self(pixels).unbind())
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Return the embeddings [B, M, D] of prepared pixels [B, 3, H, W]."""
-        states: Tensor = self.encoder(pixels, output_hidden_states=True).hidden_states[-2]
-        return states
-
-    def _prepared(self, frame: Tensor) -> Tensor:
-        """Return the frame with its short side resized to `size`, cropped around the middle and normalised."""
-        height, width = frame.shape[:2]
-        scale = self.size / min(height, width)
-        tall, wide = max(self.size, int(height * scale)), max(self.size, int(width * scale))
-        image = frame.permute(2, 0, 1)[None].float()
-        image = nn.functional.interpolate(image, (tall, wide), mode="bicubic", antialias=True)
-        top, left = (tall - self.size) // 2, (wide - self.size) // 2
-        image = image[0, :, top : top + self.size, left : left + self.size].round().clamp(0, 255) / 255
-        mean, std = (torch.tensor(some, device=frame.device).view(3, 1, 1) for some in (self.mean, self.std))
-        return (image - mean) / std
-
-
 def _has_no_output(encoder: TextEncoder) -> bool:
     """Return whether a class returns logits, beside hidden states, and no `last_hidden_state`."""
     return type(encoder.encoder).__name__.endswith("ForConditionalGeneration")
@@ -317,20 +282,11 @@ class PipelineFolder:
     def frame_encoder(self, *, dtype: torch.dtype = torch.float32, meta: bool = False) -> FrameEncoder:
         """Return the encoder of given frames, as `autoencoder` does."""
         encoder = self._component(IMAGE_ENCODER, "transformers", ENCODERS, dtype, meta)
-        file = self.folder / "image_processor" / "preprocessor_config.json"
-        known = read_json_mapping(file) if file.is_file() else {}
-        with foreign_values(str(file)):
-            size: Any = known.get("crop_size") or encoder.config.image_size  # type: ignore[union-attr]
-            side = int(size["height"] if isinstance(size, Mapping) else size)
-            mean, std = (_floats(known.get(key, plain)) for key, plain in (("image_mean", _MEAN), ("image_std", _STD)))
-        return FrameEncoder(encoder, side, mean, std)
+        return FrameEncoder(encoder, read_frame_form(self.folder, type(encoder).__name__, encoder.config))
 
     def empty_caption(self, form: GenerationForm) -> list[list[int]]:
         """Return the token ids of the empty caption for each text encoder."""
-        return [
-            list(load_tokenizer(self.folder / text.tokenizer).encode(text.template.replace("{}", "")).ids)
-            for text in form.text
-        ]
+        return [list(load_tokenizer(self.folder / text.tokenizer).encode(text.prompt("")).ids) for text in form.text]
 
     def _layout(self) -> DiffusersFolder:
         if not DiffusersFolder.detect(self.folder):
@@ -358,7 +314,7 @@ class PipelineFolder:
             ) from None
         with foreign_values(str(folder)):
             if meta:
-                return _on_meta(made_by, library, folder).to(dtype)  # as `from_pretrained` leaves it
+                return _on_meta(made_by, library, folder, dtype)
             layout.weight_files(name)  # refuses pickles and files outside of the folder
             word = "torch_dtype" if library == "diffusers" else "dtype"
             with without_bars(_classes(library)):
@@ -379,13 +335,14 @@ def _classes(library: str) -> Any:
     return transformers
 
 
-def _on_meta(made_by: Any, library: str, folder: Path) -> nn.Module:
+def _on_meta(made_by: Any, library: str, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """Return a component without weights, in the type in which `from_pretrained` reads it."""
     with torch.device("meta"):
         if library == "diffusers":
             made: nn.Module = made_by.from_config(made_by.load_config(folder))
         else:
             made = made_by(made_by.config_class.from_pretrained(folder, local_files_only=True))
-    return made
+    return nn.Module.to(made, dtype)  # the method of diffusers' classes warns of every cast
 
 
 def _unknown(what: str, name: Any, allowed: Sequence[str], where: str) -> TesseraError:

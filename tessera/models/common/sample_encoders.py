@@ -19,11 +19,10 @@ from tessera.core.generation import GenerationForm
 from tessera.core.task import FrozenModule
 from tessera.core.types import Batch, Segments
 from tessera.models.common.edit_images import EMPTY_IDS, SHOWN, SHOWN_GRIDS, EditImages
+from tessera.models.common.frame_encoder import IMAGE_ENCODER, FrameEncoder
 from tessera.models.common.pipeline_parts import (
-    IMAGE_ENCODER,
     VAE,
     Autoencoder,
-    FrameEncoder,
     TextEmbedding,
     TextEncoder,
     VaeForm,
@@ -128,6 +127,12 @@ class SampleEncoders:
         if not found:
             return batch
         lengths = [len(chosen) * len(found[0]) if shape[0] else 0 for shape in shapes]
+        if IMAGE_EMBEDS in batch.segments and list(batch.segments[IMAGE_EMBEDS].lengths) != lengths:
+            raise TesseraError(
+                f"the image encoder makes {len(found[0])} embeddings of a frame, and others have a place in the batch",
+                where="train.task_options.encoders.folder",
+                fix="leave it out, or name the folder that model.path names",
+            )
         segments = {**batch.segments, IMAGE_EMBEDS: Segments.of(lengths).to(batch["frames"].device)}
         return replace(batch.with_tensors(**{IMAGE_EMBEDS: torch.cat(found)}), segments=segments)
 
@@ -288,11 +293,13 @@ def _cut_or_padded(rows: Tensor, count: int) -> Tensor:
 
 
 def latent_lengths(batch: Batch, form: GenerationForm) -> list[int]:
-    """Return the latent tokens of each segment of the main sequence, in which joint families have text as well."""
+    """Return the latent tokens of each segment of the main sequence, in which joint families have conditions, too."""
     lengths = batch.segments["latents"].lengths
     if not form.joint:
         return list(lengths)
-    return [whole - text for whole, text in zip(lengths, batch.segments["text"].lengths, strict=True)]
+    texts = batch.segments["text"].lengths
+    embeds = batch.segments[IMAGE_EMBEDS].lengths if IMAGE_EMBEDS in batch.segments else [0] * len(texts)
+    return [whole - text - more for whole, text, more in zip(lengths, texts, embeds, strict=True)]
 
 
 def _split(pixels: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

@@ -54,8 +54,8 @@ class HunyuanVideo15Config(HunyuanConfig):
             whole_text=True,
             # Words in quotes have embeddings of a second encoder, `text_2`: a batch without any is a caption without
             # such words.
-            text=(TextForm(length=1000, template=TEMPLATE, skip=108, layer=-3),),
+            text=(TextForm(length=1000, template=TEMPLATE, blank=" ", skip=108, layer=-3),),
             condition="channels_mask",
             image_embeds=self.task_type == "i2v",
-            sampling=SamplingForm(rows, columns, 121, 24.0, guidance=6.0, even_levels=True),
+            sampling=SamplingForm(rows, columns, 121, 24.0, guidance=6.0, even_levels=True, crop_images=True),
         )

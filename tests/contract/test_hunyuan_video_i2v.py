@@ -1,0 +1,141 @@
+"""Training of HunyuanVideo 1.5 I2V: embeddings of the first frame are elements of the main sequence."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import tessera
+from tessera.core.errors import TesseraError
+from tessera.core.task import FrozenModule
+from tessera.models.common.frame_encoder import IMAGE_ENCODER, frame_embeddings
+from tessera.models.common.generation_processor import GenerationProcessor
+from tessera.models.common.pipeline_parts import VAE, PipelineFolder
+from tessera.models.common.sample_encoders import SampleEncoders, latent_lengths
+from tessera.models.hunyuan_video_1_5.config import HunyuanVideo15Config
+from tessera.tools.data_features import write_features
+from tests.close import assert_as_close
+from tests.toys.generation_set import rows_of, write_jsonl, write_video
+from tests.toys.sampling_folders import write_hunyuan_video_1_5_i2v
+
+CPU = torch.device("cpu")
+FORM = HunyuanVideo15Config(in_channels=9, out_channels=4).generation()
+LENGTH = 700  # of which the template of a caption is most
+CAPTIONS = ("a red kite", "the blue dog moving left", "cat")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A pipeline with random weights in a folder, and the same in diffusers; and a set of videos."""
+    folder = tmp_path_factory.mktemp("i2v")
+    rows = []
+    for number, caption in enumerate(CAPTIONS):
+        write_video(folder / f"{number}.mp4", 5 + 4 * number, size=(48, 32))
+        rows.append({"id": f"s{number}", "path": f"{number}.mp4", "cap": caption})
+    write_jsonl(folder / "videos.jsonl", rows)
+    return folder, write_hunyuan_video_1_5_i2v(folder / "model")
+
+
+@torch.no_grad()
+def test_a_first_frame_is_embedded_as_diffusers_does(world: tuple[Path, Any]) -> None:
+    folder, pipeline = world
+    encoder = PipelineFolder(folder / "model").frame_encoder()
+    shown = Image.fromarray(np.random.default_rng(0).integers(0, 255, (28, 28, 3), dtype=np.uint8))
+    wide = copy.deepcopy(pipeline.image_encoder).double()
+    plain, exact = (
+        pipeline._get_image_embeds(one, pipeline.feature_extractor, shown, CPU)[0]
+        for one in (pipeline.image_encoder, wide)
+    )
+    (found,) = encoder.encode([torch.from_numpy(np.array(shown))])
+    assert_as_close(found, plain, exact)
+    assert len(found) == frame_embeddings(folder / "model") == 4
+    # Of another size it is resized, by Pillow there: both round to whole levels, of which they are one apart at most.
+    large = shown.resize((60, 50), Image.Resampling.BICUBIC)
+    theirs = pipeline.feature_extractor(images=large, return_tensors="pt").pixel_values[0]
+    ours = encoder._prepared(torch.from_numpy(np.array(large)))
+    assert float((ours - theirs).abs().max()) <= 1.001 / 127.5
+
+
+def test_embeddings_have_their_place_between_text_and_latents(world: tuple[Path, Any]) -> None:
+    folder = world[0] / "model"
+    processor = GenerationProcessor.load(FORM, folder, num_frames=13)
+    rows = rows_of(processor, str(world[0] / "videos.jsonl"), length=LENGTH, shuffle=False, pack=False)
+    assert rows.bad_samples == ()
+    batch = rows.batch(range(len(rows)))
+    parts = PipelineFolder(folder)
+    modules = {
+        VAE: parts.autoencoder(),
+        "text_encoder": parts.text_encoder(FORM.text[0]),
+        IMAGE_ENCODER: parts.frame_encoder(),
+    }
+    frozen = {name: FrozenModule(module, CPU, "device") for name, module in modules.items()}
+    made = SampleEncoders(FORM, frozen, "first").encode(batch, ())
+    texts, embeds = (made.segments[name].lengths for name in ("text", "image_embeds"))
+    assert [one for one in embeds if one] == [4, 4, 4]
+    assert len(made["image_embeds"]) == len(made["image_embeds_index"]) == 12
+    indices = [made[f"{name}_index"] for name in ("text", "image_embeds", "latent")]
+    assert sorted(torch.cat(indices).tolist()) == list(range(LENGTH * len(rows))), "every element has one kind"
+    own = [
+        whole - text - more for whole, text, more in zip(made.segments["latents"].lengths, texts, embeds, strict=True)
+    ]
+    assert latent_lengths(made, FORM) == own
+    assert len(made["clean"]) == len(made["latent_index"]) == sum(own)
+    assert not made["positions"][:, made["image_embeds_index"]].any(), "they are not rotated"
+    trained = made["condition"][made["trained"]]
+    assert trained[:, -1].unique().tolist() == [0, 1], "a mask of latent frames"
+
+
+def recipe(world: Path, train: Path, **options: Any) -> dict[str, Any]:
+    encoders = {"text": {"dtype": "float32", "residence": "device"}}
+    return {
+        "model": {"path": str(world / "model")},
+        "data": {
+            "kind": "generation",
+            "train": str(train),
+            "length": LENGTH,
+            "workers": 0,
+            "pack": False,
+            "processor": {"num_frames": 13},
+        },
+        "train": {
+            "steps": 3,
+            "global_batch": 2,
+            "micro_batch": 1,
+            "device": "cpu",
+            "task_options": {"given": "first", "encoders": encoders, **options},
+        },
+        "optim": {"lr": 0.01},
+        "log": {"every": 1},
+        "checkpoint": {"prove": "never"},
+    }
+
+
+@pytest.mark.slow
+def test_training_on_features_is_training_on_videos(world: tuple[Path, Any], tmp_path: Path) -> None:
+    """Encoders see one sample at a time in both, so that not even the last bit differs."""
+    folder = world[0]
+    online = recipe(folder, folder / "videos.jsonl")
+    write_features(online, tmp_path / "features", batch=1)
+    stored = recipe(folder, tmp_path / "features")
+    found = [tessera.train({**one, "out": str(tmp_path / name)}) for one, name in ((online, "a"), (stored, "b"))]
+    losses = [[row["loss"] for row in run.metrics if row["kind"] == "train"] for run in found]
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 3
+    (again,) = tessera.pipeline(found[0].folder, device="cpu").generate(
+        "a kite", images=[Image.new("RGB", (64, 64), "red")], height=64, width=64, frames=5, steps=1
+    )
+    assert again.frames.shape == (5, 64, 64, 3)
+
+
+def test_what_such_a_model_needs_is_asked_for(world: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = world[0]
+    with pytest.raises(TesseraError, match="continues given images"):
+        tessera.plan(recipe(folder, folder / "videos.jsonl", given="none"), world=1)
+    with pytest.raises(TesseraError, match="no image encoder lies beside it"):
+        frame_embeddings(tmp_path)
