@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.compat.mindspeed_mm.migrate import migrate
+from tessera.core.errors import TesseraError
 from tessera.evaluation.evaluate import evaluate
 from tessera.hub.config import load_local_config
 from tessera.inference.chat import Chat
@@ -24,7 +25,7 @@ from tessera.tools.dry_run import dry_run, preflight
 from tessera.tools.push import push
 from tessera.training.generation_model import GenerationModel
 from tessera.training.run import Run, resume, train
-from tessera.training.setup import build_meta_model, precision_guess
+from tessera.training.setup import build_meta_model, check_rows, precision_guess
 
 __all__ = [
     "GenerationModel",
@@ -81,4 +82,9 @@ def plan(
     if device is not None:
         return plan_for_device(config, world, device)
     made = build_meta_model(config, world).plan
-    return replace(made, counted_for=precision_guess(config))
+    notes = [precision_guess(config)]
+    try:
+        check_rows(config, made)
+    except TesseraError as error:  # a layout is often tried before the batch is chosen
+        notes.append(f"a run refuses this: {error.what}; possible: {', '.join(error.allowed or [])}")
+    return replace(made, notes=tuple(note for note in notes if note))

@@ -61,7 +61,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except OSError as error:  # a name that no file system takes
         raise TesseraError(f"cannot be opened: {error.strerror}", where=str(path)[:200]) from None
     if not found:
-        beside = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        beside = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         raise TesseraError(
             f"no such configuration file: {path}",
             allowed=beside or None,

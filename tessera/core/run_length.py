@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tessera.core.errors import TesseraError
+
 ABSURD_EPOCHS = 50  # more passes than that are a slip far more often than a plan
 _UNITS = {
     "step": ("steps", 1),
@@ -153,3 +155,22 @@ def _number(value: float) -> str:
     if value >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:.3g}"
+
+
+def check_batch(global_batch: int, micro_batch: int, ranks: int) -> None:
+    """Raise if the rows of a step cannot be shared by so many ranks, each in whole micro-batches."""
+    if global_batch % (micro_batch * ranks) == 0:
+        return
+    if global_batch % ranks:
+        above = -(-global_batch // (micro_batch * ranks)) * micro_batch * ranks
+        below = above - micro_batch * ranks
+        values = [f"global_batch={value}" for value in (below, above) if value]
+    else:
+        share = global_batch // ranks
+        values = [f"micro_batch={m}" for m in range(1, share + 1) if share % m == 0]
+    raise TesseraError(
+        f"global_batch {global_batch} does not split over {ranks} ranks with micro_batch {micro_batch}",
+        where="train",
+        allowed=values,
+        fix="take one of these, or let several ranks share a row: parallel.tp, parallel.cp or parallel.pp",
+    )

@@ -103,7 +103,7 @@ class Plan:
     frozen_components: Mapping[str, FrozenBytes] = field(default_factory=dict)  # on the rank that holds most
     encoded_ahead: tuple[int, int] | None = None  # steps that are encoded together, and bytes of what waits for them
     device_fit: DeviceFit | None = None  # where a device was named
-    counted_for: str = ""  # what decided the type of computation, where neither the recipe nor a device name did
+    notes: tuple[str, ...] = ()  # what a reader should know besides
 
     @property
     def batch_sharding(self) -> BatchSharding | None:

@@ -61,7 +61,7 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         ("prefetch", _prefetch(plan)),
         ("gradients", _gradients(plan)),
         ("types", _types(plan)),
-        ("", plan.counted_for),
+        *(("", note) for note in plan.notes),
         ("per rank", _memory(plan)),
         *((name, f"frozen, {_frozen(kept)}") for name, kept in plan.frozen_components.items()),
         *_encoded_ahead(plan),

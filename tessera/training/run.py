@@ -33,7 +33,7 @@ from tessera.training.callbacks import named_callbacks
 from tessera.training.given_rows import KINDS, GivenRows, as_records
 from tessera.training.init_weights import check_first_weights
 from tessera.training.run_folder import PublishRun, RunFolder, check_fresh, given_objects, writable
-from tessera.training.setup import ModelSetup, Objects, build_meta_model, with_model_resolved
+from tessera.training.setup import ModelSetup, Objects, build_meta_model, check_rows, with_model_resolved
 from tessera.training.trackers import check_trackers
 
 
@@ -260,6 +260,7 @@ def _run(
     """Train by a recipe; `notes` are said as soon as there is a log. `rows`: see `open_run`."""
     # What cannot work should fail before any rank waits for another.
     setup = build_meta_model(config, dist.expected_world_size(), objects)
+    check_rows(config, setup.plan)
     check_trackers(config.log)
     named_callbacks(config.train)
     if not resume:

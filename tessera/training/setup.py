@@ -19,8 +19,10 @@ from tessera.core.adapters import Adapters, spelled_out
 from tessera.core.errors import TesseraError
 from tessera.core.layouts import detect_layout
 from tessera.core.run_config import LoraSection, PrecisionSection, RunConfig
+from tessera.core.run_length import check_batch
 from tessera.core.task import FrozenPart, Task
 from tessera.core.types import ModelSpec, Training
+from tessera.data.kinds import KINDS
 from tessera.models import build_on_meta, for_family, resolve
 from tessera.models.common.exported_config import exported_config
 from tessera.models.module import spec_of_object
@@ -219,6 +221,13 @@ def _encoded_ahead(
 def resolve_precision(config: RunConfig) -> PrecisionSection:
     """Return the precision section for the device that the run will use."""
     return config.precision.resolved(accelerator=devices.is_accelerator(config.train.device))
+
+
+def check_rows(config: RunConfig, plan: Plan) -> None:
+    """Raise if ranks cannot share the rows of a step. Kinds of data of the user's own share them by themselves, and
+    steps of so many samples have as many rows as they need."""
+    if config.data.kind != "custom" and config.data.kind in KINDS.names() and config.train.samples_per_step is None:
+        check_batch(config.train.global_batch, config.train.micro_batch, plan.axes.size(DATA))
 
 
 def precision_guess(config: RunConfig) -> str:

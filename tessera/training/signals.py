@@ -14,7 +14,7 @@ from tessera.core.callback import Callback, TrainerHandle
 from tessera.core.log import is_terminal
 
 FIRST = "stopping after this step, then saving; Ctrl-C again to stop now, without saving"
-SECOND = "asked again: stopping now, without waiting for a save that has not begun"
+SECOND = "stopping now; what came after the newest checkpoint is not saved"
 
 
 class StopOnSignal(Callback):
@@ -29,7 +29,9 @@ class StopOnSignal(Callback):
             return  # only the main thread may set handlers; a caller that trains elsewhere handles signals itself
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if number == signal.SIGINT and trainer.stop_reason is not None:
+            # Two that come while an operation computes are handled as one.
+            twice = self._answers is not None and self._answers.asked > 1
+            if number == signal.SIGINT and (twice or trainer.stop_reason is not None):
                 raise KeyboardInterrupt
             trainer.request_stop(signal.Signals(number).name)
 
@@ -54,7 +56,7 @@ class _Answers:
     """Answer Ctrl-C from a thread of its own: the handler runs only when the operation that is computed returns."""
 
     def __init__(self) -> None:
-        self._asked = 0
+        self.asked = 0
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._fd_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
@@ -65,8 +67,8 @@ class _Answers:
         while numbers := self._read.recv(64):
             for number in numbers:
                 if number == signal.SIGINT:
-                    self._asked += 1
-                    _say(FIRST if self._asked == 1 else SECOND)
+                    self.asked += 1
+                    _say(FIRST if self.asked == 1 else SECOND)
                 elif number == 0:
                     return
 

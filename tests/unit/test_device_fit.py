@@ -153,10 +153,10 @@ def test_a_plan_made_without_an_accelerator_says_that_it_counts_for_the_cpu(monk
     monkeypatch.setattr(devices, "_accelerator", lambda: None)
     guessed = tessera.plan(recipe(), world=2)
     assert "as on the CPU" in guessed.describe()
-    assert "bfloat16" in guessed.counted_for
+    assert "bfloat16" in guessed.notes[0]
     accelerator = {"train": {"device": devices.ACCELERATORS[0]}}
     for said in (accelerator, {"train": {"device": "cpu"}}, {"precision": {"compute": "float32"}}):
-        assert not tessera.plan(recipe(**said), world=2).counted_for
+        assert "as on the CPU" not in tessera.plan(recipe(**said), world=2).describe()
     sent = [sum(line.bytes for line in estimate_communication(tessera.plan(recipe(**said), world=2)))
             for said in ({}, accelerator)]  # fmt: skip
     assert sent[1] < 0.8 * sent[0]

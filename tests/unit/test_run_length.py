@@ -13,6 +13,7 @@ from tessera.core.callback import Callback
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import load_config
 from tessera.core.run_length import Interval, RunLength, parse_interval
+from tessera.training.setup import build_meta_model, check_rows
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -189,3 +190,15 @@ def test_a_metric_that_is_not_measured_is_named_with_the_nearest_one(
     recipe["checkpoint"] = {"keep_best": "lose"}
     tessera.train(recipe)
     assert "no metric 'lose' (did you mean loss?): it has loss" in capsys.readouterr().err
+
+
+def test_a_plan_says_what_a_run_would_refuse_and_a_run_refuses_it_first(tmp_path: Path) -> None:
+    recipe = {"model": {"family": "qwen2_vl", "preset": "quickstart"}, "train": {"steps": 1, "global_batch": 3}}
+    assert not any("refuses" in note for note in tessera.plan(recipe, world=3).notes)
+    notes = tessera.plan(recipe, world=2).notes
+    assert any("global_batch 3 does not split over 2 ranks" in note and "global_batch=4" in note for note in notes)
+    plan = build_meta_model(load_config(recipe), 2).plan
+    with pytest.raises(TesseraError, match="does not split over 2 ranks"):
+        check_rows(load_config(recipe), plan)
+    check_rows(load_config(recipe, {"train.samples_per_step": 5}), plan)  # as many rows as they need
+    check_rows(load_config(recipe, {"data.kind": "custom", "data.options": {"dataset": "some:Thing"}}), plan)

@@ -269,7 +269,7 @@ def _not_supported() -> Iterator[Flag]:
         switches="calculate-per-sample-loss calculate-square-loss",
     )
     yield from _refused(
-        "Muon is not among the optimizers",
+        "Muon takes the settings of its paper here (optim.name=muon); optim.momentum is the one that can be changed",
         floats="matched-adamw-rms muon-momentum",
         ints="ns-steps",
     )

@@ -174,7 +174,7 @@ PATCH_KEYS = {
     "infer_fa": _KERNEL,
     "scale_grad": unneeded("gradients are final when backward ends"),
     "adaptive_clip_grad_norm": refused("the guard clips spikes; see guard.policy"),
-    "muon_optimizer": refused("Muon is not among the optimizers"),
+    "muon_optimizer": refused("say --optimizer muon, or optim.name=muon in a recipe"),
     "layerwise_disaggregated_training": refused("layers stay on the ranks of one job"),
     "hetero_parallel_cp": refused("parallel.encoders splits an encoder in its own way"),
 }

@@ -17,6 +17,7 @@ import torch
 from tessera.core.device import SideCopies
 from tessera.core.errors import TesseraError, few_names, first_line
 from tessera.core.process import usable_cpus
+from tessera.core.run_length import check_batch
 from tessera.core.types import Batch, RowSource
 from tessera.data.order.packing import split_rows
 from tessera.data.workers.pool import Lost, Note, Pool
@@ -214,7 +215,7 @@ class Loader:
         encode: Callable[[Sequence[Batch]], list[Batch]] | None = None,
         encode_steps: int = 1,
     ) -> None:
-        _check_split(global_batch, micro_batch, ranks)
+        check_batch(global_batch, micro_batch, ranks)
         assert 0 <= rank < ranks
         self.micro_batches = global_batch // (micro_batch * ranks)
         self.wait_seconds = 0.0  # spent in waiting for data since the start
@@ -390,21 +391,3 @@ def _row_lists(
         rows = range(first, first + global_batch)
         for indices in split_rows(source.work(rows), global_batch, ranks, micro_batch)[rank]:
             yield [rows[index] for index in indices]
-
-
-def _check_split(global_batch: int, micro_batch: int, ranks: int) -> None:
-    if global_batch % (micro_batch * ranks) == 0:
-        return
-    if global_batch % ranks:
-        above = -(-global_batch // (micro_batch * ranks)) * micro_batch * ranks
-        below = above - micro_batch * ranks
-        values = [f"global_batch={value}" for value in (below, above) if value]
-    else:
-        share = global_batch // ranks
-        values = [f"micro_batch={m}" for m in range(1, share + 1) if share % m == 0]
-    raise TesseraError(
-        f"global_batch {global_batch} does not split over {ranks} ranks with micro_batch {micro_batch}",
-        where="train",
-        allowed=values,
-        fix="take one of these, or let several ranks share a row: parallel.tp, parallel.cp or parallel.pp",
-    )

@@ -283,6 +283,12 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
         conversation = True
     if conversation and keys is None:
         return "sharegpt"
+    if path.name == "dataset_info.json":
+        raise TesseraError(
+            "this is LLaMA-Factory's list of data sets, and no data set",
+            where=str(path),
+            fix="name the files that its file_name keys name",
+        )
     seen = "no record can be read" if keys is None else f"the first that does not tell has the keys {keys}"
     raise TesseraError(
         f"cannot tell the format of the records; {seen}",
