@@ -30,7 +30,7 @@ def download(
 
 def push(
     source: Annotated[Path, typer.Argument(help="run with an export, Hugging Face or diffusers folder, or adapters")],
-    id: Annotated[str, typer.Argument(help="org/name on Hugging Face", metavar="ID")],
+    id: Annotated[str, typer.Argument(help="org/name on Hugging Face, or ms://org/name on ModelScope", metavar="ID")],
     private: Annotated[bool, typer.Option("--private", help="a repository that others do not see")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print files and card, and send nothing")] = False,
     base: Annotated[
@@ -38,7 +38,7 @@ def push(
     ] = None,
     message: Annotated[str | None, typer.Option("--message", help="of the commit")] = None,
 ) -> None:
-    """Publish a model or adapters on Hugging Face, with a card that is written from the run."""
+    """Publish a model or adapters on Hugging Face or ModelScope, with a card that is written from the run."""
     from tessera.tools.push import push as run
 
     for line in run(source, id, private=private, dry_run=dry_run, base=base, message=message).lines():

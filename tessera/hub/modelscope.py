@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,20 @@ from tessera.hub.download import Listing, RemoteFile, Unreachable
 from tessera.hub.huggingface import escaped
 
 _BRANCH = "master"
+_PAGE = "https://www.modelscope.cn"
+
+
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """Keep the report and the log of the library off the screen; its errors are raised, and told by us."""
+    said = logging.getLogger("modelscope_hub")
+    level = said.level
+    said.setLevel(logging.CRITICAL)
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            yield
+    finally:
+        said.setLevel(level)
 
 
 class ModelScope:
@@ -29,7 +45,10 @@ class ModelScope:
                 fix="pip install -U modelscope",
             ) from None
         self.where = where
-        self._api: Any = HubApi(endpoint=os.environ.get("MODELSCOPE_ENDPOINT") or None)
+        self._endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or None
+        # Read now, and not when the library was imported; without it the library uses the token of a login.
+        token = os.environ.get("MODELSCOPE_API_TOKEN") or None
+        self._api: Any = HubApi(endpoint=self._endpoint, token=token)
 
     @property
     def cache(self) -> Path:
@@ -73,6 +92,78 @@ class ModelScope:
     def kept(self, id: HubId) -> tuple[Path, str] | None:
         folder = self._folder(id)
         return (folder, str(id.revision)) if id.is_pinned and folder.is_dir() else None
+
+    def files_of(self, name: str) -> set[str] | None:
+        """Return the names of the files of a model; None: there is no such model."""
+        if not self._api.repo_exists(name, "model"):
+            return None
+        found = self._api.legacy.list_repo_files(repo_id=name, repo_type="model", revision=_BRANCH, recursive=True)
+        return {str(one["Path"]) for one in found if isinstance(one, dict) and one.get("Path")}
+
+    def publish(
+        self, name: str, folder: Path, files: Mapping[str, Path | bytes], *, private: bool, message: str, card: str
+    ) -> tuple[str, bool]:
+        """Send files of a folder, and others as bytes, to a model; return its page, and whether `card` was sent too.
+
+        A model that is not there is made. A card that it has already is kept: then `card` is not sent.
+        """
+        try:
+            self._api.whoami()
+            there = self.files_of(name)
+            if there is None:
+                self._api.create_repo(name, "model", visibility="private" if private else "public")
+            elif private and not self._is_private(name):
+                raise TesseraError(
+                    f"{name} exists and is public",
+                    where="--private",
+                    fix="push to another name, or make it private there",
+                )
+            written = bool(card) and "README.md" not in (there or set())
+            made = {path: content for path, content in files.items() if isinstance(content, bytes)}
+            if written:
+                made["README.md"] = card.encode()
+            with _own_words():
+                self._api.upload_folder(
+                    name,
+                    "model",
+                    str(folder),
+                    commit_message=message,
+                    allow_patterns=[escaped(path) for path in files if path not in made],
+                    use_cache=False,  # it would write a file of its own into the folder
+                    disable_tqdm=True,
+                )
+                for path, content in made.items():
+                    self._api.upload_file(name, "model", content, path, commit_message=message, disable_tqdm=True)
+        except TesseraError:
+            raise
+        except Exception as error:
+            raise self._refusal(error, name) from None
+        return f"{(self._endpoint or _PAGE).rstrip('/')}/models/{name}", written
+
+    def _is_private(self, name: str) -> bool:
+        from modelscope_hub.constants import Visibility
+
+        found = self._api.get_repo(name, "model")
+        return bool(found.private) or found.visibility == Visibility.PRIVATE
+
+    def _refusal(self, error: Exception, name: str) -> Exception:
+        """Return what to raise where nothing, or not all, could be sent."""
+        from modelscope_hub.errors import AuthenticationError, HubError, PermissionDeniedError
+
+        said = first_line(error)[:300]
+        if isinstance(error, AuthenticationError):
+            what = "nobody is logged in to ModelScope, or the token is not valid"
+            fix = "`modelscope login`, or set MODELSCOPE_API_TOKEN; --dry-run shows what would go"
+        elif isinstance(error, PermissionDeniedError):
+            what, fix = (
+                f"ModelScope refuses: {said}",
+                f"the token may not write to {name}: check name and rights",
+            )
+        elif isinstance(error, (HubError, OSError, ValueError, LookupError)):
+            what, fix = f"the push broke off: {said}", "try again: files that are there are not sent twice"
+        else:
+            return error
+        return TesseraError(what, where=self.where, fix=fix)
 
     def _explained(self, error: Exception, id: HubId) -> Exception:
         """Return what to raise: a mistake in the name, or that nobody answers."""

@@ -1,9 +1,9 @@
-"""Publish a model or adapters on Hugging Face, with a card."""
+"""Publish a model or adapters on Hugging Face or ModelScope, with a card."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tessera.checkpoint.adapter_files import is_adapters
@@ -11,12 +11,13 @@ from tessera.checkpoint.export_record import changes_since, read_record
 from tessera.checkpoint.publish import MARK
 from tessera.core.errors import TesseraError, few_names, first_line
 from tessera.core.files import check_inside, read_json_mapping
-from tessera.core.hub_ids import HubId, is_hub_id, parse_hub_id
+from tessera.core.hub_ids import Hub, HubId, is_hub_id, parse_hub_id
 from tessera.core.layouts import DiffusersFolder, detect_layout
 from tessera.core.progress import human_bytes
 from tessera.core.saved_recipe import read_saved
 from tessera.hub.files import MODEL_SUFFIXES, is_plain, suffix_of
 from tessera.hub.huggingface import HuggingFace
+from tessera.hub.modelscope import ModelScope
 from tessera.hub.progress import say
 from tessera.tools.download import named_repository
 from tessera.tools.model_card import Library, model_card
@@ -67,10 +68,14 @@ def push(
     model that it began from, where the run does not know it. `message`: of the commit.
     """
     named = named_repository(id, "model", None, WHERE)
-    if named.hub != "hf" or named.revision is not None or named.inside:
-        raise TesseraError(f"{named} is no place to push to", where=WHERE, fix="name a model of Hugging Face: org/name")
+    if named.kind != "model" or named.revision is not None or named.inside:
+        raise TesseraError(
+            f"{named} is no place to push to",
+            where=WHERE,
+            fix="name a model: org/name on Hugging Face, ms://org/name on ModelScope",
+        )
     folder, run = _folder_of(Path(source))
-    began = base or _known_base(folder, run)
+    began = base or _known_base(folder, run, named.hub)
     contents, left_out = _contents(folder, began)
     card = None
     if CARD not in contents:
@@ -115,8 +120,8 @@ def _library(folder: Path) -> Library:
     return "diffusers" if DiffusersFolder.detect(folder) else "transformers"
 
 
-def _known_base(folder: Path, run: Path | None) -> str | None:
-    """Return org/name of the model that training began from, if the run or its folder was downloaded."""
+def _known_base(folder: Path, run: Path | None, hub: Hub) -> str | None:
+    """Return org/name of the model that training began from, if the run or its folder was downloaded from this hub."""
     candidates: list[str] = []
     if run is not None:
         model = read_saved(run / "config.yaml").get("model")
@@ -127,7 +132,7 @@ def _known_base(folder: Path, run: Path | None) -> str | None:
     for one in candidates:
         if is_hub_id(one):
             found = parse_hub_id(one, "model", WHERE)
-            if found.hub == "hf":
+            if found.hub == hub:
                 return found.name
         note = Path(one) / ".tessera" / "download.json"  # of `tessera download --to`
         if one and note.is_file():
@@ -171,13 +176,15 @@ def _with_public_base(path: Path, base: str | None) -> bytes:
             raise TesseraError(
                 f"the adapters belong to {named or 'a model without a name'!r}, which nobody else can find",
                 where=str(path),
-                fix="say what it is called on Hugging Face: --base org/name",
+                fix="say what it is called on the hub: --base org/name",
             )
         base = named
     return (json.dumps({**said, _BASE: base}, indent=2) + "\n").encode()
 
 
 def _send(planned: Pushed, contents: dict[str, Path | bytes], private: bool, message: str) -> Pushed:
+    if planned.id.hub == "ms":
+        return _send_to_modelscope(planned, contents, private, message)
     client = HuggingFace(WHERE)
     library, name = client.library, planned.id.name
     token = library.get_token()
@@ -223,3 +230,14 @@ def _send(planned: Pushed, contents: dict[str, Path | bytes], private: bool, mes
             fix="try again: files that are there are not sent twice",
         ) from None
     return Pushed(planned.id, planned.folder, planned.files, planned.left_out, card, url)
+
+
+def _send_to_modelscope(planned: Pushed, contents: dict[str, Path | bytes], private: bool, message: str) -> Pushed:
+    name, card = planned.id.name, planned.card or ""
+    say(f"{name}: sending {len(planned.files)} files, {human_bytes(sum(planned.files.values()))}")
+    url, written = ModelScope(WHERE).publish(
+        name, planned.folder, contents, private=private, message=message, card=card
+    )
+    if card and not written:
+        say(f"{name} has a card of its own, which is kept")
+    return replace(planned, card=planned.card if written else None, url=url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tessera.cli.main import main
 from tessera.core.errors import TesseraError
 from tessera.tools.push import push
 from tests.toys.hub_server import HubServer
+from tests.toys.modelscope_server import ModelScopeServer, modelscope_server
 
 __all__ = ["hub"]  # a fixture
 
@@ -164,7 +166,7 @@ def test_what_cannot_be_published_is_refused(hub: HubServer, tmp_path: Path) -> 
     with pytest.raises(TesseraError, match="neither a model nor adapters"):
         push(tmp_path, "me/new")
     with pytest.raises(TesseraError, match="no place to push to"):
-        push(run / "hf", "ms://me/new")
+        push(run / "hf", "ms://me/new@v1")
     (tmp_path / "secret.json").write_text("{}")
     (run / "hf" / "extra.json").symlink_to(tmp_path / "secret.json")
     with pytest.raises(TesseraError, match="link out of the folder"):
@@ -180,3 +182,51 @@ def test_push_from_the_shell(
         main()
     assert not left.value.code
     assert "would go to me/new: 4 files" in capsys.readouterr().out
+
+
+@pytest.fixture
+def modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelScopeServer]:
+    pytest.importorskip("modelscope_hub")
+    with modelscope_server() as server:
+        monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.url)
+        monkeypatch.setenv("MODELSCOPE_API_TOKEN", "good")
+        monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "modelscope"))
+        monkeypatch.setenv("HOME", str(tmp_path))
+        yield server
+
+
+def test_a_model_and_adapters_go_to_modelscope_as_its_library_sends_them(
+    modelscope: ModelScopeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = folder(tmp_path / "model")
+    planned = push(made, "ms://me/mine", dry_run=True)
+    assert planned.url is None
+    assert modelscope.requests == []
+    before = sorted(path.name for path in made.iterdir())
+    sent = push(made, "ms://me/mine", message="A first one", private=True)
+    assert sent.url == f"{modelscope.url}/models/me/mine"
+    assert set(modelscope.models["me/mine"]) == {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
+    assert modelscope.models["me/mine"]["model.safetensors"] == (made / "model.safetensors").read_bytes()
+    assert modelscope.private["me/mine"]
+    assert all(message.startswith("A first one") for message in modelscope.messages)
+    assert sorted(path.name for path in made.iterdir()) == before
+    modelscope.models["me/mine"]["README.md"] = b"# by hand"
+    assert push(made, "ms://me/mine").card is None
+    assert modelscope.models["me/mine"]["README.md"] == b"# by hand"
+    push(adapters(tmp_path / "lora", "org/base"), "ms://me/lora")
+    assert json.loads(modelscope.models["me/lora"]["adapter_config.json"])["base_model_name_or_path"] == "org/base"
+    with pytest.raises(TesseraError, match="exists and is public"):
+        push(made, "ms://me/lora", private=True)
+    printed = capsys.readouterr()
+    assert "Upload Report" not in printed.out
+    assert "Commit plan" not in printed.err
+
+
+def test_modelscope_without_a_token_sends_nothing(
+    modelscope: ModelScopeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELSCOPE_API_TOKEN", "bad")
+    with pytest.raises(TesseraError, match="nobody is logged in to ModelScope") as raised:
+        push(folder(tmp_path / "model"), "ms://me/mine")
+    assert "modelscope login" in str(raised.value.fix)
+    assert modelscope.models == {}
