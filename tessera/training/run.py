@@ -276,5 +276,8 @@ def _run(
             if resume:
                 log.logger().warning("%s has no checkpoint yet: starting from the beginning", config.folder)
             trainer.begin()
+        elif trainer.step >= trainer.length.steps:
+            more = 2 * trainer.step
+            log.logger().info("nothing is left of its %d steps; train.steps=%d goes on", trainer.length.steps, more)
         trainer.run()
     return Run(config.folder, trainer.checkpoints.newest, trainer.stop_reason, trainer.ended_early)
