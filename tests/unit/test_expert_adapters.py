@@ -433,6 +433,7 @@ def run_recipe(data: Path, out: Path, **lora: Any) -> dict[str, Any]:
     recipe["model"] |= {"family": "qwen3", "preset": "quickstart-moe", "config": {"text": RUN_SIZES}}
     recipe["model"]["lora"] = {"targets": ["text.layers.{*}.attn", EXPERTS], "rank": 2, **lora}
     recipe["checkpoint"] |= {"export": True}
+    recipe["data"]["processor"] = {}  # of images, which these rows have not
     return recipe
 
 
