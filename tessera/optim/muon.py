@@ -35,7 +35,8 @@ def matrices_of(module: nn.Module) -> set[str]:
             name = clean_name(f"{path}.{kind}")
             linear = isinstance(part, nn.Linear) and kind == "weight" and path.rpartition(".")[2] not in HEADS
             experts = isinstance(part, StackedExperts) and parameter.dim() == 3
-            if experts or (parameter.dim() == 2 and (linear or is_factor(name))):
+            adapter = is_factor(name) and parameter.dim() >= 2  # of experts they are stacked
+            if experts or adapter or (linear and parameter.dim() == 2):
                 found.add(name)
     return found
 
@@ -101,11 +102,13 @@ class Muon(AdamW):
 
 
 def _has_whole_matrices(parameter: Tensor) -> bool:
-    """Return whether the local shard is made of whole matrices: of stacked ones, the first dimension may be split."""
+    """Return whether the local shard is made of whole matrices: of stacked ones, dimensions before the last two may be
+    split."""
     if not isinstance(parameter, DTensor):
         return True
+    stacked = range(parameter.dim() - 2)
     return all(
-        placement.is_replicate() or (parameter.dim() == 3 and placement.is_shard(0))
+        placement.is_replicate() or any(placement.is_shard(dim) for dim in stacked)
         for placement in parameter.placements
     )
 

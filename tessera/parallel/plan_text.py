@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from tessera.core import html
+from tessera.core.adapters import is_output_factor
+from tessera.core.pattern import home
 from tessera.parallel.communication import CommVolume, comm_text, merge_volumes, readable
 from tessera.parallel.context_parallel import context_communication
 from tessera.parallel.experts import expert_communication
@@ -50,6 +52,7 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         ("ranks", _ranks(plan)),
         ("axes", ", ".join(f"{axis}={size}" for axis, size in plan.axes.root.items() if plan.world > 1)),
         ("parameters", f"{plan.parameters:,} ({plan.trained:,} trained)"),
+        ("adapters", _adapters(plan)),
         *_axes(plan),
         ("shard groups", _groups(plan)),
         ("ignored", _summary(plan.ignored)),
@@ -80,6 +83,15 @@ def _ranks(plan: Plan) -> str:
         if plan.axes.size(axis) > 1:
             words += f" x {plan.axes.size(axis)} {name}"
     return words
+
+
+def _adapters(plan: Plan) -> str:
+    """Return how many layers have an adapter; experts of one layer count once, since their weights are stacked."""
+    names = [shard.name for shard in plan.param_shards if is_output_factor(shard.name)]
+    experts = () if plan.experts is None else plan.experts.stacks
+    stacked = sum(home(name, experts) is not None for name in names)
+    counts = {"of linear layers": len(names) - stacked, "of stacked experts": stacked}
+    return " and ".join(f"{count:,} {what}" for what, count in counts.items() if count)
 
 
 def _axes(plan: Plan) -> list[tuple[str, str]]:

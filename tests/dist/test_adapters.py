@@ -14,7 +14,7 @@ from tessera.core.run_config import load_config
 from tessera.training.run import resume, train
 from tessera.training.setup import build_meta_model
 from tests.dist.layout_cases import DEEP, SEQUENCE, UNTIED, WHOLE_ENCODER
-from tests.dist.layouts import Case, good, measure, recipe_of, relative
+from tests.dist.layouts import Case, experts_recipe, good, measure, recipe_of, relative
 from tests.dist.spawn import run_ranks
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import MODEL, write_chat_set
@@ -214,20 +214,26 @@ def go_on(rank: int, world: int, folder: str, overrides: dict[str, Any]) -> None
 
 
 @pytest.mark.slow
-def test_one_layout_goes_on_where_another_stopped_and_exports_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_experts", [False, True])
+def test_one_layout_goes_on_where_another_stopped_and_exports_the_same(of_experts: bool, tmp_path: Path) -> None:
     write_chat_set(tmp_path / "data")
-    settings = {"model.lora": {**BOTH, "merge": True}, "checkpoint.at_end": True, "checkpoint.export": True}
-    settings |= {"train.steps": 2}
-    alone = recipe_of(tmp_path / "data", tmp_path / "alone")
+    lora = {**(STACKED if of_experts else BOTH), "merge": True}
+    settings = {"model.lora": lora, "checkpoint.at_end": True, "checkpoint.export": True, "train.steps": 2}
+    first, then = {"tp": 2, "sequence_parallel": True}, {"tp": 1, "sequence_parallel": False, "pp": 2}
+
+    def recipe(out: Path) -> dict[str, Any]:
+        return experts_recipe(out) if of_experts else recipe_of(tmp_path / "data", out)
+
+    if of_experts:
+        settings |= {**MOE, "model.tokenizer": str(tmp_path / "data" / "tokenizer"), "checkpoint.prove": "never"}
+        then = {"tp": 1, "sequence_parallel": False, "ep": 2}
+    alone, other = recipe(tmp_path / "alone"), recipe(tmp_path / "other")
     run_and_export(0, 1, alone, settings, None)
-    other = recipe_of(tmp_path / "data", tmp_path / "other")
-    layout = {"parallel.tp": 2, "parallel.sequence_parallel": True}
-    run_ranks(run_and_export, 2, other, {**settings, **layout}, 1)
-    folder = tmp_path / "other" / "chat"
-    pipeline = {"parallel.tp": 1, "parallel.sequence_parallel": False, "parallel.pp": 2}
-    run_ranks(go_on, 2, str(folder), pipeline)
+    run_ranks(run_and_export, 2, other, {**settings, **{f"parallel.{key}": value for key, value in first.items()}}, 1)
+    folder = tmp_path / "other" / other["name"]
+    run_ranks(go_on, 2, str(folder), {f"parallel.{key}": value for key, value in then.items()})
     for file in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
-        expected, found = (load_file(run / file) for run in (tmp_path / "alone" / "chat", folder))
+        expected, found = (load_file(run / file) for run in (tmp_path / "alone" / alone["name"], folder))
         assert set(found) == set(expected)
         for name, tensor in expected.items():
             assert relative(found[name], tensor) < 1e-5, name

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tessera.nn.moe import MoE, MoEShape, RowIds, balance_loss
+from tessera.core.adapters import Adapter
+from tessera.nn.lora import LoraExperts
+from tessera.nn.moe import Experts, MoE, MoEShape, RowIds, balance_loss
 from tests.close import assert_as_close
 
 pytestmark = [
@@ -49,6 +51,34 @@ def results(implementation: str, dtype: torch.dtype = torch.bfloat16) -> list[to
 
 def test_grouped_experts_are_those_of_the_loop() -> None:
     found, peers, exact = results("grouped"), results("eager"), results("eager", torch.float32)
+    assert len(found) == len(peers) == len(exact) == 6
+    for one, peer, right in zip(found, peers, exact, strict=True):
+        assert_as_close(one, peer, right.double())
+
+
+def adapted_results(implementation: str, rank: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """The output, and gradients of the input and of adapters, of experts in bf16, computed in `dtype`."""
+    device, draw = torch.accelerator.current_accelerator(), torch.Generator().manual_seed(0)
+    experts = Experts(MoEShape(256, 128, 8, 2, implementation=implementation)).requires_grad_(False)
+    for name, weights in experts.adapted_weights.items():
+        adapter = Adapter(rank, 2.0 * rank, stacked=weights)
+        setattr(experts, name, LoraExperts(experts.get_parameter(weights[0]), adapter))
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.1)
+            parameter.data = parameter.data.to(device).bfloat16().to(dtype)
+    x = torch.randn(512, 256, generator=draw).to(device).bfloat16().to(dtype).requires_grad_()
+    ids = torch.randint(0, 7, (512, 2), generator=draw).to(device)  # the last expert gets nothing
+    weights = torch.rand(512, 2, generator=draw).to(device).bfloat16().to(dtype)
+    out = experts(x, ids, weights)
+    out.square().sum().backward()
+    return [out, *(t.grad for t in (x, *experts.parameters()) if t.grad is not None)]
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8, 16, 20])
+def test_grouped_adapters_of_experts_are_those_of_the_loop(rank: int) -> None:
+    found, peers = adapted_results("grouped", rank), adapted_results("eager", rank)
+    exact = adapted_results("eager", rank, torch.float32)
     assert len(found) == len(peers) == len(exact) == 6
     for one, peer, right in zip(found, peers, exact, strict=True):
         assert_as_close(one, peer, right.double())

@@ -27,6 +27,7 @@ from tessera.core.types import IGNORE, Batch, Segments
 from tessera.models import resolve
 from tessera.nn.lora import adapters_of, add_adapters, find_adapters, without_adapters
 from tessera.ops.loss import linear_cross_entropy
+from tessera.optim.muon import matrices_of
 from tessera.training.run import Run, resume, train
 from tessera.training.setup import build_meta_model
 from tests.close import assert_as_close
@@ -379,9 +380,40 @@ def test_experts_are_adapted_where_a_pattern_names_them() -> None:
         "down_proj.lora_b.weight": (8, 1, 128, 4),
     }
     other = setup(targets=["text.layers.{*}", f"{EXPERTS}.down_proj"])
+    assert "adapters      16 of linear layers and 4 of stacked experts" in other.plan.describe()
     assert {path.split(".", 3)[3] for path in other.adapters} == {
         *(f"attn.{name}" for name in "qkvo"),
         "mlp.experts.down_proj",
+    }
+
+
+def test_a_plan_splits_adapters_as_their_experts_are() -> None:
+    """Two ranks have half of the experts each, and two of each of these half of the width."""
+    made = setup(world=4, targets=["text.layers.0.mlp.experts"], rank=4, parallel={"ep": 2, "tp": 2}).plan
+    assert made.experts is not None
+    splits = made.experts.stacks["text.layers.0.mlp.experts"]
+    assert {name: dim for name, dim in splits.items() if "lora" in name} == {
+        "gate_up_proj.lora_b.weight": 2,
+        "down_proj.lora_a.weight": 2,
+    }
+    shapes = {s.name.split("experts.")[1]: s.shape for s in made.param_shards if is_factor(s.name)}
+    assert shapes == {
+        "gate_up_proj.lora_a.weight": (4, 4, 128),
+        "gate_up_proj.lora_b.weight": (4, 2, 48, 4),
+        "down_proj.lora_a.weight": (4, 4, 48),
+        "down_proj.lora_b.weight": (4, 1, 128, 4),
+    }
+    assert made.tensor is not None
+    partial = [
+        name.split("experts.")[1] for name in made.tensor.styles if is_factor(name) and made.tensor.partial(name)
+    ]
+    assert partial == ["gate_up_proj.lora_a.weight", "down_proj.lora_b.weight"]
+
+
+def test_muon_takes_the_matrices_of_every_expert() -> None:
+    module = setup(targets=["text.layers.0.mlp.experts"]).module
+    assert {name for name in matrices_of(module) if is_factor(name)} == {
+        name for name, parameter in module.named_parameters() if parameter.requires_grad
     }
 
 
