@@ -162,7 +162,7 @@ def counted_as(name: str) -> Iterator[None]:
 
     For tensors without memory alone: operations then choose what they would choose there, and nothing is computed.
     """
-    token = _COUNTED.set(_accelerator() if name == "auto" else name.partition(":")[0])
+    token = _COUNTED.set((_accelerator() or "cpu") if name == "auto" else name.partition(":")[0])
     try:
         yield
     finally:
@@ -183,6 +183,8 @@ def counted_for(device: torch.device) -> str | None:
 
 def supports(device: torch.device, what: str) -> bool:
     """Return whether a device has a capability that `ops` asks for by name. An unknown name is a programming error."""
+    if what == "no_values":  # tensors of a dry run, whatever device they stand for
+        return device.type == "cpu" and not torch.compiler.is_compiling() and _COUNTED.get() is not None
     counted = counted_for(device)
     if counted is not None:
         return what in _COUNTED_ABILITIES.get(counted, ())

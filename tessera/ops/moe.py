@@ -162,12 +162,34 @@ def _eager(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if x.dtype != torch.bfloat16 and torch.compiler.is_compiling():
+        outside: Tensor = _outside_of_graphs(x, weight, ends)
+        return outside
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside_of_graphs(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Do as `_grouped` does. Compilers know the shape of its result for bf16 alone."""
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def _counted(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Stand for `_grouped` where tensors have no memory: rows are distributed evenly, and as much is kept of them."""
+    parts = x.tensor_split(weight.shape[0])
+    return torch.cat([F.linear(part, weight[group]) for group, part in enumerate(parts)])
 
 
 GROUPED_LINEAR = DispatchedOp(
     "grouped_linear",
     (
+        Implementation(
+            "counted",
+            _counted,
+            ("aligned", "unaligned"),
+            needs=("no_values",),
+            dtypes=(torch.float32, torch.float16),  # whose results torch does not describe
+        ),
         Implementation(
             "grouped",
             _grouped,

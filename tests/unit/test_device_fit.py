@@ -207,8 +207,11 @@ def test_operations_choose_for_the_counted_device_as_they_would_there() -> None:
         assert devices.supports(cpu, "flash_attention")
         with devices.counted_as("cpu"):
             assert not devices.supports(cpu, "flash_attention")
+            assert devices.supports(cpu, "no_values")
     with devices.counted_as(find_size("910b-64g").device):
         assert not devices.supports(cpu, "flash_attention")
+        assert devices.supports(cpu, "no_values")
+    assert not devices.supports(cpu, "no_values")
     assert not devices.supports(cpu, "flash_attention")
 
 

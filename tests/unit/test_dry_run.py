@@ -73,13 +73,14 @@ def test_encoder_outputs_are_gathered_with_the_width_that_the_stream_declares() 
     assert line.bytes == plan.microbatches * plan.rows["vision"] * 2 * (3 * 96) * 4
 
 
-def test_experts_are_counted_as_if_tokens_chose_evenly() -> None:
+@pytest.mark.parametrize("compute", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_experts_are_counted_as_if_tokens_chose_evenly(compute: str) -> None:
     toy = {
         "model": {"family": "tests.toys.moe_decoder", "preset": "tiny"},
         "data": {"kind": "tests.toys.token_rows", "length": 256},
         "train": {"steps": 1, "global_batch": 4},
         "parallel": {"ep": 2},
-        "precision": {"compute": "bfloat16"},
+        "precision": {"compute": compute},
     }
     roles = tessera.dry_run(toy, world=4)
     assert estimate_error(tessera.plan(toy, world=4), roles) < 0.01

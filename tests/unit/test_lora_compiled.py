@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from tessera.core.adapters import Adapter
 from tessera.core.config_model import WeightBits
 from tessera.core.run_config import LoraSection, ModelSection, ParallelSection
-from tessera.core.types import Batch
+from tessera.core.types import Batch, Segments
 from tessera.models import resolve
 from tessera.nn.lora import adapted_layers, add_adapters, find_adapters, with_adapters, without_adapters
 from tessera.parallel.modules import apply_compile
@@ -23,6 +23,7 @@ from tessera.parallel.plan import make_plan
 from tests.unit.test_parallel_compile import batch_of, gradients, varied
 
 SHAPE = {"text.num_hidden_layers": 2, "vision.depth": 1}
+ONE_LAYER = {"text.num_hidden_layers": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -204,4 +205,28 @@ def test_whole_models_through_kernels(bits: WeightBits | None) -> None:
                 assert float((grad - expected[name]).abs().max() / size) < 1e-5, name
         forms.append(counters["stats"]["unique_graphs"])
     assert forms[0] == forms[1]
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_break_no_graph() -> None:
+    spec, config = resolve(ModelSection(family="qwen3", preset="quickstart-moe", config=ONE_LAYER))
+    model, plan = spec.main.build(config), spec.main.plan(config)
+    experts = "text.layers.{*}.mlp.experts"
+    add_adapters(model, find_adapters(LoraSection(targets=[experts], rank=3), model, plan))
+    chance = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.05, generator=chance)
+    model.bfloat16()  # compilers know the grouped product in this type alone
+    tokens = torch.arange(40) % 97
+    tensors = {"tokens": tokens, "labels": tokens.roll(-1), "positions": torch.arange(40)}
+    batch = Batch(tensors, {"text": Segments.of([40])}, seeds=(0,))
+    expected, before = model(batch).hidden.detach(), reference(model, batch)
+    counter = CompileCounter()
+    blocks = make_plan(ParallelSection(compile=True), with_adapters(plan), model, 1).compiled
+    apply_compile(model, blocks, backend=counter)  # type: ignore[arg-type]
+    torch.testing.assert_close(model(batch).hidden.detach(), expected)
+    torch.testing.assert_close(reference(model, batch), before)
+    assert not torch.equal(expected, before)
+    assert counter.frame_count == 2  # with adapters and without
     assert not counters["graph_break"]
