@@ -173,3 +173,29 @@ def test_a_question_without_classes_is_refused(tmp_path: Path) -> None:
     pictures(folder, ["loose.png"])
     with pytest.raises(TesseraError, match="lies in no folder of a class"):
         open_source(SourceSection(path=folder, question="Which?"))
+
+
+def test_one_image_under_its_own_name_is_read_in_messages_and_never_dropped(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "A dog"}
+    asked = [{"role": "user", "content": "<image>What?"}, answer]
+    inside = [
+        {"role": "user", "content": [{"type": "image", "image": "b.png"}, {"type": "text", "text": "It?"}]},
+        answer,
+    ]
+    rows = [
+        {"messages": asked, "image": "a.png"},
+        {"messages": asked, "image": ["a.png"], "images": None},
+        {"messages": inside, "image": "b.png"},  # said twice
+        {"messages": [{"role": "user", "content": "What?"}, answer], "image": "a.png"},
+        {"messages": asked, "image_path": "a.png"},
+        {"messages": asked, "id": "a word"},
+    ]
+    source = opened(tmp_path, rows)
+    for number in (0, 1):
+        assert said(source.read(number))[0] == ("user", "[a.png]What?")
+    assert said(source.read(2))[0] == ("user", "[b.png]It?")
+    with pytest.raises(RecordError, match="0 <image> placeholders, 1 images"):
+        source.read(3)
+    with pytest.raises(RecordError, match=r"columns: \{images: image_path\}"):
+        source.read(4)
+    assert said(source.read(5))[0] == ("user", "<image>What?")

@@ -102,10 +102,7 @@ def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> Colum
 def _media_keys(record_format: RecordFormat, kind: PartKind, columns: Mapping[str, str]) -> tuple[str, ...]:
     if f"{kind}s" in columns:
         return (columns[f"{kind}s"],)
-    if record_format == "llava":
-        return (kind,)
-    both = ("alpaca", "query_response", "question_answer", "text", "generation")
-    return (f"{kind}s", kind) if record_format in both else (f"{kind}s",)
+    return (kind,) if record_format == "llava" else (f"{kind}s", kind)
 
 
 def check_columns(columns: Mapping[str, str], where: str) -> None:

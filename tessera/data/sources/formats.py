@@ -114,7 +114,7 @@ def _parse_messages(record: Mapping[str, Any], names: ColumnMap) -> tuple[Messag
         if calls:
             parts.append(Part("text", ("\n" if parts else "") + _checked(format_calls, calls)))
         messages.append(Message(role, tuple(parts)))
-    media.check_used()
+    media.check_used(messages)
     return _with_system(messages, record, names)
 
 

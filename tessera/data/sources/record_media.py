@@ -7,14 +7,14 @@ Face stores it, a `data:` URL in base64, or an http(s) URL, which is fetched onl
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any, NoReturn
 
 from PIL import Image
 
 from tessera.core.errors import TesseraError
-from tessera.core.types import Part, PartKind
+from tessera.core.types import Message, Part, PartKind
 from tessera.data.media.data_urls import decode_data_url, is_data_url
 from tessera.data.media.files import ArchiveMember
 from tessera.data.sources.columns import MEDIA, ColumnMap
@@ -36,10 +36,14 @@ class RecordMedia:
 
     def __init__(self, record: Mapping[str, Any], names: ColumnMap, always: tuple[PartKind, ...] = ()) -> None:
         self.listed: dict[PartKind, list[Any]] = {}
+        self.alone: set[PartKind] = set()  # not a list beside the text, but one file under the name of the kind
+        self._record = record
         for kind in MEDIA:
             key = next((key for key in names.media[kind] if has(record, key)), None)
             if key is not None or kind in always:
                 self.listed[kind] = [] if key is None else values_of(record[key], key)
+            if key == kind:
+                self.alone.add(kind)
         self.used: dict[PartKind, int] = dict.fromkeys(self.listed, 0)
 
     def fill(self, text: str) -> list[Part]:
@@ -67,7 +71,12 @@ class RecordMedia:
 
     def _placed(self, name: str) -> Part | None:
         kind = next((kind for kind in self.listed if kind == name), None)
-        return None if kind is None else self.next(kind)
+        if kind is not None:
+            return self.next(kind)
+        for key, value in self._record.items():  # is it really only a word?
+            if name in key.lower() and isinstance(value, (str, bytes, list, dict)) and value:
+                fail(f"<{name}> in the text, and what it stands for may be under {key!r}: columns: {{{name}s: {key}}}")
+        return None
 
     def next(self, kind: PartKind) -> Part:
         listed, at = self.listed.get(kind, []), self.used.get(kind, 0)
@@ -81,10 +90,13 @@ class RecordMedia:
             return []
         return [self.next(kind) for kind, listed in self.listed.items() for _ in listed]
 
-    def check_used(self) -> None:
+    def check_used(self, messages: Iterable[Message] = ()) -> None:
+        """Raise if placeholders and media differ in number. `messages`: a file that they name themselves may stand in
+        the record once more, by itself."""
+        named = {part.kind for message in messages for part in message.parts}
         for kind, used in self.used.items():
             given = len(self.listed.get(kind, []))
-            if used != given:
+            if used != given and not (used == 0 and kind in self.alone & named):
                 fail(f"{kind} token count that cannot match: {used} <{kind}> placeholders, {given} {kind}s")
 
 
