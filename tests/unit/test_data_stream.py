@@ -142,6 +142,25 @@ def test_samples_that_are_left_out_and_those_that_crash_are_told_by_file(hub: Hu
     assert [one for one, _ in rows.without({name: "asked"}).batch(range(length)).problems].count(name) == 1
 
 
+def test_a_file_without_a_usable_sample_is_passed_over(
+    hub: HubServer,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = publish(hub)
+    made.files["data/train-00001.jsonl"] = b'{"id": "bad", "messages": 3}\n'
+    rows = streamed(tmp_path / "index")
+    found = [one for row in ids(rows, 0, epoch_of(rows)) for one in row]
+    assert sorted(found) == sorted(f"{number}-{at}" for number in (0, 2, 3) for at in range(SAMPLES))
+    assert "is passed over: no usable sample is left of 1" in caplog.text
+    with pytest.raises(TesseraError, match="bad cannot be used"):
+        epoch_of(streamed(None, on_bad_sample="fail"))
+    for number in range(FILES):
+        made.files[f"data/train-{number:05d}.jsonl"] = b'{"id": "bad", "messages": 3}\n'
+    with pytest.raises(TesseraError, match="no file of the data has a usable sample"):
+        streamed(tmp_path / "index").batch([0])
+
+
 def test_a_shard_is_verified_and_asked_for_again(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     made = publish(hub)
     found = remote_shards(HubId("hf", "dataset", "org/set"), "data")

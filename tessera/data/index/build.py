@@ -35,7 +35,7 @@ from tessera.data.index.split import (
 )
 from tessera.data.media.files import Limits
 from tessera.data.media.read import MediaProcessor
-from tessera.data.sources.container import bad_sample_error
+from tessera.data.sources.container import NothingUsable, bad_sample_error
 from tessera.data.sources.source import Source, open_source
 from tessera.data.tables import AnyTables, MemoryTables, keep_tables, open_tables
 
@@ -71,7 +71,7 @@ def build_index(
     if starts[-1] == 0:
         count = sum(part.bad_count for part in parts)
         reasons = [f"\n    {id}: {reason}" for part in parts for id, reason in part.bad[:5]]
-        raise TesseraError(
+        raise NothingUsable(
             f"no usable sample is left of {count}; the first reasons:{''.join(reasons[:5])}",
             where=", ".join(str(section.path) for section in sections),
         )

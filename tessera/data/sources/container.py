@@ -43,6 +43,10 @@ def bad_sample_error(id: str, reason: str, where: str, others: int = 0) -> Tesse
     return TesseraError(f"sample {id} cannot be used: {reason}{more}", where=where, fix=fix)
 
 
+class NothingUsable(TesseraError):
+    """Say that data has no sample to train on."""
+
+
 class RawRecord(NamedTuple):
     """Hold a record as it was found. `members`: media in the same archive, by each name that a record may call them."""
 

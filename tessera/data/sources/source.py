@@ -16,7 +16,7 @@ from tessera.data.media.files import ArchiveMember, resolve
 from tessera.data.media.urls import is_url
 from tessera.data.sources.class_folder import ClassFolder, is_class_folder, open_class_folder
 from tessera.data.sources.columns import check_columns
-from tessera.data.sources.container import Container, Joined, RawRecord, RecordError
+from tessera.data.sources.container import Container, Joined, NothingUsable, RawRecord, RecordError
 from tessera.data.sources.features import MANIFEST, FeatureFolder
 from tessera.data.sources.file_groups import (
     METADATA,
@@ -134,7 +134,7 @@ def open_source(section: SourceSection, cache_folder: Path | None = None) -> Sou
             fix="leave `question` out: these records have questions of their own",
         )
     if len(records) == 0:
-        raise TesseraError("the data set has no records", where=str(section.path))
+        raise NothingUsable("the data set has no records", where=str(section.path))
     root = base if section.root is None else section.root
     if not root.is_dir():
         raise TesseraError(f"no such folder for media: {root}", where=where, fix="mend `root`")

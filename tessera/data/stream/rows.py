@@ -25,6 +25,7 @@ from tessera.core.files import read_json_mapping, replace_file
 from tessera.core.types import ENDLESS, Batch, RowSource
 from tessera.data.order.mixture import Shuffle
 from tessera.data.order.packed_rows import PackedRows
+from tessera.data.sources.container import NothingUsable
 from tessera.data.stream.locks import locked
 
 log = logging.getLogger("tessera")
@@ -145,8 +146,8 @@ class StreamedRows(RowSource):
     def _at(self, row: int) -> _Found:
         """Return where a row lies. Files before it whose rows were never counted are opened for that."""
         epoch, left = 0, row
-        if len(self._counts) == len(self.shards):
-            epoch, left = divmod(row, sum(self._counts.values()))
+        if len(self._counts) == len(self.shards) and (length := sum(self._counts.values())):
+            epoch, left = divmod(row, length)
         while True:
             passed = 0
             for position in range(len(self.shards)):
@@ -170,8 +171,23 @@ class StreamedRows(RowSource):
     def _count(self, shard: int) -> int:
         if shard not in self._counts:
             kept = self._kept_count(shard)
-            self._counts[shard] = len(self._rows(shard)) if kept is None else kept
+            self._counts[shard] = self._counted(shard) if kept is None else kept
         return self._counts[shard]
+
+    def _counted(self, shard: int) -> int:
+        """Return the rows of a file by opening it. One without a usable sample has none, and a run goes past it."""
+        try:
+            return len(self._rows(shard))
+        except NothingUsable as error:
+            log.warning("%s is passed over: %s", self.shards[shard].name, error.what)
+            self._keep_count(shard, 0)
+            return 0
+
+    def _keep_count(self, shard: int, rows: int) -> None:
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            said = {"file": self.shards[shard].name, "rows": rows}
+            replace_file(self._count_file(shard), json.dumps(said).encode())
 
     def _kept_count(self, shard: int) -> int | None:
         if self._folder is None or not (file := self._count_file(shard)).is_file():
@@ -216,8 +232,8 @@ class StreamedRows(RowSource):
                     where=str(self._folder),
                     fix="put the data or the settings back as they were; or begin another run",
                 )
-            if kept is None and self._folder is not None:
-                replace_file(self._count_file(shard), json.dumps({"file": one.name, "rows": len(made)}).encode())
+            if kept is None:
+                self._keep_count(shard, len(made))
         return made
 
     def _look_ahead(self, epoch: int, position: int) -> None:
@@ -235,6 +251,8 @@ class StreamedRows(RowSource):
     def _fetch_ahead(self, shard: int) -> None:
         try:
             self._rows(shard)
+        except NothingUsable:  # told when the run reaches the file
+            return
         except TesseraError as error:  # it is raised when the run reaches the file, if it lasts that long
             log.warning("%s could not be prepared ahead: %s", self.shards[shard].name, error.what)
 
