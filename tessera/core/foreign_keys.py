@@ -149,6 +149,7 @@ FOREIGN: dict[str, Ours] = {
     "max_seq_len": _LENGTH,
     "model_max_length": _LENGTH,
     "seq_length": _LENGTH,
+    "streaming": Ours("data.stream", "true", "files are fetched as the run reaches them; count in train.steps"),
     "packing": Ours("data.pack", "true", "it is the default"),
     "neat_packing": Ours("data.pack", "true", "it is the default, and samples of a row never see each other"),
     "truncation_strategy": Ours("data.truncate", "turns", "or never, which leaves longer samples out"),
