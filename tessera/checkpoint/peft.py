@@ -76,17 +76,18 @@ def _with_model(folder: Path) -> str:
 
 
 def _without_base(folder: Path) -> TesseraError:
-    """Return what to do with adapters of a model that no folder holds: one that a run began from a seed."""
+    """Return what to do with adapters that name no model, such as those of a run that began from a seed."""
     run = folder.absolute().parent
     of_run = (run / "config.yaml").is_file()
     return TesseraError(
-        "the adapters name no model: that of their run began from a seed, and no folder holds its weights",
+        "the adapters name no model"
+        + (": that of their run began from a seed, and no folder holds its weights" if of_run else ""),
         where=str(folder / CONFIG),
         fix=f"the run has the weights: `tessera convert {run} OUT` writes the model with its adapters merged, and "
         f"`tessera generate {run}` uses it"
         if of_run
-        else "use the run that they come from, whose checkpoints hold the model: tessera convert RUN OUT; or, if you "
-        f"have the model: {_with_model(folder)}",
+        else f"name it: {_with_model(folder)}; one that a run began from a seed is in its checkpoints alone: "
+        "tessera convert RUN OUT",
     )
 
 
