@@ -289,6 +289,12 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
             where=str(path),
             fix="name the files that its file_name keys name",
         )
+    if keys is not None and {"chosen", "rejected"} <= set(keys):
+        raise TesseraError(
+            "these are pairs of answers, and no conversations",
+            where=f"{path}, {location}",
+            fix="data.kind=preference trains on them; `tessera data doctor FILE --recipe RECIPE` examines them for it",
+        )
     seen = "no record can be read" if keys is None else f"the first that does not tell has the keys {keys}"
     raise TesseraError(
         f"cannot tell the format of the records; {seen}",

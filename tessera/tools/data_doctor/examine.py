@@ -22,6 +22,8 @@ from tessera.core.trust import Trust, check_trusted, model_code
 from tessera.core.types import Processor
 from tessera.data.index.measure import Progress
 from tessera.data.kinds import Work
+from tessera.data.kinds.preference import PairProcessor
+from tessera.data.kinds.unpaired_preference import RatedProcessor
 from tessera.data.media.files import Limits, limits_of
 from tessera.data.media.read import CaptionProcessor, ChatProcessor
 from tessera.data.sources.source import Source, open_source
@@ -37,6 +39,7 @@ from tessera.training.setup import build_meta_model
 
 CHUNK = 256  # rows a worker looks at in one go
 RUN_CONFIG = "config.yaml"
+_OF_ANSWERS = {"preference": PairProcessor, "unpaired_preference": RatedProcessor}
 # Histograms: title, unit, column.
 _WITH_TOKENS = (
     ("Length of a sample", "tokens", "tokens"),
@@ -74,8 +77,8 @@ def examine(
     began = time.perf_counter()
     if not sections:
         raise TesseraError("no data sets are given", where="tessera data doctor", fix="name one or more files")
-    if isinstance(processor, CaptionProcessor):
-        sections = [section.model_copy(update={"format": "generation"}) for section in sections]
+    if (form := _form_of(processor)) is not None:
+        sections = [section.model_copy(update={"format": form}) for section in sections]
     if processor is not None and not isinstance(processor, (ChatProcessor, CaptionProcessor)):
         raise TesseraError(
             f"{type(processor).__name__} serves neither conversations nor captions",
@@ -103,6 +106,15 @@ def examine(
             decode,
             time.perf_counter() - began,
         )
+
+
+def _form_of(processor: Processor | None) -> str | None:
+    """Return the form of the rows that a processor is for; None: it is found out from them."""
+    if isinstance(processor, CaptionProcessor):
+        return "generation"
+    if isinstance(processor, RatedProcessor):
+        return "unpaired_preference"
+    return "preference" if isinstance(processor, PairProcessor) else None
 
 
 def _workers(asked: int | Literal["auto"]) -> int:
@@ -214,6 +226,8 @@ def _prepared(config: RunConfig) -> ForModel:
     processor = build_processor(config, setup)
     if isinstance(processor, ChatProcessor):
         processor = processor.training_on(config.data.train_on, last_only=config.data.mask_history)
+        if (kind := _OF_ANSWERS.get(config.data.kind)) is not None:
+            processor = kind(processor).training_on(["assistant"])
     work = setup.spec.work
     if work is not None:
         work = functools.partial(work, setup.config, training=setup.training)

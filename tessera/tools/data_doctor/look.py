@@ -16,10 +16,12 @@ import numpy as np
 from tessera.core.errors import TesseraError
 from tessera.core.types import PLAIN, MediaSize, Message, Part, Sample
 from tessera.data.index.split import TruncateToLength
+from tessera.data.kinds.preference import PairProcessor
 from tessera.data.media.files import Limits
 from tessera.data.media.read import CaptionProcessor, ChatProcessor, decode, probe, read_media
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.container import RecordError, reason_of
+from tessera.data.sources.formats import CHOSEN, REJECTED
 from tessera.data.sources.source import Source
 from tessera.data.workers.pool import Note
 from tessera.data.workers.worker import time_limit
@@ -123,7 +125,7 @@ class Examiner:
     def _sample(self, look: _Look, row: int, sample: Sample) -> dict[str, int]:
         """Return the columns of a row. A sample that cannot be used has hashes alone."""
         root = look.source.root
-        texts = check_texts(sample)
+        texts = check_texts(_as_spoken(sample))
         for kind, detail in texts.problems.items():
             if not self.captions or kind in _OF_ANY_TEXT:
                 look.report(kind, row, sample.id, detail)
@@ -223,19 +225,25 @@ class Examiner:
         if known is None:
             if len(self._media_tokens) >= _KNOWN_SIZES:
                 self._media_tokens.clear()
-            with_it = self.processor.measure(Sample("", (Message("user", (part,)),)), [size])["tokens"]
+            with_it = self._plain.measure(Sample("", (Message("user", (part,)),)), [size])["tokens"]
             known = self._media_tokens[key] = with_it - self._empty_tokens
         return known
 
+    @property
+    def _plain(self) -> ChatProcessor | CaptionProcessor:
+        """Return the processor of a conversation that is no pair."""
+        assert self.processor is not None
+        return self.processor.inner if isinstance(self.processor, PairProcessor) else self.processor
+
     @cached_property
     def _empty_tokens(self) -> int:
-        assert self.processor is not None
-        return self.processor.measure(Sample("", (Message("user", ()),)), [])["tokens"]
+        return self._plain.measure(Sample("", (Message("user", ()),)), [])["tokens"]
 
     def kept_tokens(self, source: Source, row: int, length: int) -> int:
         """Return the tokens left of a sample that is cut by turns; 0 when nothing of it fits."""
         assert self.processor is not None
-        if not isinstance(self.processor, ChatProcessor):  # an image or a video is whole, or is left out
+        # An image, a video or a pair of answers is whole, or is left out.
+        if not isinstance(self.processor, ChatProcessor) or isinstance(self.processor, PairProcessor):
             return 0
         sample = source.read(row)
         sizes = [probe(part, source.root, self.limits, self.sampling) for part in sample.media()]
@@ -267,6 +275,15 @@ class Examiner:
                 return show(location, sample, media, sizes, processor, self._tokens_of)
         except (TesseraError, OSError) as error:
             return show(location, sample, [], [], None, self._tokens_of, problem=reason_of(error))
+
+
+def _as_spoken(sample: Sample) -> Sample:
+    """Return a conversation with an answer in the place of a pair: the better one."""
+    answers = [message for message in sample.messages if message.role in (CHOSEN, REJECTED)]
+    if not answers:
+        return sample
+    asked = sample.messages[: -len(answers)]
+    return Sample(sample.id, (*asked, Message("assistant", answers[0].parts)))
 
 
 def _scan(source: Source, chunk: Chunk, note: Note) -> Iterator[tuple[int, Sample | RecordError | TesseraError]]:
