@@ -35,6 +35,23 @@ Grid = tuple[int, int, int]  # frames, rows and columns, in tokens
 
 
 @dataclass(frozen=True)
+class ShownFrame:
+    """Describe how a text encoder reads the first frame of a video, and which of its states the model then reads: some
+    of the frame's, and those of the caption without the words that ask for an answer."""
+
+    word: str  # what stands for the frame in the template
+    every: int  # of the states of the frame, the first of so many
+    mark: str  # the word that ends what asks for an answer
+    closing: int = 4  # so many words, up to the last mark, are left out
+    tokens: int = 576  # that a frame is for the encoder
+
+    @property
+    def states(self) -> int:
+        """Return how many states of the frame the model reads."""
+        return -(-self.tokens // self.every)
+
+
+@dataclass(frozen=True)
 class TextForm:
     """Describe how a family reads captions with one of its text encoders."""
 
@@ -42,7 +59,8 @@ class TextForm:
     tokenizer: str = "tokenizer"
     length: int = 512  # tokens of a caption at most, without those that `skip` leaves out; longer ones are cut
     template: str = "{}"  # what is tokenised: the caption stands for {}
-    image: str = ""  # what stands in the template for an image that the encoder reads, too
+    image: str = ""  # what stands in the template for an image to edit that the encoder reads, too
+    shown: ShownFrame | None = None  # where the encoder reads the first frame of a video, too
     blank: str = ""  # what stands there for an empty caption
     tidy: bool = False  # whether entities of HTML and runs of spaces in a caption are resolved first
     skip: int = 0  # embeddings at the beginning that are left out: those of the template
@@ -60,7 +78,8 @@ class TextForm:
             return 0
         if self.padding in ("zeros", "encoded"):
             return self.length
-        return max(0, min(ids, self.length + self.skip) - self.skip)
+        read = min(ids, self.length + self.skip) - self.skip
+        return max(0, read) if self.shown is None else self.shown.states + max(0, read - self.shown.closing)
 
     def prompt(self, caption: str, template: str | None = None) -> str:
         """Return the text that is tokenised for a caption. `template`: another one than the form's own."""
@@ -124,7 +143,6 @@ class GenerationForm:
     whole_text: bool = False
     text: tuple[TextForm, ...] = (TextForm(),)
     edit: tuple[EditForm, ...] = ()  # published pipelines whose text encoder reads reference images, too
-    text_reads_frames: bool = False  # whether the published text encoder reads given frames, which none does here
     objective: Objective = "flow"
     condition: ImageCondition = "none"
     # Whether it reads embeddings of given frames, too, which an image encoder makes: in joint families as elements of
@@ -136,14 +154,18 @@ class GenerationForm:
     positions: PositionStyle = "grid"
     table: int = 0  # rows and columns of a table of positions
 
-    def check_text(self, where: str) -> None:
-        """Raise if captions cannot be encoded here as the published pipeline does."""
+    @property
+    def text_reads_frames(self) -> bool:
+        """Return whether a text encoder reads the first frame of a video, too."""
+        return any(one.shown is not None for one in self.text)
+
+    def check_sampling(self, where: str) -> None:
+        """Raise if samples cannot be made here as the published pipeline does."""
         if self.text_reads_frames:
             raise TesseraError(
-                "the text encoder of this model reads the first frame, too, which is not done here",
+                "the text encoder of this model reads the first frame, too, which is done in training alone",
                 where=where,
-                fix="take a model whose text encoder reads text alone, such as Wan I2V; or train on features that were "
-                "made elsewhere",
+                fix="sample with diffusers: the exported folder is the transformer of its pipeline",
             )
 
     def edit_of(self, pipeline: object) -> EditForm | None:

@@ -126,7 +126,7 @@ class DiffusionTask(Task):
         if self.options.encoders is None:
             self._check_features()
         always = self.form.condition == "replace" and not self.form.token_times  # first frames have the time 0
-        always |= self.form.joint and self.form.image_embeds
+        always |= (self.form.joint and self.form.image_embeds) or self.form.text_reads_frames
         if given == "none" and (self.form.condition in ("mask_channels", "channels") or always):
             raise TesseraError(
                 "this model continues given images",
@@ -158,7 +158,6 @@ class DiffusionTask(Task):
             self._check_features()
             self._previews = config.train.generate_every > 0
             return {}
-        self.form.check_text("train.task_options.encoders")
         folder = chosen.folder or config.model.path
         if folder is None:
             raise TesseraError(
@@ -170,7 +169,7 @@ class DiffusionTask(Task):
         edit = edit_form(parts.folder, self.form)
         if edit is not None:
             self._edit = partial(EditImages.load, parts.folder, edit)
-        elif self.options.caption_dropout:
+        elif self.options.caption_dropout or self.form.text_reads_frames:
             self._empty = partial(parts.empty_caption, self.form)
         make = partial(parts.autoencoder, dtype=DTYPES[vae.dtype], tiling=vae.tiling, slicing=vae.slicing)
         found = {VAE: FrozenPart(partial(make, meta=True), make, vae.residence)}

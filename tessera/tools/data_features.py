@@ -39,7 +39,7 @@ from tessera.hub.config import load_local_config
 from tessera.models.common.edit_images import EditImages, edit_form
 from tessera.models.common.feature_facts import component_hashes, form_facts
 from tessera.models.common.generation_processor import GenerationProcessor
-from tessera.models.common.pipeline_parts import PipelineFolder, TextEncoder, joined
+from tessera.models.common.pipeline_parts import PipelineFolder, TextEmbedding, TextEncoder, joined
 from tessera.models.common.sample_encoders import SampleEncoders, latent_lengths
 from tessera.tasks.diffusion import DiffusionTask
 from tessera.training.build import build_processor
@@ -200,7 +200,8 @@ def _prepare(
         images = EditImages.load(where, edit)
         return SampleEncoders(form, parts, task.options.given, (), images, stores_empty=True), rows, facts
     empty = PipelineFolder(where).empty_caption(form)
-    return SampleEncoders(form, parts, task.options.given, empty), rows, facts
+    own = form.text_reads_frames  # then the empty caption is another one for each sample, too
+    return SampleEncoders(form, parts, task.options.given, empty, stores_empty=own), rows, facts
 
 
 @torch.no_grad()
@@ -210,6 +211,9 @@ def _empty_caption(encoders: SampleEncoders, device: torch.device) -> dict[str, 
         return {}
     found = []
     for form, ids in zip(encoders.form.text, encoders.empty, strict=True):
+        if form.shown is not None:  # of which every sample has its own
+            found.append(TextEmbedding(None, None))
+            continue
         with encoders.parts[form.encoder].use() as encoder:
             assert isinstance(encoder, TextEncoder)
             found += encoder.encode([torch.tensor(ids, dtype=torch.int64, device=device)])

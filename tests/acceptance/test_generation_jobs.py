@@ -157,7 +157,10 @@ def test_keys_that_cannot_be_honoured_are_refused_by_name(here: Path) -> None:
 
     assert refused({"predictor.FPDT": True, "predictor.num_layer": 3}) == ["predictor.FPDT", "predictor.num_layer"]
     assert refused({"diffusion.sigma_min": 0.003}) == ["diffusion.sigma_min"]
-    assert refused({"patch.muon_optimizer": True, "dpo": {"loss_beta": 1}}) == ["dpo", "patch.muon_optimizer"]
+    assert refused({"patch.muon_optimizer": True, "use_dynamic_dpcp": True}) == [
+        "use_dynamic_dpcp",
+        "patch.muon_optimizer",
+    ]
     assert refused({"ae.do_sample": True, "ae.dtype": "int8"}) == ["ae.dtype", "ae.do_sample"]
     at = "dataset_param.preprocess_parameters."
     assert refused(data={f"{at}frame_interval": 2, f"{at}truncate_t_by_sp": True}) == [
@@ -363,9 +366,3 @@ def test_wrong_values_of_an_inference_json_are_named(here: Path, change: dict[st
     asked |= {"prompt": ["a red kite"], **change}
     with pytest.raises(TesseraError, match=said):
         inference_sora(["--mm-model", put(here / "wrong.json", asked), "--load", "ckpt/wan/transformer"])
-
-
-def test_sampling_is_one_ranks_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(TesseraError, match="2 ranks were started"):
-        inference_sora([])

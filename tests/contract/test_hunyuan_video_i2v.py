@@ -1,4 +1,5 @@
-"""Training of HunyuanVideo 1.5 I2V: embeddings of the first frame are elements of the main sequence."""
+"""Training of HunyuanVideo I2V, where the text encoder reads the first frame, and of 1.5, where its embeddings are
+elements of the main sequence."""
 
 from __future__ import annotations
 
@@ -13,16 +14,19 @@ from PIL import Image
 
 import tessera
 from tessera.core.errors import TesseraError
+from tessera.core.generation import GenerationForm
 from tessera.core.task import FrozenModule
-from tessera.models.common.frame_encoder import IMAGE_ENCODER, frame_embeddings
+from tessera.data.captions import CaptionEncoder
+from tessera.models.common.frame_encoder import IMAGE_ENCODER, frame_embeddings, prepared
 from tessera.models.common.generation_processor import GenerationProcessor
 from tessera.models.common.pipeline_parts import VAE, PipelineFolder
-from tessera.models.common.sample_encoders import SampleEncoders, latent_lengths
+from tessera.models.common.sample_encoders import SampleEncoders, latent_lengths, without_captions
+from tessera.models.hunyuan_video.config import HunyuanVideoConfig
 from tessera.models.hunyuan_video_1_5.config import HunyuanVideo15Config
 from tessera.tools.data_features import write_features
-from tests.close import assert_as_close
-from tests.toys.generation_set import rows_of, write_jsonl, write_video
-from tests.toys.sampling_folders import write_hunyuan_video_1_5_i2v
+from tests.close import assert_as_close, distance
+from tests.toys.generation_set import rows_of, write_image, write_jsonl, write_video
+from tests.toys.sampling_folders import write_hunyuan_video_1_5_i2v, write_hunyuan_video_i2v
 
 CPU = torch.device("cpu")
 FORM = HunyuanVideo15Config(in_channels=9, out_channels=4).generation()
@@ -58,7 +62,7 @@ def test_a_first_frame_is_embedded_as_diffusers_does(world: tuple[Path, Any]) ->
     # Of another size it is resized, by Pillow there: both round to whole levels, of which they are one apart at most.
     large = shown.resize((60, 50), Image.Resampling.BICUBIC)
     theirs = pipeline.feature_extractor(images=large, return_tensors="pt").pixel_values[0]
-    ours = encoder._prepared(torch.from_numpy(np.array(large)))
+    ours = prepared(torch.from_numpy(np.array(large)), encoder.form)
     assert float((ours - theirs).abs().max()) <= 1.001 / 127.5
 
 
@@ -139,3 +143,82 @@ def test_what_such_a_model_needs_is_asked_for(world: tuple[Path, Any], tmp_path:
         tessera.plan(recipe(folder, folder / "videos.jsonl", given="none"), world=1)
     with pytest.raises(TesseraError, match="no image encoder lies beside it"):
         frame_embeddings(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------- the first generation
+
+
+CONDITIONS = ["token_replace", pytest.param("latent_concat", marks=pytest.mark.slow)]
+
+
+def first_form(condition: Any) -> GenerationForm:
+    channels = 9 if condition == "latent_concat" else 4
+    return HunyuanVideoConfig(in_channels=channels, out_channels=4, image_condition_type=condition).generation()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_captions_are_read_with_the_first_frame_as_diffusers_does(tmp_path: Path, condition: str) -> None:
+    from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video as published
+
+    pipeline, form = write_hunyuan_video_i2v(tmp_path, condition), first_form(condition).text[0]
+    template = published.DEFAULT_PROMPT_TEMPLATE
+    assert form.template == template["template"]
+    assert form.shown is not None
+    shown = Image.fromarray(np.random.default_rng(0).integers(0, 255, (336, 336, 3), dtype=np.uint8))
+    captions, frame = CaptionEncoder.load(tmp_path, form), torch.from_numpy(np.array(shown))
+    narrow, wide = (PipelineFolder(tmp_path).text_encoder(form, dtype=one) for one in (torch.float32, torch.float64))
+    for caption in ("a red kite moving left", "kite " * 400):  # the second one is cut
+        ids = torch.tensor(captions.cut(captions.ids(caption)))
+        (ours,), (exact,) = (encoder.encode([ids], [frame]) for encoder in (narrow, wide))
+        every = form.shown.every
+        states, mask = pipeline._get_llama_prompt_embeds(shown, caption, template, image_embed_interleave=every)
+        peer = states[0][mask[0].bool()]
+        assert ours.tokens is not None
+        assert exact.tokens is not None
+        assert len(ours.tokens) == form.embeddings(len(ids))
+        assert distance(peer, exact.tokens) < 1e-5 * distance(exact.tokens, torch.zeros_like(exact.tokens))
+        assert_as_close(ours.tokens, peer, exact.tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("condition", ["token_replace", "latent_concat"])
+def test_training_on_features_is_training_with_frames_in_captions(tmp_path: Path, condition: str) -> None:
+    write_hunyuan_video_i2v(tmp_path / "model", condition)
+    rows = []
+    for number, caption in enumerate(CAPTIONS):
+        write_video(tmp_path / f"{number}.mp4", 5 + 4 * number, size=(48, 32))
+        rows.append({"id": f"s{number}", "path": f"{number}.mp4", "cap": caption})
+    online = recipe(tmp_path, write_jsonl(tmp_path / "videos.jsonl", rows))
+    write_features(online, tmp_path / "features", batch=1)
+    stored = recipe(tmp_path, tmp_path / "features")
+    found = [tessera.train({**one, "out": str(tmp_path / name)}) for one, name in ((online, "a"), (stored, "b"))]
+    losses = [[row["loss"] for row in run.metrics if row["kind"] == "train"] for run in found]
+    assert losses[0] == losses[1], "encoders see one sample at a time in both"
+    assert len(set(losses[0])) == 3
+    with pytest.raises(TesseraError, match="which is done in training alone"):
+        tessera.pipeline(found[0].folder, device="cpu").generate("a kite", images=[Image.new("RGB", (64, 64))])
+
+
+@torch.no_grad()
+def test_the_empty_caption_of_a_sample_is_read_with_its_own_frame(tmp_path: Path) -> None:
+    write_hunyuan_video_i2v(tmp_path, "token_replace")
+    for number in range(3):
+        write_image(tmp_path / f"{number}.png", (32, 32), 60 * number)
+    data = [{"id": f"s{number}", "path": f"{number}.png", "cap": CAPTIONS[number]} for number in range(3)]
+    media = str(write_jsonl(tmp_path / "images.jsonl", data))
+    form, parts = first_form("token_replace"), PipelineFolder(tmp_path)
+    rows = rows_of(GenerationProcessor.load(form, tmp_path), media, length=LENGTH)
+    batch = rows.batch(range(len(rows)))
+    made = []
+    for dtype in (torch.float32, torch.float64):
+        modules = {VAE: parts.autoencoder()} | {one.encoder: parts.text_encoder(one, dtype=dtype) for one in form.text}
+        frozen = {name: FrozenModule(module, CPU, "device") for name, module in modules.items()}
+        encoders = SampleEncoders(form, frozen, "first", parts.empty_caption(form), stores_empty=True)
+        everyone = range(len(batch.segments["text"].lengths))
+        made.append((encoders.encode(batch, ()), encoders.encode(batch, everyone)))
+    (stored, online), (_, exact) = made
+    assert not torch.equal(stored["text"], online["text"])
+    assert_as_close(without_captions(stored, everyone)["text"], online["text"], exact["text"])
+    first = [text[:144] for text in torch.split(online["text"], [*online.segments["text"].lengths]) if len(text)]
+    assert not torch.equal(first[0], first[1]), "the frame is another one"

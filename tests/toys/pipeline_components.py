@@ -10,19 +10,27 @@ from torch import nn
 
 WORDS = ("a", "the", "cat", "dog", "kite", "red", "blue", "moving", "left", "right")
 TEXT = 16  # width of embeddings
+LLAVA_WORDS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<image>")
 VISION_WORDS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 
 
-def tokenizer(first: str, last: str, special: Sequence[str] = (), length: int = 512, *, letters: bool = False) -> Any:
+def tokenizer(
+    first: str,
+    last: str,
+    special: Sequence[str] = (),
+    length: int = 512,
+    *,
+    letters: bool = False,
+    breaks: bool = False,
+) -> Any:
     """Return a tokenizer of a few words, which begins and ends a text with words of its own. `letters`: every letter is
-    a token, so that a template has as many as the published one, or more."""
+    a token, so that a template has as many as the published one, or more. `breaks`: an empty line is a token."""
     from transformers import PreTrainedTokenizerFast
 
     known = ("<pad>", "</s>", "<unk>", "<s>", *special, *WORDS)
     made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(known)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Split(
-        Regex(r"\w|[^\w\s]" if letters else r"\w+|[^\w\s]"), "removed", invert=True
-    )
+    pattern = (r"\n\n|" if breaks else "") + (r"\w|[^\w\s]" if letters else r"\w+|[^\w\s]")
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
     around = [(word, known.index(word)) for word in (first, last) if word]
     if around:
         made.post_processor = processors.TemplateProcessing(
@@ -85,6 +93,23 @@ def siglip_vision() -> nn.Module:
 
     sizes = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
     return SiglipVisionModel(SiglipVisionConfig(image_size=28, patch_size=14, **sizes))
+
+
+def llava(words: Any) -> nn.Module:
+    """Return LLaVA for a tokenizer with `LLAVA_WORDS`; an image of 336 x 336 pixels is 576 tokens."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": TEXT, "intermediate_size": 32, "num_attention_heads": 2}
+    text = {**sizes, "model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    vision = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = LlavaConfig(
+        text_config={**text, "pad_token_id": 0},
+        vision_config={**vision, "model_type": "clip_vision_model", "image_size": 336, "patch_size": 14},
+        image_token_id=words.convert_tokens_to_ids("<image>"),
+        image_token_index=words.convert_tokens_to_ids("<image>"),
+        pad_token_id=0,
+    )
+    return LlavaForConditionalGeneration(config)
 
 
 def qwen_vl(words: Any, *, text_only: bool = False) -> nn.Module:

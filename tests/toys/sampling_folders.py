@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from tests.toys.pipeline_components import (
+    LLAVA_WORDS,
     TEXT,
     VISION_WORDS,
     clip,
     clip_vision,
     clip_words,
     image_vae,
+    llava,
     moved,
     qwen_vl,
     siglip_vision,
@@ -383,3 +385,49 @@ def saved(pipeline: Any, folder: Path) -> Any:
     pipeline.save_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def write_hunyuan_video_i2v(folder: Path, condition: str) -> Any:
+    """Write HunyuanVideo I2V, whose text encoder reads the first frame, too. `condition`: as its config names it."""
+    from diffusers import (
+        AutoencoderKLHunyuanVideo,
+        FlowMatchEulerDiscreteScheduler,
+        HunyuanVideoImageToVideoPipeline,
+        HunyuanVideoTransformer3DModel,
+    )
+    from transformers import CLIPImageProcessor
+
+    torch.manual_seed(8)
+    concat = condition == "latent_concat"
+    clip_tokens = clip_words()
+    words = tokenizer(first="<s>", last="", special=LLAVA_WORDS, breaks=True)
+    vae = AutoencoderKLHunyuanVideo(
+        latent_channels=4, block_out_channels=(4, 4, 4, 4), layers_per_block=1, norm_num_groups=2
+    )
+    transformer = HunyuanVideoTransformer3DModel(
+        in_channels=9 if concat else 4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=TEXT,
+        pooled_projection_dim=8,
+        rope_axes_dim=(4, 6, 6),
+        guidance_embeds=not concat,
+        image_condition_type=condition,
+    )
+    made = HunyuanVideoImageToVideoPipeline(
+        text_encoder=llava(words),
+        tokenizer=words,
+        transformer=moved(transformer),
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder_2=clip(clip_tokens, 8),
+        tokenizer_2=clip_tokens,
+        image_processor=CLIPImageProcessor(
+            size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}, do_center_crop=True
+        ),
+    )
+    return saved(made, folder)

@@ -129,7 +129,7 @@ class Pipeline:
         last_image: str | Path | Image.Image | None = None,
     ) -> Prepared:
         """Encode prompts and images of a resolved request. Images may be given here as objects."""
-        self.form.check_text("generate")
+        self.form.check_sampling("generate")
         last = last_image if last_image is not None else request.last_image
         opened = open_images(images or request.images)
         ending = None if last is None else open_images([last])[0]

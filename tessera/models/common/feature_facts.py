@@ -22,7 +22,11 @@ _BLOCK, _BLOCKS = 1 << 16, 128  # bytes, and how many of them are read of a file
 
 def form_facts(form: GenerationForm, edit: EditForm | None = None) -> dict[str, Any]:
     """Return what a family says about its input, as JSON. `edit`: of a pipeline whose text encoder reads images."""
-    text = [{key: value for key, value in asdict(one).items() if (key, value) != ("blank", "")} for one in form.text]
+    later = {"blank": "", "shown": None}  # fields that came later: features that are there already do not name them
+    text = [
+        {key: value for key, value in asdict(one).items() if key not in later or value != later[key]}
+        for one in form.text
+    ]
     facts = {"channels": form.channels, "patch": list(form.patch), "joint": form.joint, "text": text}
     facts |= {} if edit is None else {"edit": asdict(edit)}
     return dict(json.loads(json.dumps(facts)))

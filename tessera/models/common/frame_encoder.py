@@ -79,7 +79,7 @@ class FrameEncoder(nn.Module):
         if not frames:
             return []
         dtype = next(self.encoder.parameters()).dtype
-        pixels = torch.stack([self._prepared(frame) for frame in frames]).to(dtype)
+        pixels = torch.stack([prepared(frame, self.form) for frame in frames]).to(dtype)
         return list(self(pixels).unbind())
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -88,17 +88,17 @@ class FrameEncoder(nn.Module):
         states: Tensor = found.last_hidden_state if self.form.stretched else found.hidden_states[-2]
         return states
 
-    def _prepared(self, frame: Tensor) -> Tensor:
-        """Return the frame resized, cropped around its middle where it is not stretched, and normalised."""
-        side = self.form.size
-        tall = wide = side
-        if not self.form.stretched:
-            height, width = frame.shape[:2]
-            scale = side / min(height, width)
-            tall, wide = max(side, int(height * scale)), max(side, int(width * scale))
-        image = frame.permute(2, 0, 1)[None].float()
-        image = nn.functional.interpolate(image, (tall, wide), mode="bicubic", antialias=True)
-        top, left = (tall - side) // 2, (wide - side) // 2
-        image = image[0, :, top : top + side, left : left + side].round().clamp(0, 255) / 255
-        mean, std = (torch.tensor(some, device=frame.device).view(3, 1, 1) for some in (self.form.mean, self.form.std))
-        return (image - mean) / std
+
+def prepared(frame: Tensor, form: FrameForm) -> Tensor:
+    """Return a frame, uint8 [H, W, 3], resized, cropped around its middle where it is not stretched, and normalised."""
+    tall = wide = side = form.size
+    if not form.stretched:
+        height, width = frame.shape[:2]
+        scale = side / min(height, width)
+        tall, wide = max(side, int(height * scale)), max(side, int(width * scale))
+    image = frame.permute(2, 0, 1)[None].float()
+    image = nn.functional.interpolate(image, (tall, wide), mode="bicubic", antialias=True)
+    top, left = (tall - side) // 2, (wide - side) // 2
+    image = image[0, :, top : top + side, left : left + side].round().clamp(0, 255) / 255
+    mean, std = (torch.tensor(some, device=frame.device).view(3, 1, 1) for some in (form.mean, form.std))
+    return (image - mean) / std

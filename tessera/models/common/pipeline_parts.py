@@ -16,11 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.errors import TesseraError, first_line, foreign_values, nearest
-from tessera.core.generation import GenerationForm, TextForm
+from tessera.core.generation import GenerationForm, ShownFrame, TextForm
 from tessera.core.layouts import DiffusersFolder
 from tessera.core.log import without_bars
 from tessera.data.tokenizer import load_tokenizer
-from tessera.models.common.frame_encoder import IMAGE_ENCODER, SIGLIP, FrameEncoder, read_frame_form
+from tessera.models.common.frame_encoder import (
+    IMAGE_ENCODER,
+    SIGLIP,
+    FrameEncoder,
+    FrameForm,
+    prepared,
+    read_frame_form,
+)
 
 VAE = "vae"
 VAES = (
@@ -30,7 +37,7 @@ VAES = (
 ENCODERS = (
     *("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel", "CLIPTextModelWithProjection", "LlamaModel"),
     *("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLTextModel", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
-    SIGLIP,
+    *(SIGLIP, "LlavaForConditionalGeneration"),
 )
 _IMAGES_ONLY = "AutoencoderKL"  # has no dimension for frames
 _MOST_PIXELS = 1 << 25  # of one call of a VAE: about 80 frames of 480 x 832
@@ -182,18 +189,27 @@ class TextEmbedding:
 class TextEncoder(nn.Module):
     """Turn captions, as token ids, into embeddings as a family reads them."""
 
-    def __init__(self, encoder: nn.Module, form: TextForm, pad: int = 0) -> None:
+    def __init__(
+        self, encoder: nn.Module, form: TextForm, pad: int = 0, frames: FrameForm | None = None, mark: int = -1
+    ) -> None:
+        """Make the encoder. `frames`: how frames are prepared for one that reads them, too; `mark`: the id of the word
+        that ends what asks for an answer."""
         super().__init__()
         self.encoder = encoder
         self.form = form
         self.pad = pad
+        self.frames = frames
+        self.mark = mark
 
-    def encode(self, captions: Sequence[Tensor]) -> list[TextEmbedding]:
-        """Return the embeddings of captions, each [ids] with its template and without padding."""
+    def encode(self, captions: Sequence[Tensor], frames: Sequence[Tensor] = ()) -> list[TextEmbedding]:
+        """Return the embeddings of captions, each [ids] with its template and without padding. `frames`: the first one
+        of each sample, uint8 [H, W, 3], for an encoder that reads them, too."""
         form = self.form
         captions = [ids[: form.length + form.skip] for ids in captions]
         if not captions:
             return []
+        if form.shown is not None:
+            return self._encode_shown(captions, frames, form.shown)
         longest = max(len(ids) for ids in captions)
         length = form.length + form.skip if form.padding in ("encoded", "read") else max(longest, 1)
         ids = captions[0].new_full((len(captions), length), self.pad)
@@ -224,6 +240,32 @@ class TextEncoder(nn.Module):
             return None, pooled
         shown = found.hidden_states[form.layer] if deep or _has_no_output(self) else found.last_hidden_state
         return shown, pooled
+
+    def _encode_shown(
+        self, captions: Sequence[Tensor], frames: Sequence[Tensor], shown: ShownFrame
+    ) -> list[TextEmbedding]:
+        """Return the states of frames and captions: a frame stands in its caption as so many tokens."""
+        assert self.frames is not None, "whoever reads frames knows how they are prepared"
+        word: int = self.encoder.config.image_token_id  # type: ignore[union-attr, assignment]
+        places = [int((ids == word).nonzero()[0]) for ids in captions]
+        longest, more = max(len(ids) for ids in captions), shown.tokens - 1
+        ids = captions[0].new_full((len(captions), longest + more), self.pad)
+        mask = torch.zeros_like(ids)
+        for row, kept, caption, at in zip(ids, mask, captions, places, strict=True):
+            row[: len(caption) + more] = torch.cat([caption[:at], caption[at].expand(shown.tokens), caption[at + 1 :]])
+            kept[: len(caption) + more] = 1
+        pixels = torch.stack([prepared(frame, self.frames) for frame in frames])
+        dtype = next(self.encoder.parameters()).dtype
+        states, _ = self(ids, mask, pixel_values=pixels.to(dtype), logits_to_keep=1, use_cache=False)
+        assert states is not None, "the states of tokens are read"
+        found = []
+        for state, caption, at in zip(states, captions, places, strict=True):
+            marks = (caption == self.mark).nonzero().flatten().tolist()
+            last = marks[-1] if len(marks) > 2 else len(caption) - 1  # the end of a long caption is cut off
+            text = state[more:]  # numbered as the caption is, behind its frame
+            parts = [text[self.form.skip : last + 1 - shown.closing], text[last + 1 : len(caption)]]
+            found.append(TextEmbedding(torch.cat([state[at : at + shown.tokens : shown.every], *parts]), None))
+        return found
 
     def _kept(self, tokens: Tensor, ids: int) -> Tensor:
         if self.form.padding != "encoded":
@@ -277,7 +319,19 @@ class PipelineFolder:
         """Return one of the text encoders, as `autoencoder` does."""
         encoder = self._component(form.encoder, "transformers", ENCODERS, dtype, meta)
         pad = form.pad if form.pad is not None else self._layout().config(form.encoder).get("pad_token_id")
-        return TextEncoder(encoder, form, pad if isinstance(pad, int) else 0)
+        pad = pad if isinstance(pad, int) else 0
+        if form.shown is None:
+            return TextEncoder(encoder, form, pad)
+        vision: Any = encoder.config.vision_config  # type: ignore[union-attr]
+        frames = read_frame_form(self.folder, "", vision)
+        if (frames.size // vision.patch_size) ** 2 != form.shown.tokens:
+            raise TesseraError(
+                f"frames of {frames.size} x {frames.size} pixels in patches of {vision.patch_size} are not the "
+                f"{form.shown.tokens} tokens that this family reads",
+                where=str(self.folder / form.encoder),
+            )
+        mark = load_tokenizer(self.folder / form.tokenizer).token_to_id(form.shown.mark)
+        return TextEncoder(encoder, form, pad, frames, -1 if mark is None else mark)
 
     def frame_encoder(self, *, dtype: torch.dtype = torch.float32, meta: bool = False) -> FrameEncoder:
         """Return the encoder of given frames, as `autoencoder` does."""

@@ -159,7 +159,24 @@ class SampleEncoders:
                 assert isinstance(encoder, TextEncoder)
                 for into, batch, without in zip(found, batches, dropped, strict=True):
                     into.append(self._captions(encoder, number, batch, name, without))
-        return [self._joined_text(batch, by_encoder) for batch, by_encoder in zip(batches, found, strict=True)]
+        made = [self._joined_text(batch, by_encoder) for batch, by_encoder in zip(batches, found, strict=True)]
+        return [self._with_own_empty(batch) for batch in made] if self.stores_empty else made
+
+    def _with_own_empty(self, batch: Batch) -> Batch:
+        """Return the batch with the empty caption of each sample, by the encoder that reads its frame, too: from where
+        it differs from the caption."""
+        number = next(at for at, one in enumerate(self.form.text) if one.shown is not None)
+        form, name = self.form.text[number], id_names(self.form)[number]
+        assert form.shown is not None, "one was found"
+        captions = list(torch.split(batch[name], [*batch.segments[name].lengths]))
+        with self.parts[form.encoder].use() as encoder:
+            assert isinstance(encoder, TextEncoder)
+            found = self._shown_to(encoder, batch, captions, captions[0].new_tensor(self.empty[number]), None)
+        states = form.shown.states
+        texts = [one.tokens[states:] for one in found if one.tokens is not None]
+        made = self._with_segments(batch, EMPTY_TEXT, texts)
+        starts = [torch.tensor([states][: len(ids)], dtype=torch.int64) for ids in captions]
+        return self._with_segments(made, EMPTY_STARTS, starts)
 
     def _captions(
         self, encoder: TextEncoder, number: int, batch: Batch, name: str, dropped: Collection[int]
@@ -168,11 +185,39 @@ class SampleEncoders:
         captions = list(torch.split(batch[name], [*batch.segments[name].lengths]))
         # One caption more: a sharded encoder is called on every rank, also on one that has only padding.
         extra = captions[0].new_tensor(self.empty[number] if self.empty else [0])
+        if encoder.form.shown is not None:
+            return self._shown_to(encoder, batch, captions, extra, dropped)
         some = encoder.encode([*(ids for ids in captions if len(ids)), extra])
         rest = iter(some)
         blank = some[-1]
         by_sample = [next(rest) if len(ids) else _no_text(blank) for ids in captions]
         return [_fitted(blank, one) if at in dropped else one for at, one in enumerate(by_sample)]
+
+    def _shown_to(
+        self,
+        encoder: TextEncoder,
+        batch: Batch,
+        captions: Sequence[Tensor],
+        extra: Tensor,
+        dropped: Collection[int] | None,
+    ) -> list[TextEmbedding]:
+        """Return what an encoder makes of captions that reads first frames, too. The empty caption is another one for
+        each sample, since its frame is shown all the same. `dropped`: samples that get it, in the length of their own;
+        None: all, as it is."""
+        frames = iter(first_frames(batch))
+        read = [number for number, ids in enumerate(captions) if len(ids)]
+        chosen = [extra if dropped is None or number in dropped else captions[number] for number in read]
+        shown = [next(frames) for _ in read]
+        blank = torch.zeros(1, 1, 3, dtype=torch.uint8, device=extra.device)
+        *some, last = encoder.encode([*chosen, extra], [*shown, blank])
+        found = dict(zip(read, some, strict=True))
+        if dropped is None:
+            return [found.get(number, _no_text(last)) for number in range(len(captions))]
+        wanted = [encoder.form.embeddings(len(ids)) if len(ids) else 0 for ids in captions]
+        return [
+            _sized(found[number], wanted[number]) if number in found else _no_text(last)
+            for number in range(len(captions))
+        ]
 
     def _with_edited_text(
         self, encoder: TextEncoder, edit: EditImages, batch: Batch, dropped: Collection[int]
@@ -240,6 +285,16 @@ class SampleEncoders:
         return replace(batch.with_tensors(**tensors), segments=segments)
 
 
+def first_frames(batch: Batch) -> list[Tensor]:
+    """Return the first frame, uint8 [H, W, 3], of each sample of a batch that has one."""
+    return [video[0] for video in _split(batch["frames"], [shape for shape in batch.shapes["frames"] if shape[0]])]
+
+
+def _sized(own: TextEmbedding, count: int) -> TextEmbedding:
+    assert own.tokens is not None, "an encoder that reads frames gives the states of tokens"
+    return TextEmbedding(_cut_or_padded(own.tokens, count), own.pooled)
+
+
 def _no_text(like: TextEmbedding) -> TextEmbedding:
     tokens = None if like.tokens is None else like.tokens[:0]
     return TextEmbedding(tokens, None if like.pooled is None else torch.zeros_like(like.pooled))
@@ -264,9 +319,9 @@ def without_captions(batch: Batch, dropped: Collection[int]) -> Batch:
             if len(starts[number]):
                 begun = texts[number][: int(starts[number])]
                 texts[number] = _cut_or_padded(torch.cat([begun, ends[number].to(begun)]), len(texts[number]))
-        return batch.with_tensors(text=torch.cat(texts))
+        changed["text"] = torch.cat(texts)
     for name, lengths in (("text", list(batch.segments["text"].lengths)), ("pooled", 1)):
-        if name in batch:
+        if name in batch and name not in changed:
             own, empty = batch[name], batch.get(f"empty_{name}")
             empty = own[:0] if empty is None else empty.to(own)
             parts = list(torch.split(own, lengths))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tessera.core.generation import GenerationForm, ImageCondition, SamplingForm, TextForm
+from tessera.core.generation import GenerationForm, ImageCondition, SamplingForm, ShownFrame, TextForm
 from tessera.models.common.joint import JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
@@ -22,6 +22,14 @@ TEMPLATE = (
     "4. background environment, light, style and atmosphere."
     "5. camera angles, movements, and transitions used in the video:<|eot_id|>"
     "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+)
+
+
+IMAGE_TEMPLATE = (
+    TEMPLATE.replace("\n\nDescribe", "\n\n<image>\nDescribe", 1)
+    .replace("aspects:", "aspects according to the reference image:", 1)
+    .replace("video:<|eot_id|>", "video:<|eot_id|>\n\n", 1)
+    + "<|start_header_id|>assistant<|end_header_id|>\n\n"
 )
 
 
@@ -107,17 +115,21 @@ class HunyuanVideoConfig(HunyuanConfig):
 
     def generation(self) -> GenerationForm:
         conditions: dict[str | None, ImageCondition] = {"token_replace": "replace", "latent_concat": "channels_mask"}
+        first = TextForm(length=256, template=TEMPLATE, skip=95, layer=-3)
+        if self.image_condition_type is not None:
+            every = 4 if self.image_condition_type == "token_replace" else 2
+            shown = ShownFrame("<image>", every, "<|end_header_id|>")
+            first = replace(first, template=IMAGE_TEMPLATE, skip=103, shown=shown)
         return GenerationForm(
             channels=self.out_channels,
             patch=self.patch,
             joint=True,
             whole_text=True,
             text=(
-                TextForm(length=256, template=TEMPLATE, skip=95, layer=-3),
+                first,
                 TextForm("text_encoder_2", "tokenizer_2", length=77, tokens=False, pooled=True),
             ),
             condition=conditions.get(self.image_condition_type, "none"),
-            text_reads_frames=self.image_condition_type is not None,
             guidance=self.guidance_embeds,
             sampling=SamplingForm(720, 1280, 129, 24.0, guidance=6.0, negative=None, even_levels=True),
         )
