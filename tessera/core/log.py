@@ -130,6 +130,7 @@ def quiet_libraries() -> None:
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of the profiler
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns of the processes that a loader starts
     logging.captureWarnings(True)
     captured = logging.getLogger("py.warnings")

@@ -80,7 +80,7 @@ class Registry(Generic[T]):
         return TesseraError(
             f"unknown {self.kind}: {name[:200]!r}",
             where=self.key,
-            allowed=[*names, "or an import path like my_package.my_module"],
+            allowed=[*names, "or an import path like my_package.my_module or my_module:NAME"],
             nearest=self.renamed.get(name) or nearest(name, names),
         )
 

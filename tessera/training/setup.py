@@ -22,7 +22,6 @@ from tessera.core.run_config import LoraSection, PrecisionSection, RunConfig
 from tessera.core.run_length import check_batch
 from tessera.core.task import FrozenPart, Task
 from tessera.core.types import ModelSpec, Training
-from tessera.data.kinds import KINDS
 from tessera.models import build_on_meta, for_family, resolve
 from tessera.models.common.exported_config import exported_config
 from tessera.models.module import spec_of_object
@@ -226,7 +225,7 @@ def resolve_precision(config: RunConfig) -> PrecisionSection:
 def check_rows(config: RunConfig, plan: Plan) -> None:
     """Raise if ranks cannot share the rows of a step. Kinds of data of the user's own share them by themselves, and
     steps of so many samples have as many rows as they need."""
-    if config.data.kind != "custom" and config.data.kind in KINDS.names() and config.train.samples_per_step is None:
+    if config.data.kind.isidentifier() and config.data.kind != "custom" and config.train.samples_per_step is None:
         check_batch(config.train.global_batch, config.train.micro_batch, plan.axes.size(DATA))
 
 

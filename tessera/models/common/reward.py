@@ -106,7 +106,7 @@ def as_classifier(described: Mapping[str, Any], where: str = "config.json") -> d
         raise TesseraError(
             f"this reward model has no Hugging Face folder: {reason}",
             where=where,
-            fix="use it from the run's folder (tessera.load), or train adapters: checkpoint.export then writes these",
+            fix="use it from the run's folder (tessera.load); --adapters writes those of a run that has some",
         )
     name = str(described["architectures"][0])
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
