@@ -147,7 +147,7 @@ def choose(
         given = target if isinstance(target, LoraTarget) else LoraTarget(modules=target)
         where = f"model.lora.targets.{number}"
         adapter = replace(adapter_of(section), rank=given.rank or section.rank, alpha=given.alpha or section.alpha)
-        named = {path for path in experts if any(matches(given.modules, above) for above in ancestors(path)[-2:])}
+        named = [path for path in experts if any(matches(given.modules, above) for above in ancestors(path)[-2:])]
         chosen.update({path: replace(adapter, stacked=experts[path]) for path in named})
         if not any(matches(given.modules, above) for path in layers for above in ancestors(path)):
             if named:

@@ -34,6 +34,8 @@ from tests.close import assert_as_close
 from tests.toys.callbacks import StopAt
 from tests.toys.pair_set import pair_recipe, write_pair_set
 
+# PEFT looks for the keys of its patterns among modules alone when it warns, and uses them for parameters as well.
+pytestmark = pytest.mark.filterwarnings("ignore:.*did not match any targeted module:RuntimeWarning")
 EXPERTS = "text.layers.{*}.mlp.experts"
 BOTH = {"targets": [EXPERTS, {"modules": f"{EXPERTS}.gate_up_proj", "rank": 5, "alpha": 3}], "rank": 4, "alpha": 8}
 SIDES = {"gate_up_proj": "base_layer.", "down_proj": ""}
@@ -494,6 +496,12 @@ def test_preferences_train_experts_and_a_stopped_run_goes_on_bitwise(tmp_path: P
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert config["target_parameters"] == ["experts.down_proj", "experts.gate_up_proj"]
     assert config["lora_dropout"] == 0
+    loaded, processor = tessera.load(whole.folder, device="cpu")
+    tessera.convert(whole.folder, tmp_path / "merged")
+    merged, _ = tessera.load(tmp_path / "merged", device="cpu")
+    batch = processor([{"role": "user", "content": "Say old red blue"}])
+    torch.testing.assert_close(merged(batch).logits, loaded(batch).logits, rtol=1e-4, atol=1e-5)
+    assert isinstance(loaded.generate(batch, max_new_tokens=3), str)
 
 
 def write_text_pairs(folder: Path) -> Path:
