@@ -44,6 +44,7 @@ class ShownFrame:
     mark: str  # the word that ends what asks for an answer
     closing: int = 4  # so many words, up to the last mark, are left out
     tokens: int = 576  # that a frame is for the encoder
+    negative_every: int = 2  # as `every`, with a negative prompt, which is read with a black image
 
     @property
     def states(self) -> int:
@@ -129,6 +130,8 @@ class SamplingForm:
     keep_norm: bool = False  # whether guidance leaves the length of a prediction as it is with the prompt
     frames_first: bool = False  # whether noise is drawn as [frames, channels, rows, columns]
     noise_in_float32: bool = True  # or in the type that the model computes in
+    image_share: float = 0.0  # of the latents of a given image in the noise of every frame
+    left_out: int = 0  # frames at the beginning that are no part of a sample
     crop_images: bool = False  # whether a given image is cropped to the shape of the video, or stretched to it
 
 
@@ -158,15 +161,6 @@ class GenerationForm:
     def text_reads_frames(self) -> bool:
         """Return whether a text encoder reads the first frame of a video, too."""
         return any(one.shown is not None for one in self.text)
-
-    def check_sampling(self, where: str) -> None:
-        """Raise if samples cannot be made here as the published pipeline does."""
-        if self.text_reads_frames:
-            raise TesseraError(
-                "the text encoder of this model reads the first frame, too, which is done in training alone",
-                where=where,
-                fix="sample with diffusers: the exported folder is the transformer of its pipeline",
-            )
 
     def edit_of(self, pipeline: object) -> EditForm | None:
         """Return how a pipeline of this class reads images to edit; None: its text encoder reads none."""

@@ -21,6 +21,7 @@ from tests.toys.sampling_folders import (
     write_cogvideox,
     write_flux,
     write_hunyuan_video_1_5_i2v,
+    write_hunyuan_video_i2v,
     write_ltx_video,
     write_qwen_image,
     write_sd3,
@@ -172,6 +173,16 @@ def test_hunyuan_video_1_5_continues_an_image_as_diffusers_does(tmp_path: Path) 
     assert_same_pixels(found.frames, plain, exact, "HunyuanVideo 1.5")
     with pytest.raises(TesseraError, match="from an image"):
         made.generate("a kite", height=64, width=64, frames=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("condition", ["token_replace", "latent_concat"])
+def test_hunyuan_video_continues_an_image_as_diffusers_does(tmp_path: Path, condition: str) -> None:
+    pipeline, concat = write_hunyuan_video_i2v(tmp_path, condition), condition == "latent_concat"
+    theirs = {"image": image(0), "num_frames": 9, "true_cfg_scale": 3.0, "guidance_scale": 6.0}
+    ours: dict[str, Any] = {"frames": 9, "images": [image(0)]}
+    ours |= {"guidance": 3.0} if concat else {"guidance": 6.0, "true_guidance": 3.0}
+    sampled_alike(pipeline, tmp_path, as_drawn, theirs, ours)
 
 
 def test_qwen_image_samples_the_pixels_of_diffusers(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tessera.inference.diffusion.solver import Solver, make_solver, scheduler_co
 from tessera.inference.over_ranks import PassRanks
 from tessera.models.common.edit_images import edit_form, reference_size
 from tessera.models.common.frame_encoder import image_processor_name
-from tessera.models.common.pipeline_parts import Autoencoder, PipelineFolder, VaeForm
+from tessera.models.common.pipeline_parts import Autoencoder, PipelineFolder, TextEmbedding, VaeForm
 from tessera.models.common.sample_encoders import patchify
 
 OnStep = Callable[[int, int, int, int], None]  # samples that are finished, samples of all, step, steps
@@ -129,14 +129,19 @@ class Pipeline:
         last_image: str | Path | Image.Image | None = None,
     ) -> Prepared:
         """Encode prompts and images of a resolved request. Images may be given here as objects."""
-        self.form.check_sampling("generate")
         last = last_image if last_image is not None else request.last_image
         opened = open_images(images or request.images)
         ending = None if last is None else open_images([last])[0]
         self._check_images(opened, ending)
         negative = request.negative if self._scales(request)[0] > 1 else None
+        conditions = self._conditions(request, opened, ending)
+        if self.form.text_reads_frames:
+            led_away = None
+            if negative is not None:
+                led_away = self._described([negative], _black(request), negative=True)[negative]
+            return Prepared(self._described(request.prompts, opened[0]), led_away, conditions)
         texts = self._texts(request, opened, negative)
-        return Prepared(texts, None if negative is None else texts[negative], self._conditions(request, opened, ending))
+        return Prepared(texts, None if negative is None else texts[negative], conditions)
 
     @torch.no_grad()
     def sample(self, request: Request, prepared: Prepared, on_step: OnStep | None = None) -> list[Generated]:
@@ -159,7 +164,8 @@ class Pipeline:
 
     def _check_images(self, images: Sequence[Image.Image], last: Image.Image | None) -> None:
         condition = self.form.condition
-        if (condition in ("mask_channels", "channels") or self.form.image_embeds) and not images:
+        reads = self.form.image_embeds or self.form.text_reads_frames
+        if (condition in ("mask_channels", "channels") or reads) and not images:
             raise TesseraError(
                 "this model makes videos from an image", where="--image", fix="give the first frame with --image FILE"
             )
@@ -181,11 +187,14 @@ class Pipeline:
             found = self._prompts.encode_with_images(self.edit, wanted, images, request.reference_pixels)
         else:
             found = self._prompts.encode(wanted)
-        made = {}
-        for text, one in zip(wanted, found, strict=True):
-            assert one.tokens is not None, "a family reads the tokens of a caption"
-            made[text] = SampleConditions(one.tokens, one.pooled)
-        return made
+        return _by_text(wanted, found)
+
+    def _described(
+        self, texts: Sequence[str], frame: Image.Image, *, negative: bool = False
+    ) -> dict[str, SampleConditions]:
+        """Return the embeddings of prompts by an encoder that reads the first frame, too."""
+        wanted = list(dict.fromkeys(texts))
+        return _by_text(wanted, self._prompts.encode(wanted, frame, negative=negative))
 
     def _conditions(
         self, request: Request, images: Sequence[Image.Image], last: Image.Image | None
@@ -295,7 +304,7 @@ class Pipeline:
         found = denoise(
             [Expert(model, scale, since) for (model, since), scale in zip(self._experts, scales, strict=False)],
             [packed(part, self.form, grid, request.guidance, self.dtype) for part in guided],
-            [self._noise(request, seed)[first:] for seed, _ in samples],
+            [self._mixed(self._noise(request, seed), common, grid)[first:] for seed, _ in samples],
             self._solvers(request, [seed for seed, _ in samples]),
             Guidance(self.form.sampling.keep_norm, request.dynamic_guidance),
             self._ranks,
@@ -305,6 +314,15 @@ class Pipeline:
             found = [torch.cat([common.first.to(tokens), tokens]) for tokens in found]
         kept = self.vae_form.latent_shape(*_size(request))[0]  # the last ones, as in diffusers
         return [from_tokens(tokens, self.form.patch, grid)[:, -kept:] for tokens in found]
+
+    def _mixed(self, noise: Tensor, given: SampleConditions, grid: Grid) -> Tensor:
+        """Return noise with a share of the latents of a given image in every frame, where the family has one."""
+        share, count = self.form.sampling.image_share, grid[1] * grid[2]
+        image = given.first if given.first is not None else given.condition
+        if not share or image is None:
+            return noise
+        tokens = image[:count, : self.form.patch_values].to(noise)  # a mask, if there is one, follows the latents
+        return noise * (1 - share) + tokens.repeat(grid[0], 1) * share
 
     def _autoencoder(self, request: Request) -> Autoencoder:
         """Return the VAE on the device. One that takes tiles is another one: classes differ in what turns tiles off."""
@@ -317,7 +335,7 @@ class Pipeline:
     def _decoded(self, latents: Sequence[Tensor], request: Request) -> list[Tensor]:
         vae = self._autoencoder(request)
         try:
-            return vae.decode(latents)
+            return [video[self.form.sampling.left_out :] for video in vae.decode(latents)]
         finally:
             vae.to("cpu")
 
@@ -327,6 +345,19 @@ def _size(request: Request) -> tuple[int, int, int]:
     sizes = (request.frames, request.height, request.width)
     frames, height, width = (size for size in sizes if size is not None)
     return frames, height, width
+
+
+def _by_text(texts: Sequence[str], found: Sequence[TextEmbedding]) -> dict[str, SampleConditions]:
+    made = {}
+    for text, one in zip(texts, found, strict=True):
+        assert one.tokens is not None, "a family reads the tokens of a caption"
+        made[text] = SampleConditions(one.tokens, one.pooled)
+    return made
+
+
+def _black(request: Request) -> Image.Image:
+    _, height, width = _size(request)
+    return Image.new("RGB", (width, height))
 
 
 def _joined(text: SampleConditions, images: SampleConditions) -> SampleConditions:

@@ -28,15 +28,23 @@ class PromptEncoder:
         self._captions: dict[TextForm, CaptionEncoder] = {}
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> list[TextEmbedding]:
-        """Return the embeddings of each prompt, by all encoders together."""
+    def encode(
+        self, prompts: Sequence[str], frame: Image.Image | None = None, *, negative: bool = False
+    ) -> list[TextEmbedding]:
+        """Return the embeddings of each prompt, by all encoders together. `frame`: of an encoder that reads it, too;
+        `negative`: whether the prompts are what is led away from, of which such an encoder gives other states."""
         found: list[list[TextEmbedding]] = [[] for _ in prompts]
         for form in self._forms:
             captions = self._captions_of(form)
             ids = [self._tensor(captions.cut(captions.ids(prompt, may_be_empty=True))) for prompt in prompts]
             encoder = self._encoder(form).to(self._device)
             for at in range(0, len(ids), _TOGETHER):
-                made = encoder.encode(ids[at : at + _TOGETHER])
+                part = ids[at : at + _TOGETHER]
+                if form.shown is None or frame is None:
+                    made = encoder.encode(part)
+                else:
+                    every = form.shown.negative_every if negative else None
+                    made = encoder.encode(part, [self._prepared(frame)] * len(part), every)
                 for number, embedding in enumerate(made, at):
                     found[number].append(embedding)
             encoder.to("cpu")
@@ -58,6 +66,11 @@ class PromptEncoder:
             found += reader.images.encode(encoder, [ids], shown, grids)
         encoder.to("cpu")
         return found
+
+    def _prepared(self, frame: Image.Image) -> Tensor:
+        """Return an image as the folder's own processor prepares it, [3, H, W]."""
+        pixels: Tensor = image_processor(self._parts, "image_processor")(images=frame, return_tensors="pt").pixel_values
+        return pixels[0].to(self._device)
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self._device)

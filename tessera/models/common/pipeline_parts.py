@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -201,15 +201,21 @@ class TextEncoder(nn.Module):
         self.frames = frames
         self.mark = mark
 
-    def encode(self, captions: Sequence[Tensor], frames: Sequence[Tensor] = ()) -> list[TextEmbedding]:
-        """Return the embeddings of captions, each [ids] with its template and without padding. `frames`: the first one
-        of each sample, uint8 [H, W, 3], for an encoder that reads them, too."""
+    def encode(
+        self, captions: Sequence[Tensor], frames: Sequence[Tensor] = (), every: int | None = None
+    ) -> list[TextEmbedding]:
+        """Return the embeddings of captions, each [ids] with its template and without padding.
+
+        `frames`: the first one of each sample for an encoder that reads them, too, uint8 [H, W, 3], or floats [3, H, W]
+        as they are prepared for it. `every`: of the states of a frame, the first of so many; default: as the form says.
+        """
         form = self.form
         captions = [ids[: form.length + form.skip] for ids in captions]
         if not captions:
             return []
         if form.shown is not None:
-            return self._encode_shown(captions, frames, form.shown)
+            shown = form.shown if every is None else replace(form.shown, every=every)
+            return self._encode_shown(captions, frames, shown)
         longest = max(len(ids) for ids in captions)
         length = form.length + form.skip if form.padding in ("encoded", "read") else max(longest, 1)
         ids = captions[0].new_full((len(captions), length), self.pad)
@@ -254,7 +260,8 @@ class TextEncoder(nn.Module):
         for row, kept, caption, at in zip(ids, mask, captions, places, strict=True):
             row[: len(caption) + more] = torch.cat([caption[:at], caption[at].expand(shown.tokens), caption[at + 1 :]])
             kept[: len(caption) + more] = 1
-        pixels = torch.stack([prepared(frame, self.frames) for frame in frames])
+        ready = (one if one.is_floating_point() else prepared(one, self.frames) for one in frames)
+        pixels = torch.stack(list(ready))
         dtype = next(self.encoder.parameters()).dtype
         states, _ = self(ids, mask, pixel_values=pixels.to(dtype), logits_to_keep=1, use_cache=False)
         assert states is not None, "the states of tokens are read"

@@ -131,5 +131,12 @@ class HunyuanVideoConfig(HunyuanConfig):
             ),
             condition=conditions.get(self.image_condition_type, "none"),
             guidance=self.guidance_embeds,
-            sampling=SamplingForm(720, 1280, 129, 24.0, guidance=6.0, negative=None, even_levels=True),
+            sampling=SamplingForm(
+                *(720, 1280, 129, 24.0),
+                guidance=6.0,
+                negative=None,
+                even_levels=True,
+                image_share=0.0 if self.image_condition_type is None else 0.001,
+                left_out=4 if self.image_condition_type == "latent_concat" else 0,
+            ),
         )
