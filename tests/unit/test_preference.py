@@ -15,11 +15,12 @@ from torch import Tensor
 from tessera.api import plan
 from tessera.core.callback import Callback
 from tessera.core.errors import TesseraError
-from tessera.core.run_config import LoraSection, load_config
-from tessera.core.types import IGNORE, Batch
+from tessera.core.run_config import LoraSection, RecordFormat, SourceSection, load_config
+from tessera.core.types import IGNORE, Batch, Sample
 from tessera.data.sources.columns import column_map
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.formats import parse
+from tessera.data.sources.source import open_source
 from tessera.nn.lora import add_adapters, find_adapters, without_adapters
 from tessera.ops.loss import token_log_probs
 from tessera.parallel.engine import SimpleEngine
@@ -117,6 +118,7 @@ def test_media_and_other_names() -> None:
         ({"messages": ASK, "rejected_response": "You."}, "has to end with the better answer"),
         ({"messages": "Who?", "rejected_response": "You."}, "has to end with the better answer"),
         ({"query": "Who?", "rejected_response": "You."}, "no better answer"),
+        ({"messages": [*ASK, {"role": "assistant", "content": "I."}], "rejected_response": None}, "no worse answer"),
         ({"query": "Who?", "response": "I.", "rejected_response": ["You.", "He."]}, "has 2 answers"),
         ({"query": "Who?", "response": "I.", "rejected_response": 3}, "rejected is no answer"),
         ({"query": "Who?", "response": "I.", "rejected_response": "You.", "rejected_images": ["b.png"]}, "same images"),
@@ -125,6 +127,28 @@ def test_media_and_other_names() -> None:
 def test_rows_that_are_no_pairs_are_told(row: dict[str, Any], told: str) -> None:
     with pytest.raises(RecordError, match=told):
         parse(row, "preference", column_map("preference", {}))
+
+
+@pytest.mark.parametrize(
+    ("format", "beside", "told"),
+    [
+        ("preference", {"rejected_response": "You."}, "no worse answer"),
+        ("unpaired_preference", {"label": True}, "label"),
+    ],
+)
+def test_a_row_without_its_pair_or_label_is_a_bad_row_among_others_and_a_wrong_set_alone(
+    tmp_path: Path, format: RecordFormat, beside: dict[str, Any], told: str
+) -> None:
+    plain: dict[str, Any] = {"messages": [*ASK, {"role": "assistant", "content": "I."}]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in (plain, plain | beside)))
+    found = [one for _, one in open_source(SourceSection(path=path, format=format)).scan(range(2))]
+    assert isinstance(found[0], RecordError)
+    assert told in found[0].reason
+    assert isinstance(found[1], Sample)
+    path.write_text(json.dumps(plain))
+    with pytest.raises(TesseraError, match="has the format 'messages'"):
+        open_source(SourceSection(path=path, format=format)).read(0)
 
 
 # ---------------------------------------------------------------------------------------------- operation

@@ -171,6 +171,8 @@ def _parse_preference(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
     """Return the question, then the better answer and the worse one under roles of their own."""
     if not has(record, names.chosen) and has_other_answer(record):
         record = with_both_answers(record, names)
+    elif not has(record, names.chosen) and not has(record, names.rejected):
+        fail(f"no worse answer: give 'rejected_response', or {names.chosen!r} and {names.rejected!r}")
     answers = [record.get(names.chosen), record.get(names.rejected)]
     for key, answer in zip((names.chosen, names.rejected), answers, strict=True):
         if not isinstance(answer, (str, Mapping, list)) or not answer:

@@ -6,6 +6,7 @@ import glob
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,10 +91,19 @@ class Source:
             "columns": self.schema.columns,
         }
 
+    @cached_property
+    def _others_fit(self) -> bool:
+        """Return whether a record without its pair or label is a fault of that record alone: others have theirs."""
+        if not self.format_given or self.record_format not in ("preference", "unpaired_preference"):
+            return False
+        records = (record for _, record in _some(self.records) if not isinstance(record, RecordError))
+        return any(self.schema.fits(record.content, self.record_format) for record in records)
+
     def _parse(self, number: int, record: RawRecord) -> Sample:
         content, chosen, names = record.content, self.record_format, self.schema.names[self.record_format]
         found = self.schema.decide(content)
-        if found is not None and found != chosen and not (self.format_given and self.schema.fits(content, chosen)):
+        fits = found is None or found == chosen or (self.format_given and self.schema.fits(content, chosen))
+        if not fits and not self._others_fit:
             raise TesseraError(
                 f"this record has the format {found!r}, the data set was read as {chosen!r}",
                 where=f"{self.path}, {self.location(number)}",
