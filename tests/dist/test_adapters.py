@@ -70,11 +70,11 @@ STACKED: dict[str, Any] = {
 }
 DOWN: dict[str, Any] = {"targets": [f"{EXPERTS}.down_proj"], "rank": 3, "alpha": 2}
 EXPERT_LAYOUTS: list[Layout] = [
-    ("experts, ep 2, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, STACKED, MOE),
     ("experts, tp 2, sequence", 2, SEQUENCE, STACKED, MOE),
 ]
 MORE_EXPERTS: list[Layout] = [
     ("experts, fsdp 2", 2, {}, STACKED, MOE),
+    ("experts, ep 2, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, STACKED, MOE),
     ("experts, tp 2", 2, {"tp": 2}, STACKED, MOE),
     ("experts, tp 2, down alone", 2, {"tp": 2}, DOWN, MOE),
     ("experts, ulysses 2", 2, {"cp": 2}, STACKED, MOE),
