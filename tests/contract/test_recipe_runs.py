@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2] / "recipes"
 RUNS: dict[str, Callable[[Path], Any]] = {
     "wan/t2v": folders.write_wan,
     "hunyuan_video/lora": folders.write_hunyuan_video,
+    "hunyuan_video/i2v": partial(folders.write_hunyuan_video_i2v, condition="token_replace"),
     "hunyuan_video_1_5/t2v": folders.write_hunyuan_video_1_5,
     "hunyuan_video_1_5/i2v": folders.write_hunyuan_video_1_5_i2v,
     "flux/lora": folders.write_flux,

@@ -24,6 +24,7 @@ _HUNYUAN: Parts = {
     "text_encoder": ("transformers", "LlamaModel"),
     "text_encoder_2": _CLIP,
 }
+_HUNYUAN_IMAGE: Parts = {**_HUNYUAN, "text_encoder": ("transformers", "LlavaForConditionalGeneration")}
 _HUNYUAN_15: Parts = {
     "vae": ("diffusers", "AutoencoderKLHunyuanVideo15"),
     "text_encoder": ("transformers", "Qwen2_5_VLTextModel"),
@@ -42,6 +43,7 @@ PIPELINES: Mapping[str, tuple[str, str, Parts]] = {
     "Wan2.2-I2V-A14B-Diffusers": ("wan", "2.2-i2v-a14b", _WAN),
     "Wan2.2-TI2V-5B-Diffusers": ("wan", "2.2-ti2v-5b", _WAN),
     "HunyuanVideo": ("hunyuan_video", "13b", _HUNYUAN),
+    "HunyuanVideo-I2V": ("hunyuan_video", "13b-i2v", _HUNYUAN_IMAGE),
     "HunyuanVideo-1.5-Diffusers-480p_t2v": ("hunyuan_video_1_5", "480p-t2v", _HUNYUAN_15),
     "HunyuanVideo-1.5-Diffusers-480p_i2v": ("hunyuan_video_1_5", "480p-i2v", _HUNYUAN_15_IMAGE),
     "FLUX.1-dev": ("flux", "dev", _FLUX),
@@ -197,6 +199,9 @@ def _defaults(made_by: Any) -> dict[str, Any]:
 def _encoder(made_by: str) -> dict[str, Any]:
     import transformers
 
+    if made_by == "LlavaForConditionalGeneration":  # its vision model has the usual sizes
+        text = {"model_type": "llama", **_ENCODERS["LlamaModel"]}
+        return {"model_type": "llava", **transformers.LlavaConfig(text_config=text).to_dict()}
     if made_by.startswith("Qwen2_5_VL"):
         whole = transformers.Qwen2_5_VLConfig(text_config=dict(_QWEN_TEXT)).to_dict()
         return whole["text_config"] if made_by.endswith("TextModel") else whole

@@ -337,7 +337,7 @@ class PipelineFolder:
                 f"{form.shown.tokens} tokens that this family reads",
                 where=str(self.folder / form.encoder),
             )
-        mark = load_tokenizer(self.folder / form.tokenizer).token_to_id(form.shown.mark)
+        mark = None if meta else load_tokenizer(self.folder / form.tokenizer).token_to_id(form.shown.mark)
         return TextEncoder(encoder, form, pad, frames, -1 if mark is None else mark)
 
     def frame_encoder(self, *, dtype: torch.dtype = torch.float32, meta: bool = False) -> FrameEncoder:
