@@ -75,6 +75,10 @@ class Unreachable(Exception):
     """Report that a hub did not answer; the reason is its text."""
 
 
+class BrokenDownload(TesseraError):
+    """Report a download that broke off or came damaged: asked for again, it may succeed."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """Say which files of a repository are needed."""
@@ -199,7 +203,7 @@ def download_files(
         with report_progress(place, needed, str(id)):
             folder = client.fetch(pinned if to is not None else id, listing, chosen.files, to)
     except Unreachable as error:
-        raise TesseraError(
+        raise BrokenDownload(
             f"the download of {id} broke off: {error}",
             where=where,
             fix="run the command again: it goes on where it stopped",
@@ -244,7 +248,7 @@ def verify(folder: Path, files: Sequence[RemoteFile], id: HubId) -> None:
             problem = None if _digest(path, begun) == file.git_sha1 else "has another hash than the hub lists"
         if problem is not None:
             _remove(path, folder)
-            raise TesseraError(
+            raise BrokenDownload(
                 f"{file.name} {problem}: the download was damaged, and it is removed",
                 where=str(id),
                 fix="run the command again: the other files are kept",

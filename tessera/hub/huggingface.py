@@ -141,6 +141,12 @@ class HuggingFace:
             ) from None
         except errors.LocalEntryNotFoundError as error:
             raise Unreachable(first_line(error.__cause__ or error)) from None
+        except errors.EntryNotFoundError as error:
+            raise TesseraError(
+                f"Hugging Face lists files of {id} that it does not have: {first_line(error)[:200]}",
+                where=self.where,
+                fix=f"look at {page}, and name a commit that has its files, with @COMMIT behind the name",
+            ) from None
         except errors.HfHubHTTPError as error:
             if error.response is not None and error.response.status_code in (401, 403):
                 raise TesseraError(

@@ -14,6 +14,7 @@ from tessera.core.files import replace_file
 from tessera.core.hub_ids import HUBS, HubId
 from tessera.hub.download import (
     NOTES,
+    BrokenDownload,
     HubClient,
     Listing,
     RemoteFile,
@@ -78,6 +79,7 @@ def fetch_shard(id: HubId, file: RemoteFile, where: str, waits: Sequence[float] 
     """Return where a file of a data set lies on this machine, fetched and verified now or before.
 
     `id`: with the commit. A hub that does not answer is asked again some times: a run of days should survive that.
+    One that refuses is not: a file that is gone, or a token that is no longer good, stays so.
     """
     client = hub_client(id, where)
     pinned = replace(id, inside=file.name)
@@ -96,8 +98,8 @@ def fetch_shard(id: HubId, file: RemoteFile, where: str, waits: Sequence[float] 
                 fetched = download_files(client, pinned, listing, chosen, frozenset(), None, where)
                 write_note(note, fetched, listing)
                 return fetched.path
-            except TesseraError as error:
-                if wait is None or offline_variable() is not None:
+            except BrokenDownload as error:
+                if wait is None:
                     raise
                 say(f"{error.what}; it is tried again in {wait:g} s")
                 time.sleep(wait)

@@ -21,7 +21,7 @@ LARGE = 1000  # bytes from which a file is a large one, with a sha256
 class Repository:
     files: dict[str, bytes]
     gated: bool = False
-    faults: dict[str, str] = field(default_factory=dict)  # by file: truncated, altered, slow, error
+    faults: dict[str, str] = field(default_factory=dict)  # by file: truncated, altered, slow, error, gone
     commits: list[dict[str, Any]] = field(default_factory=list)  # what was pushed
     private: bool = False
 
@@ -155,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
         if found.gated and not self.has_token():
             self.refuse(401, "GatedRepo")
             return
-        if file not in found.files:
+        if file not in found.files or found.faults.get(file) == "gone":
             self.refuse(404, "EntryNotFound")
             return
         content, fault = found.files[file], found.faults.get(file)

@@ -177,6 +177,22 @@ def test_a_shard_is_verified_and_asked_for_again(hub: HubServer, capsys: pytest.
     assert hub.requests == []
 
 
+def test_a_shard_that_the_hub_refuses_is_not_asked_for_again(
+    hub: HubServer,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = publish(hub)
+    found = remote_shards(HubId("hf", "dataset", "org/set"), "data")
+    made.gated = True
+    with pytest.raises(TesseraError, match="accepted its terms"):
+        fetch_shard(found.id, found.files[1], "data")
+    made.gated = False
+    made.faults["data/train-00001.jsonl"] = "gone"
+    with pytest.raises(TesseraError, match="it does not have"):
+        fetch_shard(found.id, found.files[1], "data")
+    assert "it is tried again" not in capsys.readouterr().err
+
+
 def test_off_line_what_is_there_serves_and_what_is_not_is_named(
     hub: HubServer,  # noqa: F811
     tmp_path: Path,
