@@ -203,6 +203,7 @@ def evaluate(
     root: Annotated[Path | None, typer.Option("--root", help="folder that media paths are under")] = None,
     max_samples: Annotated[int | None, typer.Option("--max-samples")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 32,
+    device: Annotated[str, typer.Option("--device")] = "auto",
     trust: TrustFlag = False,
 ) -> None:
     """Generate answers to held-out samples and count exact matches."""
@@ -210,7 +211,15 @@ def evaluate(
     from tessera.evaluation.evaluate import evaluate as run
 
     with log.on_screen():
-        score = run(model, data=data, root=root, max_samples=max_samples, max_new_tokens=max_new_tokens, trust=trust)
+        score = run(
+            model,
+            data=data,
+            root=root,
+            max_samples=max_samples,
+            max_new_tokens=max_new_tokens,
+            device=device,
+            trust=trust,
+        )
     for line in score.lines():
         typer.echo(line)
 

@@ -56,6 +56,7 @@ def evaluate(
     max_samples: int | None = None,
     max_new_tokens: int = 32,
     batch: int = 64,
+    device: str = "auto",
     trust: Trust = False,
 ) -> Score:
     """Generate an answer to each sample of `data`, by default the held-out set of a run, and return the marked answers.
@@ -64,7 +65,7 @@ def evaluate(
     """
     folder = local_model(model)
     sources = held_out_sources(folder, data, root, max_samples)
-    loaded, processor = load(folder, trust=trust)
+    loaded, processor = load(folder, device=device, trust=trust)
     rows: list[dict[str, Any]] = []
     skipped = 0
     asked = questions(sources)
