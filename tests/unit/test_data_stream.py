@@ -227,6 +227,17 @@ def test_files_of_this_machine_are_streamed_too(tmp_path: Path) -> None:
     assert streamed(None, str(tmp_path / "part-*.jsonl")).identity != rows.identity
 
 
+def test_a_file_that_changes_during_a_run_is_told_though_it_has_as_many_rows(tmp_path: Path) -> None:
+    for number in range(FILES):
+        (tmp_path / f"{number}.jsonl").write_bytes(rows_of_file(number))
+    rows = streamed(tmp_path / "index", str(tmp_path / "*.jsonl"), shuffle=False)
+    rows.batch([0])
+    settle(rows)
+    (tmp_path / "3.jsonl").write_bytes(rows_of_file(4))  # of the same size
+    with pytest.raises(TesseraError, match=r"3\.jsonl has changed since the run began"):
+        rows.without({}).batch([rows._count(0) * 3])
+
+
 def test_what_cannot_be_streamed_is_refused(hub: HubServer, tmp_path: Path) -> None:  # noqa: F811
     publish(hub)
     hub.add("datasets/org/pictures", {"train.jsonl": rows_of_file(0), "a.png": b"png"})

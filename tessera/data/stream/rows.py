@@ -79,8 +79,8 @@ class StreamedRows(RowSource):
         if not shards:
             raise TesseraError("there are no files to stream", where="data.train")
         self.shards, self.pack, self.settings = tuple(shards), pack, settings
-        facts = [[shard.name, shard.facts] for shard in self.shards]
-        key = json.dumps([facts, settings.seed, settings.shuffle, settings.packing], sort_keys=True, default=str)
+        self._facts = [[shard.name, shard.facts] for shard in self.shards]
+        key = json.dumps([self._facts, settings.seed, settings.shuffle, settings.packing], sort_keys=True, default=str)
         self._key = hashlib.sha256(key.encode()).hexdigest()
         self._folder = None if folder is None else folder.absolute() / f"stream-{self._key[:32]}"
         self.left_out: dict[str, str] = {}
@@ -116,6 +116,7 @@ class StreamedRows(RowSource):
     def without(self, samples: Mapping[str, str]) -> StreamedRows:
         found = StreamedRows(self.shards, self.pack, self.settings, None)
         found._folder, found._counts = self._folder, self._counts
+        found._facts, found._key = self._facts, self._key  # as the run began, whatever the files are now
         found.left_out = {**self.left_out, **samples}
         return found
 
@@ -225,6 +226,12 @@ class StreamedRows(RowSource):
         path = one.fetch()
         with locked(None if self._folder is None else self._folder / f"{shard:06d}.lock"):
             made = self.pack(shard, one, path)  # the first process measures and packs, the others read what it kept
+            if [one.name, one.facts] != self._facts[shard]:  # packing may last: asked when it is done
+                raise TesseraError(
+                    f"{one.name} has changed since the run began: its rows would not be those of a run that is resumed",
+                    where=str(path),
+                    fix="put the file back as it was, and resume; or begin another run",
+                )
             kept = self._kept_count(shard)
             if kept is not None and kept != len(made):
                 raise TesseraError(
