@@ -148,12 +148,21 @@ def _explain(section: type[Section], error: ValidationError, where: str) -> Tess
     for problem in error.errors(include_url=False):
         path = _key_path(section, problem["loc"])
         problems.setdefault(".".join(map(str, path)), []).append((path, problem))
-    lines = {key: _line(section, key, reports) for key, reports in problems.items()}
+    # A mapping with a mistake in it is not also told that it is no text, where a text may stand in its place.
+    lines = {
+        key: _line(section, key, reports)
+        for key, reports in problems.items()
+        if not (_asks_for_text(reports) and any(other.startswith(f"{key}.") for other in problems))
+    }
     if len(lines) > 1:
         shown = [text for text, _, _ in lines.values()]
         return TesseraError(f"{len(shown)} problems in the configuration:\n    " + "\n    ".join(shown), where=where)
     text, allowed, near = next(iter(lines.values()))
     return TesseraError(text, where=where, allowed=allowed, nearest=near)
+
+
+def _asks_for_text(reports: Sequence[tuple[list[Any], Any]]) -> bool:
+    return all(one["type"] == "string_type" and isinstance(one.get("input"), Mapping) for _, one in reports)
 
 
 def _line(

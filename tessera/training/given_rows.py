@@ -251,7 +251,8 @@ def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
         f"a row cannot keep a {type(value).__name__}",
         where=where,
         allowed=["text, numbers, lists and mappings", "images as paths, bytes or PIL images"],
-        fix="give such items by a torch Dataset, which is read as it is; see docs/how-to/bring-your-own-data.md",
+        fix="leave it out (`table.drop(columns=...)`) or make it a text; items of other types are given by a torch "
+        "Dataset, which is read as it is; see docs/how-to/bring-your-own-data.md",
     )
 
 

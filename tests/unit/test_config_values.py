@@ -213,6 +213,12 @@ def test_values_without_sense_are_refused_with_what_is_allowed(key: str, value: 
     assert raised.value.exit_code == 2
 
 
+def test_a_mistake_inside_a_mapping_is_told_once_where_a_text_may_stand_too() -> None:
+    with pytest.raises(TesseraError) as error:
+        load_config(BASE, {"model.lora": {"targets": [{"modules": "text", "rank": 0}]}})
+    assert error.value.what == "model.lora.targets.0.rank: must be above 0, got 0"
+
+
 def test_clipping_is_turned_off_by_null_and_large_norms_are_room_enough() -> None:
     assert load_config(BASE, parse_overrides(["optim.clip_norm=null"])).optim.clip_norm is None
     assert load_config(BASE, {"optim.clip_norm": 1e6}).optim.clip_norm == 1e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def circle() -> dict[str, Any]:
         (row(count=10**5000), "cannot be kept"),
         (circle(), "hold themselves"),
         (row(images=[Image.new("RGB", (0, 0))]), "no pixels"),
+        (row(when=datetime.date(2026, 1, 1)), r"\['when'\][\s\S]*drop\(columns"),
     ],
 )
 def test_what_no_row_can_keep_is_told(tmp_path: Path, odd: dict[str, Any], said: str) -> None:
