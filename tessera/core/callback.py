@@ -20,6 +20,10 @@ from tessera.core.task import Task
 from tessera.core.types import Batch
 
 
+class WaitEnded(BaseException):
+    """End the wait for data: the run was asked to stop. No error, so that no sample is blamed for it."""
+
+
 class TrainerHandle(Protocol):
     """Declare what a callback may use of the trainer. `tessera.training.trainer.Trainer` is the only implementation."""
 
@@ -27,6 +31,7 @@ class TrainerHandle(Protocol):
     phase: str  # of the step, read by threads that watch the run
     phase_listeners: list[Callable[[str], None]]  # called with the new phase whenever it changes
     stop_reason: str | None
+    waits_alone: bool  # for data, in a run of one rank: a stop need not wait for it
     paused_seconds: float
 
     @property

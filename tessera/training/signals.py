@@ -10,7 +10,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from tessera.core.callback import Callback, TrainerHandle
+from tessera.core.callback import Callback, TrainerHandle, WaitEnded
 from tessera.core.log import is_terminal
 
 FIRST = "stopping after this step, then saving; Ctrl-C again to stop now, without saving"
@@ -34,6 +34,9 @@ class StopOnSignal(Callback):
             if number == signal.SIGINT and (twice or trainer.stop_reason is not None):
                 raise KeyboardInterrupt
             trainer.request_stop(signal.Signals(number).name)
+            if trainer.waits_alone:
+                trainer.waits_alone = False
+                raise WaitEnded
 
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, handle)

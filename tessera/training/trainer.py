@@ -20,6 +20,7 @@ from tessera.core.callback import (
     Callback,
     OptimizerStep,
     StepResult,
+    WaitEnded,
     check_callback_names,
     restore_callbacks,
 )
@@ -76,6 +77,7 @@ class Trainer:
         self.data_identity = data_identity
         self.step = 0
         self.paused_seconds = 0.0  # spent on evaluation and saving
+        self.waits_alone = False
         self.stop_reason: str | None = None  # asked for from outside: a resume goes on
         self.ended_early: str | None = None  # there is nothing more to do, before the last step
         self._save_requested = False
@@ -131,9 +133,9 @@ class Trainer:
     def _loop(self) -> None:
         self._saves.restart_clock()
         while self.step < self.length.steps and self.ended_early is None and self._goes_on():
-            self.phase = "loading data"
-            assert self.loader is not None
-            microbatches = next(self.loader)
+            microbatches = self._next_batches()
+            if microbatches is None:
+                break
             if (result := self.train_step(microbatches)) is None:
                 continue
             self._saves.prepare(result.applied)
@@ -143,6 +145,26 @@ class Trainer:
             if (self._save_requested or self._due(self.config.checkpoint.interval)) and not last:
                 self._save_requested = False
                 self._saves.begin(self.step)
+
+    def _next_batches(self) -> Sequence[Batch] | None:
+        """Return the micro-batches of the next step, or None where a stop is asked for while one rank waits for them.
+
+        Data may be minutes away (a hub that does not answer), and whoever stops a run gives it seconds. Of several
+        ranks all need the step that they have agreed on.
+        """
+        self.phase = "loading data"
+        assert self.loader is not None
+        try:
+            self.waits_alone = self.world.size == 1
+            if self.waits_alone and self.stop_reason is not None:
+                return None
+            microbatches: Sequence[Batch] = next(self.loader)
+            self.waits_alone = False
+        except WaitEnded:
+            return None
+        finally:
+            self.waits_alone = False
+        return microbatches
 
     def _due(self, every: Interval) -> bool:
         return self.length.due(every, self.step, self.rows_drawn)

@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 import tessera
 from tessera.core.callback import Callback
+from tessera.data.loader.loader import Loader
 from tessera.training.signals import FIRST, SECOND
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -77,3 +79,26 @@ def test_a_second_ctrl_c_ends_the_run_without_a_save(recipe: dict[str, Any], cap
     assert SECOND in press.answers + capfd.readouterr().err
     assert not list(Path(recipe["out"]).glob("chat/checkpoints/step-*"))
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_stop_does_not_wait_for_data_that_does_not_come(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stops a run gives it seconds, and a hub that does not answer may take minutes."""
+    read, taken = Loader._step, []
+
+    def stuck(loader: Loader) -> Any:
+        taken.append(time.perf_counter())
+        if len(taken) == 3:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            time.sleep(60)
+        return read(loader)
+
+    monkeypatch.setattr(Loader, "_step", stuck)
+    run = tessera.train(recipe)
+    assert time.perf_counter() - taken[-1] < 30
+    assert run.stopped == "SIGTERM"
+    assert run.checkpoint is not None
+    assert run.checkpoint.name == "step-00000002"
+    monkeypatch.undo()
+    assert tessera.resume(run.folder, {"train.steps": 4}).stopped is None
