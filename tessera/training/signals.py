@@ -7,11 +7,13 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 from tessera.core.callback import Callback, TrainerHandle, WaitEnded
 from tessera.core.log import is_terminal
+from tessera.core.types import Batch
 
 FIRST = "stopping after this step, then saving; Ctrl-C again to stop now, without saving"
 SECOND = "stopping now; what came after the newest checkpoint is not saved"
@@ -53,6 +55,25 @@ class StopOnSignal(Callback):
 
     def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
         self.on_end(trainer)
+
+
+def next_unless_stopped(trainer: TrainerHandle) -> Sequence[Batch] | None:
+    """Return the micro-batches of the next step, or None where a stop is asked for while one rank waits for them.
+
+    Data may be minutes away (a hub that does not answer), and whoever stops a run gives it seconds. Of several ranks
+    all need the step that they have agreed on.
+    """
+    try:
+        trainer.waits_alone = trainer.world.size == 1
+        if trainer.waits_alone and trainer.stop_reason is not None:
+            return None
+        microbatches: Sequence[Batch] = next(trainer.loader)
+        trainer.waits_alone = False
+    except WaitEnded:
+        return None
+    finally:
+        trainer.waits_alone = False
+    return microbatches
 
 
 class _Answers:

@@ -20,7 +20,6 @@ from tessera.core.callback import (
     Callback,
     OptimizerStep,
     StepResult,
-    WaitEnded,
     check_callback_names,
     restore_callbacks,
 )
@@ -36,6 +35,7 @@ from tessera.parallel.engine import Engine
 from tessera.training.out_of_memory import MemoryAdvice
 from tessera.training.resumed import check_resumed
 from tessera.training.saves import Saved, Saves
+from tessera.training.signals import next_unless_stopped
 
 
 class Trainer:
@@ -133,8 +133,8 @@ class Trainer:
     def _loop(self) -> None:
         self._saves.restart_clock()
         while self.step < self.length.steps and self.ended_early is None and self._goes_on():
-            microbatches = self._next_batches()
-            if microbatches is None:
+            self.phase = "loading data"
+            if (microbatches := next_unless_stopped(self)) is None:
                 break
             if (result := self.train_step(microbatches)) is None:
                 continue
@@ -145,26 +145,6 @@ class Trainer:
             if (self._save_requested or self._due(self.config.checkpoint.interval)) and not last:
                 self._save_requested = False
                 self._saves.begin(self.step)
-
-    def _next_batches(self) -> Sequence[Batch] | None:
-        """Return the micro-batches of the next step, or None where a stop is asked for while one rank waits for them.
-
-        Data may be minutes away (a hub that does not answer), and whoever stops a run gives it seconds. Of several
-        ranks all need the step that they have agreed on.
-        """
-        self.phase = "loading data"
-        assert self.loader is not None
-        try:
-            self.waits_alone = self.world.size == 1
-            if self.waits_alone and self.stop_reason is not None:
-                return None
-            microbatches: Sequence[Batch] = next(self.loader)
-            self.waits_alone = False
-        except WaitEnded:
-            return None
-        finally:
-            self.waits_alone = False
-        return microbatches
 
     def _due(self, every: Interval) -> bool:
         return self.length.due(every, self.step, self.rows_drawn)
