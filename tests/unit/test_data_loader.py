@@ -199,9 +199,10 @@ class Deadly(RowSource):
         return Batch({"tokens": torch.tensor([0])}, sample_ids=tuple(read), problems=tuple(holes))
 
 
-def test_samples_that_kill_their_reader_leave_holes() -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_samples_that_kill_their_reader_leave_holes(workers: int) -> None:
     deadly = Deadly({10: "dies", 11: "dies", 31: "dies"})
-    with Loader(deadly, global_batch=2, micro_batch=1, workers=2) as loader:
+    with Loader(deadly, global_batch=2, micro_batch=1, workers=workers) as loader:
         batches = [batch for _ in range(3) for batch in next(loader)]
     assert [batch.sample_ids for batch in batches] == [
         *(("0", "1"), (), ("20", "21")),

@@ -181,6 +181,24 @@ def test_what_a_worker_died_at_is_tried_once_more_before_it_is_blamed(tmp_path: 
     assert found[1] not in (found[0], found[2])
 
 
+class EndsItsReader:
+    """An item of which a worker dies while it takes it over: before the work on it has begun."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (5,)
+
+
+def test_what_waits_behind_a_deadly_item_is_never_blamed() -> None:
+    def again(item: Any, lost: Lost) -> Any:
+        return ("die", item[1] + 1) if item[1] < 4 else None  # eight deaths in all: each item dies twice
+
+    with Pool(do, 1, ahead=2) as pool:  # one worker: what comes next stands behind the deadly item every time
+        assert [result for _, result in pool.map([("die", 1), ("nap", 9)], again)][1][0] == 9
+        found = [result for _, result in pool.map([EndsItsReader(), ("nap", 9)])]
+    assert found[0] == Lost(None, "its reader ended with exit code 5")
+    assert found[1][0] == 9
+
+
 def test_a_worker_stuck_in_c_is_ended(pool: Pool) -> None:
     began = time.monotonic()
     found = [result for _, result in pool.map([("nap", 0), ("hang", 1), ("hang", 2), ("nap", 3)])]

@@ -26,7 +26,7 @@ Note = Callable[[int], None]
 PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; `note(n)` says what the work is at
 
 _SMALL = 1 << 14  # bytes of an item that surely fit into a socket whose other side is busy
-_TRIES = 3  # of an item whose process ended before it began
+_TRIES = 3  # of an item whose process ended before the work began, or after it
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,12 @@ class _PendingItem:
             self.settle(lost)
         else:
             self.item, self.tries = another, 0
+
+    def lose_untold(self, reason: str) -> None:
+        """Have an item tried again whose process ended beside the work on it, not for ever."""
+        self.tries += 1
+        if self.tries == _TRIES:
+            self.lose(Lost(None, reason), once_more=False)
 
 
 class Pool:
@@ -281,16 +287,15 @@ class Pool:
         self._server.kill(worker, reason)
         silent = worker.killed_for is not None and reason is None  # by `_end_silent`
         reason = self._server.exit_reason(worker)
-        begun = worker.state.item
+        begun, first = worker.state.item, worker.items[0] if worker.items else None
         for number in reversed(worker.items):
             pending = self._pending.get(number)
             if pending is None:
                 continue
-            pending.tries += 1
             if number == begun:
                 pending.lose(Lost(worker.state.noted, reason), once_more=not silent)
-            elif pending.tries == _TRIES:
-                pending.lose(Lost(None, reason), once_more=False)
+            elif begun is None and number == first:  # it ended while it took this item over, or sent its result
+                pending.lose_untold(reason)
             if not pending.done:
                 self._waiting.appendleft(pending)
         self._add_worker()
