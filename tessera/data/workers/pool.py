@@ -178,7 +178,7 @@ class Pool:
         if self._server is not None:
             self._server.close()
         for worker in self._workers:
-            worker.connection.close()
+            worker.close()
         self._server, self._workers = None, []
         self._selector.close()
         self._awake.close()
@@ -283,7 +283,6 @@ class Pool:
         assert self._server is not None
         self._selector.unregister(worker.connection)
         self._workers.remove(worker)
-        worker.connection.close()
         self._server.kill(worker, reason)
         silent = worker.killed_for is not None and reason is None  # by `_end_silent`
         reason = self._server.exit_reason(worker)
@@ -298,6 +297,7 @@ class Pool:
                 pending.lose_untold(reason)
             if not pending.done:
                 self._waiting.appendleft(pending)
+        worker.close()
         self._add_worker()
 
     def _add_worker(self) -> None:

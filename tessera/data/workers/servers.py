@@ -181,6 +181,10 @@ class WorkerProcess:
     items: deque[int] = field(default_factory=deque)  # sent and not answered, in order
     killed_for: str | None = None
 
+    def close(self) -> None:
+        self.connection.close()
+        self.state.close()
+
 
 class PoolServer:
     """Start a process that holds a pool's work, and have it fork and kill the workers of the pool."""

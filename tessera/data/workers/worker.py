@@ -74,7 +74,12 @@ class WorkerState:
     """Hold what a worker works on, in memory that the pool can read also when the worker is stuck or dead."""
 
     def __init__(self, fd: int) -> None:
-        self._numbers = memoryview(mmap.mmap(fd, STATE_BYTES)).cast("q")
+        self._memory = mmap.mmap(fd, STATE_BYTES)
+        self._numbers = memoryview(self._memory).cast("q")
+
+    def close(self) -> None:
+        self._numbers.release()
+        self._memory.close()
 
     def begin(self, item: int) -> None:
         self._numbers[1] = _NOTHING
