@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from tessera.core.errors import TesseraError, first_line, nearest
-from tessera.core.foreign_keys import find_foreign
+from tessera.core.foreign_keys import find_foreign, near_foreign
 from tessera.core.values import allowed_values, check_kind, members_of, plain_copy
 from tessera.core.yaml12 import StrictDumper, StrictLoader
 
@@ -179,6 +179,11 @@ def _line(
         if foreign is not None and foreign.key != key:
             return f"unknown key: {key}; {foreign.sentence(first.get('input'))}", None, foreign.key or None
         known = [] if at is None else sorted(field.alias or name for name, field in at.model_fields.items())
+        misspelt = near_foreign(str(path[-1]), known)
+        if misspelt is not None and misspelt[1].key != key:
+            name, foreign = misspelt
+            text = f"unknown key: {key} (did you mean {name}?); {foreign.sentence(first.get('input'))}"
+            return text, None, foreign.key or None
         near = nearest(str(path[-1]), known)
         text = f"unknown key: {key}" + (f" (did you mean {near}?)" if near else "")
         return text, known, None if near is None else ".".join([*map(str, path[:-1]), near])

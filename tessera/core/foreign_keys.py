@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
 
@@ -215,3 +217,16 @@ FOREIGN: dict[str, Ours] = {
 def find_foreign(key: str) -> Ours | None:
     """Return our key for one of another trainer, by its last name, however it is spelled."""
     return FOREIGN.get(key.lower().lstrip("-").replace("-", "_"))
+
+
+_NEAR = 0.8  # a letter or two of a long name; short names of other trainers are near to very much
+
+
+def near_foreign(key: str, known: Iterable[str] = ()) -> tuple[str, Ours] | None:
+    """Return the key of another trainer that a misspelt key is nearest to, and ours for it; None: there is none, or one
+    of the `known` keys is as near."""
+    written = key.lower().lstrip("-").replace("-", "_")
+    found = {name: SequenceMatcher(None, written, name).ratio() for name in FOREIGN}
+    best = max(found, key=lambda name: found[name])
+    own = max((SequenceMatcher(None, written, name).ratio() for name in known), default=0.0)
+    return (best, FOREIGN[best]) if found[best] >= _NEAR and found[best] > own else None

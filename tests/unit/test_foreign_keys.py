@@ -42,6 +42,23 @@ def test_a_key_of_another_trainer_is_told_as_ours(key: str, case: tuple[Any, str
         assert said in caught.value.what, caught.value.what
 
 
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("optim.learning_rte", "(did you mean learning_rate?); here it is optim.lr"),
+        ("train.num_train_epoch", "train.epochs"),
+        ("lora_alpah", "model.lora.alpha"),
+        ("trust_remote_cod", "code of a folder is never run"),
+        ("optim.weigth_decay", "(did you mean weight_decay?)"),  # ours is as near as that of others
+        ("train.global_batchs", "(did you mean global_batch?)"),  # ours is nearer
+    ],
+)
+def test_a_misspelt_key_of_another_trainer_is_told_as_ours(key: str, said: str) -> None:
+    with pytest.raises(TesseraError) as caught:
+        load_config(RECIPE, {key: 3})
+    assert said in caught.value.what, caught.value.what
+
+
 def _written(ours: Ours) -> dict[str, Any]:
     return parse_overrides([f"{ours.key}={ours.example}"])
 
