@@ -9,6 +9,7 @@ from typing import Any
 
 from tessera.compat.mindspeed_mm.migrate import migrate
 from tessera.core.errors import TesseraError
+from tessera.core.recipe_patterns import without_patterns
 from tessera.evaluation.evaluate import evaluate
 from tessera.hub.config import load_local_config
 from tessera.inference.chat import Chat
@@ -72,17 +73,21 @@ def plan(
     *,
     world: int = 1,
     device: str | None = None,
+    patterns: bool = True,
 ) -> Plan:
     """Return how a recipe would be split over `world` ranks. Nothing is started.
 
     `device`: a name (`h200`, `24g`) or a number of GiB; then a step is counted on tensors without memory, and
-    `plan.device_fit` says whether it fits there, and which keys to change where it does not.
+    `plan.device_fit` says whether it fits there, and which keys to change where it does not. `patterns` False: leave
+    out every key that names modules, so that `plan.modules()` lists the names while a pattern is still wrong.
     """
     config = load_local_config(recipe, overrides, weights=False)
+    if not patterns:
+        return build_meta_model(without_patterns(config), 1).plan
     if device is not None:
         return plan_for_device(config, world, device)
     made = build_meta_model(config, world).plan
-    notes = [precision_guess(config)]
+    notes = [*made.notes, precision_guess(config)]
     try:
         check_rows(config, made)
     except TesseraError as error:  # a layout is often tried before the batch is chosen

@@ -14,6 +14,7 @@ from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.expert_adapters import take_experts
 from tessera.checkpoint.files import MANIFEST, box_slices
 from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.peft import CONFIG, is_adapter_folder
 from tessera.checkpoint.weights import TensorSource, fill
 from tessera.core import saved_recipe
 from tessera.core.adapters import (
@@ -61,6 +62,16 @@ def settled(
         where="model.lora.path",
         allowed=["a PEFT folder", "a LoRA file (.safetensors)", "a run or checkpoint that trained adapters"],
     )
+
+
+def targets_origin(section: LoraSection) -> str | None:
+    """Return where the targets of adapters to start from stand; None where the recipe has them."""
+    path = section.path
+    if path is None or section.targets:
+        return None
+    if is_adapter_folder(path):
+        return f"{path / CONFIG}, target_modules"
+    return str(path) if is_adapters(path) else f"{path / 'config.yaml'}, model.lora.targets"
 
 
 def fill_adapters(

@@ -100,8 +100,15 @@ def plan(
     from tessera.api import plan as make
     from tessera.core import log
 
-    with log.on_screen():
-        made = make(recipe, changes, world=world, device=device)
+    try:
+        with log.on_screen():
+            made = make(recipe, changes, world=world, device=device)
+    except TesseraError:
+        # It may be a pattern that is wrong, and the names are what it is mended by.
+        if modules:
+            with contextlib.suppress(TesseraError):
+                typer.echo(make(recipe, changes, patterns=False).modules())
+        raise
     typer.echo(made.describe())
     if modules:
         typer.echo(made.modules())

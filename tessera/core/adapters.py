@@ -134,25 +134,27 @@ def choose(
     default: Sequence[str],
     refused: Mapping[str, str],
     experts: Mapping[str, tuple[str, ...]] | None = None,
+    origin: str | None = None,
 ) -> dict[str, Adapter]:
     """Return the adapters that a recipe asks for, among `layers`; `default`: those it means when it names none.
 
     `refused`: other paths -> why nothing there can have an adapter. `experts`: the adapters that stacked experts can
     have; they get one where a pattern names the module of experts or something in it, for there are very many of them.
-    Of several patterns that match a layer the last one wins.
+    Of several patterns that match a layer the last one wins. `origin`: the file that the targets were read from;
+    default: the recipe.
     """
     experts = experts or {}
     chosen: dict[str, Adapter] = {}
     for number, target in enumerate(section.targets):
         given = target if isinstance(target, LoraTarget) else LoraTarget(modules=target)
-        where = f"model.lora.targets.{number}"
+        where = origin or f"model.lora.targets.{number}"
         adapter = replace(adapter_of(section), rank=given.rank or section.rank, alpha=given.alpha or section.alpha)
         named = [path for path in experts if any(matches(given.modules, above) for above in ancestors(path)[-2:])]
         chosen.update({path: replace(adapter, stacked=experts[path]) for path in named})
         if not any(matches(given.modules, above) for path in layers for above in ancestors(path)):
             if named:
                 continue
-            _check_refused(given.modules, refused, experts, where)
+            _check_refused(given.modules, refused, experts, where, origin is not None)
         found = select_trees([given.modules], [*layers, *experts], where)
         chosen.update(dict.fromkeys((path for path in found if path not in experts), adapter))
     if not section.targets:
@@ -168,9 +170,10 @@ def choose(
 
 
 def _check_refused(
-    pattern: str, refused: Mapping[str, str], experts: Mapping[str, tuple[str, ...]], where: str
+    pattern: str, refused: Mapping[str, str], experts: Mapping[str, tuple[str, ...]], where: str, trained: bool
 ) -> None:
-    """Raise if a pattern that matches no layer names something that has no adapters, or a part of experts."""
+    """Raise if a pattern that matches no layer names something that has no adapters, or a part of experts.
+    `trained`: adapters that exist already name it."""
     for path, weights in experts.items():
         owner, _, name = path.rpartition(".")
         for weight in weights:
@@ -190,7 +193,11 @@ def _check_refused(
             )
     for path, why in refused.items():
         if any(matches(pattern, above) for above in ancestors(path)):
-            raise TesseraError(f"{path} cannot have an adapter: {why}", where=where)
+            raise TesseraError(
+                f"{path} cannot have an adapter: {why}",
+                where=where,
+                fix="adapters that were trained without this layer can be used here" if trained else None,
+            )
 
 
 def _check_experts(section: LoraSection, paths: Sequence[str]) -> None:

@@ -196,6 +196,8 @@ def _line(
     if isinstance(given, (str, int, float)) and first["type"] != "missing":
         said[-1] += f", got {_spelled(given)}"
     near = nearest(given, words) if isinstance(given, str) else None
+    if isinstance(given, str) and given and len(reports) == 1 and first["type"] == "list_type":
+        said[-1] += f"; write it as a list of one: {key}=[{_in_list(given)}]"
     allowed = _allowed_at(section, path) if first["type"] != "value_error" else words
     return f"{key}: {' or: '.join(said)}" if key else " or: ".join(said), allowed or None, near
 
@@ -214,6 +216,11 @@ def _no_section(section: type[Section], key: str, given: Any) -> tuple[str, list
         return text, known, None
     meant = f"{key}.{fitting[0]}={given}"
     return f"{text} (did you mean {meant}?)", known, meant
+
+
+def _in_list(text: str) -> str:
+    """Return a text as an item of a list in YAML: braces, commas and stars mean something there."""
+    return text if re.fullmatch(r"[\w./-]+", text) else f'"{text}"'
 
 
 def _spelled(given: Any) -> str:

@@ -14,6 +14,7 @@ from tessera.core.errors import TesseraError, nearest
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*\.[A-Z]\w*")
 _MAX_RANGE = 100_000
+_EXPERTS = "experts"  # what modules of stacked experts are called in every family
 
 
 @lru_cache(maxsize=4096)
@@ -21,6 +22,10 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Return the pattern as a regular expression over whole paths."""
     if not pattern or pattern != pattern.strip() or ".." in pattern or pattern[0] == "." or pattern[-1] == ".":
         raise TesseraError(f"not a path pattern: {pattern!r}", fix="write dotted names, such as text.layers.{0-3}.attn")
+    return re.compile(_expression(pattern))
+
+
+def _expression(pattern: str) -> str:
     out: list[str] = []
     at = 0
     while at < len(pattern):
@@ -42,7 +47,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         else:
             out.append(re.escape(char))
         at += 1
-    return re.compile("".join(out))
+    return "".join(out)
 
 
 def _group(body: str, pattern: str) -> str:
@@ -80,11 +85,60 @@ def select(patterns: Sequence[str], paths: Iterable[str], where: str) -> list[st
     for pattern in patterns:
         found = [path for path in known if matches(pattern, path)]
         if not found:
-            raise TesseraError(
-                f"pattern {pattern!r} matches nothing", where=where, nearest=nearest_path(pattern, known)
-            )
+            raise nothing_matches(pattern, known, where)
         chosen.update(found)
     return [path for path in known if path in chosen]
+
+
+def nothing_matches(pattern: str, known: Sequence[str], where: str) -> TesseraError:
+    """Return the error of a pattern that matches none of the known paths."""
+    parts = pattern.split(".")
+    if _EXPERTS in parts and not any(_EXPERTS in path.split(".") for path in known):
+        dense = ".".join(parts[: parts.index(_EXPERTS)])
+        return TesseraError(
+            f"pattern {pattern!r} matches nothing: this model has no experts, its layers are dense",
+            where=where,
+            nearest=dense if any(matches(dense, path) for path in known) else nearest_path(dense, known),
+        )
+    return TesseraError(f"pattern {pattern!r} matches nothing", where=where, nearest=nearest_path(pattern, known))
+
+
+def absent_members(pattern: str, paths: Iterable[str]) -> list[str]:
+    """Return what the groups of a pattern list and no path has, of a pattern that matches something: 2-7 of
+    `layers.{0-7}` where there are two layers."""
+    known = [path for path in paths if matches(pattern, path)]
+    absent: list[str] = []
+    for group in re.finditer(r"\{([^}]*)\}", pattern) if known else ():
+        before, after = pattern[: group.start()], pattern[group.end() :]
+        listed = _members(group[1])
+        # Each group by itself: the others may be anything that they list.
+        one = re.compile(f"{_expression(before)}({_group(group[1], pattern)}){_expression(after)}")
+        there = {found[1] for path in known if (found := one.fullmatch(path)) is not None}
+        absent += _ranges([member for member in listed if member not in there])
+    return absent
+
+
+def _members(body: str) -> list[str]:
+    """Return the names and numbers that a group lists; none where it takes any."""
+    found: list[str] = []
+    for item in (part.strip() for part in body.split(",")):
+        span = _RANGE.fullmatch(item)
+        if item == "*":
+            return []
+        found += [item] if span is None else map(str, range(int(span[1]), int(span[2]) + 1))
+    return found
+
+
+def _ranges(members: Sequence[str]) -> list[str]:
+    """Return names as they are, and numbers that follow each other as a range."""
+    found: list[str] = []
+    for member in members:
+        first, _, last = found[-1].partition("-") if found else ("", "", "")
+        if member.isdigit() and (last or first).isdigit() and int(member) == int(last or first) + 1:
+            found[-1] = f"{first}-{member}"
+        else:
+            found.append(member)
+    return found
 
 
 def select_trees(patterns: Sequence[str], paths: Iterable[str], where: str) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tessera.checkpoint.adapter_files import is_adapters, open_adapters
-from tessera.checkpoint.adapter_reading import fill_adapters, part_of, settled
+from tessera.checkpoint.adapter_reading import fill_adapters, part_of, settled, targets_origin
 from tessera.checkpoint.state import model_tensors
 from tessera.checkpoint.weight_source import find_file
 from tessera.core.adapters import (
@@ -58,7 +58,7 @@ def load_adapters(source: Path, base: Path | None, dtype: str | None, trust: Tru
     parameters = list(tensors)
     with for_family(spec):
         lora = settled(found.section.lora, parameters, weights, part)
-        adapters = find_adapters(lora, module, spec.main.plan(config))
+        adapters = find_adapters(lora, module, spec.main.plan(config), targets_origin(found.section.lora))
         saved = trained_whole(lora, module, adapters)
     kind = found.dtype if dtype is not None or not named else _stored_type(source, part)
     tensors |= {name: torch.empty(tensors[name].shape, dtype=kind) for name in saved}

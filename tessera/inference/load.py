@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tessera.checkpoint.adapter_files import is_adapters
-from tessera.checkpoint.adapter_reading import fill_adapters, merge_into, part_of, settled
+from tessera.checkpoint.adapter_reading import fill_adapters, merge_into, part_of, settled, targets_origin
 from tessera.checkpoint.hf import stored_dtype
 from tessera.checkpoint.peft import base_of, is_adapter_folder, read_config
 from tessera.checkpoint.state import model_tensors, tied_names
@@ -149,7 +149,7 @@ def load(
     if section.lora is not None:
         with for_family(spec):
             lora = settled(section.lora, names, weights, part)
-            own = find_adapters(lora, whole, spec.main.plan(config))
+            own = find_adapters(lora, whole, spec.main.plan(config), targets_origin(section.lora))
             saved = trained_whole(lora, whole, own)
         add_adapters(whole, own, quantize=section.lora.quantize)
     run: Callable[..., Any] | None = None

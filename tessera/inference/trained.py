@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from tessera.checkpoint.adapter_reading import part_of, settled
+from tessera.checkpoint.adapter_reading import part_of, settled, targets_origin
 from tessera.checkpoint.forms import native_shapes
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import model_tensors, tied_names
@@ -33,9 +33,10 @@ def open_trained(path: Path, found: FoundModel, spec: ModelSpec, config: Section
         )
     adapters: Mapping[str, Adapter] = {}
     if lora is not None:
+        where = targets_origin(lora)
         with for_family(spec):
             lora = settled(lora, list(tensors), hub, part_of(found.section.path))
-        adapters = find_adapters(lora, module, spec.main.plan(config))
+        adapters = find_adapters(lora, module, spec.main.plan(config), where)
     if found.origin == "run":
         newest = CheckpointManager(find_file(path, "checkpoints"), keep=1).latest()
         if newest is None:

@@ -140,8 +140,10 @@ class LoraExperts(nn.Module):
         return LowRank(self.lora_a.weight, self.lora_b.weight, self.adapter.scale, dropout)
 
 
-def find_adapters(section: LoraSection, module: nn.Module, plan: ModelPlan) -> dict[str, Adapter]:
-    """Return the adapters of the layers that a recipe selects."""
+def find_adapters(
+    section: LoraSection, module: nn.Module, plan: ModelPlan, origin: str | None = None
+) -> dict[str, Adapter]:
+    """Return the adapters of the layers that a recipe selects. `origin`: the file that `targets` were read from."""
     layers: list[str] = []
     refused: dict[str, str] = {}
     experts: dict[str, tuple[str, ...]] = {}
@@ -163,7 +165,7 @@ def find_adapters(section: LoraSection, module: nn.Module, plan: ModelPlan) -> d
     usual = [path for path in layers if home(path, blocks) is not None and home(path, encoders) is None]
     if plan.decoder:
         usual = [path for path in usual if home(path, [plan.decoder]) is not None]
-    return choose(section, layers, usual, refused, experts)
+    return choose(section, layers, usual, refused, experts, origin)
 
 
 def add_adapters(

@@ -19,7 +19,7 @@ from torch import nn
 
 from tessera.core.errors import TesseraError
 from tessera.core.modules import COMPILE_OPTIONS
-from tessera.core.pattern import home, is_class_path, matches, nearest_path
+from tessera.core.pattern import home, is_class_path, matches, nothing_matches
 from tessera.core.run_config import ParallelSection, RecomputeSection
 from tessera.core.torch_internals import ActivationWrapper, raise_recompile_limit, wrapped_module
 from tessera.core.types import ModelPlan
@@ -326,9 +326,7 @@ def _select_once(patterns: Sequence[str], tree: Iterable[str], where: str) -> li
     for pattern in patterns:
         found = [path for path in known if matches(pattern, path)]
         if not found:
-            raise TesseraError(
-                f"pattern {pattern!r} matches nothing", where=where, nearest=nearest_path(pattern, known)
-            )
+            raise nothing_matches(pattern, known, where)
         for path in found:
             if path in by:
                 raise TesseraError(

@@ -12,12 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tessera.checkpoint.adapter_export import check_forms
-from tessera.checkpoint.adapter_reading import part_of, settled
+from tessera.checkpoint.adapter_reading import part_of, settled, targets_origin
 from tessera.checkpoint.weights import check_config_numbers
 from tessera.core import device as devices
 from tessera.core.adapters import Adapters, spelled_out
 from tessera.core.errors import TesseraError
 from tessera.core.layouts import detect_layout
+from tessera.core.pattern import ancestors
+from tessera.core.recipe_patterns import absent_notes
 from tessera.core.run_config import LoraSection, PrecisionSection, RunConfig
 from tessera.core.run_length import check_batch
 from tessera.core.task import FrozenPart, Task
@@ -150,6 +152,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     module = build_on_meta(spec, model_config)
     model_plan, lora = spec.main.plan(model_config), config.model.lora
     adapters: Adapters = {}
+    paths = {name for name, _ in module.named_modules() if name}
     packed = 0  # weights that become buffers of fewer bits
     if lora is not None and spec.head == "reward" and HEAD_PATH not in lora.modules_to_save:
         lora = lora.model_copy(update={"modules_to_save": [*lora.modules_to_save, HEAD_PATH]})  # it begins at random
@@ -160,11 +163,11 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
                 where="model.lora.quantize",
                 fix="parallel.tp=1: in fewer bits a layer is small, and data ranks or a pipeline share the work",
             )
-        weight_map = spec.main.weight_map(model_config)
+        weight_map, origin = spec.main.weight_map(model_config), targets_origin(lora)
         with for_family(spec):
             lora = settled(lora, [name for name, _ in module.named_parameters()], weight_map, part_of(path))
         check_forms(lora.forms, weight_map, spec.generation is None, "model.lora.forms")
-        adapters = find_adapters(lora, module, model_plan)
+        adapters = find_adapters(lora, module, model_plan, origin)
         if lora.dora and config.parallel.tp > 1:
             raise TesseraError(
                 f"dora needs the lengths of whole rows, and parallel.tp={config.parallel.tp} splits them",
@@ -176,6 +179,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
             packed = sum(module.get_parameter(f"{path}.weight").numel() for path in adapters)
         add_adapters(module, adapters, lora.dropout, lora.quantize, saved)
         lora, model_plan = spelled_out(lora, adapters), with_adapters(model_plan)
+    paths |= {ancestor for name, _ in module.named_parameters() for ancestor in ancestors(name)}
     plan = make_plan(
         config.parallel,
         model_plan,
@@ -199,6 +203,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
         plan,
         parameters=plan.parameters + packed,
         frozen_components=counted,
+        notes=tuple(absent_notes(config, paths)),
         encoded_ahead=_encoded_ahead(config, spec, model_config, task, plan),
     )
     return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen, parts)

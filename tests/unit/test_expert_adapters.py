@@ -456,6 +456,18 @@ def test_what_experts_do_not_have_is_told_with_what_they_have(lora: dict[str, An
         setup(**lora)
 
 
+def test_a_router_among_the_targets_of_a_folder_is_told_with_the_folder(tmp_path: Path) -> None:
+    layer = "base_model.model.model.layers.0.mlp.gate"
+    save_file(
+        {f"{layer}.lora_A.weight": torch.zeros(2, 64), f"{layer}.lora_B.weight": torch.zeros(4, 2)},
+        tmp_path / "adapter_model.safetensors",
+    )
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["gate"]}))
+    with pytest.raises(TesseraError, match="router cannot have an adapter") as caught:
+        setup(path=str(tmp_path))
+    assert caught.value.where == f"{tmp_path / 'adapter_config.json'}, target_modules"
+
+
 # ---------------------------------------------------------------------------------------------- runs
 
 
