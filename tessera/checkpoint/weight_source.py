@@ -27,6 +27,7 @@ RUN_FILE = "run.json"
 REPLACING = ".replacing"  # files of the old run are on their way aside
 REPLACED = ".replaced"  # all of the old run is here, and the new one has not proved itself
 RESTORING = ".restoring"  # files of the old run are on their way back
+_MOST_LISTED = 20  # folders that an error lists
 ASIDE = (RESTORING, REPLACED, REPLACING)
 
 _log = logging.getLogger("tessera")
@@ -121,9 +122,13 @@ def _nothing_here(path: Path) -> TesseraError:
         refuse_pickle(path)
         return TesseraError(f"this is a file: {path}", fix="name the folder that it lies in")
     if not path.is_dir():
-        near = nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else None
+        beside = sorted(p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else []
+        near = nearest(path.name, beside)
+        # A name under a folder that is here is no name on a hub: what lies in that folder was meant.
+        listed = beside if path.parent.name and len(beside) <= _MOST_LISTED else []
         return TesseraError(
             f"no such folder: {path}",
+            allowed=[path.parent / name for name in listed] or None,
             nearest=None if near is None else str(path.parent / near),
             fix=hub_hint(path) or "name a folder on this machine, or a model on a hub: hf://org/name",
         )

@@ -30,14 +30,17 @@ def doctor(
     trust: TrustFlag = False,
 ) -> None:
     """Say what is wrong with data sets before a run finds out. Exit code 1 if samples would be lost."""
-    from tessera.tools.data_doctor.examine import examine, for_model, for_recipe, sets_of
+    from tessera.tools.data_doctor.examine import examine, for_model, for_recipe, sets_as_in, sets_of
 
     check_output(html, "--html")
     check_output(json_file, "--json")
     if recipe is not None and model is not None:
         raise TesseraError("--recipe and --model both name a model", where="tessera data doctor", fix="give one")
     brought = for_recipe(recipe) if recipe is not None else None if model is None else for_model(model, trust)
-    sections = sets_of(sets) if sets else [] if brought is None else [*brought.data.train, *brought.data.eval]
+    if brought is None:
+        sections = sets_of(sets) if sets else []
+    else:
+        sections = sets_as_in(sets, brought.data) if sets else [*brought.data.train, *brought.data.eval]
     if root is not None:
         sections = [section.model_copy(update={"root": root}) for section in sections]
     diagnosis = examine(

@@ -192,6 +192,8 @@ def _line(
         return _no_section(inner, key, first.get("input"))
     words = [word for _, one in reports if one["type"] == "literal_error" for word in _words(one["ctx"]["expected"])]
     said = list(dict.fromkeys(_said(one) for _, one in reports))
+    if words and all(one["type"] == "literal_error" for _, one in reports):  # several kinds of words are one choice
+        said = [f"must be {_one_of(words)}"]
     given = first.get("input")
     if isinstance(given, (str, int, float)) and first["type"] != "missing":
         said[-1] += f", got {_spelled(given)}"
@@ -249,6 +251,11 @@ def _said(problem: Any) -> str:
         bound, word = _BOUNDS[problem["type"]]
         return f"must be {word}" + (f" {problem['ctx'][bound]:g}" if bound else "")
     return str(problem["msg"]).removeprefix("Value error, ")
+
+
+def _one_of(words: Sequence[str]) -> str:
+    *others, last = (repr(word) for word in dict.fromkeys(words))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _words(expected: str) -> list[str]:

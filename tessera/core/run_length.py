@@ -134,11 +134,11 @@ class RunLength:
             return f"{self.steps:,} steps; the data does not tell how long an epoch is"
         per_epoch = self.rows_per_epoch / self.rows_per_step
         if self.samples_per_step is None:
-            what = f"{self.rows_per_epoch:,} packed sequences = {_number(per_epoch)} steps"
+            what = f"{_counted(self.rows_per_epoch, 'packed sequence')} = {_counted(per_epoch, 'step')}"
         else:
             rows = "a row" if self.rows_per_step == 1 else f"{self.rows_per_step:,} rows"
-            what = f"{_number(per_epoch)} steps of {self.samples_per_step:,} samples in {rows}"
-        return f"one epoch = {what}; this run = {self.steps:,} steps = {_number(self.epochs)} epochs"
+            what = f"{_counted(per_epoch, 'step')} of {self.samples_per_step:,} samples in {rows}"
+        return f"one epoch = {what}; this run = {_counted(self.steps, 'step')} = {_counted(self.epochs, 'epoch')}"
 
     def warning(self) -> str | None:
         """Return what is odd about the number of epochs, if anything is."""
@@ -155,6 +155,10 @@ def _number(value: float) -> str:
     if value >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:.3g}"
+
+
+def _counted(value: float, what: str) -> str:
+    return f"{_number(value)} {what}{'s' * (value != 1)}"
 
 
 def check_batch(global_batch: int, micro_batch: int, ranks: int) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tessera.core.config import dump_yaml
+from tessera.core.errors import TesseraError, nearest
 from tessera.core.hub_ids import is_hub_id
 from tessera.core.run_config import NAME_LENGTH, NAME_PATTERN, DataSection, ModelSection, RunConfig, SourceSection
 
+MOST_RUNS = 8  # that an error lists
 _PATTERN = re.compile(r"[*?\[{]")  # a path that names several files
 
 
@@ -49,6 +51,17 @@ def kept_text(config: RunConfig) -> str:
     """Return the recipe as a run keeps it. A folder may have been given a name since that no recipe may have."""
     named = re.fullmatch(NAME_PATTERN, config.name) and len(config.name) <= NAME_LENGTH
     return dump_yaml(config if named else config.model_copy(update={"name": "run"}))
+
+
+def no_run(folder: Path, lacks: str, fix: str = "name the folder that `tessera train` made") -> TesseraError:
+    """Return the error for a folder that should be a run and is none, with the runs that lie beside it."""
+    beside = sorted(file.parent for file in folder.parent.glob("*/config.yaml"))
+    return TesseraError(
+        f"{folder} is not a run: it has no {lacks}" if folder.is_dir() else f"there is no run {folder}",
+        allowed=[*beside[:MOST_RUNS], *(["..."] if len(beside) > MOST_RUNS else [])] if beside else None,
+        nearest=nearest(str(folder), [str(run) for run in beside]),
+        fix=fix,
+    )
 
 
 def _with_paths(config: RunConfig, path: Callable[[Path], Path], words: Callable[[Any], Any]) -> RunConfig:

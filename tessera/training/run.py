@@ -21,7 +21,7 @@ from tessera.core.config import dump_yaml, read_mapping
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.files import last_step, read_json_mapping, read_metrics
 from tessera.core.run_config import ModelSection, RunConfig, load_config
-from tessera.core.run_paths import located, moved
+from tessera.core.run_paths import located, moved, no_run
 from tessera.core.saved_recipe import in_keys_of_today
 from tessera.core.task import Task
 from tessera.core.trust import Trust, check_trusted, find_code, named_code, remember
@@ -145,9 +145,7 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, t
         folder = folder.resolve()
     kept = saved_config(folder)
     if kept is None:
-        raise TesseraError(
-            f"{folder} is not a run: it has no config.yaml", fix="name the folder that `tessera train` made"
-        )
+        raise no_run(folder, "config.yaml")
     kept["name"] = "run"  # a folder may have been given a name since that no recipe may have
     code = named_code(load_config(kept))
     check_trusted(find_file(folder, CONFIG).parent, code, trust)  # what `overrides` name comes from the user

@@ -258,6 +258,20 @@ def test_not_a_run(run: Any, tmp_path: Path) -> None:
         assert "Traceback" not in said
 
 
+def test_a_run_that_is_not_there_is_told_the_runs_that_are(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "digits" / "config.yaml").write_text("name: digits\n")
+    for words in (
+        ("resume", tmp_path / "digit"),
+        ("report", tmp_path / "digit"),
+        ("generate", tmp_path / "digit", "x"),
+    ):
+        code, said = run(*words)
+        assert code == 2, said
+        assert f"did you mean: {tmp_path / 'digits'}" in said
+        assert f"allowed: {tmp_path / 'digits'}" in said
+
+
 def start(*words: object, limit: int | None = None) -> subprocess.Popen[str]:
     def lower() -> None:
         if limit:

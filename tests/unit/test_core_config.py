@@ -139,3 +139,10 @@ def test_a_value_in_place_of_a_section_names_the_key_that_was_meant(
         load_config({"model": {"family": "qwen2_vl"}, "train": {"steps": 1}}, given)
     assert caught.value.nearest == meant
     assert caught.value.allowed
+
+
+def test_a_word_that_is_no_choice_is_told_all_of_them_once() -> None:
+    with pytest.raises(TesseraError) as caught:
+        load_config(BASE, {"precision.compute": "bf16"})
+    assert caught.value.what == "precision.compute: must be 'float32', 'bfloat16', 'float16' or 'auto', got 'bf16'"
+    assert caught.value.nearest == "bfloat16"

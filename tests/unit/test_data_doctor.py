@@ -23,7 +23,7 @@ from tessera.core.run_config import SourceSection, load_config
 from tessera.core.types import MediaSize, Sample
 from tessera.tools.data_doctor.collect import ladder
 from tessera.tools.data_doctor.diagnosis import Diagnosis
-from tessera.tools.data_doctor.examine import ForModel, examine, for_model, for_recipe
+from tessera.tools.data_doctor.examine import ForModel, examine, for_model, for_recipe, sets_as_in
 from tessera.tools.data_doctor.findings import KINDS
 from tessera.tools.data_doctor.histogram import bars, chart, histogram, short
 from tests.toys.chat_set import chat_recipe, write_chat_set
@@ -260,6 +260,22 @@ def test_numbers_are_short() -> None:
     assert [short(x) for x in (0, 7, 999, 9_999, 12_345, 1_234_567, 2.5, 3.2e12)] == [
         "0", "7", "999", "9,999", "12.3k", "1.23M", "2.5", "3.2T"
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- sets
+
+
+def test_a_set_that_the_recipe_names_as_well_is_read_as_the_recipe_says(tmp_path: Path) -> None:
+    data = load_config(
+        {
+            "model": {"family": "qwen2_vl"},
+            "train": {"steps": 1},
+            "data": {"train": [{"path": tmp_path / "a.jsonl", "root": tmp_path / "photos", "columns": {"id": "n"}}]},
+        }
+    ).data
+    same, other = sets_as_in([f"{tmp_path}/x/../a.jsonl", str(tmp_path / "b.jsonl")], data)
+    assert same == data.train[0]
+    assert other == SourceSection(path=tmp_path / "b.jsonl")
 
 
 # ---------------------------------------------------------------------------------------------- samples shown

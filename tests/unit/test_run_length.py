@@ -79,6 +79,11 @@ def test_an_absurd_number_of_epochs_is_warned_of_and_a_sound_one_is_not() -> Non
     assert RunLength(10**6, 8, None).warning() is None
 
 
+def test_one_of_a_thing_is_counted_as_one() -> None:
+    assert RunLength(30, 1, 1).describe() == "one epoch = 1 packed sequence = 1 step; this run = 30 steps = 30 epochs"
+    assert "2 packed sequences = 0.5 steps; this run = 1 step = 2 epochs" in RunLength(1, 4, 2).describe()
+
+
 @pytest.mark.parametrize(
     ("train", "message"),
     [

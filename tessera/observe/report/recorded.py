@@ -12,8 +12,8 @@ from typing import Any
 
 from tessera.core import html
 from tessera.core.config import read_mapping
-from tessera.core.errors import TesseraError
 from tessera.core.files import read_jsonl
+from tessera.core.run_paths import no_run
 from tessera.observe.report.history import RunSession, read_sessions
 from tessera.observe.report.sampling import sample_metrics
 
@@ -80,11 +80,8 @@ def read_run(folder: str | Path) -> RecordedRun:
     """Read a run, also one that is still at work. Raise where the folder is none."""
     folder = Path(folder)
     if not (folder / METRICS).is_file():
-        raise TesseraError(
-            f"{folder} is not a run: it has no {METRICS}",
-            fix="name the folder that `tessera train` made; a run that has just begun has the file after its first "
-            "steps",
-        )
+        begun = "; a run that has just begun has the file after its first steps"
+        raise no_run(folder, METRICS, f"name the folder that `tessera train` made{begun if folder.is_dir() else ''}")
     metrics = sample_metrics(folder / METRICS)
     return RecordedRun(
         folder,

@@ -201,6 +201,13 @@ def sets_of(names: Sequence[str]) -> list[SourceSection]:
     return build(DataSection, {"train": list(names)}, "data sets").train
 
 
+def sets_as_in(names: Sequence[str], data: DataSection) -> list[SourceSection]:
+    """Return data sets that the command line names; of those that `data` names as well, what it says of them counts:
+    where their media lie, how their columns are called."""
+    known = {os.path.abspath(section.path): section for section in (*data.eval, *data.train)}
+    return [known.get(os.path.abspath(section.path), section) for section in sets_of(names)]
+
+
 def for_recipe(recipe: Path) -> ForModel:
     return _prepared(load_local_config(recipe, weights=False))
 
