@@ -72,6 +72,7 @@ class RunLength:
     rows_per_step: int
     rows_per_epoch: int | None  # None: the data does not tell its length
     samples_per_step: int | None = None  # where a step is so many samples, in whatever rows
+    packed: bool = True  # whether several samples share a row
 
     @staticmethod
     def of(
@@ -134,7 +135,8 @@ class RunLength:
             return f"{self.steps:,} steps; the data does not tell how long an epoch is"
         per_epoch = self.rows_per_epoch / self.rows_per_step
         if self.samples_per_step is None:
-            what = f"{_counted(self.rows_per_epoch, 'packed sequence')} = {_counted(per_epoch, 'step')}"
+            rows = _counted(self.rows_per_epoch, "packed sequence" if self.packed else "row")
+            what = f"{rows} = {_counted(per_epoch, 'step')}"
         else:
             rows = "a row" if self.rows_per_step == 1 else f"{self.rows_per_step:,} rows"
             what = f"{_counted(per_epoch, 'step')} of {self.samples_per_step:,} samples in {rows}"
@@ -145,9 +147,10 @@ class RunLength:
         if self.epochs is None or not self.rows_per_epoch or self.epochs <= ABSURD_EPOCHS:
             return None
         three = math.ceil(3 * self.rows_per_epoch / self.rows_per_step)
+        why = ": several samples share a packed sequence, so an epoch has fewer steps than samples"
         return (
-            f"every sample is seen {_number(self.epochs)} times in this run: several samples share a packed sequence, "
-            f"so an epoch has fewer steps than samples. train.epochs=3 would be {three:,} step{'s' * (three != 1)}"
+            f"every sample is seen {_number(self.epochs)} times in this run{why * self.packed}. "
+            f"train.epochs=3 would be {three:,} step{'s' * (three != 1)}"
         )
 
 

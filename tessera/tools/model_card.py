@@ -12,6 +12,7 @@ import yaml
 import tessera
 from tessera.core.errors import TesseraError
 from tessera.core.hub_ids import is_hub_id, parse_hub_id
+from tessera.core.pattern import fold_paths
 from tessera.core.run_config import RunConfig, SourceSection, load_config
 from tessera.core.saved_recipe import read_saved
 from tessera.observe.report.sampling import sample_metrics
@@ -108,9 +109,25 @@ def _results(run: Path) -> list[str]:
 def _recipe(config: RunConfig) -> list[str]:
     dumped = config.model_dump(mode="json", exclude_defaults=True)
     model = {key: dumped["model"][key] for key in ("family", "lora", "freeze") if key in dumped["model"]}
+    if "targets" in model.get("lora", {}):
+        model["lora"]["targets"] = _folded(model["lora"]["targets"])
     kept = {"model": model, **{name: dumped[name] for name in _SECTIONS if dumped.get(name)}}
     text = yaml.safe_dump(_without_folders(kept), sort_keys=False, allow_unicode=True)
     return ["## Recipe", "", "```yaml", text.replace("```", "'''").rstrip(), "```", ""]
+
+
+def _folded(targets: list[Any]) -> list[Any]:
+    """Return the targets of adapters by patterns: a run names each adapted layer."""
+    by_settings: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for target in targets:
+        settings = {} if isinstance(target, str) else {key: target[key] for key in target if key != "modules"}
+        path = target if isinstance(target, str) else str(target["modules"])
+        by_settings.setdefault(repr(sorted(settings.items())), (settings, []))[1].append(path)
+    return [
+        {"modules": pattern, **settings} if settings else pattern
+        for settings, paths in by_settings.values()
+        for pattern in fold_paths(paths)
+    ]
 
 
 def _without_folders(tree: Any) -> Any:

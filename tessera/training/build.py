@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -295,7 +296,8 @@ def run_length(config: RunConfig, source: RowSource) -> RunLength:
             else "count in steps, or give the data set a __len__",
         )
     known = rows if rows < ENDLESS else None
-    return RunLength.of(train.steps, train.epochs, train.global_batch, known, train.samples_per_step)
+    length = RunLength.of(train.steps, train.epochs, train.global_batch, known, train.samples_per_step)
+    return replace(length, packed=config.data.pack and config.data.kind.isidentifier() and config.data.kind != "custom")
 
 
 def _ranks_here(world: World) -> int:

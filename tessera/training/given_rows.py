@@ -24,7 +24,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from tessera.core.errors import TesseraError, first_line
+from tessera.core.errors import TesseraError, few_names, first_line, nearest
 from tessera.core.files import check_regular, replace_file
 from tessera.core.types import RowSource
 from tessera.data.media.images import to_rgb
@@ -35,6 +35,8 @@ KINDS = ("chat", "preference", "unpaired_preference")  # of data whose rows can 
 _ROW_KEYS = ("messages", "conversations", "instruction", "chosen", "completion", "query", "question", "text")
 _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios", "image_url", "video_url", "audio_url", "url")
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+
+_LOOKED_AT = 100  # rows of a list
 
 log = logging.getLogger("tessera")
 
@@ -67,10 +69,10 @@ class _PandasFrame(Protocol):
     def to_dict(self, orient: str) -> list[dict[str, Any]]: ...
 
 
-def as_records(dataset: Any) -> Any:
+def as_records(dataset: Any, name: str = "dataset") -> Any:
     """Return the rows of a table in memory (of pandas, polars or pyarrow) as a list; anything else as it is.
 
-    A cell without a value is no key of its row.
+    A cell without a value is no key of its row. `name`: what the table was given as.
     """
     if isinstance(dataset, _ArrowTable):
         rows = dataset.to_pylist()
@@ -80,7 +82,29 @@ def as_records(dataset: Any) -> Any:
         rows = dataset.to_dict("records")
     else:
         return dataset
-    return [{str(name): cell for name, cell in row.items() if not _is_missing(cell)} for row in rows]
+    found = [{str(name): cell for name, cell in row.items() if not _is_missing(cell)} for row in rows]
+    _check_columns(found, name)
+    return found
+
+
+def _check_columns(rows: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Raise for a table of texts none of whose columns is read. One of numbers may be for a model of the user's own."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    told = any(
+        isinstance(cell, (str, bytes, Mapping)) for row in rows for column, cell in row.items() if column != "id"
+    )
+    if any(column in _ROW_KEYS for column in columns) or not told:
+        return
+    near = {column: found for column in columns if (found := nearest(column.lower(), _ROW_KEYS)) is not None}
+    renamed = near or {columns[0]: _ROW_KEYS[0]}
+    raise TesseraError(
+        f"the table has the columns {few_names(columns)}, and none of those that say what a row is",
+        where=f"{name}=...",
+        allowed=_ROW_KEYS,
+        nearest=", ".join(near.values()) or None,
+        fix=f"rename the column: table.rename(columns={renamed}) in pandas; docs/how-to/bring-your-own-data.md has "
+        "the forms of rows",
+    )
 
 
 def _is_missing(cell: Any) -> bool:
@@ -96,10 +120,12 @@ def are_rows(dataset: Any) -> bool:
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
         return False
     try:
-        first = dataset[0]
+        first = dataset[:_LOOKED_AT] if isinstance(dataset, list) else [dataset[0]]  # cells of a table may be empty
     except LookupError:  # a table by columns, such as a DataFrame
         return False
-    return isinstance(first, Mapping) and any(key in first for key in _ROW_KEYS)
+    return isinstance(first[0], Mapping) and any(
+        key in row for row in first if isinstance(row, Mapping) for key in _ROW_KEYS
+    )
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def train(
     with), `task`, `dataset` and `eval_dataset` (a torch Dataset or DataLoader), and `optimizer` (a function of the
     parameter groups, such as an optimizer class). `resume` has to be given the same.
     """
-    dataset, eval_dataset = as_records(dataset), as_records(eval_dataset)
+    dataset, eval_dataset = as_records(dataset), as_records(eval_dataset, "eval_dataset")
     rows = GivenRows.of(dataset, eval_dataset)
     settings = dict(overrides or {})
     if rows.splits:
@@ -126,7 +126,7 @@ def resume(
     `trust`: a folder that you did not make may name code to import and call; True says that you trust it, a set of
     import paths that you trust these. A run that was given objects (see `train`) has to be given them again, except for
     a list of rows, which the run folder keeps."""
-    dataset, eval_dataset = as_records(dataset), as_records(eval_dataset)
+    dataset, eval_dataset = as_records(dataset), as_records(eval_dataset, "eval_dataset")
     rows = GivenRows.of(dataset, eval_dataset)
     rows.check_kept(Path(run))
     left = {"train": dataset, "eval": eval_dataset} | dict.fromkeys(rows.splits)

@@ -94,6 +94,35 @@ def test_tables_in_memory_are_lists_of_rows() -> None:
     assert made == [{"text": "a"}, {"text": "b", "score": 2.0}]
 
 
+class WrongColumns(PandasLike):
+    columns = ("Message", "score")
+
+    def to_dict(self, orient: str) -> list[dict[str, Any]]:
+        return [{"Message": "a", "score": 1.0}, {"Message": "b", "score": 2.0}]
+
+
+class Numbers(PandasLike):
+    columns = ("x", "y")
+
+    def to_dict(self, orient: str) -> list[dict[str, Any]]:
+        return [{"id": "a", "x": 1.0, "y": 2.0}]
+
+
+class FirstCellEmpty(PandasLike):
+    def to_dict(self, orient: str) -> list[dict[str, Any]]:
+        return [{"text": None, "score": 1.0}, {"text": "b", "score": 2.0}]
+
+
+def test_a_table_with_other_columns_is_told_which_it_has_and_needs(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match="the table has the columns Message, score") as caught:
+        tessera.train(recipe_of(data, tmp_path), dataset=WrongColumns())
+    assert caught.value.where == "dataset=..."
+    assert caught.value.nearest == "messages"
+    assert "rename(columns={'Message': 'messages'})" in str(caught.value)
+    assert len(as_records(Numbers())) == 1  # for a model of the user's own
+    assert are_rows(as_records(FirstCellEmpty()))
+
+
 def test_what_cannot_be_a_row_is_named_with_its_place(data: Path, tmp_path: Path) -> None:
     recipe = recipe_of(data, tmp_path)
     good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}

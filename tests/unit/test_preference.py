@@ -108,6 +108,11 @@ def test_media_and_other_names() -> None:
         ({"prompt": "Who?", "chosen": "I."}, "rejected is no answer"),
         ({"chosen": "I.", "rejected": "You."}, "nothing is asked"),
         (
+            {**SPELLINGS["swift"], "rejected_messages": [{"role": "assistant", "content": "He."}]},
+            "this record has rejected_response and rejected_messages",
+        ),
+        ({**SPELLINGS["alpaca"], "rejected_response": "He."}, "this record has rejected and rejected_response"),
+        (
             {
                 "chosen": [*ASK, {"role": "assistant", "content": "I."}],
                 "rejected": [ASK[1], {"role": "assistant", "content": "You."}],

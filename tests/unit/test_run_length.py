@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,15 @@ def test_the_minutes_of_old_recipes_are_told_their_new_key() -> None:
     recipe = {"model": {"family": "qwen2_vl"}, "train": {"steps": 1}, "checkpoint": {"minutes": 10}}
     with pytest.raises(TesseraError, match=r"checkpoint\.minutes is now called checkpoint\.every \(write every: 10min"):
         load_config(recipe)
+
+
+def test_rows_that_are_not_packed_are_not_called_so() -> None:
+    length = RunLength.of(2_000, None, 4, 8)
+    assert "8 packed sequences = 2 steps" in length.describe()
+    assert "share a packed sequence" in str(length.warning())
+    plain = replace(length, packed=False)
+    assert "8 rows = 2 steps" in plain.describe()
+    assert "packed" not in str(plain.warning())
 
 
 def test_an_override_in_another_unit_takes_the_place_of_the_length() -> None:

@@ -36,7 +36,7 @@ from tessera.data.media.stored import StoredSample
 from tessera.data.sources.columns import FORMATS, MEDIA, ColumnMap, column_map
 from tessera.data.sources.features import FEATURES
 from tessera.data.sources.file_groups import media_kind
-from tessera.data.sources.other_answers import has_other_answer, with_both_answers
+from tessera.data.sources.other_answers import check_one_worse_answer, has_other_answer, with_both_answers
 from tessera.data.sources.record_media import RecordMedia, fail, has, text_of, value_of, values_of
 from tessera.data.tool_calls import format_calls, format_spoken_calls, with_tools
 
@@ -169,6 +169,7 @@ def _parse_text(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, .
 
 def _parse_preference(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
     """Return the question, then the better answer and the worse one under roles of their own."""
+    check_one_worse_answer(record, names)
     if not has(record, names.chosen) and has_other_answer(record):
         record = with_both_answers(record, names)
     elif not has(record, names.chosen) and not has(record, names.rejected):

@@ -16,6 +16,13 @@ def has_other_answer(record: Mapping[str, Any]) -> bool:
     return any(has(record, key) for key in _WORSE)
 
 
+def check_one_worse_answer(record: Mapping[str, Any], names: ColumnMap) -> None:
+    """Raise for a record that gives its worse answer under several keys: nobody knows which of them is meant."""
+    found = [key for key in dict.fromkeys((names.rejected, *_WORSE)) if has(record, key)]
+    if len(found) > 1:
+        fail(f"a pair has one worse answer, and this record has {' and '.join(found)}: keep one of them")
+
+
 def with_both_answers(record: Mapping[str, Any], names: ColumnMap) -> dict[str, Any]:
     """Return the record as one with a question and two answers.
 
