@@ -276,6 +276,7 @@ def _run(
             trainer.begin()
         elif trainer.step >= trainer.length.steps:
             more = 2 * trainer.step
-            log.logger().info("nothing is left of its %d steps; train.steps=%d goes on", trainer.length.steps, more)
+            done = "nothing is left of its %d steps, and config.yaml stays as it is; train.steps=%d goes on"
+            log.logger().info(done, trainer.length.steps, more)
         trainer.run()
     return Run(config.folder, trainer.checkpoints.newest, trainer.stop_reason, trainer.ended_early)

@@ -4,7 +4,8 @@ A run works when its first step is applied, or a checkpoint is written. Until th
 
 - `config.yaml` of a run that is resumed stays as it is, and so does the run that `--overwrite` replaces. Its files are
   kept in `RUN/.replaced`, and are moved back if the new run fails before it works, also after a kill -9.
-- Only a folder that holds `run.json` or a checkpoint of Tessera is ever emptied, and never the working folder.
+- Only a folder that holds `run.json` or a checkpoint of Tessera is ever emptied, and never the working folder. What lay
+  there before the folder became a run is no part of it (`run.json` names it), and stays.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tessera.checkpoint.files import read_manifest, remove_folder
 from tessera.checkpoint.weight_source import ASIDE, CONFIG, REPLACED, REPLACING, RESTORING, RUN_FILE, find_file
@@ -32,6 +34,12 @@ from tessera.training.lock import LOCK, OWNER, FolderLock
 
 FORMAT = "tessera-run"
 _TRASH = ".trash-"
+# What a run writes under these names is its own, whatever lay there before: it would be read as that of a run.
+_OF_A_RUN = frozenset(
+    {RUN_FILE, CONFIG, "run-id", "checkpoints", "ledger", "logs", "index", "processor", "hf", "hf-ema", "adapter"}
+    | {f"{name}.jsonl" for name in ("metrics", "history", "quarantine", "guard", "answers", "previews")}
+    | {"best.json", "report.html", "profile", "previews"}
+)
 # Errors of the system that mean: the folder cannot be written to, and the user has to change that.
 _UNWRITABLE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
@@ -54,7 +62,7 @@ def writable(folder: Path, *, starting: bool = False) -> Iterator[None]:
         inside = (
             error.filename is not None and folder.absolute() in Path(os.fsdecode(error.filename)).absolute().parents
         )
-        if error.errno not in _UNWRITABLE or not (starting or inside or error.errno in _FULL):
+        if not starting and not (error.errno in _UNWRITABLE and (inside or error.errno in _FULL)):
             raise
         raise TesseraError(
             f"{folder} cannot be written to: {error.strerror}"
@@ -72,6 +80,8 @@ class RunFolder:
         self._lock = FolderLock(folder)
         self._open = False
         self._objects: list[str] = []
+        self._others: list[str] = []
+        self.resumed = False
 
     def open(self, *, overwrite: bool = False, resume: bool = False) -> None:
         """Lock the folder for this run, or raise the reason. A run that is to be replaced is set aside."""
@@ -80,6 +90,8 @@ class RunFolder:
             self._lock.acquire()
             self._open = True
             self._recover()
+            self.resumed = resume
+            self._others = self._find_others()
             if resume:
                 return
             check_fresh(self.path, overwrite)
@@ -95,11 +107,11 @@ class RunFolder:
             if named_code(config):
                 write_run_id(self.path)
             if not resume:
-                write_config(self.path, config, self._objects)
+                write_config(self.path, config, self._objects, self._others)
 
     def publish(self, config: RunConfig) -> None:
         """Write the configuration of a run that works, and remove the run that it replaced."""
-        write_config(self.path, config, self._objects)
+        write_config(self.path, config, self._objects, self._others)
         old = self.path / REPLACED
         if old.exists():
             trash = self.path / f"{_TRASH}{secrets.token_hex(4)}"
@@ -123,8 +135,19 @@ class RunFolder:
 
     # ------------------------------------------------------------------------------------------ setting aside
 
+    def _find_others(self) -> list[str]:
+        """Return the names in this folder that are no part of the run: they lay there before it became one."""
+        known = _run_file(self.path)
+        if known is not None:
+            others = known.get("others", [])
+            return [str(name) for name in others if name not in _OF_A_RUN] if isinstance(others, list) else []
+        if _is_run(self.path):  # of a version that wrote no run file
+            return []
+        return sorted(path.name for path in self._entries() if path.name not in _OF_A_RUN)
+
     def _entries(self) -> list[Path]:
-        own = {LOCK, OWNER, *ASIDE}
+        """Return the files and folders of the run."""
+        own = {LOCK, OWNER, *ASIDE, *self._others}
         return [path for path in self.path.iterdir() if path.name not in own and not path.name.startswith(_TRASH)]
 
     def _set_aside(self) -> None:
@@ -138,6 +161,7 @@ class RunFolder:
         """Clean up after a run that died: put back what it was to replace, and remove its remains."""
         trash = self.path / f"{_TRASH}{secrets.token_hex(4)}"
         if (self.path / REPLACED).exists():
+            self._others = self._find_others()
             trash.mkdir()
             for path in self._entries():
                 os.rename(path, trash / path.name)
@@ -176,12 +200,18 @@ def check_fresh(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _is_run(folder: Path) -> bool:
+def _run_file(folder: Path) -> dict[str, Any] | None:
+    """Return what the file of a run says; None if there is none, or it is not one of ours."""
     try:
-        if read_json_mapping(find_file(folder, RUN_FILE)).get("format") == FORMAT:
-            return True
+        known = read_json_mapping(find_file(folder, RUN_FILE))
     except TesseraError:
-        pass
+        return None
+    return known if known.get("format") == FORMAT else None
+
+
+def _is_run(folder: Path) -> bool:
+    if _run_file(folder) is not None:
+        return True
     for path in find_file(folder, "checkpoints").glob("step-*"):  # of a version that wrote no run file
         try:
             read_manifest(path)
@@ -200,17 +230,21 @@ def given_objects(folder: Path) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def write_config(folder: Path, config: RunConfig, objects: Sequence[str] = ()) -> None:
-    """Replace `config.yaml` in one step, and write the file that says that the folder is a run, and where it was."""
+def write_config(folder: Path, config: RunConfig, objects: Sequence[str] = (), others: Sequence[str] = ()) -> None:
+    """Replace `config.yaml` in one step, and write the file that says that the folder is a run, and where it was.
+
+    `others`: names in the folder that are no part of the run."""
     known = {"format": FORMAT, "version": 1, "folder": str(folder.absolute()), "objects": list(objects)}
+    known |= {"others": list(others)} if others else {}
     for path, text in ((folder / RUN_FILE, json.dumps(known) + "\n"), (folder / CONFIG, kept_text(config))):
         if not (path.is_file() and path.read_bytes() == text.encode()):
             replace_file(path, text.encode())
 
 
 class PublishRun(Callback):
-    """Call `RunFolder.publish` after the first update or save, or at the end; log at the start how often a run saves.
+    """Call `RunFolder.publish` after the first update or save, or at the end of a new run.
 
+    It also logs at the start how often a run saves.
     Publishing writes the configuration and removes the run that this one replaces. Only the main rank has it.
     """
 
@@ -229,7 +263,8 @@ class PublishRun(Callback):
         self._publish(trainer)
 
     def on_end(self, trainer: TrainerHandle) -> None:
-        if trainer.stop_reason is None:  # also a run without a step to do
+        # A resume that applied no step has not shown that its settings work: it leaves those of the run.
+        if trainer.stop_reason is None and not self._folder.resumed:
             self._publish(trainer)
 
     def _publish(self, trainer: TrainerHandle) -> None:

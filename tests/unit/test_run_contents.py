@@ -1,0 +1,70 @@
+"""Settings of a run change only by steps that were trained with them, and what is no part of a run stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tessera
+from tessera.core.callback import Callback
+from tessera.core.errors import TesseraError
+from tessera.training.run_folder import RunFolder
+from tests.toys.chat_set import chat_recipe, write_chat_set
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_set(tmp_path_factory.mktemp("chat"), samples=12)
+
+
+def quick_recipe(data: Path, out: Path) -> dict[str, Any]:
+    made = chat_recipe(data, out, steps=2, global_batch=1)
+    made["data"] |= {"workers": 0, "eval": []}
+    made["guard"] = {"coverage": "off"}
+    return made
+
+
+class FailAtStart(Callback):
+    def on_start(self, trainer: Any) -> None:
+        raise RuntimeError("planted")
+
+
+def test_what_lay_in_a_folder_before_it_became_a_run_is_never_removed(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "chat"
+    (folder / "thesis").mkdir(parents=True)
+    (folder / "thesis" / "one.tex").write_text("years of work")
+    (folder / "checkpoints").mkdir()  # the run's own name: replaced with the run
+    recipe = quick_recipe(data, tmp_path)
+    tessera.train(recipe)
+    (folder / "made-by-a-callback").write_text("")
+    with pytest.raises(RuntimeError, match="planted"):
+        tessera.train(recipe, overwrite=True, callbacks=[FailAtStart()])
+    assert (folder / "thesis" / "one.tex").exists()
+    assert (folder / "made-by-a-callback").exists()
+    for _ in range(2):
+        tessera.train(recipe, overwrite=True)
+        assert (folder / "thesis" / "one.tex").read_text() == "years of work"
+    assert not (folder / "made-by-a-callback").exists()
+    killed = RunFolder(folder)
+    killed.open(overwrite=True)
+    assert [path.name for path in folder.iterdir() if not path.name.startswith(".")] == ["thesis"]
+    killed._lock.release()  # as the system does for a process that is killed
+    assert tessera.resume(folder, {"train.steps": 3}).checkpoint == folder / "checkpoints" / "step-00000003"
+    assert (folder / "thesis" / "one.tex").exists()
+
+    # Settings of a resume that has no step to train are not those of the run.
+    kept = (folder / "config.yaml").read_bytes()
+    tessera.resume(folder, {"train.task": "dpo", "optim.lr": 0.5})
+    assert (folder / "config.yaml").read_bytes() == kept
+    tessera.resume(folder, {"train.steps": 4})
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system in which nobody makes a folder")
+def test_a_run_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None:
+    with pytest.raises(TesseraError, match="cannot be written to: No such file"):
+        RunFolder(Path("/proc/nowhere/run")).open()
+    (tmp_path / ".lock").symlink_to(tmp_path / "gone" / "lock")
+    with pytest.raises(TesseraError, match="cannot be written to"):
+        RunFolder(tmp_path).open()
