@@ -98,8 +98,8 @@ class Fp8Map(WeightMap):
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json with what readers need to know."""
         named = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-        told = _rows_settings(self.kept) if self.kind == "fp8" else _blocks_settings(self.kept)
-        return {**config, named: str(self.dtype).removeprefix("torch."), "quantization_config": told}
+        settings = _rows_settings(self.kept) if self.kind == "fp8" else _blocks_settings(self.kept)
+        return {**config, named: str(self.dtype).removeprefix("torch."), "quantization_config": settings}
 
     def check(self, folder: Path) -> None:
         """Read all files of a folder that was written by this map, and raise unless they hold what was made."""

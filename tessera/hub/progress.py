@@ -20,13 +20,13 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def report_progress(place: Path, total: int, what: str) -> Iterator[None]:
+def report_progress(folder: Path, total: int, what: str) -> Iterator[None]:
     """Show how much of `total` bytes is downloaded, until the end of the block."""
     if total <= 0:
         yield
         return
     ended = threading.Event()
-    thread = threading.Thread(target=_report, args=(place, total, what, ended), daemon=True)
+    thread = threading.Thread(target=_report, args=(folder, total, what, ended), daemon=True)
     thread.start()
     try:
         yield
@@ -35,12 +35,12 @@ def report_progress(place: Path, total: int, what: str) -> Iterator[None]:
         thread.join()
 
 
-def _report(place: Path, total: int, what: str, ended: threading.Event) -> None:
-    before = _bytes_below(place)
+def _report(folder: Path, total: int, what: str, ended: threading.Event) -> None:
+    before = _bytes_below(folder)
     done = 0
     with WorkProgress(what, total) as progress:
         while not ended.wait(_EVERY_S):
-            now = min(max(done, _bytes_below(place) - before), total)
+            now = min(max(done, _bytes_below(folder) - before), total)
             progress.count(now - done)
             done = now
 

@@ -194,10 +194,10 @@ class PipelineEngine:
         if reference is None:
             return []
         with reference.active(self.stages):
-            seen = [
+            references = [
                 self._sequential.run(_Compare(task, reference, batch, self.plan.output_dtype)) for batch in microbatches
             ]
-        return [one for one in seen if one is not None]
+        return [one for one in references if one is not None]
 
     def settle(self, optimizer: Optimizer) -> None:
         self.tied.settle(optimizer)

@@ -44,7 +44,7 @@ from tessera.models.common.sample_encoders import (
     latent_lengths,
     without_captions,
 )
-from tessera.tasks.diffusion_options import DTYPES, DiffusionOptions, PlacedSample
+from tessera.tasks.diffusion_options import DTYPES, DiffusionOptions, SampleSegment
 
 log = logging.getLogger("tessera")
 LATENTS = "latents"  # the count: numbers in the latents that are trained on
@@ -203,15 +203,15 @@ class DiffusionTask(Task):
             found[f"{LATENTS}_{band}"] = (trained & (level == number)).sum() * values
         return found
 
-    def _samples(self, batch: Batch) -> list[PlacedSample]:
+    def _samples(self, batch: Batch) -> list[SampleSegment]:
         """Return the segments of the main sequence: rows of one length follow each other."""
         lengths, latents = batch.segments["latents"].lengths, latent_lengths(batch, self.form)
         row = max(1, sum(lengths) // max(1, len(batch.seeds)))
-        found, at, places = [], 0, [0] * len(batch.seeds)
+        found, at, counts = [], 0, [0] * len(batch.seeds)
         for length, own in zip(lengths, latents, strict=True):
-            number = min(at // row, len(places) - 1)
-            found.append(PlacedSample(batch.seeds[number], places[number], own))
-            places[number] += 1
+            number = min(at // row, len(counts) - 1)
+            found.append(SampleSegment(batch.seeds[number], counts[number], own))
+            counts[number] += 1
             at += length
         return found
 
@@ -237,7 +237,7 @@ class DiffusionTask(Task):
         def disturb(number: int, pixels: Tensor) -> Tensor:
             one = samples[number]
             strength = math.exp(one.chance("given noise").gauss(asked.mean, asked.std))
-            drawn = torch.randn(pixels.shape, generator=generator("cpu", one.seed, "given noise", one.place))
+            drawn = torch.randn(pixels.shape, generator=generator("cpu", one.seed, "given noise", one.index))
             return pixels + strength * drawn.to(pixels)
 
         return disturb

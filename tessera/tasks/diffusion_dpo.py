@@ -30,7 +30,7 @@ from tessera.core.types import Batch, Prediction
 from tessera.nn.lora import without_adapters
 from tessera.tasks import REFERENCE_MODEL
 from tessera.tasks.diffusion import DiffusionTask
-from tessera.tasks.diffusion_options import DiffusionOptions, PlacedSample
+from tessera.tasks.diffusion_options import DiffusionOptions, SampleSegment
 
 PAIRS = "pairs"  # the count
 REFERENCE_ERRORS = "reference_errors"
@@ -114,10 +114,10 @@ class DiffusionDpoTask(DiffusionTask):
         found = [number for number, shape in enumerate(batch.shapes["frames"]) if shape[0]]
         return list(zip(found[::2], found[1::2], strict=True))
 
-    def _samples(self, batch: Batch) -> list[PlacedSample]:
+    def _samples(self, batch: Batch) -> list[SampleSegment]:
         samples = super()._samples(batch)
         for better, worse in self._pairs(batch):
-            samples[worse] = replace(samples[worse], place=samples[better].place)
+            samples[worse] = replace(samples[worse], index=samples[better].index)
         return samples
 
     def inputs(self, batch: Batch) -> Batch:

@@ -81,16 +81,16 @@ class DiffusionOptions(TimeOptions):
 
 
 @dataclass(frozen=True)
-class PlacedSample:
+class SampleSegment:
     """Hold one segment of the main sequence, as the host knows it: what its randomness depends on."""
 
     seed: int  # of its row
-    place: int  # in its row
+    index: int  # in its row
     latents: int  # latent tokens
 
     def chance(self, purpose: str) -> Random:
         """Return what draws plain numbers: these stay on the host."""
-        return Random(derive(self.seed, purpose, self.place))
+        return Random(derive(self.seed, purpose, self.index))
 
     def noise(self, values: int) -> Tensor:
-        return torch.randn(self.latents, values, generator=generator("cpu", self.seed, "noise", self.place))
+        return torch.randn(self.latents, values, generator=generator("cpu", self.seed, "noise", self.index))

@@ -113,7 +113,9 @@ def _files(folder: Path, record: ExportRecord | None, base: Path | None) -> tupl
         # What the export changed on purpose, its record says: other types of all weights, and some files.
         problems = differences_from(folder, base, spec.main.weight_map(config) or SAME_NAMES, types=record is None)
         changed = () if record is None else [name for name, one in record.files.items() if one.base == "changed"]
-        problems += [told for name, told in side_file_differences(folder, base).items() if name not in changed]
+        problems += [
+            difference for name, difference in side_file_differences(folder, base).items() if name not in changed
+        ]
         alike = "names, shapes, types" if record is None else "names, shapes"
         shown += [] if problems else [f"{alike} and side files are those of {base}"]
     return shown, problems

@@ -31,9 +31,9 @@ class DemoSet:
     images: int
 
     def lines(self) -> list[str]:
-        told = ", ".join(f"{count} rows in {name}" for name, count in self.rows.items())
+        counts = ", ".join(f"{count} rows in {name}" for name, count in self.rows.items())
         return [
-            f"{self.folder}: {told}; {self.images} images; a tokenizer for a tiny model",
+            f"{self.folder}: {counts}; {self.images} images; a tokenizer for a tiny model",
             f"look at it:    tessera data doctor {self.folder}/train.jsonl --html {self.folder}/demo.html",
             f"train on it:   tessera train recipes/demo/tiny.yaml data.train={self.folder}/train.jsonl "
             f"data.eval={self.folder}/held_out.jsonl model.tokenizer={self.folder}/tokenizer",

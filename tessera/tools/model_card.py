@@ -98,8 +98,8 @@ def _results(run: Path) -> list[str]:
     lines = []
     for kind, row in last.items():
         for key, value in row.items():
-            told = key == "accuracy" or "loss" in key or key.startswith("eval") or key == "tokens"
-            if told and isinstance(value, (int, float)) and not isinstance(value, bool):
+            is_shown = key == "accuracy" or "loss" in key or key.startswith("eval") or key == "tokens"
+            if is_shown and isinstance(value, (int, float)) and not isinstance(value, bool):
                 lines.append(f"| {_plain(kind)} | {row.get('step', '')} | {_plain(key)} | {value:.6g} |")
     if not lines:
         return []

@@ -39,14 +39,14 @@ class MemoryAdvice:
         except Exception as error:
             if not devices.is_out_of_memory(error):
                 raise
-            told = self.explain(error, trainer, microbatches)
+            explained = self.explain(error, trainer, microbatches)
             # What the failed step holds on the device is held by these frames alone.
             traceback.clear_frames(error.__traceback__)
             if trainer.world.size == 1 and trainer.step > 0 and trainer.phase != _UPDATE:
                 with contextlib.suppress(Exception):
                     trainer.optimizer.zero_grad(set_to_none=True)
                     trainer.save()
-            raise told from error
+            raise explained from error
 
     def explain(self, error: BaseException, trainer: TrainerHandle, microbatches: Sequence[Batch]) -> TesseraError:
         device, phase = trainer.world.device, trainer.phase

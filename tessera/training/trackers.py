@@ -105,8 +105,8 @@ class WandbTracker(Tracker):
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        seen = f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else str(self._run.url)
-        return str(self._run.id), seen
+        address = f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else str(self._run.url)
+        return str(self._run.id), address
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "step": step})
@@ -276,10 +276,10 @@ class _Follower(threading.Thread):
 
     def run(self) -> None:
         try:
-            id, seen = self._tracker.start(self._run)
+            id, address = self._tracker.start(self._run)
             if id != self._run.id:
                 keep_id(self._run.folder, self.name, id)
-            log.info("%s: %s", self.name, seen)
+            log.info("%s: %s", self.name, address)
             while self._ending is None:
                 self._wake.wait()
                 self._wake.clear()

@@ -79,8 +79,8 @@ def make_weight(
 
 def make_bias(config: ModelParallelConfig, size: int) -> Parameter:
     """Return a new bias of zeros."""
-    place = torch.device("cpu") if config.use_cpu_initialization else devices.current()
-    return Parameter(torch.zeros(size, dtype=config.params_dtype, device=place))
+    device = torch.device("cpu") if config.use_cpu_initialization else devices.current()
+    return Parameter(torch.zeros(size, dtype=config.params_dtype, device=device))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -37,8 +37,8 @@ class RotaryEmbedding(nn.Module):
         self.rotary_interleaved = rotary_interleaved
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         size = int(kv_channels * rotary_percent)
-        place = torch.device("cpu") if use_cpu_initialization else devices.current()
-        steps = torch.arange(0, size, 2, dtype=torch.float32, device=place) / size
+        device = torch.device("cpu") if use_cpu_initialization else devices.current()
+        steps = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
         self.register_buffer("inv_freq", 1.0 / rotary_base**steps, persistent=False)
 
     def get_rotary_seq_len(

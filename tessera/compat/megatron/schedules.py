@@ -56,8 +56,8 @@ def forward_step(
     divided.
     """
     get_attr_wrapped_model(model, "set_input_tensor")([input_tensor])
-    place = devices.current().type
-    autocast = torch.autocast(place, dtype=config.autocast_dtype) if config.enable_autocast else nullcontext()
+    device = devices.current().type
+    autocast = torch.autocast(device, dtype=config.autocast_dtype) if config.enable_autocast else nullcontext()
     with autocast:
         returned = forward_step_func(data_iterator, model)
     if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[1]):
@@ -67,7 +67,7 @@ def forward_step(
             fix="return output, partial(loss_func, mask)",
         )
     output, loss_func = returned
-    tokens = torch.zeros((), dtype=torch.int, device=place)
+    tokens = torch.zeros((), dtype=torch.int, device=device)
     if not is_last_stage:
         return output, tokens
     if collect_non_loss_data:

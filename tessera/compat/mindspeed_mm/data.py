@@ -228,8 +228,8 @@ def build_mm_dataloader(
     )
     collate: Any = None
     if isinstance(dataset, ConversationDataset):
-        told = param.get("collate_param") or {}
-        collate = PaddingCollator(int(told.get("pad_id") or 0), int(told.get("pad_to_multiple_of") or _PAD_TO))
+        settings = param.get("collate_param") or {}
+        collate = PaddingCollator(int(settings.get("pad_id") or 0), int(settings.get("pad_to_multiple_of") or _PAD_TO))
     return DataLoader(
         dataset,
         batch_size=args.micro_batch_size,

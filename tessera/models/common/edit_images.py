@@ -99,8 +99,8 @@ class EditImages:
         own = folder / self.form.processor
         copy_side_files(source / self.form.processor, own)
         sizes = (self.patches.patch, self.patches.merge, self.patches.temporal)
-        told = {CLASS_NAME: self.form.pipeline, **dict(zip(_GEOMETRY, sizes, strict=True))}
-        (own / SAVED_FILE).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        settings = {CLASS_NAME: self.form.pipeline, **dict(zip(_GEOMETRY, sizes, strict=True))}
+        (own / SAVED_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     def size(self, width: int, height: int) -> Size:
         """Return the size in which the VAE encodes an image."""

@@ -232,9 +232,9 @@ def _as_images(sample: Sample, media: Sequence[Any]) -> tuple[Sample, list[Image
                     fix="leave such samples out, or make batches by a data kind of your own",
                 )
             one = next(remaining)
-            pictures = [to_rgb(one)] if part.kind == "image" else [Image.fromarray(frame) for frame in one]
-            images += pictures
-            parts += [Part("image", None)] * len(pictures)
+            frames = [to_rgb(one)] if part.kind == "image" else [Image.fromarray(frame) for frame in one]
+            images += frames
+            parts += [Part("image", None)] * len(frames)
         messages.append(Message(message.role, tuple(parts)))
     return Sample(sample.id, tuple(messages)), images
 

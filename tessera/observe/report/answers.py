@@ -163,10 +163,10 @@ def _image(path: str, row: Mapping[str, Any], run: RecordedRun) -> str:
         return ""
     boxes = ""
     if len(row["images"]) == 1:
-        seen, pixels = _seen_size(image.size, run), "2_5" in str(run.section("model").get("family"))
-        boxes = _drawn(find_boxes(row["answer"], seen, pixels), "said")
+        model_size, pixels = _seen_size(image.size, run), "2_5" in str(run.section("model").get("family"))
+        boxes = _drawn(find_boxes(row["answer"], model_size, pixels), "said")
         if not row["correct"]:
-            boxes = _drawn(find_boxes(row["expected"], seen, pixels), "wanted") + boxes
+            boxes = _drawn(find_boxes(row["expected"], model_size, pixels), "wanted") + boxes
     overlay = f'<svg viewBox="0 0 1 1" preserveAspectRatio="none">{boxes}</svg>' if boxes else ""
     tiny = ' class="tiny"' if max(image.size) <= TINY else ""
     return f'<div class="image"><img{tiny} alt="" src="{_data_uri(image)}">{overlay}</div>'
