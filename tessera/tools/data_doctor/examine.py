@@ -18,7 +18,7 @@ from tessera.core.config import build
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import DataSection, ParallelSection, RunConfig, SourceSection, load_config
 from tessera.core.saved_recipe import read_saved
-from tessera.core.trust import Trust, check_trusted, model_code
+from tessera.core.trust import Trust, check_trusted, named_code
 from tessera.core.types import Processor
 from tessera.data.index.measure import Progress
 from tessera.data.kinds import Work
@@ -217,7 +217,7 @@ def for_model(folder: Path, trust: Trust = False) -> ForModel:
     folder = local_model(folder, "--model", weights=False)
     if (folder / RUN_CONFIG).is_file():
         config = load_config(read_saved(folder / RUN_CONFIG))
-        check_trusted(folder, model_code(config.model), trust)
+        check_trusted(folder, named_code(config), trust)  # the task is built too
         run = folder.parent.parent if origin_of(folder) == "checkpoint" else folder
         if (run / "processor").is_dir():  # a run keeps its own copy, whatever became of the folder it began from
             config = config.model_copy(
