@@ -82,6 +82,7 @@ def test_the_sound_folder_loads(folder: Path) -> None:
         ({"vocab_size": 9 * 10**7}, "has shape"),
         ({"vocab_size": 10**30}, "beyond all sense"),
         ({"rms_norm_eps": float("nan")}, "beyond all sense"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta"),
         ({"text_config": {"depths": [2, 10**8]}}, "text_config.depths = 100000000"),
     ],
     ids=str,

@@ -65,7 +65,7 @@ class HFTextFormat:
             fields["num_key_value_heads"] = fields["num_attention_heads"]
         if "head_dim" not in self.defaults and fields.get("head_dim") == _derived_head(fields):
             fields.pop("head_dim", None)  # equals what we derive
-        theta = rope.get("rope_theta") or data.get("rope_theta")
+        theta = data.get("rope_theta") if rope.get("rope_theta") is None else rope["rope_theta"]  # 0 is not: none given
         if theta is not None:
             fields["rope_theta"] = theta
         for name in ("mrope_section", "partial_rotary_factor"):

@@ -164,7 +164,8 @@ def _plain_rope(text: Mapping[str, Any]) -> tuple[dict[str, Any], float | None]:
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "dynamic":
         return dict(text), None
     plain = {name: value for name, value in text.items() if name not in ("rope_scaling", "rope_parameters")}
-    theta, factor = rope.get("rope_theta") or text.get("rope_theta"), rope.get("factor", 1.0)
+    theta = text.get("rope_theta") if rope.get("rope_theta") is None else rope["rope_theta"]
+    factor = rope.get("factor", 1.0)
     if not isinstance(factor, int | float):
         raise TesseraError(f"the factor of dynamic rope is a number, not {factor!r}", where=WHERE)
     return {**plain, "rope_theta": theta}, float(factor)
