@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from tessera.core.errors import TesseraError, nearest
 from tessera.core.files import refuse_pickle
 from tessera.core.hub_ids import hub_hint
 from tessera.core.layouts import detect_layout
+from tessera.core.run_config import load_config
 from tessera.core.saved_recipe import read_saved
 from tessera.core.weightmap import WeightMap
 
@@ -55,7 +57,18 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
     found = read_saved(trained)
     if not kept.is_file():
         return found
-    config = read_saved(kept)
+    try:
+        config = read_saved(kept)
+        load_config({**config, "name": "run"})  # a folder may have been given a name that no recipe may have
+    except TesseraError as error:
+        raise TesseraError(
+            error.what,
+            where=str(kept),
+            allowed=error.allowed,
+            nearest=error.nearest,
+            fix=f"mend the file; `cp {shlex.quote(str(trained))} {shlex.quote(str(kept))}` takes the settings of the "
+            "newest checkpoint",
+        ) from error
     if isinstance(found.get("model"), dict) and isinstance(config.get("model"), dict):
         shape = {key: found["model"].get(key) for key in ("family", "preset", "config")}
         if any(config["model"].get(key) != value for key, value in shape.items()):

@@ -60,6 +60,14 @@ def test_what_lay_in_a_folder_before_it_became_a_run_is_never_removed(data: Path
     assert (folder / "config.yaml").read_bytes() == kept
     tessera.resume(folder, {"train.steps": 4})
 
+    # A configuration that cannot be used is named, with the copy that the newest checkpoint has.
+    for spoiled, told in ((b"", "train: Field required"), (kept.replace(b"name:", b"oame:"), "unknown key: oame")):
+        (folder / "config.yaml").write_bytes(spoiled)
+        with pytest.raises(TesseraError, match=told) as raised:
+            tessera.resume(folder, {"train.steps": 5})
+        assert raised.value.where == str(folder / "config.yaml")
+        assert f"`cp {folder / 'checkpoints' / 'step-00000004' / 'config.yaml'} " in str(raised.value.fix)
+
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system in which nobody makes a folder")
 def test_a_run_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None:
