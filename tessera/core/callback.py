@@ -31,7 +31,7 @@ class TrainerHandle(Protocol):
     phase: str  # of the step, read by threads that watch the run
     phase_listeners: list[Callable[[str], None]]  # called with the new phase whenever it changes
     stop_reason: str | None
-    waits_alone: bool  # for data, in a run of one rank: a stop need not wait for it
+    awaits_data: bool  # a stop need not wait for it: no other rank counts on this step yet
     paused_seconds: float
 
     @property

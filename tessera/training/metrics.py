@@ -193,8 +193,8 @@ _OF_EVERY_STEP = ("kind", "step", "epoch", "loss", "grad_norm", "lr", "skipped",
 
 # Phases that every step has. A bar that stands still because of another one says which.
 _OF_A_STEP = (
-    "agreeing to go on",
     "loading data",
+    "agreeing to go on",
     "running the model",
     "clipping gradients",
     "updating weights",

@@ -36,8 +36,8 @@ class StopOnSignal(Callback):
             if number == signal.SIGINT and (twice or trainer.stop_reason is not None):
                 raise KeyboardInterrupt
             trainer.request_stop(signal.Signals(number).name)
-            if trainer.waits_alone:
-                trainer.waits_alone = False
+            if trainer.awaits_data:
+                trainer.awaits_data = False
                 raise WaitEnded
 
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -58,21 +58,21 @@ class StopOnSignal(Callback):
 
 
 def next_unless_stopped(trainer: TrainerHandle) -> Sequence[Batch] | None:
-    """Return the micro-batches of the next step, or None where a stop is asked for while one rank waits for them.
+    """Return the micro-batches of the next step, or None where a stop is asked for while this rank waits for them.
 
-    Data may be minutes away (a hub that does not answer), and whoever stops a run gives it seconds. Of several ranks
-    all need the step that they have agreed on.
+    Data may be minutes away (a hub that does not answer), and whoever stops a run gives it seconds. Ranks agree on a
+    step when they have its data, so one that gives up waiting leaves no other rank in the middle of a step.
     """
     try:
-        trainer.waits_alone = trainer.world.size == 1
-        if trainer.waits_alone and trainer.stop_reason is not None:
+        trainer.awaits_data = True
+        if trainer.stop_reason is not None:
             return None
         microbatches: Sequence[Batch] = next(trainer.loader)
-        trainer.waits_alone = False
+        trainer.awaits_data = False
     except WaitEnded:
         return None
     finally:
-        trainer.waits_alone = False
+        trainer.awaits_data = False
     return microbatches
 
 

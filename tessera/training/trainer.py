@@ -77,7 +77,7 @@ class Trainer:
         self.data_identity = data_identity
         self.step = 0
         self.paused_seconds = 0.0  # spent on evaluation and saving
-        self.waits_alone = False
+        self.awaits_data = False
         self.stop_reason: str | None = None  # asked for from outside: a resume goes on
         self.ended_early: str | None = None  # there is nothing more to do, before the last step
         self._save_requested = False
@@ -132,9 +132,10 @@ class Trainer:
 
     def _loop(self) -> None:
         self._saves.restart_clock()
-        while self.step < self.length.steps and self.ended_early is None and self._goes_on():
+        while self.step < self.length.steps and self.ended_early is None:
             self.phase = "loading data"
-            if (microbatches := next_unless_stopped(self)) is None:
+            microbatches = next_unless_stopped(self)
+            if not self._goes_on() or microbatches is None:  # agreed with data at hand: nobody waits inside of a step
                 break
             if (result := self.train_step(microbatches)) is None:
                 continue
@@ -191,7 +192,7 @@ class Trainer:
             listener(phase)
 
     def _goes_on(self) -> bool:
-        """Return whether all ranks go on with the next step, after a save if one is due.
+        """Return whether all ranks go on with the step that they have the data of, after a save if one is due.
 
         A stop asked of one rank (a signal reaches each at another moment) stops all. The clock of the main rank decides
         when a save is due.

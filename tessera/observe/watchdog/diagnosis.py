@@ -64,11 +64,11 @@ _COMPUTES = (
     "torch/distributed/pipelining/microbatch.py",
 )
 DISAGREE_S = 20.0  # all ranks wait, but in different collectives: no network is slow for so long
-# The phases of a step in their order; the first two belong to the step before.
+# The phases of a step in their order; the first one belongs to the step before.
 STEP_PHASES = (
     "reporting",
-    "agreeing to go on",
     "loading data",
+    "agreeing to go on",
     "running the model",
     "clipping gradients",
     "updating weights",
@@ -161,7 +161,7 @@ class Heartbeat:
         waits = f", waiting in {self.collective}" if self.collective else ""
         if not self.collective and self.activity in (COMPILING, COMPUTING, ON_DEVICE):
             waits = f", {self.activity}"
-        begun = self.phase in STEP_PHASES[2:]
+        begun = self.phase in STEP_PHASES[1:]
         return f"step {self.step + 1 if begun else self.step}, {self.phase}{inside}{waits}"
 
 
