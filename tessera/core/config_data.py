@@ -93,6 +93,13 @@ class DataSection(Section):
         description="fetch files of data.train as the run reaches them, and pack and shuffle within each file; off: "
         "all of it is fetched and measured before the first step, and shuffled as a whole",
     )
+    stream_cache_gib: float | None = Field(
+        100,
+        gt=0,
+        le=1e9,
+        description="with stream: of the fetched files of all streams so many GiB stay on disk; beyond that the one "
+        "read longest ago is removed, unless a run reads it, and fetched again when it is needed; null: all stay",
+    )
     pack: bool = Field(True, description="several samples to a row; off: one each")
     balance: bool = Field(True, description="rows of equal work, and equal work for every rank")
     workers: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = Field(

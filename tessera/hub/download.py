@@ -6,14 +6,13 @@ which files it was. With it nothing has to be asked again: off line, by the othe
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 from tessera.core.errors import TesseraError
 from tessera.core.files import check_inside, leads_out, replace_file
 from tessera.core.hub_ids import HUBS, HubId
+from tessera.core.locks import locked
 from tessera.core.progress import human_bytes
 from tessera.hub.files import DataFiles, Split, data_files, model_files
 from tessera.hub.progress import report_progress, say
@@ -305,21 +305,17 @@ def note_file(cache: Path, id: HubId, wanted: Wanted) -> Path:
 @contextmanager
 def one_at_a_time(note: Path, id: HubId) -> Iterator[None]:
     """Let one process of those that share a note work on it at a time."""
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(note.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise TesseraError(
-            f"nothing can be downloaded to {note.parent.parent}: {error.strerror}",
-            where=str(id),
-            fix="name a folder that can be written: HF_HUB_CACHE, MODELSCOPE_CACHE, or tessera download --to FOLDER",
-        ) from None
-    try:
-        with suppress(OSError):  # a file system without locks: the hub's library guards each file by itself
-            fcntl.flock(lock, fcntl.LOCK_EX)  # it goes with its process, however that ends
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(note.with_suffix(".lock")))
+        except OSError as error:
+            raise TesseraError(
+                f"nothing can be downloaded to {note.parent.parent}: {error.strerror}",
+                where=str(id),
+                fix="name a folder that can be written: HF_HUB_CACHE, MODELSCOPE_CACHE, or tessera download --to "
+                "FOLDER",
+            ) from None
         yield
-    finally:
-        os.close(lock)
 
 
 def job_of_ranks() -> str | None:

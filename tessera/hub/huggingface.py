@@ -10,6 +10,7 @@ from typing import Any
 
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.hub_ids import HubId
+from tessera.hub.bounded import bounded, remove_oversized
 from tessera.hub.download import Listing, RemoteFile, Unreachable
 
 _TIMEOUT_S = 15.0
@@ -67,7 +68,9 @@ class HuggingFace:
         return Listing(str(info.sha or ""), tuple(files))
 
     def fetch(self, id: HubId, listing: Listing, names: Sequence[str], to: Path | None) -> Path:
-        with self._explained(id), self._own_progress():
+        largest = max((file.size for file in listing.files if file.name in set(names)), default=0)
+        place = self.downloading_to(id, to)
+        with self._explained(id), self._own_progress(), self._bounded(largest, place):
             folder = Path(
                 self.library.snapshot_download(
                     id.name,
@@ -101,6 +104,15 @@ class HuggingFace:
                 return folder, folder.name
         snapshot = self._repository(id) / "snapshots" / str(id.revision)
         return (snapshot, str(id.revision)) if id.is_pinned and snapshot.is_dir() else None
+
+    @contextmanager
+    def _bounded(self, largest: int, place: Path) -> Iterator[None]:
+        try:
+            with bounded(self.library.get_session(), largest, place, self.where):
+                yield
+        except TesseraError:
+            remove_oversized(place, largest)
+            raise
 
     @contextmanager
     def _own_progress(self) -> Iterator[None]:

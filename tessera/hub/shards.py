@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tessera.core.errors import TesseraError, few_names
 from tessera.core.files import replace_file
 from tessera.core.hub_ids import HUBS, HubId
+from tessera.core.locks import shared
 from tessera.hub.download import (
     NOTES,
     BrokenDownload,
@@ -32,6 +34,7 @@ from tessera.hub.download import (
 )
 from tessera.hub.files import RECORD_SUFFIXES, DataFiles, data_files, suffix_of
 from tessera.hub.progress import say
+from tessera.hub.shard_cache import mark_of, note_fetched, trim
 
 _AGAIN_S = (1.0, 5.0, 30.0, 120.0)  # a hub that does not answer is asked again after so long
 
@@ -75,11 +78,23 @@ def remote_shards(id: HubId, where: str) -> RemoteShards:
         return found
 
 
-def fetch_shard(id: HubId, file: RemoteFile, where: str, waits: Sequence[float] = _AGAIN_S) -> Path:
+@contextmanager
+def held_shard(id: HubId, file: RemoteFile, where: str) -> Iterator[None]:
+    """Keep a file of a data set from being removed for the time of the block, if it is there or once it is fetched."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # a cache that cannot be written: nobody removes anything there either
+            stack.enter_context(shared(mark_of(hub_client(id, where).cache, id, file)))
+        yield
+
+
+def fetch_shard(
+    id: HubId, file: RemoteFile, where: str, waits: Sequence[float] = _AGAIN_S, keep_bytes: int | None = None
+) -> Path:
     """Return where a file of a data set lies on this machine, fetched and verified now or before.
 
-    `id`: with the commit. A hub that does not answer is asked again some times: a run of days should survive that.
-    One that refuses is not: a file that is gone, or a token that is no longer good, stays so.
+    `id`: with the commit. `keep_bytes`: of more fetched files than that, the oldest that nobody reads are removed when
+    another one is fetched; see `held_shard`. A hub that does not answer is asked again some times: a run of days should
+    survive that. One that refuses is not: a file that is gone, or a token that is no longer good, stays so.
     """
     client = hub_client(id, where)
     pinned = replace(id, inside=file.name)
@@ -95,8 +110,14 @@ def fetch_shard(id: HubId, file: RemoteFile, where: str, waits: Sequence[float] 
                 if (variable := offline_variable()) is not None:
                     what = f"{file.name} of {id} is not on this machine, and {variable} is set"
                     raise TesseraError(what, where=where, fix="run it once with a network, or unset the variable")
+                began = time.time()
                 fetched = download_files(client, pinned, listing, chosen, frozenset(), None, where)
                 write_note(note, fetched, listing)
+                mark = mark_of(client.cache, id, file)
+                if mark.is_file():  # held by whoever reads the file
+                    note_fetched(mark, fetched.path, began)
+                if keep_bytes is not None:
+                    trim(client.cache, keep_bytes)
                 return fetched.path
             except BrokenDownload as error:
                 if wait is None:

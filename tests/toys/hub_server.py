@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,7 +21,7 @@ LARGE = 1000  # bytes from which a file is a large one, with a sha256
 class Repository:
     files: dict[str, bytes]
     gated: bool = False
-    faults: dict[str, str] = field(default_factory=dict)  # by file: truncated, altered, slow, error, gone
+    faults: dict[str, str] = field(default_factory=dict)  # by file: truncated, altered, slow, error, gone, endless
     commits: list[dict[str, Any]] = field(default_factory=list)  # what was pushed
     private: bool = False
 
@@ -170,6 +170,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(206 if first else 200)
         self.send_header("X-Repo-Commit", found.commit)
         self.send_header("ETag", f'"{etag}"')
+        if fault == "endless" and self.command == "GET":
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.send_without_end()
+            return
         self.send_header("Content-Length", str(len(content) - first))
         if first:
             self.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
@@ -184,6 +189,14 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "slow":
             time.sleep(0.3)
         self.wfile.write(sent[first:])
+
+    def send_without_end(self) -> None:
+        chunk = bytes(1 << 14)
+        with suppress(OSError):  # until nobody listens any more
+            for _ in range(1 << 12):  # 64 MiB: a client that takes all of it has no bound
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+            self.wfile.write(b"0\r\n\r\n")
+        self.close_connection = True
 
     def take(self, name: str, step: str, content: bytes) -> None:
         if not self.has_token():

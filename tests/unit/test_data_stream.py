@@ -22,7 +22,8 @@ from tessera.data.order.step_order import StepSize
 from tessera.data.stream.rows import StreamedRows
 from tessera.hub.config import with_local_folders
 from tessera.hub.download import RemoteFile
-from tessera.hub.shards import fetch_shard, remote_shards
+from tessera.hub.shard_cache import trim
+from tessera.hub.shards import fetch_shard, held_shard, remote_shards
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.hub_server import HubServer, Repository
 
@@ -82,6 +83,45 @@ def test_files_are_fetched_as_rows_reach_them_and_one_ahead(hub: HubServer, tmp_
     rows.batch([count])
     settle(rows)
     assert len(hub.downloads()) == 3
+
+
+def test_files_that_nobody_reads_are_removed_beyond_a_size_and_fetched_again(
+    hub: HubServer,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    publish(hub)
+    blobs = tmp_path / "cache" / "datasets--org--set" / "blobs"
+    rows = streamed(tmp_path / "index", stream_cache_gib=1e-9)
+    length = epoch_of(rows)
+    whole = ids(rows, 0, 2 * length)
+    settle(rows)
+    assert len(hub.downloads()) > FILES  # in the second epoch some are fetched again
+    assert len([file for file in blobs.iterdir() if file.is_file()]) <= 3  # what is open
+    assert sum(line.startswith("rows: ") for line in caplog.messages) == 2  # and not one for each file
+    assert ids(streamed(tmp_path / "index", stream_cache_gib=None), 0, 2 * length) == whole
+    assert len([file for file in blobs.iterdir() if file.is_file()]) == FILES
+
+
+def test_a_file_that_somebody_reads_or_that_others_fetched_stays(hub: HubServer, tmp_path: Path) -> None:  # noqa: F811
+    publish(hub)
+    found = remote_shards(HubId("hf", "dataset", "org/set"), "data")
+    cache = tmp_path / "cache"
+    theirs = fetch_shard(found.id, found.files[0], "data")  # by no stream: nobody holds it
+    with held_shard(found.id, found.files[1], "data"):
+        read = fetch_shard(found.id, found.files[1], "data")
+        for file in found.files[2:]:
+            with held_shard(found.id, file, "data"):
+                fetch_shard(found.id, file, "data")
+        with held_shard(found.id, found.files[0], "data"):
+            assert fetch_shard(found.id, found.files[0], "data") == theirs
+        removed = trim(cache, 0)
+        assert read.is_file()
+    assert theirs.is_file()
+    assert sorted(path.name for path in removed) == ["train-00002.jsonl", "train-00003.jsonl"]
+    assert trim(cache, 10**6) == []
+    assert [path.name for path in trim(cache, 0)] == ["train-00001.jsonl"]
 
 
 def test_an_epoch_has_every_sample_once_and_the_next_another_order(hub: HubServer, tmp_path: Path) -> None:  # noqa: F811
@@ -280,5 +320,9 @@ def test_a_streamed_run_that_was_stopped_goes_on_as_if_it_had_not_been(recipe: d
     assert "has changed" not in (part.folder / "logs/rank-00000.log").read_text()
     workers = tessera.train({**recipe, "out": str(tmp_path / "workers")}, {"data.workers": 2})
     assert [row["loss"] for row in workers.metrics] == [row["loss"] for row in whole.metrics]
+    small = tessera.train({**recipe, "out": str(tmp_path / "small")}, {"data.stream_cache_gib": 1e-9, "train.steps": 4})
+    trim(tmp_path / "cache", 0)
+    again = tessera.resume(small.folder, {"train.steps": 6})
+    assert [row["loss"] for row in again.metrics] == [row["loss"] for row in whole.metrics]
     with pytest.raises(TesseraError, match="epochs"):
         tessera.train({**recipe, "out": str(tmp_path / "epochs")}, {"train.steps": None, "train.epochs": 1})

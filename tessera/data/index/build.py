@@ -58,14 +58,16 @@ def build_index(
     truncate: Truncate = "never",
     workers: Workers = "auto",
     timeout_s: float = 60.0,
+    report: bool = True,
 ) -> SplitIndex:
     """Return the index of a split. Samples that are unusable or too long are left out and listed, or end the run.
 
     `workers`: processes that measure records; 0: this one does; auto: this one does when that takes few seconds.
+    `report`: whether to log that a data set was measured, also where it took no time.
     """
     if not sections:
         raise TesseraError("no data files are given", where="data", fix="list them under data.train")
-    maker = _Maker(processor, length, truncate, limits, on_bad_sample, cache_folder, workers, timeout_s)
+    maker = _Maker(processor, length, truncate, limits, on_bad_sample, cache_folder, workers, timeout_s, report)
     parts = tuple(maker.part(section) for section in sections)
     starts = np.cumsum([0, *(len(part) for part in parts)])
     if starts[-1] == 0:
@@ -90,6 +92,7 @@ class _Maker:
     folder: Path | None
     workers: Workers
     timeout_s: float
+    report: bool
 
     def part(self, section: SourceSection) -> SourceIndex:
         """Return the index of one data set."""
@@ -125,7 +128,9 @@ class _Maker:
                 raise bad_sample_error(*measured.bad[0][1:], str(work.source.path))
 
         work = dataclasses.replace(work, key=key, folder=None if file is None else file.with_suffix(".parts"))
-        measured = measure_all(work, workers=self.workers, title=f"index of {work.source.path.name}", look=fail_early)
+        measured = measure_all(
+            work, workers=self.workers, title=f"index of {work.source.path.name}", look=fail_early, report=self.report
+        )
         if measured.crashed:
             log.warning(
                 "%s: %d rows ended the process that read them, or never let it go; they count as bad%s",
@@ -152,7 +157,7 @@ class _Maker:
             else:
                 cutter, rows = TruncateToLength(self.processor, self.length), np.asarray(tables["row"][long])
                 work = dataclasses.replace(work, rows=rows, measure=cutter, key=key, folder=parts)
-                cut = measure_all(work, workers=self.workers, title=f"long samples of {name}")
+                cut = measure_all(work, workers=self.workers, title=f"long samples of {name}", report=self.report)
             found = self._keep(file, key, with_cuts(Measured.of(tables), cut, long), parts)
         log.info(
             "%s: longer than data.length %d: %s samples cut by turns, %s dropped",

@@ -267,6 +267,7 @@ def measure_all(
     *,
     workers: Workers,
     title: str,
+    report: bool = True,
     look: Callable[[Measured], None] | None = None,
 ) -> Measured:
     """Return the measures of all records of `work`, in order. `look` is called with each chunk and may raise."""
@@ -281,7 +282,7 @@ def measure_all(
         except OSError as error:
             raise TesseraError(f"an index cannot be kept: {error}", where=str(work.folder)) from None
     parts: list[Measured] = []
-    progress = Progress(title, len(work.rows))
+    progress = Progress(title, len(work.rows), report)
     with closing(_run(work, [part for part in ranges if part not in known], workers, careful)) as fresh:
         for part in ranges:
             old = known.pop(part, None)
@@ -334,8 +335,9 @@ def default_workers() -> int:
 class Progress:
     """Log how many rows are done, now and then and at the end."""
 
-    def __init__(self, title: str, total: int) -> None:
-        self.title, self.total = title, total
+    def __init__(self, title: str, total: int, report: bool = True) -> None:
+        """Begin to count. `report`: whether to log the sum also where nothing was logged before."""
+        self.title, self.total, self._report = title, total, report
         self.done = self.fresh = self.bad = 0
         self.began = self.reported = time.monotonic()
 
@@ -346,13 +348,15 @@ class Progress:
         self.bad += bad
         now = time.monotonic()
         if now - self.reported >= REPORT_EVERY:
-            self.reported = now
+            self.reported, self._report = now, True
             rate = self.fresh / (now - self.began)
             left = f", {_time((self.total - self.done) / rate)} left" if rate else ""
             log.info("%s: %s of %s rows, %s", self.title, f"{self.done:,}", f"{self.total:,}", self._rest(rate) + left)
 
     def end(self) -> None:
         """Log the sum."""
+        if not self._report:
+            return
         seconds = time.monotonic() - self.began
         before = f", {self.done - self.fresh:,} of them from an earlier start" if self.done > self.fresh else ""
         rest = self._rest(self.fresh / max(seconds, 1e-6))

@@ -58,7 +58,7 @@ class PackFile:
     processor: MediaProcessor
 
     def __call__(self, section: DataSection, seed: int) -> PackedRows:
-        return pack_rows(replace(self.request, section=section, seed=seed), self.processor)
+        return pack_rows(replace(self.request, section=section, seed=seed), self.processor, report=False)
 
 
 def pack_rows(
@@ -67,8 +67,10 @@ def pack_rows(
     *,
     hole: Callable[[str, int], Any] = hole,
     count_names: Sequence[str] = COUNTS,
+    report: bool = True,
 ) -> PackedRows:
-    """Return the rows of a split: indexed, ordered and packed. `hole`, `count_names`: see `PackedRows`."""
+    """Return the rows of a split: indexed, ordered and packed. `hole`, `count_names`: see `PackedRows`. `report`:
+    whether to log what was found; a stream of many files has a line of its own for all of them."""
     section = request.section
     limits = limits_of(section)
     sections = section.train if request.split == "train" else section.eval
@@ -82,6 +84,7 @@ def pack_rows(
         cache_folder=request.cache_folder,
         workers=section.workers,
         timeout_s=section.sample_timeout_s,
+        report=report,
     )
     seed = request.seed if request.split == "train" else 0
     pack = section.pack
@@ -90,7 +93,8 @@ def pack_rows(
         log.info("this class is not known to keep samples of one row apart: every row has one sample, with padding")
     packing = PackingConfig(section.length, seed, pack, section.shuffle, section.balance)
     order = _order(weigh(index, sections, request.work), packing, request)
-    log.info("%s: %s", "rows" if request.split == "train" else "held-out rows", order.stats.summary())
+    if report:
+        log.info("%s: %s", "rows" if request.split == "train" else "held-out rows", order.stats.summary())
     return PackedRows(
         index,
         order,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tessera.data.sources.container import file_facts
 from tessera.data.sources.source import source_files
 from tessera.data.stream.rows import StreamedRows, StreamFile, StreamSettings
 from tessera.hub.download import RemoteFile
-from tessera.hub.shards import fetch_shard, remote_shards
+from tessera.hub.shards import fetch_shard, held_shard, remote_shards
 
 _SHARD = 0x53485244  # stream of randomness: each file is packed and shuffled by a seed of its own
 WHERE = "data.stream"
@@ -30,6 +31,7 @@ class HubStreamFile:
     id: HubId
     file: RemoteFile
     section: SourceSection
+    keep_bytes: int | None = None  # of fetched files; see `fetch_shard`
 
     @property
     def name(self) -> str:
@@ -40,7 +42,10 @@ class HubStreamFile:
         return [self.file.size, self.file.sha256 or self.file.git_sha1, self.section.format, self.section.columns]
 
     def fetch(self) -> Path:
-        return fetch_shard(self.id, self.file, "data.train")
+        return fetch_shard(self.id, self.file, "data.train", keep_bytes=self.keep_bytes)
+
+    def held(self) -> AbstractContextManager[None]:
+        return held_shard(self.id, self.file, "data.train")
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,9 @@ class LocalStreamFile:
 
     def fetch(self) -> Path:
         return self.path
+
+    def held(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -83,12 +91,13 @@ def stream_rows(section: DataSection, seed: int, pack: Pack, fingerprint: str, f
 
     `fingerprint`: of the processor. `folder`: for what was dear to find out.
     """
-    shards = [shard for source in section.train for shard in _shards(source)]
+    keep = None if section.stream_cache_gib is None else int(section.stream_cache_gib * 2**30)
+    shards = [shard for source in section.train for shard in _shards(source, keep)]
     packing = [fingerprint, section.length, section.truncate, section.pack, section.balance]
     return StreamedRows(shards, FilePacker(section, seed, pack), StreamSettings(seed, section.shuffle, packing), folder)
 
 
-def _shards(source: SourceSection) -> list[HubStreamFile | LocalStreamFile]:
+def _shards(source: SourceSection, keep: int | None) -> list[HubStreamFile | LocalStreamFile]:
     for key in ("weight", "max_samples"):
         if source.model_dump()[key] is not None:
             raise TesseraError(
@@ -99,7 +108,7 @@ def _shards(source: SourceSection) -> list[HubStreamFile | LocalStreamFile]:
     id = find_hub_id(source.path, "dataset", "data.train")
     if id is not None:
         found = remote_shards(id, "data.train")
-        return [HubStreamFile(replace(found.id, inside=""), file, source) for file in found.files]
+        return [HubStreamFile(replace(found.id, inside=""), file, source, keep) for file in found.files]
     paths, base = source_files(source.path)
     if any(path.is_dir() for path in paths):
         raise TesseraError(

@@ -16,17 +16,18 @@ import threading
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from tessera.core.errors import TesseraError
 from tessera.core.files import read_json_mapping, replace_file
+from tessera.core.locks import locked
 from tessera.core.types import ENDLESS, Batch, RowSource
 from tessera.data.order.mixture import Shuffle
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.container import NothingUsable
-from tessera.data.stream.locks import locked
 
 log = logging.getLogger("tessera")
 
@@ -49,6 +50,10 @@ class StreamFile(Protocol):
     @abstractmethod
     def fetch(self) -> Path:
         """Return where the file lies on this machine."""
+
+    @abstractmethod
+    def held(self) -> AbstractContextManager[None]:
+        """Keep the file, from before it is fetched, from being removed as long as it is read."""
 
 
 Packer = Callable[[int, StreamFile, Path], PackedRows]  # (number, shard, its file) -> its rows
@@ -89,13 +94,15 @@ class StreamedRows(RowSource):
 
     def _forget(self) -> None:
         self._open: OrderedDict[int, PackedRows] = OrderedDict()
+        self._held: dict[int, ExitStack] = {}  # of open files: they are not removed from the cache
         self._lock = threading.RLock()
         self._ahead: threading.Thread | None = None
         self._tried = -1
+        self._told = self._told_all = False
         self._orders: dict[int, list[int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_open", "_lock", "_ahead", "_tried", "_orders")  # of this process
+        own = ("_open", "_held", "_lock", "_ahead", "_tried", "_told", "_told_all", "_orders")  # of this process
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -210,10 +217,12 @@ class StreamedRows(RowSource):
         found = self._open.get(shard)
         if found is None:
             with self._lock:
-                found = self._open.get(shard) or self._opened(shard)
-                self._open[shard] = found
-                while len(self._open) > _OPEN:
-                    self._open.popitem(last=False)
+                found = self._open.get(shard)
+                if found is None:
+                    while len(self._open) >= _OPEN:  # before another is fetched, for which there may be no room yet
+                        closed, _ = self._open.popitem(last=False)
+                        self._held.pop(closed).close()
+                    found = self._open[shard] = self._opened(shard)
         return found.without(self.left_out) if self.left_out else found
 
     def _rows_at(self, found: _Found) -> PackedRows:
@@ -223,7 +232,13 @@ class StreamedRows(RowSource):
 
     def _opened(self, shard: int) -> PackedRows:
         one = self.shards[shard]
-        path = one.fetch()
+        with ExitStack() as stack:
+            stack.enter_context(one.held())
+            made = self._packed(shard, one, one.fetch())
+            self._held[shard] = stack.pop_all()
+        return made
+
+    def _packed(self, shard: int, one: StreamFile, path: Path) -> PackedRows:
         with locked(None if self._folder is None else self._folder / f"{shard:06d}.lock"):
             made = self.pack(shard, one, path)  # the first process measures and packs, the others read what it kept
             if [one.name, one.facts] != self._facts[shard]:  # packing may last: asked when it is done
@@ -241,7 +256,18 @@ class StreamedRows(RowSource):
                 )
             if kept is None:
                 self._keep_count(shard, len(made))
+        self._tell(made)
         return made
+
+    def _tell(self, made: PackedRows) -> None:
+        """Log what the first file of a run has, and what all of them have once each was read: not a line for each."""
+        if not self._told:
+            files = f"the first of {len(self.shards):,} files; the others follow as the run reaches them"
+            log.info("rows: %s, in %s", made.order.stats.summary(), files if len(self.shards) > 1 else "one file")
+            self._told = True
+        elif not self._told_all and len(self._counts) == len(self.shards):
+            log.info("rows: %s in all %s files", f"{sum(self._counts.values()):,}", f"{len(self.shards):,}")
+            self._told_all = True
 
     def _look_ahead(self, epoch: int, position: int) -> None:
         """Begin to fetch and pack the file after this one, in a thread of its own; one at a time."""
