@@ -61,7 +61,7 @@ class FolderLayout(ABC):
         if not (folder / CONFIG_FILE).is_file():
             hint = hub_hint(folder)
             raise TesseraError(
-                f"no {CONFIG_FILE} in {folder}",
+                f"no {CONFIG_FILE} in {folder}" if folder.is_dir() else f"no such folder: {folder}",
                 where="model.path",
                 fix=f"give the folder that holds {CONFIG_FILE} and weights" + (f"; {hint}" if hint else ""),
             )

@@ -114,7 +114,7 @@ class Coverage(Callback):
             log.warning("%s", what)
 
 
-def describe_coverage(found: Iterable[ReceivedGradient]) -> str:
+def describe_coverage(found: Sequence[ReceivedGradient]) -> str:
     """Return a table by parts of the model and groups of the optimizer."""
     groups: dict[tuple[str, float, float], list[ReceivedGradient]] = {}
     for one in found:
@@ -125,6 +125,8 @@ def describe_coverage(found: Iterable[ReceivedGradient]) -> str:
         got = sum(one.gradient for one in members)
         zero = sum(one.gradient and not one.nonzero for one in members)
         lines.append(f"  {part:<{width}}  {lr:>8.2g}  {decay:>6.2g}  {len(members):>7}  {got:>8}  {zero:>8}")
+    if any(one.gradient and not one.nonzero and f".{A}." in one.name for one in found):
+        lines.append("  zeros are right here for the first matrix of each adapter: the second one begins at zero")
     return "\n".join(lines)
 
 

@@ -64,12 +64,18 @@ def writable(folder: Path, *, starting: bool = False) -> Iterator[None]:
         )
         if not starting and not (error.errno in _UNWRITABLE and (inside or error.errno in _FULL)):
             raise
-        raise TesseraError(
-            f"{folder} cannot be written to: {error.strerror}"
-            + (f" ({error.filename})" if error.filename is not None else ""),
-            where="out, name",
-            fix="make room, see to the rights of the folder, or choose another with out=FOLDER",
-        ) from error
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> TesseraError:
+    at = None if error.filename is None else Path(os.fsdecode(error.filename))
+    gone = at is not None and at.is_symlink() and not at.exists()
+    reason = f"{at} is a link to {os.readlink(at)}, which is not there" if at is not None and gone else error.strerror
+    return TesseraError(
+        f"{folder} cannot be written to: {reason}" + ("" if at is None or gone else f" ({at})"),
+        where="out, name",
+        fix="make room, see to the rights of the folder, or choose another with out=FOLDER",
+    )
 
 
 class RunFolder:
@@ -85,8 +91,11 @@ class RunFolder:
 
     def open(self, *, overwrite: bool = False, resume: bool = False) -> None:
         """Lock the folder for this run, or raise the reason. A run that is to be replaced is set aside."""
-        with writable(self.path, starting=True):
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # whatever keeps a folder from being made, such as a disk that is not mounted
+            raise _unwritable(self.path, error) from error
+        with writable(self.path, starting=True):
             self._lock.acquire()
             self._open = True
             self._recover()

@@ -263,6 +263,13 @@ def test_a_form_that_cannot_be_told(tmp_path: Path) -> None:
         opened(tmp_path, [{"prompt": "x"}])
     assert "llava (conversations, image)" in str(raised.value)
     assert "columns" in str(raised.value.fix)
+    caption = {"caption": "A cat.", "picture": "a.png"}
+    with pytest.raises(TesseraError) as raised:
+        opened(tmp_path, [caption])
+    assert str(raised.value.fix).endswith("columns: {text: caption, images: picture}")
+    assert opened(
+        tmp_path, [{"caption": "A cat.", "picture": "a.png"}], columns={"text": "caption", "images": "picture"}
+    )
     (tmp_path / "rows.jsonl").write_text("{torn\n{torn\n")
     with pytest.raises(TesseraError, match="no record can be read"):
         open_source(SourceSection(path=tmp_path / "rows.jsonl"))

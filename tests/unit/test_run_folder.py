@@ -350,6 +350,11 @@ def test_a_folder_that_cannot_be_written_is_the_users_to_mend(data: Path, tmp_pa
     with pytest.raises(TesseraError, match="cannot be written to: Not a directory") as raised:
         tessera.train(quick_recipe(data, tmp_path / "file" / "runs"))
     assert raised.value.exit_code == 2
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    with pytest.raises(TesseraError, match=r"runs is a link to .*disk, which is not there"):
+        RunFolder(tmp_path / "runs" / "mine").open()
+    with pytest.raises(TesseraError, match="cannot be written to"):
+        RunFolder(Path("/proc/runs/mine")).open()
 
 
 def test_a_disk_that_fills_up_while_a_run_goes_on_is_said(data: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -24,6 +24,12 @@ _SPEAKERS = {
     "observation": "tool",
     "tool_response": "tool",
     "function": "tool",
+}
+# Name in `columns` -> keys that rows have in its place, as people call them.
+_OFTEN = {
+    "text": ("caption", "captions", "cap", "description", "sentence"),
+    "messages": ("dialogue", "dialog", "turns", "chat", "conversation"),
+    "images": ("picture", "pictures", "img", "photo", "image_path", "image_file", "file_name", "filename", "file"),
 }
 _CALLERS = ("function_call", "tool_call")
 # Names in `columns` that do not rename a key but a speaker.
@@ -118,3 +124,11 @@ def check_columns(columns: Mapping[str, str], where: str) -> None:
             )
         if not key:
             raise TesseraError(f"`columns` gives {name!r} an empty name", where=where)
+
+
+def likely_columns(keys: Iterable[str]) -> str:
+    """Return what `columns` of a recipe may have to say of rows with these keys; without a clue, an example."""
+    found = {ours: key for ours, theirs in _OFTEN.items() for key in sorted(keys) if key.lower() in theirs}
+    if not set(found) - {"images"}:
+        found = {"messages": "dialogue", "role_tag": "speaker"}
+    return "{" + ", ".join(f"{ours}: {key}" for ours, key in found.items()) + "}"

@@ -16,7 +16,7 @@ from tessera.core.types import Message, Part, Sample
 from tessera.data.media.files import ArchiveMember, resolve
 from tessera.data.media.urls import is_url
 from tessera.data.sources.class_folder import ClassFolder, is_class_folder, open_class_folder
-from tessera.data.sources.columns import check_columns
+from tessera.data.sources.columns import check_columns, likely_columns
 from tessera.data.sources.container import Container, Joined, NothingUsable, RawRecord, RecordError
 from tessera.data.sources.features import MANIFEST, FeatureFolder
 from tessera.data.sources.file_groups import (
@@ -318,7 +318,7 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
             "question_answer (question, answer)",
             "text (text or content)",
         ],
-        fix="if keys are only called differently, name them: columns: {messages: dialogue, role_tag: speaker}",
+        fix=f"if keys are only called differently, name them: columns: {likely_columns(keys or ())}",
     )
 
 
