@@ -252,7 +252,8 @@ def _finish(run: object) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         ended = f"done, ended early: {run.ended_early}" if run.ended_early else "done"
         word = f"stopped by {run.stopped}, saved" if run.stopped else ended
-        typer.echo(f"{word}: {run.folder}")
+        further = f"; `tessera resume {run.folder}` goes on" if run.stopped else ""
+        typer.echo(f"{word}: {run.folder}{further}")
 
 
 def run_script(

@@ -135,23 +135,27 @@ class RunLength:
             return f"{self.steps:,} steps; the data does not tell how long an epoch is"
         per_epoch = self.rows_per_epoch / self.rows_per_step
         if self.samples_per_step is None:
-            rows = _counted(self.rows_per_epoch, "packed sequence" if self.packed else "row")
-            what = f"{rows} = {_counted(per_epoch, 'step')}"
+            steps, fewer = f" = {_counted(per_epoch, 'step')}", f", and a step takes {self.rows_per_step:,}"
+            what = self._rows() + (fewer if per_epoch < 1 else steps)
         else:
             rows = "a row" if self.rows_per_step == 1 else f"{self.rows_per_step:,} rows"
             what = f"{_counted(per_epoch, 'step')} of {self.samples_per_step:,} samples in {rows}"
         return f"one epoch = {what}; this run = {_counted(self.steps, 'step')} = {_counted(self.epochs, 'epoch')}"
 
+    def _rows(self) -> str:
+        return _counted(self.rows_per_epoch or 0, "packed sequence" if self.packed else "row")
+
     def warning(self) -> str | None:
         """Return what is odd about the number of epochs, if anything is."""
         if self.epochs is None or not self.rows_per_epoch or self.epochs <= ABSURD_EPOCHS:
             return None
+        seen = f"every sample is seen {_number(self.epochs)} times in this run"
+        if self.samples_per_step is None and self.rows_per_step > ABSURD_EPOCHS * self.rows_per_epoch:
+            why = f"a step takes {self.rows_per_step:,}, and the data has {self._rows()}"
+            return f"{seen}: {why}. Lower train.global_batch"
         three = math.ceil(3 * self.rows_per_epoch / self.rows_per_step)
         why = ": several samples share a packed sequence, so an epoch has fewer steps than samples"
-        return (
-            f"every sample is seen {_number(self.epochs)} times in this run{why * self.packed}. "
-            f"train.epochs=3 would be {three:,} step{'s' * (three != 1)}"
-        )
+        return f"{seen}{why * self.packed}. train.epochs=3 would be {three:,} step{'s' * (three != 1)}"
 
 
 def _number(value: float) -> str:

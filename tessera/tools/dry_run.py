@@ -120,7 +120,7 @@ def run_roles(config: RunConfig, world: int) -> list[Role]:
     for position in range(plan.axes.size(PP)):
         alike.setdefault(_stage_key(plan, position), []).append(position)
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
-    with pool, WorkProgress("running a step without memory", len(alike), "roles") as shown:
+    with pool, WorkProgress("running a step without memory", len(alike), "kinds of ranks") as shown:
         left = {pool.submit(_in_new_process, config, world, positions) for positions in alike.values()}
         found: list[Role] = []
         while left:

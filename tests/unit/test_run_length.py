@@ -76,13 +76,14 @@ def test_epochs_are_the_fewest_whole_steps() -> None:
 def test_an_absurd_number_of_epochs_is_warned_of_and_a_sound_one_is_not() -> None:
     assert RunLength(1500, 8, 5).warning() is not None
     assert "2,400 times" in str(RunLength(1500, 8, 5).warning())
+    assert str(RunLength(1, 100_000, 2).warning()).endswith("the data has 2 packed sequences. Lower train.global_batch")
     assert RunLength(100, 8, 100).warning() is None
     assert RunLength(10**6, 8, None).warning() is None
 
 
 def test_one_of_a_thing_is_counted_as_one() -> None:
     assert RunLength(30, 1, 1).describe() == "one epoch = 1 packed sequence = 1 step; this run = 30 steps = 30 epochs"
-    assert "2 packed sequences = 0.5 steps; this run = 1 step = 2 epochs" in RunLength(1, 4, 2).describe()
+    assert "2 packed sequences, and a step takes 4; this run = 1 step = 2 epochs" in RunLength(1, 4, 2).describe()
 
 
 @pytest.mark.parametrize(
