@@ -11,6 +11,7 @@ gradient that is a small difference of large terms loses more than a plain sum. 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -28,13 +29,32 @@ def distance(found: Tensor, exact: Tensor) -> float:
     return float(apart.square().mean().sqrt())
 
 
+def size(tensor: Tensor) -> float:
+    """The root of the mean square of its elements."""
+    return distance(tensor, torch.zeros_like(tensor))
+
+
+def queries_for_keys(name: str) -> str:
+    """The name of the same bias of queries, for that of keys. What is added to all keys moves all scores of a query
+    alike, and the softmax takes it away: where no positions turn the keys, the gradient of their bias is the sum of
+    terms as large as those of queries, and is zero but for rounding."""
+    return re.sub(r"\bk((?:_proj)?\.bias)$", r"q\1", re.sub(r"_k\.bias$", "_q.bias", name))
+
+
 def assert_as_close(
-    ours: Tensor, peer: Tensor, exact: Tensor, k: float = 3.0, roundings: float = 0.5, what: str = ""
+    ours: Tensor,
+    peer: Tensor,
+    exact: Tensor,
+    k: float = 3.0,
+    roundings: float = 0.5,
+    what: str = "",
+    terms: Tensor | None = None,
 ) -> None:
     """`ours` and `peer` are in the same type, `exact` in float64. Where the peer happens to be nearly exact (it is by
-    luck, in small tensors), ours may still have its `roundings`: half a unit of the type is one."""
+    luck, in small tensors), ours may still have its `roundings`: half a unit of the type is one. `terms`: something as
+    large as the terms of a sum that cancels."""
     assert ours.shape == peer.shape == exact.shape, what
-    least = roundings * torch.finfo(peer.dtype).eps * distance(exact, torch.zeros_like(exact))
+    least = roundings * torch.finfo(peer.dtype).eps * max(size(exact), 0.0 if terms is None else size(terms))
     error, limit = distance(ours, exact), k * max(distance(peer, exact), least)
     assert error <= limit, f"{what}: {error:.3g} from float64, the peer {distance(peer, exact):.3g}"
 

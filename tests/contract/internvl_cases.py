@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from language_cases import experts_of, text
-from parity import queries_for_keys, saved, spread
+from parity import queries_for_keys_of_encoders, saved, spread
 from torch import Tensor
 from vision_language import Case, Pair, VisionLanguageFamily, labels_of, packed_text, word_maker
 
@@ -104,7 +104,7 @@ class InternVL(VisionLanguageFamily):
         return {**known, **{name: None for name, grad in grads.items() if grad is None}}
 
     def beside(self, name: str) -> str:
-        return queries_for_keys(name)
+        return queries_for_keys_of_encoders(name)
 
 
 def rows_of(config: InternVLConfig, tiles: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from chats import clip, picture
-from parity import numbers, queries_for_keys
+from parity import numbers, queries_for_keys_of_encoders
 from PIL import Image
 from tokenizers import processors
 from torch import Tensor
@@ -233,7 +233,7 @@ class Llava(VisionLanguageFamily):
         return grads
 
     def beside(self, name: str) -> str:
-        return queries_for_keys(name)
+        return queries_for_keys_of_encoders(name)
 
 
 def unread(config: LlavaConfig, name: str) -> bool:

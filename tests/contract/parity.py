@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tessera.core.types import IGNORE, Batch, ModelSpec
 from tessera.ops.loss import linear_cross_entropy
+from tests.close import queries_for_keys
 
 
 def relative(ours: Tensor, reference: Tensor) -> float:
@@ -140,7 +141,6 @@ def compare_gradients(
             assert relative(ours[name], grad) < tolerance * sizes[beside(name)] / sizes[name], name
 
 
-def queries_for_keys(name: str) -> str:
-    """Without turning positions the bias of an encoder's keys moves nothing: its gradient is rounding, beside that of
-    queries."""
-    return name.replace("k_proj.bias", "q_proj.bias") if name.startswith("vision_tower.") else name
+def queries_for_keys_of_encoders(name: str) -> str:
+    """Decoders turn their keys by positions, encoders do not."""
+    return queries_for_keys(name) if name.startswith("vision_tower.") else name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tessera.core.pattern import matches, select
 from tessera.core.run_config import ModelSection
 from tessera.core.types import Batch
 from tessera.models import FAMILIES, resolve
-from tests.close import assert_as_close
+from tests.close import assert_as_close, distance, queries_for_keys, with_moved_weights
 
 
 def built() -> Iterator[Any]:
@@ -54,22 +55,27 @@ def drawn(name: str, case: str) -> tuple[Any, nn.Module, Batch]:
 
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_predictions_loss_and_gradients_are_those_of_diffusers(name: str, case: str) -> None:
-    """As near to float64 as diffusers is in single precision, for samples that are packed into one row."""
+    """As near to float64 as diffusers is in single precision, for samples that are packed into one row. Small tensors
+    are near by luck: diffusers computes three times, twice with weights that are moved by one rounding."""
     family = GENERATION[name]
     config, reference, batch = drawn(name, case)
     model = from_foreign(family.spec, config, reference.state_dict())
     made = results(model, [model(batch).latents[family.trained(batch)]])
     heads = {part: made.pop(part) for part in ("prediction", "loss")}
     ours = heads | to_foreign(family.spec, config, made)
-    peers = results(reference, family.outputs(reference, config, batch))
+    peers = with_moved_weights(
+        reference.parameters(), lambda: results(reference, family.outputs(reference, config, batch))
+    )
     with double_stays_double():
         reference = reference.double()
         exact = results(reference, family.outputs(reference, config, of_dtype(batch, torch.float64)))
-    assert ours.keys() == peers.keys()
+    assert ours.keys() == peers[0].keys()
     for what, found in ours.items():
+        peer = max((one[what] for one in peers), key=partial(distance, exact=exact[what]))
         # A gradient is a sum over tokens, of which most may cancel: sixteen roundings are those of 256 terms.
         roundings = 4.0 if what in heads else 16.0
-        assert_as_close(found, peers[what], exact[what], k=4.0, roundings=roundings, what=what)
+        terms = exact[queries_for_keys(what)]
+        assert_as_close(found, peer, exact[what], k=4.0, roundings=roundings, what=what, terms=terms)
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)

@@ -28,7 +28,7 @@ from tessera.inference.load import load
 from tessera.models import resolve
 from tessera.models.transformers import ClassProcessor
 from tessera.tasks.transformers import TransformersTask
-from tests.close import assert_as_close
+from tests.close import assert_as_close, queries_for_keys
 from tests.task_parts import sum_and_count
 from tests.toys.vision_classes import CLASSES, write_chats, write_class
 
@@ -106,7 +106,7 @@ def test_loss_and_gradients_are_those_of_the_class(name: str, made: Any) -> None
     ours = our_gradients(folder, batch)
     assert ours.keys() == peer.keys()
     for path, gradient in ours.items():
-        assert_as_close(gradient, peer[path], exact[path], what=path)
+        assert_as_close(gradient, peer[path], exact[path], what=path, terms=exact[queries_for_keys(path)])
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from parity import compare_gradients, compare_outputs, from_foreign, relative
 from vision_language_families import VISION_LANGUAGE
 
 from tests.close import assert_as_close
-from tests.needs import has_half_attention
 
 NAMES = list(VISION_LANGUAGE)
 SHAPES = [(name, number) for name, family in VISION_LANGUAGE.items() for number in range(len(family.shapes))]
@@ -105,7 +104,7 @@ def test_bf16_weights_take_fp32_pixels_and_stay_near_fp32(name: str) -> None:
     """As near as transformers' own model is in bf16: rounded weights move the logits of such small models by some
     per cent, on some machines by 10."""
     family = VISION_LANGUAGE[name]
-    pair = family.pair(0, 5, attention="auto" if has_half_attention() else "eager")
+    pair = family.pair(0, 5)
     shown = "mixed" if "mixed" in family.media(0) else "several"
     (case,) = family.cases(pair, 0, [shown], 1)
     batch = family.pack(pair.config, [case])

@@ -20,7 +20,6 @@ from tessera.training.setup import ModelSetup, build_meta_model
 from tests.dist.layout_cases import SEQUENCE, TENSOR, UNTIED
 from tests.dist.layouts import Case, Record, good, measure_selected, params, quietly, recipe_of
 from tests.dist.spawn import run_ranks
-from tests.needs import need_half_attention
 from tests.toys.chat_set import MODEL, write_chat_set
 
 MODELS: list[dict[str, Any]] = [{}, UNTIED]
@@ -48,7 +47,6 @@ def last_losses(rank: int, world: int, folder: Path, parallel: dict[str, Any]) -
 
 @pytest.mark.slow  # mixed precision on ranks is in test_user_models and test_trainer_layouts
 def test_bf16_under_fsdp_stays_near_fp32(tmp_path: Path) -> None:
-    need_half_attention()
     write_chat_set(tmp_path / "data")
     narrow = {
         "precision.compute": "bfloat16",

@@ -14,7 +14,6 @@ from tessera.core.callback import Callback
 from tessera.training.run import Run, resume, train
 from tests.close import assert_within_rounding, move_by_a_rounding
 from tests.dist.spawn import end_ranks, run_ranks
-from tests.needs import need_half_attention
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -180,7 +179,6 @@ def test_packed_equals_unpacked(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_mixed_precision_saves_after_an_evaluation(world: int, data: Path, tmp_path: Path) -> None:
     """bf16 computation over fp32 master weights; evaluation leaves weights gathered, and saving must not mind."""
-    need_half_attention()
     recipe = chat_recipe(data, tmp_path, steps=4, eval_every=2)
     overrides = {"precision.compute": "bfloat16", "precision.reduce": "bfloat16"}
     _, values = run_ranks(run_once, world, recipe, overrides, None)[0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.close import assert_as_close, assert_within_rounding, rounding, with_moved_weights
+from tests.close import assert_as_close, assert_within_rounding, queries_for_keys, rounding, with_moved_weights
 
 
 @pytest.mark.parametrize("terms", [10, 1000])
@@ -61,3 +61,18 @@ def test_what_cancels_may_differ_by_more_and_a_wrong_gradient_is_found() -> None
     for name in plain:
         with pytest.raises(AssertionError, match=name):
             assert_within_rounding({**other, name: other[name] * 1.01}, plain, *moved)
+
+
+def test_a_sum_that_cancels_may_have_the_roundings_of_its_terms_and_no_more() -> None:
+    keys = torch.randn(256, 8, generator=torch.Generator().manual_seed(3))
+    terms = torch.cat([keys, -keys]).double()
+    exact, other_order = terms.sum(0), torch.full((8,), 8 * 1.2e-7 * 16.0)
+    with pytest.raises(AssertionError, match="from float64"):
+        assert_as_close(other_order, exact.float(), exact)
+    assert_as_close(other_order, exact.float(), exact, roundings=8.0, terms=terms.square().sum(0).sqrt())
+    with pytest.raises(AssertionError, match="from float64"):
+        assert_as_close(other_order * 100, exact.float(), exact, roundings=8.0, terms=terms.square().sum(0).sqrt())
+    assert queries_for_keys("blocks.1.attn1.norm_k.bias") == "blocks.1.attn1.norm_q.bias"
+    assert queries_for_keys("vision.layers.0.k_proj.bias") == "vision.layers.0.q_proj.bias"
+    assert queries_for_keys("attn.add_k_proj.bias") == "attn.add_k_proj.bias"  # of the keys of text alone
+    assert queries_for_keys("attn.norm_k.weight") == "attn.norm_k.weight"
