@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import threading
 import uuid
 import zlib
@@ -115,7 +116,8 @@ def written_in(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TesseraError(f"nothing can be written there: {error.strerror}", where=str(folder)) from error
+        reason = str(error.args[0][0][-1]) if isinstance(error, shutil.Error) else error.strerror  # of the first file
+        raise TesseraError(f"nothing can be written there: {reason}", where=str(folder)) from error
 
 
 def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) -> tuple[Path, ...]:

@@ -90,8 +90,13 @@ def _library_errors(what: str) -> Iterator[None]:
         raise TesseraError(f"{what}: {first_line(error)}", fix=_PUBLISHED) from None
 
 
-# A group that is repeated is what makes a regular expression slow without end; those of published tokenizers have none.
+# What makes a regular expression slow without end: a group that is repeated, or several parts of one alternative that
+# are repeated without a limit. Those of published tokenizers have no such group, and at most two such parts.
 _REPEATED_GROUP = re.compile(r"\)[+*{]")
+_SET_OR_ESCAPE = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
+_REPEATED = re.compile(r"[+*]|\{\d*,\d*\}")
+_MOST_REPEATED = 2
+_MOST_STEPS = 10  # of one normalizer or pre-tokenizer: each may double a text
 # Long runs of one kind, and then something else: where backtracking begins.
 _TRIED = tuple(
     many * 60 + end for many in ("a", "A", "1", " ", "\n", ".", "a1", "a ", "\u00e9", "\u4e2d") for end in "!z\n"
@@ -102,16 +107,33 @@ _PUBLISHED = "use the tokenizer that the model's makers publish"
 
 def _may_take_long(data: Any) -> bool:
     if isinstance(data, dict):
-        own = data.get("Regex")
-        return (isinstance(own, str) and _REPEATED_GROUP.search(own) is not None) or any(
+        own, content = data.get("Regex"), data.get("content")
+        if isinstance(own, str) and _may_backtrack(own):
+            return True
+        if data.get("type") == "Replace" and isinstance(content, str) and len(content) > 1:  # a few, and texts explode
+            return True
+        return any(
             _may_take_long(value) for key, value in data.items() if key not in ("vocab", "merges", "added_tokens")
         )
-    return isinstance(data, list) and any(_may_take_long(value) for value in data)
+    if not isinstance(data, list):
+        return False
+    steps = sum(isinstance(value, dict) and "type" in value for value in data)
+    return steps > _MOST_STEPS or any(_may_take_long(value) for value in data)
+
+
+def _may_backtrack(pattern: str) -> bool:
+    plain = _SET_OR_ESCAPE.sub("x", pattern)
+    most = max(len(_REPEATED.findall(part)) for part in plain.split("|"))
+    return _REPEATED_GROUP.search(plain) is not None or most > _MOST_REPEATED
 
 
 def _try_out(path: Path) -> None:
-    """Encode plain texts in a process that is ended when it takes too long: nothing else ends a match."""
-    code = "import sys, tokenizers as t; file, *texts = sys.argv[1:]; [*map(t.Tokenizer.from_file(file).encode, texts)]"
+    """Encode plain texts in a process that is ended when it takes too long or too much memory: nothing else ends a
+    match."""
+    code = (
+        "import resource as r, sys, tokenizers as t; r.setrlimit(r.RLIMIT_AS, (1 << 32, 1 << 32)); "
+        "file, *texts = sys.argv[1:]; [*map(t.Tokenizer.from_file(file).encode, texts)]"
+    )
     command, where, fix = [sys.executable, "-P", "-c", code, str(path), *_TRIED], str(path), _PUBLISHED
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TRY_SECONDS, check=False)
@@ -132,7 +154,8 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer, control: Iterable[str] = ()) -> None:
         self.json = tokenizer.to_str()
-        self._text = Tokenizer.from_str(self.json)
+        with _library_errors("this tokenizer cannot be read as it is written"):
+            self._text = Tokenizer.from_str(self.json)
         self._text.encode_special_tokens = True
         self._text.no_truncation()
         self._text.no_padding()

@@ -11,7 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tessera.checkpoint.publish import publish
+from tessera.checkpoint.publish import publish, written_in
 from tessera.core.errors import TesseraError
 from tessera.data.tokenizer import train_tokenizer
 
@@ -52,7 +52,12 @@ def write_demo(folder: str | Path, *, overwrite: bool = False) -> DemoSet:
         )
     target = Path(folder)
     if overwrite or not _is_demo(target):
-        publish(target, _write, overwrite=overwrite)
+
+        def write(staging: Path) -> None:
+            with written_in(target):
+                _write(staging)
+
+        publish(target, write, overwrite=overwrite)
     rows = {name: len((target / name).read_text(encoding="utf-8").splitlines()) for name in _SETS}
     return DemoSet(target, rows, sum(1 for _ in (target / "images").iterdir()))
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tessera.checkpoint.collective import Ranks
-from tessera.checkpoint.weight_source import CONFIG, RUN_FILE, find_file, saved_config
+from tessera.checkpoint.weight_source import CONFIG, RUN_FILE, find_file, run_exists, saved_config
 from tessera.core import dist, log
 from tessera.core.callback import Callback
 from tessera.core.config import dump_yaml, read_mapping
@@ -167,10 +167,12 @@ def _with_own_copy(model: ModelSection, folder: Path) -> ModelSection:
     copy = find_file(folder, "processor")
     if not copy.is_dir():
         return model
+    first = model.tokenizer or model.path
+    if not (copy / SEAL).exists() and not run_exists(folder) and first is not None and first.exists():
+        return model  # the run ended while the copy was written, and has trained nothing with it
     damaged = damaged_side_files(copy)
     if not damaged:
         return model.model_copy(update={"tokenizer": folder / "processor"})
-    first = model.tokenizer or model.path
     if first is not None and first.exists():
         log.logger().warning("%s of %s changed since the run began: %s is read again", ", ".join(damaged), copy, first)
         return model

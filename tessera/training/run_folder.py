@@ -43,9 +43,9 @@ _OF_A_RUN = frozenset(
 # Errors of the system that mean: the folder cannot be written to, and the user has to change that.
 _UNWRITABLE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
-    | {errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.EIO}
+    | {errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EFBIG}
 )
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # EFBIG: a limit of the system on files
 
 log = logging.getLogger("tessera")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,13 @@ def test_the_working_folder_is_never_replaced(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(TesseraError, match="working folder"):
             tessera.demo(target, overwrite=True)
     assert inside.is_dir()
+
+
+def test_a_full_disk_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Path, target: Path, **_: object) -> None:
+        raise shutil.Error([(str(source), str(target), "[Errno 28] No space left on device")])
+
+    monkeypatch.setattr("shutil.copytree", full)
+    with pytest.raises(TesseraError, match=r"nothing can be written there: .*No space left"):
+        tessera.demo(tmp_path / "demo")
+    assert list(tmp_path.iterdir()) == []

@@ -21,6 +21,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.files import read_bytes, read_json
 from tessera.core.run_config import ModelSection
 from tessera.core.weightmap import WeightMap
+from tessera.data import tokenizer
 from tessera.data.tokenizer import ChatEncoder, load_tokenizer, train_tokenizer
 from tessera.inference.export import export_folder
 from tessera.models import resolve
@@ -212,6 +213,34 @@ def test_a_regular_expression_without_end_in_a_tokenizer_is_refused(folder: Path
         load_tokenizer(folder)
     with pytest.raises(TesseraError, match=r"cannot encode a plain text|takes for ever"):
         tessera.load(folder, device="cpu")
+
+
+def test_texts_that_explode_in_a_tokenizer_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "_TRY_SECONDS", 1.0)
+    data = json.loads((folder / "tokenizer.json").read_text())
+    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}] * 6
+    (folder / "tokenizer.json").write_text(
+        json.dumps({**data, "normalizer": {"type": "Sequence", "normalizers": steps}})
+    )
+    with pytest.raises(TesseraError, match=r"cannot encode a plain text|takes for ever"):
+        load_tokenizer(folder)
+    doubled = {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40}
+    assert tokenizer._may_take_long({"normalizer": doubled})
+    assert not tokenizer._may_take_long({"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "_"}})
+
+
+def test_patterns_of_published_tokenizers_need_no_trial() -> None:
+    o200k = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{M}]*[\p{Ll}\p{Lm}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|\s+"
+    assert not any(map(tokenizer._may_backtrack, [tokenizer._SPLIT, o200k, r"\s?[!-/:-~+*]+", r"[一-龥]+"]))
+    assert all(map(tokenizer._may_backtrack, ["a*a*a*a*a*b", ".{0,}.{1,}.+z", "(a|b)+"]))
+
+
+def test_a_tokenizer_that_cannot_be_read_again_is_an_error_like_others(folder: Path) -> None:
+    data = json.loads((folder / "tokenizer.json").read_text())
+    data["model"]["vocab"][next(iter(data["model"]["vocab"]))] = 2**32 - 1
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(TesseraError):
+        ChatEncoder(load_tokenizer(folder))
 
 
 def test_one_that_shows_only_later_is_an_error_like_others(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
@@ -255,6 +256,15 @@ def test_a_port_in_use_is_explained(run: Path) -> None:
         taken.listen()
         with pytest.raises(TesseraError, match="it is in use"):
             ReportServer([run], taken.getsockname()[1])
+
+
+def test_a_folder_that_cannot_be_written_is_the_users_to_mend(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("os.replace", refuse)
+    with pytest.raises(TesseraError, match="cannot be written: Read-only"):
+        tessera.report(run)
 
 
 def test_nothing_is_written_through_a_link(run: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def test_what_lay_in_a_folder_before_it_became_a_run_is_never_removed(data: Path
     (folder / "checkpoints").mkdir()  # the run's own name: replaced with the run
     recipe = quick_recipe(data, tmp_path)
     tessera.train(recipe)
+    begun = (folder / "config.yaml").read_bytes()
     (folder / "made-by-a-callback").write_text("")
     with pytest.raises(RuntimeError, match="planted"):
         tessera.train(recipe, overwrite=True, callbacks=[FailAtStart()])
@@ -67,6 +69,13 @@ def test_what_lay_in_a_folder_before_it_became_a_run_is_never_removed(data: Path
             tessera.resume(folder, {"train.steps": 5})
         assert raised.value.where == str(folder / "config.yaml")
         assert f"`cp {folder / 'checkpoints' / 'step-00000004' / 'config.yaml'} " in str(raised.value.fix)
+
+    # A run that ended while it wrote its own copy of the tokenizer has trained nothing with it.
+    (folder / "config.yaml").write_bytes(begun)
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "processor" / ".sha256.json").unlink()
+    (folder / "processor" / "tokenizer.json").write_text('{"half": ')
+    assert tessera.resume(folder).checkpoint == folder / "checkpoints" / "step-00000002"
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system in which nobody makes a folder")

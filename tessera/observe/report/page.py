@@ -55,7 +55,14 @@ def report(run: str | Path, *others: str | Path, out: str | Path | None = None) 
             "a page with several runs belongs to none of them", where="--out", fix="name a file: --out compare.html"
         )
     if out is None:
-        return write_report(run)
+        try:
+            return write_report(run)
+        except OSError as error:
+            raise TesseraError(
+                f"{Path(run) / REPORT} cannot be written: {error.strerror}",
+                where=str(run),
+                fix="name a file elsewhere: --out report.html",
+            ) from None
     runs, path = [read_run(folder) for folder in (run, *others)], Path(out)
     if path.is_dir():
         raise TesseraError(f"{path} is a folder", where="--out", fix=f"name a file: {path / 'compare.html'}")
