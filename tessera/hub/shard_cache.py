@@ -2,7 +2,7 @@
 
 Beside the downloads each file has a mark: a lock that every process holds while it reads the file, whose time says when
 that began last. Only a file that a stream fetched is noted in its mark, so that nothing else of a cache, which other
-programs may share, is ever removed.
+programs may share, is ever removed. A file that belongs to a whole download as well stays with that.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ def mark_of(cache: Path, id: HubId, file: RemoteFile) -> Path:
     known = file.sha256 or file.git_sha1
     named = [id.hub, id.name, known] if known and id.hub == "hf" else [id.hub, id.name, id.revision, file.name]
     return cache / NOTES / _FOLDER / f"{hashlib.sha256(json.dumps(named).encode()).hexdigest()[:32]}.json"
+
+
+def note_of(cache: Path, id: HubId) -> Path:
+    """Return the note of a file that a stream fetched, apart from those of whole downloads."""
+    return cache / NOTES / _FOLDER / f"{hashlib.sha256(str(id).encode()).hexdigest()[:32]}.note"
 
 
 def note_fetched(mark: Path, path: Path, began: float) -> None:
@@ -72,17 +77,29 @@ def trim(cache: Path, limit: int) -> list[Path]:
 
 def _marked(cache: Path) -> list[_Marked]:
     """Return the files that streams fetched into a cache. What a mark says is believed of files in that cache alone."""
-    found = []
+    found, kept = [], _of_downloads(cache)
     for mark in (cache / NOTES / _FOLDER).glob("*.json"):
         try:
             said = json.loads(mark.read_text(encoding="utf-8"))
             path, content, size = Path(said["path"]), Path(said["content"]), int(said["size"])
             inside = all(_is_inside(place, cache) for place in (path, content))
-            if inside and content.is_file():
+            if inside and content.is_file() and str(content) not in kept:
                 found.append(_Marked(mark, path, content, size, mark.stat().st_mtime))
         except (OSError, ValueError, KeyError, TypeError):  # empty: the file was there before
             continue
     return found
+
+
+def _of_downloads(cache: Path) -> set[str]:
+    """Return the files that belong to whole downloads: a run that does not stream may read them, and holds no mark."""
+    kept: set[str] = set()
+    for note in (cache / NOTES).glob("*.json"):
+        try:
+            said = json.loads(note.read_text(encoding="utf-8"))
+            kept.update(os.path.realpath(Path(said["folder"]) / name) for name in said["files"])
+        except (OSError, ValueError, KeyError, TypeError):  # a list of files of a stream, or a note that was torn
+            continue
+    return kept
 
 
 def _is_inside(place: Path, cache: Path) -> bool:

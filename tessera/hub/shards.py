@@ -21,12 +21,10 @@ from tessera.hub.download import (
     Listing,
     RemoteFile,
     Unreachable,
-    Wanted,
     download_files,
     hub_client,
     job_of_ranks,
     known_download,
-    note_file,
     offline_variable,
     one_at_a_time,
     sensible,
@@ -34,7 +32,7 @@ from tessera.hub.download import (
 )
 from tessera.hub.files import RECORD_SUFFIXES, DataFiles, data_files, suffix_of
 from tessera.hub.progress import say
-from tessera.hub.shard_cache import mark_of, note_fetched, trim
+from tessera.hub.shard_cache import mark_of, note_fetched, note_of, trim
 
 _AGAIN_S = (1.0, 5.0, 30.0, 120.0)  # a hub that does not answer is asked again after so long
 
@@ -98,7 +96,7 @@ def fetch_shard(
     """
     client = hub_client(id, where)
     pinned = replace(id, inside=file.name)
-    note = note_file(client.cache, pinned, Wanted())
+    note = note_of(client.cache, pinned)
     with one_at_a_time(note, id):
         known = known_download(note, pinned)
         if known is not None:

@@ -21,7 +21,7 @@ from tessera.data.kinds.chat import build as chat_rows
 from tessera.data.order.step_order import StepSize
 from tessera.data.stream.rows import StreamedRows
 from tessera.hub.config import with_local_folders
-from tessera.hub.download import RemoteFile
+from tessera.hub.download import RemoteFile, fetch
 from tessera.hub.shard_cache import trim
 from tessera.hub.shards import fetch_shard, held_shard, remote_shards
 from tests.toys.chat_set import chat_recipe, write_chat_set
@@ -121,6 +121,10 @@ def test_a_file_that_somebody_reads_or_that_others_fetched_stays(hub: HubServer,
     assert theirs.is_file()
     assert sorted(path.name for path in removed) == ["train-00002.jsonl", "train-00003.jsonl"]
     assert trim(cache, 10**6) == []
+    fetch(found.id, "data")  # now it belongs to a whole download
+    assert trim(cache, 0) == []
+    for note in (cache / ".tessera").glob("*.json"):
+        note.unlink()
     assert [path.name for path in trim(cache, 0)] == ["train-00001.jsonl"]
 
 
