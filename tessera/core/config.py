@@ -28,6 +28,7 @@ class Section(BaseModel):
     """Hold a part of the configuration, strict and frozen."""
 
     renamed: ClassVar[Mapping[str, str]] = {}  # key that this section once had -> dotted path of the key to use now
+    unlisted: ClassVar[frozenset[str]] = frozenset()  # filled in from another key, and never named as allowed here
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
@@ -178,7 +179,7 @@ def _line(
         foreign = find_foreign(str(path[-1]))
         if foreign is not None and foreign.key != key:
             return f"unknown key: {key}; {foreign.sentence(first.get('input'))}", None, foreign.key or None
-        known = [] if at is None else sorted(field.alias or name for name, field in at.model_fields.items())
+        known = [] if at is None else sorted(_keys_of(at))
         misspelt = near_foreign(str(path[-1]), known)
         if misspelt is not None and misspelt[1].key != key:
             name, foreign = misspelt
@@ -204,9 +205,13 @@ def _line(
     return f"{key}: {' or: '.join(said)}" if key else " or: ".join(said), allowed or None, near
 
 
+def _keys_of(section: type[Section]) -> list[str]:
+    return [field.alias or name for name, field in section.model_fields.items() if name not in section.unlisted]
+
+
 def _no_section(section: type[Section], key: str, given: Any) -> tuple[str, list[str] | None, str | None]:
     """Return what is wrong with a value where a section belongs, and the key in it that may have been meant."""
-    known = [field.alias or name for name, field in section.model_fields.items()]
+    known = _keys_of(section)
     text = f"{key} is a section with keys of its own, got {_spelled(given)}"
     if given is True and _is_built(section, {}):
         return f"{text}; {key}={{}} takes it with its defaults", known, f"{key}={{}}"

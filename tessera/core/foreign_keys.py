@@ -111,7 +111,9 @@ FOREIGN: dict[str, Ours] = {
     "use_liger_kernel": Ours("", note="fused kernels are used where they serve; leave it out"),
     "enable_liger_kernel": Ours("", note="fused kernels are used where they serve; leave it out"),
     "resume_from_checkpoint": Ours("", note="a run goes on with `tessera resume RUN`"),
-    "template": Ours("", note="the chat template is that of the folder of model.path; leave it out"),
+    "template": Ours(
+        "", note="families write that of their published models, other classes that of their folder; leave it out"
+    ),
     # adapters and freezing
     "finetuning_type": _LORA,
     "train_type": _LORA,

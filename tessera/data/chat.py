@@ -243,6 +243,20 @@ class ChatTemplate:
                 return text
         return None
 
+    def header(self, role: str) -> str:
+        """Return what is written before the words of a role."""
+        return self._turn(role).before.replace("{role}", role)
+
+    def headers_in(self, jinja: str) -> bool:
+        """Return whether a folder's own template has the header of any role of this one.
+
+        One is enough: templates put the others together from the names of roles.
+        """
+        text = jinja.replace("\\n", "\n")
+        found = [self.header(role) for role in ("user", "assistant")]
+        found += [part for role in ("user", "assistant") for part in self._turn(role).before.split("{role}")]
+        return any(len(word) > 3 and word in text for word in (one.strip() for one in found))
+
     def jinja(self) -> str:
         """Return the template as Jinja, for tools that read it from the tokenizer's folder."""
         first = self._turn("system")

@@ -37,6 +37,7 @@ from tessera.hub.download import downloaded
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.over_ranks import ModelOverRanks
 from tessera.models import build_on_meta, for_family, fresh_names, resolve
+from tessera.models.common.own_template import warn_of_another_template
 from tessera.models.common.side_files import side_folder
 from tessera.nn.lora import add_adapters, find_adapters, trained_whole, with_adapters
 from tessera.parallel.apply import allocate, parallelize
@@ -172,6 +173,8 @@ def load(
             merge_into(path_of_adapters, strength, tensors, names, weights, part)
     options = {**found.options, **(processor or {})}
     prepare = None if spec.processor is None or files is None else spec.processor(config, files, **options)
+    if found.origin not in ("run", "checkpoint"):  # these were trained with the template that is written here
+        warn_of_another_template(prepare, files)
     loaded = LoadedModel(module, spec, config, prepare, run, own, section.path, files, found.limits, saved)
     return loaded, LoadedProcessor(prepare, spec, found.limits)
 

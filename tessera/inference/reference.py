@@ -93,7 +93,8 @@ class TransformersReference(StockModel):
             for at in range(0, len(numbers), batch):
                 group = numbers[at : at + batch]
                 joined = {key: torch.cat([asked[n][key] for n in group]) for key in asked[group[0]]}
-                out = self._model.generate(**joined, max_new_tokens=max_new_tokens)
+                with _their_errors(self._folder, "answer these messages"):
+                    out = self._model.generate(**joined, max_new_tokens=max_new_tokens)
                 tail = out[:, joined["input_ids"].shape[1] :]
                 for number, text in zip(group, self._decode(tail, skip_special_tokens=True), strict=True):
                     answers[number] = text

@@ -31,6 +31,7 @@ from tessera.data.order.step_order import StepSize
 from tessera.data.workers.servers import start_early
 from tessera.inference.over_ranks import ModelOverRanks
 from tessera.models.common.exported_config import keep_base_config
+from tessera.models.common.own_template import warn_of_another_template
 from tessera.models.common.side_files import seal_side_files, side_folder, write_side_files
 from tessera.observe.anomaly.attribution import ProbeReader
 from tessera.observe.anomaly.guard import Guard
@@ -216,7 +217,9 @@ def build_processor(config: RunConfig, setup: ModelSetup) -> Processor | None:
             fix="set model.tokenizer (or model.path) to a folder with tokenizer.json",
         )
     options = {"train_on": tuple(config.data.train_on), **config.data.processor}
-    return setup.spec.processor(setup.config, folder, **options)
+    processor = setup.spec.processor(setup.config, folder, **options)
+    warn_of_another_template(processor, folder)
+    return processor
 
 
 def keep_side_files(config: RunConfig, setup: ModelSetup, processor: Processor | None, folder: Path) -> None:

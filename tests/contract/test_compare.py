@@ -87,6 +87,16 @@ def test_what_cannot_be_compared_is_said(data: Path, tmp_path: Path) -> None:
         tessera.compare(folder, data / "text.jsonl", max_new_tokens=1)
 
 
+def test_a_template_that_forgets_the_image_ends_in_a_sentence(data: Path, tmp_path: Path) -> None:
+    """The model of transformers then raises from its depths: it has features, and no tokens to put them in."""
+    folder = small_folder("qwen2_vl", tmp_path)
+    (folder / "tessera_export.json").unlink()  # it would tell that files were changed
+    words = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}" + words + "{% endfor %}")
+    with pytest.raises(TesseraError, match="transformers cannot answer these messages"):
+        tessera.compare(folder, data / "train.jsonl", max_new_tokens=1, prove="never")
+
+
 def test_sampling_advice_of_a_folder_does_not_change_the_comparison(data: Path, tmp_path: Path) -> None:
     """A penalty on repetitions, as published folders advise, would make greedy answers differ."""
     folder = small_folder("qwen3", tmp_path)

@@ -203,3 +203,23 @@ def test_internvl_spells_pictures_out_where_its_published_template_has_a_mark(
 )
 def test_the_system_prompt_of_a_published_template_is_found(written: str, system: str | None) -> None:
     assert CHATML.system_in(written) == system
+
+
+@pytest.mark.parametrize("template", [QWEN2_VL, QWEN3_VL, CHATML, LLAMA3, ONEVISION, VICUNA, QWEN, INTERNLM, GLM4V])
+def test_a_template_knows_its_own_headers_in_a_folder(template: ChatTemplate) -> None:
+    assert template.headers_in(template.jinja())
+
+
+@pytest.mark.parametrize(
+    ("template", "written", "own"),
+    [
+        (LLAMA3, "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}", True),
+        (VICUNA, "{{ message['role'].upper() }}: {% if add_generation_prompt %}ASSISTANT:{% endif %}", True),
+        (GLM4V, "[gMASK]<sop><|{{ m.role }}|>{% if add_generation_prompt %}<|assistant|>\n{% endif %}", True),
+        (LLAMA3, "<|im_start|>{{ message.role }}\n", False),
+        (CHATML, "### {{ message.role }}: {{ message.content }}", False),
+        (VICUNA, "[INST] {{ message.content }} [/INST]", False),
+    ],
+)
+def test_the_template_of_another_model_is_told_apart(template: ChatTemplate, written: str, own: bool) -> None:
+    assert template.headers_in(written) is own

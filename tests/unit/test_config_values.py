@@ -324,6 +324,13 @@ def test_a_key_without_effect_is_an_error(changes: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------------- options of others
 
 
+def test_no_key_is_advised_that_is_refused_next() -> None:
+    with pytest.raises(TesseraError) as told:
+        build(TextOptions, {"train_onn": ["user"], "train_on": ("user",)}, "data.processor")
+    assert told.value.allowed == ["system"]
+    assert told.value.nearest is None
+
+
 OPTION_KEYS = [(VideoOptions, name) for name in VideoOptions.model_fields] + [(TextOptions, "system")]
 
 

@@ -336,6 +336,7 @@ def _counts(
 class TextOptions(Section):
     """Declare the keys of `data.processor` that concern text."""
 
+    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # it is data.train_on
     train_on: tuple[str, ...] = ("assistant",)
     system: str | None = Field(None, description="said when a conversation has no system message")
 
