@@ -17,6 +17,7 @@ help:
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else "Tessera needs Python 3.11 or 3.12; say make PYTHON=/path/to/it")'
 	$(PYTHON) -m venv $(VENV)
+	@echo 'installing into $(VENV): some minutes and 2 GB, and pip says nothing meanwhile'
 	@# As a plain path: otherwise `import tessera` finds nothing in the folder above a checkout named tessera.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[dev]'
 	@touch $@
