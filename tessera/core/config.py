@@ -199,7 +199,8 @@ def _line(
     if isinstance(given, (str, int, float)) and first["type"] != "missing":
         said[-1] += f", got {_spelled(given)}"
     near = nearest(given, words) if isinstance(given, str) else None
-    if isinstance(given, str) and given and len(reports) == 1 and first["type"] == "list_type":
+    asks_for_list = any(one["type"] == "list_type" for _, one in reports)
+    if asks_for_list and isinstance(given, str) and given and _takes_list_of_texts(section, path):
         said[-1] += f"; write it as a list of one: {key}=[{_in_list(given)}]"
     allowed = _allowed_at(section, path) if first["type"] != "value_error" else words
     return f"{key}: {' or: '.join(said)}" if key else " or: ".join(said), allowed or None, near
@@ -223,6 +224,14 @@ def _no_section(section: type[Section], key: str, given: Any) -> tuple[str, list
         return text, known, None
     meant = f"{key}.{fitting[0]}={given}"
     return f"{text} (did you mean {meant}?)", known, meant
+
+
+def _takes_list_of_texts(section: type[Section], path: Sequence[Any]) -> bool:
+    """Return whether a key takes a list of which a text may be an item."""
+    owner = _section_at(section, path[:-1]) if path else None
+    field = None if owner is None else owner.model_fields.get(str(path[-1]))
+    lists = [one for one in members_of(field.annotation) if typing.get_origin(one) is list] if field else []
+    return any(str in members_of(item) for one in lists for item in typing.get_args(one))
 
 
 def _in_list(text: str) -> str:

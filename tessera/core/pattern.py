@@ -95,10 +95,11 @@ def nothing_matches(pattern: str, known: Sequence[str], where: str) -> TesseraEr
     parts = pattern.split(".")
     if _EXPERTS in parts and not any(_EXPERTS in path.split(".") for path in known):
         dense = ".".join(parts[: parts.index(_EXPERTS)])
+        there = bool(dense) and any(matches(dense, path) for path in known)
         return TesseraError(
             f"pattern {pattern!r} matches nothing: this model has no experts, its layers are dense",
             where=where,
-            nearest=dense if any(matches(dense, path) for path in known) else nearest_path(dense, known),
+            nearest=dense if there else nearest_path(dense, known) if dense else None,
         )
     return TesseraError(f"pattern {pattern!r} matches nothing", where=where, nearest=nearest_path(pattern, known))
 

@@ -86,6 +86,8 @@ def _description(key: str) -> str:
 
 
 def test_experts_of_a_dense_model_are_told_as_such() -> None:
+    with pytest.raises(TesseraError, match="this model has no experts"):
+        tessera.plan(recipe_with(lora={"targets": ["experts"]}))
     with pytest.raises(TesseraError) as caught:
         tessera.plan(recipe_with(lora={"targets": ["text.layers.{*}.mlp.experts.down_proj"]}))
     assert "this model has no experts" in caught.value.what
@@ -97,6 +99,7 @@ def test_experts_of_a_dense_model_are_told_as_such() -> None:
     [
         ("model.lora.targets", "text.layers.{*}.attn", 'model.lora.targets=["text.layers.{*}.attn"]'),
         ("model.freeze", "vision", "model.freeze=[vision]"),
+        ("parallel.compile", "text.layers.{*}", 'parallel.compile=["text.layers.{*}"]'),
     ],
 )
 def test_a_text_in_place_of_a_list_is_told_as_a_list_of_one(key: str, given: str, said: str) -> None:
