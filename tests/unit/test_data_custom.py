@@ -247,6 +247,17 @@ def test_a_distributed_sampler_keeps_its_ranks() -> None:
     assert sorted(seen) == sorted(f"digit-{n}" for n in range(48))
 
 
+@pytest.mark.parametrize(
+    ("key", "name", "right"), [("dataset", "digit_loader", "loader"), ("loader", "Digits", "dataset")]
+)
+def test_a_loader_is_no_data_set_nor_the_reverse(key: str, name: str, right: str) -> None:
+    """Batches as samples would be stacked; with a `DistributedSampler`, ranks would leave half of them out."""
+    with pytest.raises(TesseraError) as refused:
+        rows(**{key: f"{TOYS}:{name}"})
+    assert refused.value.where == f"data.options.{key}"
+    assert f"data.options.{right}={TOYS}:{name}" in str(refused.value.fix)
+
+
 def test_a_loader_that_knows_its_state_is_put_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_rows, "SNAPSHOT_EVERY", 10)
     monkeypatch.setattr(own_rows, "SNAPSHOTS_KEPT", 5)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tessera.core.config import Section
 from tessera.core.config import build as build_section
@@ -60,6 +60,7 @@ def build(request: RowRequest) -> RowSource:
     items = _items(request, options, made, where)
     seed = request.seed if request.split == "train" else 0
     data = made.make()
+    _check_key(made, data, is_loader, where)
     forward = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or not hasattr(data, "__len__")
     if forward and not hasattr(data, "__iter__"):
         raise TesseraError(
@@ -73,6 +74,20 @@ def build(request: RowRequest) -> RowSource:
     if forward:
         return StreamRows(made, data, items, collate, seed=seed)
     return ItemRows(made, data, items, collate, seed=seed, shuffle=request.section.shuffle)
+
+
+def _check_key(made: ImportedObject, data: Any, is_loader: bool, where: str) -> None:
+    """Raise for a loader that was named as a data set, whose batches would be taken for samples, and the reverse."""
+    map_style = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
+    if is_loader == isinstance(data, DataLoader) or (is_loader and not map_style):
+        return
+    right, wrong = ("dataset", "loader") if is_loader else ("loader", "dataset")
+    rows = "" if is_loader else "; each of its batches counts as one row: train.micro_batch=1"
+    raise TesseraError(
+        f"{made.path} gives a {type(data).__name__}, which is no {wrong} but a {right}",
+        where=f"{where}.{wrong}",
+        fix=f"{where}.{right}={made.path}{rows}",
+    )
 
 
 def _states_folder(request: RowRequest, made: ImportedObject) -> Path | None:
