@@ -201,6 +201,33 @@ def test_what_waits_behind_a_deadly_item_is_never_blamed() -> None:
     assert found[1][0] == 9
 
 
+def server_of(item: int, note: Note) -> int:
+    note(item)
+    time.sleep(0.005)
+    return os.getppid()
+
+
+def end_servers(pool: Pool, at: int) -> list[int]:
+    """Kill the server of a pool at every so many results; return the server of each result."""
+    servers: list[int] = []
+    for number, (item, server) in enumerate(pool.map(range(60))):
+        assert (item, type(server)) == (number, int)
+        servers.append(server)
+        if number % at == at - 1:
+            os.kill(server, signal.SIGKILL)
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                while Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    time.sleep(0.005)
+    return servers
+
+
+def test_a_server_that_is_ended_from_outside_is_replaced_and_no_item_blamed() -> None:
+    with Pool(server_of, 2) as pool:
+        assert len(set(end_servers(pool, at=25))) == 3
+    with Pool(server_of, 2) as pool, pytest.raises(TesseraError, match="ended from outside, again and again"):
+        end_servers(pool, at=10)
+
+
 def test_a_worker_stuck_in_c_is_ended(pool: Pool) -> None:
     began = time.monotonic()
     found = [result for _, result in pool.map([("nap", 0), ("hang", 1), ("hang", 2), ("nap", 3)])]

@@ -19,13 +19,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tessera.core.errors import TesseraError
 from tessera.data.workers.messages import Packed, receive
-from tessera.data.workers.servers import PoolServer, WorkerProcess
+from tessera.data.workers.servers import PoolServer, ServerLostError, WorkerProcess
 
 Note = Callable[[int], None]
 PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; `note(n)` says what the work is at
 
 _SMALL = 1 << 14  # bytes of an item that surely fit into a socket whose other side is busy
+_SERVERS = 3  # that may be ended from outside before a pool gives up
 _TRIES = 3  # of an item whose process ended before the work began, or after it
 
 
@@ -112,6 +114,8 @@ class Pool:
         self._pending: dict[int, _PendingItem] = {}  # sent or waiting, by number
         self._waiting: deque[_PendingItem] = deque()  # not sent yet
         self._last = 0
+        self._wanted = 0  # workers
+        self._lost_servers = 0
         self._stopped = False
         self._selector = selectors.DefaultSelector()
         self._awake, self._wake = socket.socketpair()
@@ -134,8 +138,10 @@ class Pool:
         if self._server is None:
             self._server = PoolServer(self.work)
             self._selector.register(self._server.control, selectors.EVENT_READ, None)
-        for _ in range(more):
-            self._add_worker()
+        self._wanted += more
+        with self._surviving_server():
+            for _ in range(more):
+                self._add_worker()
 
     def map(self, items: Iterable[Any], again: Again | None = None) -> Iterator[tuple[Any, Any]]:
         """Yield (item, result) in the order of the items, which may be endless.
@@ -212,7 +218,8 @@ class Pool:
             elif not pending.done:
                 self._pending[pending.number] = pending
                 self._waiting.append(pending)
-        self._dispatch()
+        with self._surviving_server():
+            self._dispatch()
         return more
 
     def _dispatch(self) -> None:
@@ -235,6 +242,11 @@ class Pool:
 
     def _wait(self) -> bool:
         """Wait for something to happen; return False when the pool was stopped."""
+        with self._surviving_server():
+            return self._wait_once()
+        return not self._stopped
+
+    def _wait_once(self) -> bool:
         assert self._server is not None
         self._end_silent(self._server)
         for key, _ in self._selector.select(self._until_next_limit()):
@@ -251,6 +263,32 @@ class Pool:
                     self._pending[number].settle(value, failed=not fine)
         self._dispatch()
         return not self._stopped
+
+    @contextlib.contextmanager
+    def _surviving_server(self) -> Iterator[None]:
+        """Begin again with a new server where the old one was ended from outside. No item is to blame for that."""
+        try:
+            yield
+        except ServerLostError:
+            self._lost_servers += 1
+            if self._lost_servers > _SERVERS or self._stopped:
+                raise TesseraError(
+                    "the process that begins worker processes was ended from outside, again and again",
+                    fix="look for what ends processes on this machine (memory?), or set data.workers=0",
+                ) from None
+        else:
+            return
+        assert self._server is not None
+        self._selector.unregister(self._server.control)
+        self._server.close()
+        for worker in self._workers:
+            self._selector.unregister(worker.connection)
+            worker.close()
+        self._server, self._workers, wanted, self._wanted = None, [], self._wanted, 0
+        self._waiting = deque(pending for _, pending in sorted(self._pending.items()) if not pending.done)
+        self.grow(wanted)
+        with self._surviving_server():
+            self._dispatch()
 
     @contextlib.contextmanager
     def _replacing_broken(self, worker: WorkerProcess) -> Iterator[None]:
@@ -283,9 +321,13 @@ class Pool:
         assert self._server is not None
         self._selector.unregister(worker.connection)
         self._workers.remove(worker)
-        self._server.kill(worker, reason)
         silent = worker.killed_for is not None and reason is None  # by `_end_silent`
-        reason = self._server.exit_reason(worker)
+        try:
+            self._server.kill(worker, reason)
+            reason = self._server.exit_reason(worker)
+        except ServerLostError:
+            worker.close()
+            raise
         begun, first = worker.state.item, worker.items[0] if worker.items else None
         for number in reversed(worker.items):
             pending = self._pending.get(number)

@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,6 +186,21 @@ class WorkerProcess:
         self.state.close()
 
 
+class ServerLostError(Exception):
+    """Say that the process that begins worker processes was ended from outside."""
+
+
+@contextlib.contextmanager
+def _of_server() -> Iterator[None]:
+    """Raise what a dead server's socket raises as `ServerLostError`; a time-out is none of it."""
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise ServerLostError from error
+
+
 class PoolServer:
     """Start a process that holds a pool's work, and have it fork and kill the workers of the pool."""
 
@@ -215,7 +230,8 @@ class PoolServer:
             os.ftruncate(state, STATE_BYTES)
             view = WorkerState(state)
             view.end()
-            socket.send_fds(self.control, [REQUEST.pack(FORK, self._last)], [theirs.fileno(), state])
+            with _of_server():
+                socket.send_fds(self.control, [REQUEST.pack(FORK, self._last)], [theirs.fileno(), state])
         except BaseException:
             ours.close()
             raise
@@ -227,7 +243,8 @@ class PoolServer:
 
     def kill(self, worker: WorkerProcess, reason: str | None = None) -> None:
         worker.killed_for = worker.killed_for or reason
-        self.control.sendall(REQUEST.pack(KILL, worker.number))
+        with _of_server():
+            self.control.sendall(REQUEST.pack(KILL, worker.number))
 
     def exit_reason(self, worker: WorkerProcess) -> str:
         """Return why a worker ended, once its connection is gone."""
@@ -239,10 +256,11 @@ class PoolServer:
         return worker.killed_for or _in_words(code)
 
     def read_exits(self, wait: float = _MESSAGE_TIMEOUT_S) -> None:
-        self.control.settimeout(wait)
-        said = self.control.recv(EXIT.size, socket.MSG_WAITALL)
+        with _of_server():
+            self.control.settimeout(wait)
+            said = self.control.recv(EXIT.size, socket.MSG_WAITALL)
         if len(said) < EXIT.size:
-            raise TesseraError("the process that begins worker processes was ended from outside")
+            raise ServerLostError
         number, code = EXIT.unpack(said)
         self._codes[number] = code
 
