@@ -156,7 +156,13 @@ def _compiled(
     where = "parallel.compile"
     if not section.compile:
         return ()
-    patterns = model_plan.blocks if section.compile is True else section.compile
+    patterns = (model_plan.blocks or section.wrap or ()) if section.compile is True else section.compile
+    if not patterns:
+        raise TesseraError(
+            "this model names no blocks, so nothing would be compiled",
+            where=where,
+            fix="name the modules to compile, such as parallel.compile='[\"blocks.{*}\"]', or leave the key out",
+        )
     found = _callable(_select_once(patterns, tree, where), tree, where)
     for path in found:
         outer = next((other for other in found if path.startswith(other + ".")), None)

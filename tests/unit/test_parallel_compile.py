@@ -111,6 +111,14 @@ def test_what_cannot_be_compiled_is_refused(section: dict[str, Any], words: str)
         make_plan(ParallelSection.model_validate(section), spec.main.plan(config), model, 1)
 
 
+def test_a_class_without_blocks_compiles_what_is_wrapped_or_says_that_nothing_would_be() -> None:
+    module, plan = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ModelPlan(blocks=(), tensor={})
+    with pytest.raises(TesseraError, match="nothing would be compiled") as refused:
+        make_plan(ParallelSection(compile=True), plan, module, 1)
+    assert refused.value.where == "parallel.compile"
+    assert make_plan(ParallelSection(compile=True, wrap=["1"]), plan, module, 1).compiled == ("1",)
+
+
 def test_blocks_of_a_class_that_shards_itself_are_compiled_too() -> None:
     with torch.device("meta"):
         module = TwoEncoders()
