@@ -3,8 +3,8 @@
 A family adds how an image or video of a given size becomes tokens (`MediaLayout`), how it is written in the text, which
 positions its tokens have, and the pixels that its vision encoder reads.
 
-Pixels of fully decoded images equal those of transformers' Pillow preprocessors bit for bit. By default large JPEGs are
-decoded at reduced size (`data.jpeg_draft`), which changes pixels slightly. Video frames are resized by Pillow, too;
+Pixels of images, as bytes before they are scaled, are those of transformers' Pillow preprocessors. With
+`data.jpeg_draft`, which is off by default, large JPEGs are decoded at reduced size, which changes them slightly. Video frames are resized by Pillow, too;
 transformers uses torchvision, whose bicubic filter rounds differently.
 """
 
