@@ -4,8 +4,8 @@ A family adds how an image or video of a given size becomes tokens (`MediaLayout
 positions its tokens have, and the pixels that its vision encoder reads.
 
 Pixels of images, as bytes before they are scaled, are those of transformers' Pillow preprocessors. With
-`data.jpeg_draft`, which is off by default, large JPEGs are decoded at reduced size, which changes them slightly. Video frames are resized by Pillow, too;
-transformers uses torchvision, whose bicubic filter rounds differently.
+`data.jpeg_draft`, which is off by default, large JPEGs are decoded at reduced size, which changes them slightly. Video
+frames are resized by Pillow, too; transformers uses torchvision, whose bicubic filter rounds differently.
 """
 
 from __future__ import annotations
