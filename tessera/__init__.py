@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tessera.api import (
         GenerationModel,
         Run,
+        TesseraError,
         chat,
         compare,
         convert,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GenerationModel",
     "Run",
+    "TesseraError",
     "chat",
     "compare",
     "convert",

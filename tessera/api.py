@@ -31,6 +31,7 @@ from tessera.training.setup import build_meta_model, check_rows, precision_guess
 __all__ = [
     "GenerationModel",
     "Run",
+    "TesseraError",
     "chat",
     "compare",
     "convert",

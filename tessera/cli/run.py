@@ -93,7 +93,8 @@ def train(
     callbacks = _prepare_rank()
     with _stopped_at_once(config.folder):
         if or_resume and run_exists(config.folder):  # the recipe names the same code
-            _finish(go_on(config.folder, settings, trust=named_code(config), callbacks=callbacks))
+            kept = {key: value for key, value in settings.items() if key not in ("name", "out")}  # the folder is found
+            _finish(go_on(config.folder, kept, trust=named_code(config), callbacks=callbacks))
         else:
             _finish(run(recipe, settings, overwrite=overwrite, callbacks=callbacks))
 

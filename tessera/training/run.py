@@ -146,6 +146,12 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, t
     kept = saved_config(folder)
     if kept is None:
         raise no_run(folder, "config.yaml")
+    if fixed := [key for key in ("name", "out") if key in (overrides or {})]:
+        raise TesseraError(
+            "a run that is resumed stays in its folder",
+            where=fixed[0],
+            fix=f"leave it out, or move the folder and resume it there: mv {folder} ELSEWHERE",
+        )
     kept["name"] = "run"  # a folder may have been given a name since that no recipe may have
     code = named_code(load_config(kept))
     check_trusted(find_file(folder, CONFIG).parent, code, trust)  # what `overrides` name comes from the user

@@ -75,8 +75,10 @@ class FailAt(Callback):
         {"model.config.text.intermediate_size": 96},
         {"train.seed": 5},
         {"train.steps": 9, "data.length": 3},
+        {"train.steps": 9, "name": "elsewhere"},
+        {"train.steps": 9, "out": "elsewhere"},
     ],
-    ids=["data that is not there", "another shape", "another seed", "rows too short"],
+    ids=["data that is not there", "another shape", "another seed", "rows too short", "another name", "another place"],
 )
 def test_a_resume_that_fails_leaves_the_run_as_it_was(folder: Path, override: dict[str, Any], tmp_path: Path) -> None:
     before = content(folder)

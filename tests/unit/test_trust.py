@@ -301,11 +301,12 @@ def test_train_or_resume_needs_no_note_because_the_recipe_is_at_hand(tmp_path: P
 
     from tessera.cli.main import app
 
-    words = ["train", str(tmp_path / "recipe.yaml"), "--or-resume"]
+    words = ["train", str(tmp_path / "recipe.yaml"), "--or-resume", "name=named", f"out={tmp_path}"]
     assert CliRunner().invoke(app, words).exit_code == 0
     shutil.rmtree(state)  # as in a container that begins anew each time
     result = CliRunner().invoke(app, [*words, "train.steps=3"])
     assert result.exit_code == 0, result.output
+    assert (tmp_path / "named" / "checkpoints" / "step-00000003").is_dir()
 
 
 def test_a_note_that_cannot_be_written_stops_no_run(
