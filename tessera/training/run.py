@@ -134,7 +134,13 @@ def resume(
     config = resume_config(run, overrides, trust)
     objects.check_resumed(given_objects(Path(run)))
     kept = find_file(Path(run), CONFIG)
-    notes = in_keys_of_today(read_mapping(kept))[1] if kept.is_file() else []
+    saved, notes = in_keys_of_today(read_mapping(kept)) if kept.is_file() else ({}, [])
+    optimizer_before = (saved.get("optim") or {}).get("name", config.optim.name)
+    if optimizer_before != config.optim.name:
+        notes.append(
+            f"optim.name was {optimizer_before} and is {config.optim.name} now: of the state in the checkpoint it "
+            "takes what both have"
+        )
     return _run(config, resume=True, overwrite=False, callbacks=callbacks, objects=objects, notes=notes)
 
 

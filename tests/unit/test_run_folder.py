@@ -92,6 +92,13 @@ def test_a_resume_that_fails_leaves_the_run_as_it_was(folder: Path, override: di
     tessera.convert(folder, tmp_path / "hf", prove="never")
 
 
+def test_another_optimizer_is_told_and_takes_what_both_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tessera.resume(folder, {"train.steps": 4, "optim.name": "lion"})
+    assert "optim.name was adamw and is lion now" in capsys.readouterr().err
+    with pytest.raises(TesseraError, match="exp_avg_sq"):
+        tessera.resume(folder, {"train.steps": 5, "optim.name": "adamw"})
+
+
 def test_a_resume_that_fails_in_its_first_step_leaves_the_configuration(folder: Path) -> None:
     before = (folder / "config.yaml").read_text()
     with pytest.raises(RuntimeError, match="planted"):
