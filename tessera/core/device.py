@@ -152,7 +152,9 @@ def binds_cores_itself() -> bool:
 
 
 # Of accelerators whose memory is counted on another machine: what decides which tensors a step keeps.
-_COUNTED_ABILITIES = {"cuda": ("flash_attention", "tensor_cores", "wide_sums", "fused_optimizer", "grouped_mm")}
+_COUNTED_ABILITIES = {
+    "cuda": ("flash_attention", "tensor_cores", "wide_sums", "fused_optimizer", "grouped_mm", "triton")
+}
 _COUNTED: ContextVar[str | None] = ContextVar("counted", default=None)
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.core import device as devices
+from tessera.ops.fused_pointwise import Rotate, SwiGLU
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 
 
@@ -91,7 +92,21 @@ def _swiglu_eager(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-SWIGLU = DispatchedOp("swiglu", (Implementation("eager", _swiglu_eager),))
+def _swiglu_fused(gate: Tensor, up: Tensor) -> Tensor:
+    out: Tensor = SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out
+
+
+# Kernels of our own for what is not compiled; the compiler fuses the eager forms.
+_FUSED: dict[str, Any] = {
+    "needs": ("triton",),
+    "dtypes": (torch.bfloat16, torch.float16, torch.float32),
+    "traced": False,
+}
+
+SWIGLU = DispatchedOp(
+    "swiglu", (Implementation("fused", _swiglu_fused, **_FUSED), Implementation("eager", _swiglu_eager))
+)
 
 
 @dataclass(frozen=True)
@@ -239,11 +254,8 @@ def rotate(x: Tensor, angles: Angles, *, pairs: bool = False, implementation: st
     With fewer angles than D / 2, only the first dimensions of each head are rotated.
     """
     run = ROTATE.choose(implementation, "pairs" if pairs else "plain", x.device, x.dtype)
-    rotated = 2 * angles.cos.shape[-1]
-    if rotated == x.shape[-1]:
-        out: Tensor = run(x, angles)
-        return out
-    return torch.cat([run(x[..., :rotated], angles), x[..., rotated:]], dim=-1)
+    out: Tensor = run(x, angles)
+    return out
 
 
 def _frequencies(dim: int, theta: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -256,17 +268,46 @@ def _angles(angles: Tensor) -> Angles:
 
 
 def _rotate_eager(x: Tensor, angles: Angles) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    rotated = 2 * angles.cos.shape[-1]
+    first, second = x[..., :rotated].float().chunk(2, dim=-1)
+    return _with_rest(torch.cat(_turned(first, second, angles), dim=-1).to(x.dtype), x)
 
 
 def _rotate_pairs_eager(x: Tensor, angles: Angles) -> Tensor:
-    first, second = x.float().view(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
+    rotated = 2 * angles.cos.shape[-1]
+    first, second = x[..., :rotated].float().reshape(*x.shape[:-1], rotated // 2, 2).unbind(-1)
+    return _with_rest(torch.stack(_turned(first, second, angles), dim=-1).flatten(-2).to(x.dtype), x)
+
+
+def _turned(first: Tensor, second: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
     cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
-    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2).to(x.dtype)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+def _with_rest(turned: Tensor, x: Tensor) -> Tensor:
+    rest = x[..., turned.shape[-1] :]
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def _rotate_fused(x: Tensor, angles: Angles) -> Tensor:
+    return _rotate_by_kernel(x, angles, False)
+
+
+def _rotate_pairs_fused(x: Tensor, angles: Angles) -> Tensor:
+    return _rotate_by_kernel(x, angles, True)
+
+
+def _rotate_by_kernel(x: Tensor, angles: Angles, pairs: bool) -> Tensor:
+    out: Tensor = Rotate.apply(x, angles.cos, angles.sin, pairs)  # type: ignore[no-untyped-call]
+    return out
 
 
 ROTATE = DispatchedOp(
-    "rotate", (Implementation("eager", _rotate_eager), Implementation("eager", _rotate_pairs_eager, ("pairs",)))
+    "rotate",
+    (
+        Implementation("fused", _rotate_fused, **_FUSED),
+        Implementation("fused", _rotate_pairs_fused, ("pairs",), **_FUSED),
+        Implementation("eager", _rotate_eager),
+        Implementation("eager", _rotate_pairs_eager, ("pairs",)),
+    ),
 )

@@ -27,6 +27,7 @@ class Implementation:
     variants: tuple[str, ...] = ("plain",)
     needs: tuple[str, ...] = ()  # capabilities of the device, as `core.device.supports` names them
     dtypes: tuple[torch.dtype, ...] = ()  # empty: every floating type
+    traced: bool = True  # False: not for what is compiled
 
     def obstacle(self, variant: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why this implementation cannot serve, or None if it can."""
@@ -34,6 +35,8 @@ class Implementation:
             return f"does not do {variant}"
         if self.dtypes and dtype not in self.dtypes:
             return f"does not take {dtype}"
+        if not self.traced and torch.compiler.is_compiling():
+            return "is not for what is compiled"
         for capability in self.needs:
             if not devices.supports(device, capability):
                 return f"needs {capability}, which {device.type} lacks"

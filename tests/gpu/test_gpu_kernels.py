@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +15,7 @@ from tessera.ops.attention import packed_attention
 from tessera.ops.cross_attention import packed_cross_attention
 from tessera.ops.linear import accumulate_matmul, tensor_core_padding
 from tessera.ops.loss import linear_cross_entropy
+from tessera.ops.pointwise import Angles, rotate, swiglu
 from tessera.optim.adamw import AdamW
 from tessera.optim.optimizer import clip_gradients
 from tests.close import assert_as_close, rounding
@@ -142,3 +146,73 @@ def test_the_gradient_of_one_branch_of_wider_rows_does_not_spoil_the_next() -> N
         assert apart(one, other) < 1e-3
     for one, other in zip(found[1], found[3], strict=True):
         assert apart(one, other) < 1e-3
+
+
+def _with_gradients(run: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """Return the output and the gradients of its sum weighted by `weights`."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = run(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weights.to(out.dtype))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(7, 48), (1000, 1111), (0, 16)], ids=str)
+def test_fused_swiglu_is_as_near_to_float64_as_eager(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate, up, weights = (torch.randn(shape, device="cuda").to(dtype) * 3 for _ in range(3))
+    results = {
+        name: _with_gradients(partial(swiglu, implementation=name), [gate, up], weights) for name in ("fused", "eager")
+    }
+    exact = _with_gradients(partial(swiglu, implementation="eager"), [gate.double(), up.double()], weights)
+    for ours, peer, right in zip(results["fused"], results["eager"], exact, strict=True):
+        assert ours.dtype == dtype
+        assert_as_close(ours, peer, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pairs", [False, True], ids=["halves", "pairs"])
+@pytest.mark.parametrize(
+    ("heads", "size", "rotated"), [(16, 128, 128), (3, 80, 80), (5, 96, 24), (1, 2048, 2048), (160, 64, 64)]
+)
+def test_fused_rotation_is_as_near_to_float64_as_eager(
+    heads: int, size: int, rotated: int, pairs: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    phases = torch.rand(300, rotated // 2, device="cuda") * 6
+    single = Angles(phases.cos(), phases.sin())
+    double = Angles(single.cos.double(), single.sin.double())
+    x, weights = (torch.randn(300, heads, size, device="cuda").to(dtype) for _ in range(2))
+    x = torch.cat([x, x], dim=1)[:, :heads]  # a view, as of a product of queries, keys and values
+
+    def result(x: Tensor, angles: Angles, name: str) -> list[Tensor]:
+        return _with_gradients(lambda x: rotate(x, angles, pairs=pairs, implementation=name), [x], weights)
+
+    ours, peer = (result(x, single, name) for name in ("fused", "eager"))
+    cpu = Angles(double.cos.cpu(), double.sin.cpu())
+    exact = [_rotated_exactly(value, cpu, pairs) for value in (x, weights)]
+    exact[1] = _rotated_exactly(weights, Angles(cpu.cos, -cpu.sin), pairs)
+    for mine, theirs, right in zip(ours, peer, exact, strict=True):
+        assert_as_close(mine.cpu(), theirs.cpu(), right)
+
+
+def _rotated_exactly(x: Tensor, angles: Angles, pairs: bool) -> Tensor:
+    """Return the rotation by its definition: pairs of dimensions are complex numbers."""
+    x, half = x.double().cpu(), angles.cos.shape[-1]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    parts = turned.unflatten(-1, (half, 2)).unbind(-1) if pairs else turned.chunk(2, -1)
+    product = torch.complex(*parts) * torch.complex(angles.cos, angles.sin)[:, None]
+    both = torch.stack([product.real, product.imag], -1 if pairs else -2)
+    return torch.cat([both.flatten(-2), rest], -1)
+
+
+def test_compiled_code_fuses_the_eager_forms_in_one_graph() -> None:
+    inputs = [torch.randn(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    graphs: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph.code)
+        return graph
+
+    torch.compile(swiglu, backend=note, fullgraph=True)(*inputs)
+    assert len(graphs) == 1
+    assert "silu" in graphs[0]

@@ -1,0 +1,104 @@
+"""Triton kernels of SwiGLU and of rotary position embeddings."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024  # elements of a block of SwiGLU
+_TILE = 4096  # elements of a block of a rotation at most, unless one head has more
+
+
+def launch_swiglu(gate: Tensor, up: Tensor, out: Tensor) -> None:
+    swiglu_kernel[(triton.cdiv(gate.numel(), _BLOCK),)](gate, up, out, gate.numel(), BLOCK=_BLOCK)
+
+
+def launch_swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor, of_gate: Tensor, of_up: Tensor) -> None:
+    blocks = triton.cdiv(gate.numel(), _BLOCK)
+    swiglu_backward_kernel[(blocks,)](grad, gate, up, of_gate, of_up, gate.numel(), BLOCK=_BLOCK)
+
+
+def launch_rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, pairs: bool, sign: float) -> None:
+    tokens, heads, size = x.shape
+    half = cos.shape[-1]
+    width = triton.next_power_of_2(half)
+    block = max(1, min(triton.next_power_of_2(heads), _TILE // width))
+    rotate_kernel[(tokens, triton.cdiv(heads, block))](
+        *(x, cos, sin, out, heads, size, half),
+        *(x.stride(0), x.stride(1), half if cos.shape[0] == tokens else 0, sign),
+        PAIRS=pairs,
+        HEADS=block,
+        WIDTH=width,
+        REST=triton.next_power_of_2(size - 2 * half) if size > 2 * half else 0,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- kernels
+
+# Kernel names appear in traces, where the profiler finds the kind of work by them. An argument `x_at` is the address of
+# the tensor `x`.
+
+
+@triton.jit
+def swiglu_kernel(gate_at, up_at, out_at, numel, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    gate = tl.load(gate_at + at, inside, 0.0).to(tl.float32)
+    up = tl.load(up_at + at, inside, 0.0).to(tl.float32)
+    tl.store(out_at + at, (gate * tl.sigmoid(gate) * up).to(out_at.dtype.element_ty), inside)
+
+
+@triton.jit
+def swiglu_backward_kernel(grad_at, gate_at, up_at, of_gate_at, of_up_at, numel, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    grad = tl.load(grad_at + at, inside, 0.0).to(tl.float32)
+    gate = tl.load(gate_at + at, inside, 0.0).to(tl.float32)
+    up = tl.load(up_at + at, inside, 0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    of_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
+    tl.store(of_gate_at + at, of_gate.to(of_gate_at.dtype.element_ty), inside)
+    tl.store(of_up_at + at, (grad * silu).to(of_up_at.dtype.element_ty), inside)
+
+
+@triton.jit
+def rotate_kernel(
+    x_at,
+    cos_at,
+    sin_at,
+    out_at,
+    heads,
+    size,
+    half,
+    x_token,
+    x_head,
+    angles_token,
+    sign,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Rotate some heads of one token. REST: at least as many as the dimensions that are copied, or 0."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    angle = tl.arange(0, WIDTH)
+    cos = tl.load(cos_at + token * angles_token + angle, angle < half, 0.0)[None, :]
+    sin = tl.load(sin_at + token * angles_token + angle, angle < half, 0.0)[None, :] * sign
+    inside = (head < heads)[:, None] & (angle < half)[None, :]
+    if PAIRS:
+        first, second = 2 * angle, 2 * angle + 1
+    else:
+        first, second = angle, angle + half
+    x_row = x_at + token * x_token + head[:, None] * x_head
+    out_row = out_at + (token * heads + head[:, None]) * size
+    a = tl.load(x_row + first[None, :], inside, 0.0).to(tl.float32)
+    b = tl.load(x_row + second[None, :], inside, 0.0).to(tl.float32)
+    tl.store(out_row + first[None, :], (a * cos - b * sin).to(out_at.dtype.element_ty), inside)
+    tl.store(out_row + second[None, :], (b * cos + a * sin).to(out_at.dtype.element_ty), inside)
+    if REST > 0:
+        rest = 2 * half + tl.arange(0, REST)
+        there = (head < heads)[:, None] & (rest < size)[None, :]
+        tl.store(out_row + rest[None, :], tl.load(x_row + rest[None, :], there), there)
