@@ -25,8 +25,9 @@ def launch_rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, pairs: bool,
     width = triton.next_power_of_2(half)
     block = max(1, min(triton.next_power_of_2(heads), _TILE // width))
     rotate_kernel[(tokens, triton.cdiv(heads, block))](
-        *(x, cos, sin, out, heads, size, half),
-        *(x.stride(0), x.stride(1), half if cos.shape[0] == tokens else 0, sign),
+        *(x, cos, sin, out, heads, x.stride(0), x.stride(1), half if cos.shape[0] == tokens else 0, sign),
+        SIZE=size,
+        HALF=half,
         PAIRS=pairs,
         HEADS=block,
         WIDTH=width,
@@ -70,12 +71,12 @@ def rotate_kernel(
     sin_at,
     out_at,
     heads,
-    size,
-    half,
     x_token,
     x_head,
     angles_token,
     sign,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
     PAIRS: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -83,22 +84,28 @@ def rotate_kernel(
 ):
     """Rotate some heads of one token. REST: at least as many as the dimensions that are copied, or 0."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     angle = tl.arange(0, WIDTH)
-    cos = tl.load(cos_at + token * angles_token + angle, angle < half, 0.0)[None, :]
-    sin = tl.load(sin_at + token * angles_token + angle, angle < half, 0.0)[None, :] * sign
-    inside = (head < heads)[:, None] & (angle < half)[None, :]
-    if PAIRS:
-        first, second = 2 * angle, 2 * angle + 1
+    cos = tl.load(cos_at + token * angles_token + angle, angle < HALF, 0.0)[None, :]
+    sin = tl.load(sin_at + token * angles_token + angle, angle < HALF, 0.0)[None, :] * sign
+    x_row = x_at + token * x_token + head * x_head
+    out_row = out_at + (token * heads + head) * SIZE
+    if PAIRS:  # whole rows are read, and pairs are split in registers
+        column = tl.arange(0, 2 * WIDTH)[None, :]
+        inside = (head < heads) & (column < 2 * HALF)
+        both = tl.load(x_row + column, inside, 0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, (HEADS, WIDTH, 2)))
+        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
+        turned = tl.reshape(turned, (HEADS, 2 * WIDTH))
+        tl.store(out_row + column, turned.to(out_at.dtype.element_ty), inside)
     else:
-        first, second = angle, angle + half
-    x_row = x_at + token * x_token + head[:, None] * x_head
-    out_row = out_at + (token * heads + head[:, None]) * size
-    a = tl.load(x_row + first[None, :], inside, 0.0).to(tl.float32)
-    b = tl.load(x_row + second[None, :], inside, 0.0).to(tl.float32)
-    tl.store(out_row + first[None, :], (a * cos - b * sin).to(out_at.dtype.element_ty), inside)
-    tl.store(out_row + second[None, :], (b * cos + a * sin).to(out_at.dtype.element_ty), inside)
+        column = angle[None, :]
+        inside = (head < heads) & (column < HALF)
+        first = tl.load(x_row + column, inside, 0.0).to(tl.float32)
+        second = tl.load(x_row + HALF + column, inside, 0.0).to(tl.float32)
+        tl.store(out_row + column, (first * cos - second * sin).to(out_at.dtype.element_ty), inside)
+        tl.store(out_row + HALF + column, (second * cos + first * sin).to(out_at.dtype.element_ty), inside)
     if REST > 0:
-        rest = 2 * half + tl.arange(0, REST)
-        there = (head < heads)[:, None] & (rest < size)[None, :]
-        tl.store(out_row + rest[None, :], tl.load(x_row + rest[None, :], there), there)
+        rest = 2 * HALF + tl.arange(0, REST)[None, :]
+        copied = (head < heads) & (rest < SIZE)
+        tl.store(out_row + rest, tl.load(x_row + rest, copied), copied)
