@@ -23,8 +23,8 @@ def migrate(
     world: Annotated[int | None, typer.Option("--world", min=1, help="ranks; default: as the script starts")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the recipe")] = False,
 ) -> None:
-    """Write the recipe of a MindSpeed-MM job and say what becomes of each flag and key; or lay out a folder for its
-    commands (tessera migrate workspace DIR). Exit code 1 if something is not supported."""
+    """Write the recipe of a MindSpeed-MM job and say what becomes of each flag and key, and which commands start it; or
+    lay out a folder for its commands (tessera migrate workspace DIR). Exit code 1 if something is not supported."""
     from tessera.compat.mindspeed_mm import migrate as jobs
 
     if job == WORKSPACE:
@@ -49,7 +49,10 @@ def migrate(
     done = jobs.migrate(path, world_size=world, environment=os.environ)
     for line in done.report.lines():
         typer.echo(line)
-    write_output(target, done.text(), "--output")
-    typer.echo(f"start it: {done.start(target)}")
+    if done.recipe:
+        write_output(target, done.text(), "--output")
+    several = f" on each of the {done.machines} machines (R from 0 to {done.machines - 1}; HOST is machine 0)"
+    for line in done.start(target).splitlines():
+        typer.echo(f"start it{several if done.machines > 1 else ''}: {line}")
     if done.report.refused:
         raise typer.Exit(1)

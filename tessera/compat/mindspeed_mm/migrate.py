@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ import yaml
 
 from tessera.compat.environment import VARIABLES, job_settings
 from tessera.compat.mindspeed_mm.arguments import parse_args
+from tessera.compat.mindspeed_mm.command_lines import ENTRIES, FEATURES, RECIPE, commands_of
 from tessera.compat.mindspeed_mm.config_files import read_job_yaml
+from tessera.compat.mindspeed_mm.flags import FLAGS
 from tessera.compat.mindspeed_mm.fsdp_yaml import recipe_of_yaml
 from tessera.compat.mindspeed_mm.job import recipe_of
 from tessera.compat.mindspeed_mm.report import JobReport, Outcome
@@ -29,9 +31,9 @@ FSDP_TRAINER = Path("mindspeed_mm/fsdp/train/trainer.py")
 TOOLS = Path("mindspeed_mm/tools/tools.json")
 _TRAINING = (
     *("pretrain_vlm.py", "pretrain_sora.py", "pretrain_transformers.py"),
+    *("pretrain_internvl.py", "pretrain_qwen2vl.py", "pretrain_llava.py"),  # of releases before 26.0
     *("posttrain_qwen2vl_dpo.py", "posttrain_sora_dpo.py"),
 )
-FEATURES = ("get_sora_feature.py", "get_wan_feature.py", "get_hunyuan_feature.py")  # one program, by the names of all
 _EMPTY = ("logs", "data", "ckpt")
 
 
@@ -39,15 +41,23 @@ _EMPTY = ("logs", "data", "ckpt")
 class MigratedJob:
     """Hold a recipe that does what a job did, and the report on each key of the job."""
 
-    recipe: dict[str, Any]
+    recipe: dict[str, Any]  # empty: its commands need none
     report: JobReport
-    world_size: int
+    world_size: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)  # variables that its start has to set
+    machines: int = 1
+    port: int = 29500  # where several machines meet
+    commands: tuple[str, ...] = ()  # of a job that trains nothing
 
     def start(self, recipe: Path) -> str:
-        """Return the command that starts the recipe."""
+        """Return the commands that do the job, one a line. Of several machines, machine R starts its own ranks."""
+        path = shlex.quote(str(recipe))
+        if self.commands:
+            return "\n".join(command.replace(RECIPE, path) for command in self.commands)
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        words = ["tessera", "train", shlex.quote(str(recipe)), "--nproc", str(self.world_size)]
+        words = ["tessera", "train", path, "--nproc", str(self.world_size // self.machines)]
+        if self.machines > 1:
+            words += ["--nnodes", str(self.machines), "--node-rank", "R", "--master", f"HOST:{self.port}"]
         return " ".join([*variables, *words])
 
     def text(self) -> str:
@@ -56,7 +66,8 @@ class MigratedJob:
 
 
 def migrate(path: Path, *, world_size: int | None = None, environment: Mapping[str, str] | None = None) -> MigratedJob:
-    """Return the recipe of a launch script (.sh) or a YAML job. Nothing of it is executed.
+    """Return the recipe of a launch script (.sh) or a YAML job, or the commands of one that trains nothing. Nothing of
+    it is executed.
 
     `world_size`: number of ranks; default: what the script starts, or 1 for a YAML file. `environment`: variables that
     are set when the script begins.
@@ -74,22 +85,56 @@ def migrate(path: Path, *, world_size: int | None = None, environment: Mapping[s
         )
     if path.suffix != ".sh":
         raise TesseraError(f"{path.name} is no job file", where=str(path), allowed=["*.sh", "*.yaml"])
-    job = read_shell(path, environment)
-    launch = _training_launch(job)
+    job, launch = _read_script(path, environment)
     ranks = launch.world_size if world_size is None else world_size
-    if Path(launch.entry).name == FSDP_TRAINER.name:
+    machines = ranks // launch.ranks_per_machine if ranks % launch.ranks_per_machine == 0 else 1
+    asked = JobReport()
+    if other := commands_of(launch.entry, launch.argv, ranks, asked):
+        migrated = MigratedJob(other[0], asked, ranks, commands=other[1])
+    elif Path(launch.entry).name == FSDP_TRAINER.name:
         if not launch.argv:
             raise TesseraError(f"{launch.entry} is started without a YAML file", where=launch.where)
         data = apply_overrides(read_job_yaml(Path(launch.argv[0])), parse_overrides(launch.argv[1:]), launch.argv[0])
         migrated = _checked(*recipe_of_yaml(data, launch.argv[0], ranks), ranks)
     else:
-        migrated = _by_flags(launch.argv, ranks)
+        argv, joined = join_values(launch.argv)
+        migrated = _by_flags(argv, ranks)
+        for flag, value in joined.items():
+            note = "a placeholder of several words, taken as one value: write what belongs there"
+            migrated.report.add("script", flag, value, "differs", note)
     _report_rest(migrated.report, job, launch)
-    return _with_environment(migrated, launch)
+    migrated = migrated if migrated.commands else _with_environment(migrated, launch)
+    return replace(migrated, machines=max(1, machines), port=launch.port)
 
 
-def _training_launch(job: ShellJob) -> Launch:
-    """Return the command of a script that trains; a script that starts two such jobs has no single recipe."""
+def _read_script(path: Path, environment: Mapping[str, str] | None) -> tuple[ShellJob, Launch]:
+    """Read a launch script. Where it counts machines in a file that is not here, take the fewest that hold the model."""
+    job = read_shell(path, environment)
+    launch = _launch_of(job)
+    fewest = -(-launch.model_ranks // launch.ranks_per_machine)
+    if job.hosts and fewest > 1:
+        job = read_shell(path, environment, machines=fewest)
+        launch = _launch_of(job)
+    return job, launch
+
+
+def join_values(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words with each value as one, and the values that were several: placeholders that nobody has replaced,
+    such as `--save path to save your weights`."""
+    words: list[str] = []
+    joined: dict[str, str] = {}
+    for word in argv:
+        flag = FLAGS.get(words[-2]) if len(words) > 1 else None
+        if flag is not None and flag.kind == "str" and not word.startswith("-") and not words[-1].startswith("-"):
+            words[-1] = joined[flag.name] = f"{words[-1]} {word}"
+        else:
+            words.append(word)
+    return words, joined
+
+
+def _launch_of(job: ShellJob) -> Launch:
+    """Return the command of a script that trains, or the first that does something else; a script that starts two jobs
+    has no single recipe."""
     training = [one for one in job.launches if Path(one.entry).name in (*_TRAINING, FSDP_TRAINER.name)]
     if len(training) > 1:
         lines = " and ".join(str(one.line) for one in training)
@@ -98,7 +143,8 @@ def _training_launch(job: ShellJob) -> Launch:
             where=training[1].where,
             fix="make a script of each",
         )
-    launch = (training or job.launches)[0]
+    asking = [one for one in job.launches if Path(one.entry).name in ENTRIES]
+    launch = (training or asking or job.launches)[0]
     _check_entry(launch)
     return launch
 
@@ -110,6 +156,16 @@ def _report_rest(report: JobReport, job: ShellJob, launch: Launch) -> None:
     for one in job.launches:
         if one is not launch:
             report.add("script", f"line {one.line}", one.entry, "not needed", "no training: start it by itself")
+    for line, name in job.hosts:
+        note = (
+            f"{name} is not here: {launch.machines} taken, as many as hold the model; NNODES=N tessera migrate says it"
+        )
+        report.add("script", f"line {line}", f"lines of {name}", "differs", note)
+    for line, name in job.absent:
+        note = f"{name} is not here; where it is missing the script ends"
+        report.add("script", f"line {line}", "exit", "not needed", note)
+    for name, line in job.given.items():
+        report.add("script", f"line {line}", f"${name}", "mapped", "the environment says it, in place of a command")
     for name, line in job.unset.items():
         report.add("script", f"line {line}", f"${name}", "not needed", "not set here: nothing, as in a shell")
 
@@ -127,7 +183,7 @@ def _with_environment(migrated: MigratedJob, launch: Launch) -> MigratedJob:
         if outcome == "mapped" and not known.setting:
             kept[name], note = value, "no key of a recipe: the command that starts it sets the variable"
         migrated.report.add("environment", name, value, outcome, note)
-    return _checked(recipe, migrated.report, migrated.world_size, kept)
+    return replace(_checked(recipe, migrated.report, migrated.world_size), environment=kept)
 
 
 def _by_flags(argv: list[str], world_size: int) -> MigratedJob:
@@ -135,11 +191,9 @@ def _by_flags(argv: list[str], world_size: int) -> MigratedJob:
     return _checked(*recipe_of(args), world_size)
 
 
-def _checked(
-    recipe: dict[str, Any], report: JobReport, world_size: int, environment: Mapping[str, str] | None = None
-) -> MigratedJob:
+def _checked(recipe: dict[str, Any], report: JobReport, world_size: int) -> MigratedJob:
     load_config(recipe)  # a recipe that no run would take is not written
-    return MigratedJob(recipe, report, world_size, environment or {})
+    return MigratedJob(recipe, report, world_size)
 
 
 def _check_entry(launch: Launch) -> None:
@@ -148,12 +202,11 @@ def _check_entry(launch: Launch) -> None:
         raise TesseraError(
             f"{launcher} starts another framework or trainer", where=launch.where, fix="start the ranks with torchrun"
         )
-    if name not in (*_TRAINING, FSDP_TRAINER.name):
+    if name not in (*_TRAINING, *ENTRIES, FSDP_TRAINER.name):
         raise TesseraError(
-            f"{name} trains nothing that has a recipe",
+            f"{name} is no entry point that has a recipe or a command here",
             where=launch.where,
-            allowed=[*_TRAINING, str(FSDP_TRAINER)],
-            fix="tessera generate and tessera eval ask a model; see tessera --help",
+            allowed=[*_TRAINING, *ENTRIES, str(FSDP_TRAINER)],
         )
 
 

@@ -71,9 +71,11 @@ def _decided(values: Values, words: list[str], folder: Path) -> bool | None:
         sign, word = words
         if sign in _FILE_TESTS:
             try:
-                return bool(word) and _FILE_TESTS[sign](folder / word)
+                holds = bool(word) and _FILE_TESTS[sign](folder / word)
             except (OSError, ValueError):
-                return False
+                holds = False
+            values.absent = values.absent if holds else word
+            return holds
         return {"-z": not word, "-n": bool(word), "-v": word in values.variables}.get(sign)
     left, sign, right = words[:3]
     if len(words) == 3 and sign in ("=", "==", "!="):

@@ -41,6 +41,8 @@ _ENVIRONMENT_FILES = re.compile(
     r"set_env\.sh|env_npu\.sh|setvars\.sh|activate|\.bashrc|\.bash_profile|\.profile|profile"
 )
 
+_COUNTED = re.compile(r"(?:cat (?=.*wc)|wc -l *<? *)(?P<file>[^\s|<>;&]+)( *\| *wc -l)?")  # lines of a file
+
 
 class _End(Exception):
     """Raised where the script, or a function of it, ends."""
@@ -49,8 +51,12 @@ class _End(Exception):
         self.line, self.function = line, function
 
 
-def read_shell(path: Path, environment: Mapping[str, str] | None = None) -> ShellJob:
-    """Return what a launch script starts. `environment`: variables that are set before the script begins."""
+def read_shell(path: Path, environment: Mapping[str, str] | None = None, *, machines: int = 1) -> ShellJob:
+    """Return what a launch script starts.
+
+    `environment`: variables that are set before the script begins; they also stand for what the script would take from
+    the output of a command. `machines`: lines of a file of machines that is not here.
+    """
     try:
         if path.stat().st_size > MAX_BYTES:
             raise TesseraError("too large to be a launch script", where=str(path))
@@ -59,7 +65,7 @@ def read_shell(path: Path, environment: Mapping[str, str] | None = None) -> Shel
         raise TesseraError(f"cannot be read: {error}", where=str(path)) from None
     if "\x00" in text:
         raise TesseraError("not a text file", where=str(path))
-    reader = _Reader(path, environment or {})
+    reader = _Reader(path, environment or {}, machines)
     block, ended = Parser(text.replace("\r\n", "\n"), str(path)).parse(), None
     try:
         reader.run(block)
@@ -80,8 +86,9 @@ def read_shell(path: Path, environment: Mapping[str, str] | None = None) -> Shel
 class _Reader:
     """Follow the commands of a script. A status is True, False, or None where only running something would tell."""
 
-    def __init__(self, path: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, environment: Mapping[str, str], machines: int) -> None:
         self.path, self.job = path, ShellJob()
+        self.environment, self.machines = environment, machines
         self.values = Values(environment, str(path), self._output)
         self.exports: dict[str, str] = {}
         self.functions: dict[str, Block] = {}
@@ -199,6 +206,7 @@ class _Reader:
 
     def _assign(self, one: Assignment, line: int, *, exported: bool = False) -> None:
         before = self.values.variables.get(one.name, [] if isinstance(one.value, list) else "")
+        hosts = len(self.job.hosts)
         value: str | list[str]
         if isinstance(one.value, list):
             value = self.values.words(one.value, line)
@@ -206,11 +214,18 @@ class _Reader:
         else:
             value = self.values.text(one.value, line)
             value = before + value if one.adds and isinstance(before, str) else value
+        if isinstance(value, str) and (is_unknown(value) or len(self.job.hosts) > hosts) and self._given(one.name):
+            value = self.environment[one.name]
+            self.job.given[one.name] = line
+            del self.job.hosts[hosts:]
         if self.doubt and self.values.variables.get(one.name) != value:
             value = unknown("i", self.doubt[-1])
         self.values.set(one.name, value, line)
         if (exported or one.name in self.exports) and isinstance(value, str):
             self.exports[one.name] = value
+
+    def _given(self, name: str) -> bool:
+        return bool(self.environment.get(name))
 
     def _simple(self, command: Simple) -> bool | None:
         line = command.line
@@ -222,6 +237,7 @@ class _Reader:
         if first.startswith("(("):
             return arithmetic_status(self.values, first[2:-2], line)
         if first == "[[":
+            self.values.absent = ""
             return status_of_test(self.values, command.words[1:-1], line, self.folder, double=True)
         if first in _DECLARE:
             return self._declare(command)
@@ -229,6 +245,7 @@ class _Reader:
         words = [word for word in self.values.words(command.words, line) if word != "\\"]
         name = words[0] if words else ":"
         if name in ("[", "test"):
+            self.values.absent = ""
             return status_of_test(self.values, words[1 : -1 if name == "[" else None], line, self.folder)
         if name in self.functions:
             return self._call(name, words[1:], line)
@@ -259,7 +276,9 @@ class _Reader:
         if name in ("false", "getopts"):  # a script without arguments has no options
             return False
         if name in ("exit", "return"):
-            if not self.doubt:
+            if name == "exit" and self.values.absent:  # where the job runs, the file is there
+                self.job.absent.append((line, self.values.absent))
+            elif not self.doubt:
                 raise _End(line, name == "return")
         elif name in ("read", "mapfile", "readarray", "let", "unset"):
             for word in words:
@@ -285,6 +304,8 @@ class _Reader:
         if is_unknown(target) or target in ("", "-") or self.doubt:
             if self.printed is None:
                 self.job.unread.append((line, "cd", "relative paths after it begin in a folder that is not known"))
+            else:
+                self.printed.append("\x00")
             return None
         self.folder = Path(os.path.normpath(self.folder / target))
         return True
@@ -292,6 +313,7 @@ class _Reader:
     def _print(self, name: str, words: list[str]) -> None:
         """Keep what a few programs print that only look at names; anything else is unknown."""
         assert self.printed is not None
+        words = words[1:] if words[:1] == ["--"] else words
         last = words[-1] if words else ""
         if name == "pwd":
             self.printed.append(str(self.folder))
@@ -306,6 +328,8 @@ class _Reader:
 
     def _output(self, text: str, line: int) -> str:
         """Return what a command substitution prints, where no program has to be run for it."""
+        if counted := _COUNTED.fullmatch(text.strip()):
+            return self._lines(counted["file"], line)
         outer, self.printed, self.doubt = (self.printed, self.doubt, self.calls), [], []
         try:
             with self._own_shell():
@@ -316,6 +340,19 @@ class _Reader:
         finally:
             self.printed, self.doubt, self.calls = outer
         return unknown("c", line) if is_unknown(printed) or not printed else printed
+
+    def _lines(self, word: str, line: int) -> str:
+        """Return how many lines a file has; one of machines that is not here has as many as the caller says."""
+        name = self.values.text(word, line)
+        if is_unknown(name):
+            return unknown("c", line)
+        file = self.folder / name
+        if file.is_file() and file.stat().st_size <= MAX_BYTES:
+            return str(file.read_bytes().count(b"\n"))
+        if "host" not in file.name and "node" not in file.name:
+            return unknown("c", line)
+        self.job.hosts.append((line, name))
+        return str(self.machines)
 
     def _nested(self, text: str, line: int) -> bool | None:
         self.calls += 1

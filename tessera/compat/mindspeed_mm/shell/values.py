@@ -61,7 +61,7 @@ def refuse_unknown(text: str, what: str, path: str) -> None:
         raise TesseraError(
             f"{what} depends on {_REASONS[found[1]]}",
             where=f"{path}:{found[2]}",
-            fix="write the value into the script, or set the variable before tessera migrate",
+            fix="write the value into the script, or say it: NAME=VALUE tessera migrate JOB",
         )
 
 
@@ -74,6 +74,7 @@ class Values:
         self.path, self.output = path, output
         self.unset: dict[str, int] = {}  # variables that were read without having a value -> line
         self.letters = 0
+        self.absent = ""  # file that the last test looked for and that is not here
 
     def set(self, name: str, value: str | list[str], line: int) -> None:
         """Set a variable; the values of a script may not grow without bound."""
