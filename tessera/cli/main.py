@@ -206,14 +206,17 @@ def convert(
 @app.command("eval")
 def evaluate(
     model: Annotated[Path, typer.Argument(help="run, checkpoint or Hugging Face folder")],
-    data: Annotated[Path | None, typer.Option("--data", help="chat samples; default: the run's held-out set")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="chat samples, or a benchmark (AI2D_TEST.tsv); default: the run's held-out set"),
+    ] = None,
     root: Annotated[Path | None, typer.Option("--root", help="folder that media paths are under")] = None,
     max_samples: Annotated[int | None, typer.Option("--max-samples")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 32,
     device: Annotated[str, typer.Option("--device")] = "auto",
     trust: TrustFlag = False,
 ) -> None:
-    """Generate answers to held-out samples and count exact matches."""
+    """Generate answers to held-out samples and count exact matches, or score those to a benchmark's table."""
     from tessera.core import log
     from tessera.evaluation.evaluate import evaluate as run
 

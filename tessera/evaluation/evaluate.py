@@ -17,6 +17,7 @@ from tessera.core.run_config import SourceSection, load_config
 from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust
 from tessera.data.sources.source import Question, Source, open_source, questions
+from tessera.evaluation.benchmarks import SUFFIX, benchmark_of, score_table
 from tessera.hub.config import local_model, local_source
 from tessera.inference.load import load
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
@@ -61,9 +62,12 @@ def evaluate(
 ) -> Score:
     """Generate an answer to each sample of `data`, by default the held-out set of a run, and return the marked answers.
 
-    They are also written to `answers.jsonl` if `model` is the folder of a run.
+    They are also written to `answers.jsonl` if `model` is the folder of a run. `data` may be a benchmark's table
+    (AI2D_TEST.tsv), whose answers are scored by its own rule.
     """
     folder = local_model(model)
+    if data is not None and Path(data).suffix.lower() == SUFFIX:
+        return _benchmark(folder, Path(data), max_samples, max_new_tokens, device, trust)
     sources = held_out_sources(folder, data, root, max_samples)
     loaded, processor = load(folder, device=device, trust=trust)
     rows: list[dict[str, Any]] = []
@@ -81,6 +85,17 @@ def evaluate(
     if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
         write_jsonl(folder / "answers.jsonl", rows)
     return Score(rows, skipped)
+
+
+def _benchmark(
+    folder: Path, table: Path, max_samples: int | None, max_new_tokens: int, device: str, trust: Trust
+) -> Score:
+    benchmark = benchmark_of(table.stem, "--data")
+    if not table.is_file():
+        raise TesseraError(f"no such table: {table}", where="--data")
+    loaded, processor = load(folder, device=device, trust=trust)
+    answers = score_table(loaded, processor, benchmark, table, max_samples, max_new_tokens=max_new_tokens)
+    return Score([{**answer, "correct": answer["score"], "group": table.stem} for answer in answers], 0)
 
 
 def held_out_sources(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.compat.mindspeed_mm.arguments import Args, parse_args
+from tessera.compat.mindspeed_mm.evaluation_json import OWN_KEYS
 from tessera.compat.mindspeed_mm.inference_json import read_settings
 from tessera.compat.mindspeed_mm.report import JobReport, part_of
 from tessera.compat.mindspeed_mm.sora_features import SAVE, feature_recipe
@@ -55,8 +56,7 @@ def _answers(args: Args, report: JobReport) -> Commands:
 def _benchmark(args: Args, report: JobReport) -> Commands:
     """Write the command that scores a table of questions."""
     data, source = _json_of(args)
-    own = ("dataset_path", "evaluation_dataset", "evaluation_model", "result_output_path", "use_custom_prompt")
-    settings = read_settings({key: value for key, value in data.items() if key not in own}, source, report)
+    settings = read_settings({key: value for key, value in data.items() if key not in OWN_KEYS}, source, report)
     table = data.get("dataset_path")
     if not table:
         raise TesseraError("dataset_path names no table", where=source, fix='"dataset_path": "AI2D_TEST.tsv"')
@@ -128,7 +128,7 @@ def _json_of(args: Args) -> tuple[dict[str, Any], str]:
 
 
 def _model_folder(args: Args, named: Sequence[str], report: JobReport) -> str:
-    """Return the folder of the model: that of `--load`, unless it holds shards and the JSON names the folder they are of.
+    """Return the folder of the model: that of `--load`, or, where it may hold shards, the one that the JSON names.
 
     Shards do not say which model they are of, and a folder that is not here may hold either.
     """

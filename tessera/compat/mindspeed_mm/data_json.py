@@ -29,7 +29,7 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
     "internvl": ("internvl2_5", "internvl2", "internvl3", "internvl", "internlm2-chat"),
     "llava": ("llava", "llava-plain", "vicuna", "llava_v1", "mpt"),
 }
-_SAMPLE_TYPES = ("huggingface", "multimodal")
+_SAMPLE_TYPES = ("huggingface", "multimodal", "image")  # the last two: files in LLaVA's format
 _INDEX = unneeded("files are measured once, and their index is kept")
 PREPROCESS_KEYS: dict[str, KeyRule] = {
     "image_max_pixels": sets("processor.max_pixels"),
@@ -77,7 +77,7 @@ LOADER_KEYS: dict[str, KeyRule] = {
 }
 COLLATE_KEYS: dict[str, KeyRule] = {
     "ignore_pad_token_for_loss": fixed(True),
-    **all_of(unneeded("rows are packed, padding is never trained on"), "pad_to_multiple_of pad_id"),
+    **all_of(unneeded("rows are packed, padding is never trained on"), "pad_to_multiple_of pad_id pad_token_id"),
 }
 _SAMPLERS = {
     "BaseRandomBatchSampler": True,
@@ -103,6 +103,7 @@ TILE_KEYS: dict[str, KeyRule] = {
     "group_by_length": unneeded("rows of equal work are made from measured samples"),
     "sampling_method": unneeded("frames are taken evenly"),
     "repeat_time": fixed(1),
+    "mm_use_im_start_end": fixed(False),
 }
 
 
@@ -286,7 +287,8 @@ def _tiles(file: DataFile, param: Mapping[str, Any], source: str, report: JobRep
     tokenizer = part_of(param, "tokenizer_config", source)
     _processor_folder(file, tokenizer.get("from_pretrained"), f"{at}tokenizer_config.from_pretrained", source, report)
     rule = unneeded("tokenizer.json of the folder is read")
-    words = dict.fromkeys(["hub_backend", "autotokenizer_name", "add_eos_token", "use_fast", "model_max_length"], rule)
+    names = "hub_backend autotokenizer_name add_eos_token use_fast model_max_length cache_dir padding_side"
+    words = all_of(rule, names)
     translate(tokenizer, words, source, report, f"{at}tokenizer_config.", {"from_pretrained"})
     images = unneeded("preprocessor_config.json of the folder says how images are prepared")
     given = part_of(param, "preprocess_parameters", source)

@@ -156,6 +156,7 @@ def _training() -> Iterator[Flag]:
             "swap-attention": "parallel.activation_offload",
             "calculate-per-token-loss": "the loss of every run: each trained token of the global batch counts the same",
             "calculate-token-loss": "as --calculate-per-token-loss",
+            "calculate-per-sample-loss": "as without it: each trained token of the global batch counts the same",
             "use-txt-dynamic-batching": "data.pack",
             "use-data-balance": "data.balance",
             "use-image-mbs-data-balance": "data.balance",
@@ -264,10 +265,7 @@ def _not_supported() -> Iterator[Flag]:
         "encoders get their own split by parallel.encoders in a recipe", switches="hetero-parallel tp-2d"
     )
     yield from _refused("ring attention has one level here", ints="cp-window-size")
-    yield from _refused(
-        "losses are summed over trained tokens and divided once",
-        switches="calculate-per-sample-loss calculate-square-loss",
-    )
+    yield from _refused("losses are summed over trained tokens and divided once", switches="calculate-square-loss")
     yield from _refused(
         "Muon takes the settings of its paper here (optim.name=muon); optim.momentum is the one that can be changed",
         floats="matched-adamw-rms muon-momentum",

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tessera.compat.mindspeed_mm.data_json import DataFile, read_data
-from tessera.compat.mindspeed_mm.model_json import AUX_LOSS, with_aux_loss
+from tessera.compat.mindspeed_mm.fsdp_video_yaml import is_container, set_video_parts, with_our_modules
+from tessera.compat.mindspeed_mm.model_json import AUX_LOSS, unknown_model, with_aux_loss
 from tessera.compat.mindspeed_mm.recipe_parts import (
     KEEP_ALL,
     data_section,
@@ -20,6 +21,7 @@ from tessera.compat.mindspeed_mm.recipe_parts import (
 from tessera.compat.mindspeed_mm.report import (
     JobReport,
     KeyRule,
+    Outcome,
     all_of,
     fixed,
     put,
@@ -32,6 +34,7 @@ from tessera.core.errors import TesseraError, nearest
 from tessera.core.fsdp2_file import TYPE_NAMES
 
 SECTIONS = ("parallel", "model", "data", "features", "training", "tools")
+_RECOMPUTE = ("recompute", "recompute_plan")
 _BUILT = unneeded("the model is always built without memory and then filled")
 _KERNEL = unneeded("the fastest implementation that the device has is chosen by itself")
 
@@ -49,8 +52,6 @@ PARALLEL_KEYS: dict[str, KeyRule] = {
     "expert_fully_shard_parallel_size": unneeded("experts are sharded over the ranks that expert parallelism leaves"),
     "data_parallel_size": unneeded("it follows from the number of ranks"),
     "context_parallel_size": refused("the trainer never read it; say ulysses_parallel_size"),
-    "recompute": refused("the trainer never read it; say features.recompute"),
-    "recompute_plan": refused("the trainer never read it; say features.recompute_plan"),
     "tp_plan": unneeded("the model says itself how it is split"),
 }
 FSDP_KEYS: dict[str, KeyRule] = {
@@ -68,7 +69,6 @@ FSDP_KEYS: dict[str, KeyRule] = {
     "ignored_modules": sets("parallel.ignore"),
 }
 MODEL_KEYS: dict[str, KeyRule] = {
-    "model_id": unneeded("the folder says what the model is"),
     "trust_remote_code": unneeded("no code of a model folder is ever run"),
     **all_of(_KERNEL, "attn_implementation use_grouped_expert_matmul"),
     **all_of(
@@ -93,6 +93,7 @@ FEATURE_KEYS: dict[str, KeyRule] = {
     **all_of(refused("experts stay where they are; the load balancing loss spreads tokens"), "enable_ep_balance"),
     "ep_balance_plan": unneeded("enable_ep_balance switches it"),
     "skip_moe_pad_tokens": unneeded("padding is never routed"),
+    "swap_plan": unneeded("transfers to host memory run beside the computation, and wait for themselves"),
 }
 _LOSS = {
     "loss_type": fixed("raw", "default", "per_token_loss", "token_loss"),
@@ -113,7 +114,6 @@ TRAINING_KEYS: dict[str, KeyRule] = {
     "no_save_optim": sets("checkpoint.weights_only"),
     "save_async": sets("checkpoint.asynchronous"),
     "val_interval": sets("train.eval_every"),
-    "optimizer": fixed("adamw"),
     **all_of(unneeded("all updates run in one kernel where the device has it"), "adam_fused clip_grad_foreach"),
     **all_of(_BUILT, "init_model_with_meta_device load_rank0_and_broadcast"),
     **all_of(unneeded("folders and runs are told apart by what they hold"), "load_format load_strict"),
@@ -144,7 +144,12 @@ LORA_KEYS: dict[str, KeyRule] = {
         unneeded("the targets are checked against the model"), "lora_target_modules_support disable_peft_moe_conversion"
     ),
 }
+_OPTIMIZERS = {  # name there -> whether the optimizer's state waits in host memory
+    "adamw": False,
+    "adamw_swap": True,
+}
 OWN_TRAINING_KEYS = {
+    "optimizer",
     "gradient_accumulation_steps",
     "lr_min",
     "lr_start",
@@ -172,11 +177,21 @@ def recipe_of_yaml(data: Mapping[str, Any], source: str, world_size: int) -> tup
             raise TesseraError(f"there is no section {name!r}", where=source, nearest=nearest(name, data))
     recipe: dict[str, Any] = {"guard": {"coverage": "warn"}}
     training = data["training"]
+    if is_container(data):
+        data = with_our_modules(data)
+        ranks = _set_parallel(recipe, data.get("parallel") or {}, source, report)
+        _set_features(recipe, data, source, report)
+        _set_training(recipe, training, source, report, world_size, ranks)
+        recipe["train"].pop("eval_every", None)
+        set_video_parts(recipe, data, source, report)
+        set_tools(recipe, data.get("tools") or {}, f"{source}: tools", report)
+        report.settle(recipe)
+        return recipe, report
     ranks = _set_parallel(recipe, data.get("parallel") or {}, source, report)
     folder = data["model"].get("model_name_or_path")
     file = read_data(data["data"], f"{source}: data", report, family_of_folder(folder))
     _set_model(recipe, data["model"], training, file, source, report)
-    _set_features(recipe, data["model"], data.get("features") or {}, source, report)
+    _set_features(recipe, data, source, report)
     _set_training(recipe, training, source, report, world_size, ranks)
     section = data_section(file)
     section["balance"] = bool(section["pack"])
@@ -198,7 +213,7 @@ def _put_all(recipe: dict[str, Any], found: Mapping[str, Any]) -> None:
 
 def _set_parallel(recipe: dict[str, Any], section: Mapping[str, Any], source: str, report: JobReport) -> int:
     """Set sharding and the split of sequences. Return how many ranks share the tokens of a row."""
-    at, own = "parallel.", {"fsdp_plan", "ep_plan", "ulysses_parallel_size", "ring_attention_size"}
+    at, own = "parallel.", {"fsdp_plan", "ep_plan", "ulysses_parallel_size", "ring_attention_size", *_RECOMPUTE}
     recipe["parallel"], recipe["precision"] = {"backend": "fsdp2"}, {"weights": "float32"}
     _put_all(recipe, translate(section, PARALLEL_KEYS, source, report, at, own))
     _put_all(recipe, translate(section.get("fsdp_plan") or {}, FSDP_KEYS, source, report, "parallel.fsdp_plan."))
@@ -225,7 +240,12 @@ def _set_model(
     source: str,
     report: JobReport,
 ) -> None:
+    why_not = unknown_model(section.get("model_id"), section.get("model_name_or_path"))
+    outcome: Outcome = "not supported" if why_not else "not needed"
+    note = why_not or "the folder says what the model is"
+    report.add(source, "model.model_id", section.get("model_id"), outcome, note)
     own = {
+        "model_id",
         "model_name_or_path",
         "freeze",
         "loss_cfg",
@@ -264,15 +284,16 @@ def _set_model(
     recipe["model"] = {**model, **recipe.get("model", {})}
 
 
-def _set_features(
-    recipe: dict[str, Any], model: Mapping[str, Any], features: Mapping[str, Any], source: str, report: JobReport
-) -> None:
-    """Set recomputation, offload and the loss; older files have these keys in the section `model`."""
+def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, report: JobReport) -> None:
+    """Set recomputation, offload and the loss; files up to 26.0.0 have these keys in `model` and in `parallel`."""
+    features, model, parallel = (data.get(name) or {} for name in ("features", "model", "parallel"))
     plans = {"recompute_plan", "activation_offload_plan", "loss_cfg"}
-    found = translate(features, FEATURE_KEYS, source, report, "features.", plans)
-    older = {key: model[key] for key in ("recompute", "skip_flash_attn_recompute") if key in model}
-    found |= translate(older, MODEL_KEYS, source, report, "model.", section="parallel.recompute: ")
-    for place, section in (("features", features), ("model", model)):
+    found: dict[str, Any] = {}
+    for place, section in (("parallel", parallel), ("model", model)):
+        older = {key: section[key] for key in ("recompute", "skip_flash_attn_recompute") if key in section}
+        found |= translate(older, MODEL_KEYS, source, report, f"{place}.", section="parallel.recompute: ")
+    found |= translate(features, FEATURE_KEYS, source, report, "features.", plans)
+    for place, section in (("features", features), ("model", model), ("parallel", parallel)):
         at, loss = f"{place}.loss_cfg.", section.get("loss_cfg") or {}
         fields = with_aux_loss(translate(loss, _LOSS, source, report, at, section="model.config."))
         _put_all(recipe, {f"model.config.{key}": value for key, value in fields.items()})
@@ -283,6 +304,7 @@ def _set_features(
             plan = section.get(key)
             if plan is None:
                 continue
+            plan = {"apply_modules": plan} if isinstance(plan, list) else plan
             if not found.get(switch):
                 report.add(source, f"{place}.{key}", plan, "not needed", "off")
                 continue
@@ -293,6 +315,9 @@ def _set_features(
             report.add(source, f"{place}.{key}", plan, "mapped", target)
             if switch == "recompute" and plan.get("use_reentrant"):
                 put(recipe, "parallel.use_reentrant", True)
+            if scopes := plan.get("op_replay_scopes"):
+                note = "a recomputed block computes every operation again; its results are the same"
+                report.add(source, f"{place}.{key}.op_replay_scopes", scopes, "not needed", note)
 
 
 def _set_training(
@@ -311,6 +336,7 @@ def _set_training(
     batches = section.get("gradient_accumulation_steps") or 1
     recipe["train"]["global_batch"] = micro * batches * (world_size // ranks_of_a_row)
     recipe["train"].setdefault("seed", 42)
+    _set_optimizer(recipe, section, source, report)
     optim, steps = recipe["optim"], recipe["train"]["steps"]
     optim["betas"] = [float(section.get("adam_beta1", 0.9)), float(section.get("adam_beta2", 0.999))]
     if not recipe["train"].get("eval_every"):
@@ -349,3 +375,17 @@ def _set_training(
     recipe["out"], recipe["name"] = run_place(section.get("save"))
     if section.get("save") is None:
         recipe["checkpoint"] = {"every": 0, "at_end": False}
+
+
+def _set_optimizer(recipe: dict[str, Any], section: Mapping[str, Any], source: str, report: JobReport) -> None:
+    name = section.get("optimizer")
+    if name is None:
+        return
+    if name not in _OPTIMIZERS:
+        report.add(source, "training.optimizer", name, "not supported", f"always {' or '.join(_OPTIMIZERS)} here")
+    elif _OPTIMIZERS[name]:
+        put(recipe, "parallel.offload", True)
+        note = "parallel.offload: weights and gradients wait in host memory beside the optimizer's state"
+        report.add(source, "training.optimizer", name, "mapped", note)
+    else:
+        report.add(source, "training.optimizer", name, "not needed", "optim.name is adamw")

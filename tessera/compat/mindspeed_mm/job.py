@@ -38,6 +38,7 @@ from tessera.compat.mindspeed_mm.report import JobReport
 from tessera.compat.mindspeed_mm.sora_job import generation_recipe
 from tessera.compat.mindspeed_mm.sora_model_json import is_generation
 from tessera.core.errors import TesseraError
+from tessera.core.fsdp2_file import read_fsdp2_file
 
 WHERE = "command line"
 _SHELL_SIZES = {
@@ -67,14 +68,14 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
         if not args.mm.get(name).keys():
             raise TesseraError(f"the job has no {source}", where=WHERE, fix=f"name it: --mm-{name} {name}.json")
     model = read_model(args.mm.model.to_dict(), model_source, report)
-    compare_shell_sizes(args, model, model_source)
+    compare_shell_sizes(args, model, model_source, report)
     family = model.family or family_of_folder(args.load_base_model or args.load or model.folder)
     data = read_data(args.mm.data.to_dict(), data_source, report, family)
     recipe: dict[str, Any] = {}
     recipe |= place_sections(args)
     _set_model(recipe, args, model, data, report)
     _set_data(recipe, args, data)
-    _set_parallel(recipe, args, model)
+    _set_parallel(recipe, args, model, report)
     recipe["precision"] = precision_section(args)
     _set_training(recipe, args, data, report)
     set_tools(recipe, args.mm.tool.to_dict(), args.mm_tool or "tools", report)
@@ -84,16 +85,12 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     return recipe, report
 
 
-def compare_shell_sizes(args: Args, model: ModelFile, source: str) -> None:
-    """Raise an error where a size on the command line is not the one in model.json."""
+def compare_shell_sizes(args: Args, model: ModelFile, source: str, report: JobReport) -> None:
+    """Report where model.json says another size than the command line, whose sizes only satisfy an argument check."""
     for name, target in _SHELL_SIZES.items():
-        given = getattr(args, name)
-        if given is not None and target in model.fields and model.fields[target] != given:
-            raise TesseraError(
-                f"--{name.replace('_', '-')} is {given}, {source} says {model.fields[target]}",
-                where=WHERE,
-                fix="give the size in model.json alone",
-            )
+        size = getattr(args, name)
+        if size is not None and target in model.fields and model.fields[target] != size:
+            report.change(f"--{name.replace('_', '-')}", f"{source} says {model.fields[target]}, there as here")
     if args.untie_embeddings_and_output_weights and model.fields.get("tie_word_embeddings"):
         raise TesseraError(
             f"--untie-embeddings-and-output-weights: {source} says that they are tied", where=WHERE, fix="say one"
@@ -137,10 +134,23 @@ def _set_data(recipe: dict[str, Any], args: Args, data: DataFile) -> None:
     recipe["data"] = section
 
 
-def _set_parallel(recipe: dict[str, Any], args: Args, model: ModelFile) -> None:
+def _set_parallel(recipe: dict[str, Any], args: Args, model: ModelFile, report: JobReport) -> None:
     section = parallel_section(args, model.layers, "text")
     _set_memory(section, args, model)
+    _drop_named_twice(section, args, model, report)
     recipe["parallel"] = section
+
+
+def _drop_named_twice(section: dict[str, Any], args: Args, model: ModelFile, report: JobReport) -> None:
+    """Leave recomputation to the file of FSDP2 where it names modules, whatever model.json says of its towers."""
+    file = None if args.fsdp2_config_path is None else read_fsdp2_file(Path(args.fsdp2_config_path))
+    if file is None or not file.recompute_modules or "recompute" not in section:
+        return
+    del section["recompute"]
+    towers = {"vision": "image_encoder.vision_encoder", "projector": "image_encoder.vision_projector"}
+    for tower, keys in model.recompute.items():
+        for key in keys:
+            report.change(f"{towers.get(tower, 'text_decoder')}.{key}", "recompute_modules of the FSDP2 file say it")
 
 
 def _set_memory(section: dict[str, Any], args: Args, model: ModelFile) -> None:

@@ -108,7 +108,7 @@ def migrate(path: Path, *, world_size: int | None = None, environment: Mapping[s
 
 
 def _read_script(path: Path, environment: Mapping[str, str] | None) -> tuple[ShellJob, Launch]:
-    """Read a launch script. Where it counts machines in a file that is not here, take the fewest that hold the model."""
+    """Read a launch script. Where a file that is not here counts machines, take the fewest that hold the model."""
     job = read_shell(path, environment)
     launch = _launch_of(job)
     fewest = -(-launch.model_ranks // launch.ranks_per_machine)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tessera.compat.mindspeed_mm.report import (
     JobReport,
     KeyRule,
+    Outcome,
     all_of,
     fixed,
     part_of,
@@ -18,6 +21,8 @@ from tessera.compat.mindspeed_mm.report import (
     unneeded,
 )
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.layouts import CONFIG_FILE
+from tessera.models import FAMILIES, FOREIGN
 
 AUX_LOSS, _LOGITS = "text.experts.router_aux_loss_coef", "text.experts.output_router_logits"
 TEXT, VISION = "text.layers", "vision.blocks"  # where our models keep the layers of a tower
@@ -26,6 +31,11 @@ _KERNEL = unneeded("the fastest implementation that the device has is chosen by 
 _FAMILY = unneeded("the family says it")
 _SPLIT = unneeded("ranks are said once, by the sizes on the command line")
 _COPIED = unneeded("the converter of weights needs it")
+_TOWER_WEIGHTS = refused("weights of one tower are not read: name a folder of the whole model, --load FOLDER")
+_FUSIONS = (
+    "bias_activation_fusion masked_softmax_fusion bias_dropout_fusion apply_rope_fusion memory_efficient_layer_norm "
+    "persist_layer_norm"
+)
 
 TEXT_SIZES: dict[str, KeyRule] = {
     "num_layers": sets("text.num_hidden_layers"),
@@ -36,8 +46,8 @@ TEXT_SIZES: dict[str, KeyRule] = {
     "num_query_groups": sets("text.num_key_value_heads"),
     "num_key_value_heads": sets("text.num_key_value_heads"),
     "kv_channels": sets("text.head_dim"),
-    "vocab_size": sets("text.vocab_size"),
-    "max_position_embeddings": sets("text.max_position_embeddings"),
+    **all_of(sets("text.vocab_size"), "vocab_size language_vocab_size"),
+    **all_of(sets("text.max_position_embeddings"), "max_position_embeddings language_max_sequence_length"),
     "rope_theta": sets("text.rope_theta", float),
     "rotary_base": sets("text.rope_theta", float),
     "mrope_section": sets("text.mrope_section", tuple),
@@ -58,19 +68,25 @@ TEXT_KEYS: dict[str, KeyRule] = {
     **all_of(fixed("RMSNorm"), "normalization"),
     **all_of(fixed("silu", "swish"), "activation_func hidden_act"),
     **all_of(fixed(True), "gated_linear_unit disable_bias_linear group_query_attention"),
-    **all_of(fixed(False), "add_bias_linear is_encoder_decoder fp16_lm_cross_entropy"),
+    **all_of(
+        fixed(False),
+        "add_bias_linear is_encoder_decoder fp16_lm_cross_entropy apply_query_key_layer_scaling "
+        "layernorm_zero_centered_gamma",
+    ),
     **all_of(fixed(0, 0.0), "hidden_dropout attention_dropout"),
-    **all_of(fixed("mrope", "rope"), "position_embedding_type"),
+    **all_of(fixed("mrope", "rope"), "position_embedding_type lm_position_embedding_type"),
     **all_of(fixed(1, 1.0), "rotary_percent"),
     **all_of(refused("scaled rotary positions come with the model's folder"), "rope_scaling"),
     **all_of(_DTYPE, "params_dtype bf16 fp16 attention_softmax_in_fp32"),
     **all_of(
         _KERNEL,
         "use_fused_rotary_pos_emb use_infer_fa attn_implementation attn_layout use_npu_fused_moe moe_grouped_gemm "
-        "bias_activation_fusion use_remove_padding parallel_output variable_seq_lengths is_causal",
+        f"{_FUSIONS} use_remove_padding parallel_output variable_seq_lengths is_causal reset_attention_mask",
     ),
-    **all_of(_SPLIT, "sequence_parallel context_parallel_size tp pp cp"),
+    "initializer_factor": _FAMILY,
+    **all_of(_SPLIT, "sequence_parallel context_parallel_size tp pp cp deallocate_pipeline_outputs"),
     **all_of(_COPIED, "canonical_model tokenizer_type"),
+    "ckpt_path": _TOWER_WEIGHTS,
     **all_of(
         refused("latent attention and shared experts belong to no family here"),
         "n_shared_experts first_k_dense_replace n_group topk_group routed_scaling_factor multi_latent_attention "
@@ -83,17 +99,21 @@ TEXT_KEYS: dict[str, KeyRule] = {
 }
 VISION_KEYS: dict[str, KeyRule] = {
     **all_of(_DTYPE, "params_dtype bf16 fp16 attention_softmax_in_fp32"),
-    **all_of(_KERNEL, "use_fused_rotary_pos_emb attn_implementation attn_layout bias_activation_fusion"),
+    **all_of(_KERNEL, f"use_fused_rotary_pos_emb attn_implementation attn_layout {_FUSIONS} device"),
     **all_of(
         _FAMILY,
         "normalization activation_func hidden_act gated_linear_unit add_qkv_bias add_bias_linear qk_layernorm "
         "attention_mask_type post_layer_norm initializer_factor output_hidden_states use_return_dict pre_tockens "
         "next_tockens class_token_len position_embedding_type attention_bias rms_norm_eps layernorm_epsilon "
-        "llm_hidden_size out_hidden_size init_method_std downsample_ratio select_layer ps_version",
+        "llm_hidden_size out_hidden_size init_method_std downsample_ratio select_layer ps_version q_layernorm "
+        "k_layernorm add_class_token kv_channels num_query_groups",
     ),
-    **all_of(fixed(0, 0.0), "hidden_dropout attention_dropout drop_path_rate"),
-    **all_of(_SPLIT, "context_parallel_size use_vit_dp tp pp cp"),
+    **all_of(fixed(0, 0.0), "hidden_dropout attention_dropout"),
+    **all_of(fixed(False), "layernorm_zero_centered_gamma"),
+    "drop_path_rate": unneeded("a layer is never left out: a regularisation of the original that a run does without"),
+    **all_of(_SPLIT, "context_parallel_size sequence_parallel use_vit_dp tp pp cp"),
     "canonical_model": _COPIED,
+    "ckpt_path": _TOWER_WEIGHTS,
     "synchronize_per_layer": TEXT_KEYS["synchronize_per_layer"],
 }
 _GRID = {
@@ -225,7 +245,7 @@ def read_model(data: Mapping[str, Any], source: str, report: JobReport) -> Model
     else:
         file.family = _family(vision, source)
     family = file.family or _ENCODERS.get(str(vision.get("model_id")), "qwen3_vl")
-    _ids(data, vision, projector, text, source, report, file.family)
+    _ids(data, vision, projector, text, source, report, file)
     parts = {"image_encoder", "text_decoder", "model_id", "init_from_hf_path", "patch", "loss_cfg"}
     config = "model.config."
     file.fields |= translate(data, TOP_KEYS, source, report, handled=parts, section=config)
@@ -246,13 +266,26 @@ def read_model(data: Mapping[str, Any], source: str, report: JobReport) -> Model
         at = "image_encoder.vision_encoder."
         file.fields |= translate(vision, rules, source, report, at, handled, config)
     height = dict.fromkeys([key for key in projector if key not in handled], _PROJECTOR_HEIGHT)
+    height |= {"ckpt_path": _TOWER_WEIGHTS}
     translate(projector, height, source, report, "image_encoder.vision_projector.", handled)
-    file.fields |= translate(text, TEXT_KEYS, source, report, "text_decoder.", handled, config)
+    file.fields |= translate(
+        _plain_rope(text, source, report), TEXT_KEYS, source, report, "text_decoder.", handled, config
+    )
     _set_mlp_ratio(file.fields, source)
     _towers(file, vision, projector, text, source, report)
     if file.folder is not None:  # sizes there only satisfy an argument check; the folder's config.json decides
         file.fields = file.chosen
     return file
+
+
+def _plain_rope(text: Mapping[str, Any], source: str, report: JobReport) -> Mapping[str, Any]:
+    """Return the section without dynamic scaling of positions, which changes none below max_position_embeddings."""
+    scaling = text.get("rope_scaling")
+    if not isinstance(scaling, Mapping) or scaling.get("type", scaling.get("rope_type")) != "dynamic":
+        return text
+    note = "it begins beyond max_position_embeddings; the model's folder says it"
+    report.add(source, "text_decoder.rope_scaling", dict(scaling), "not needed", note)
+    return {key: value for key, value in text.items() if key != "rope_scaling"}
 
 
 def with_aux_loss(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,9 +315,12 @@ def _ids(
     text: Mapping[str, Any],
     source: str,
     report: JobReport,
-    family: str | None,
+    file: ModelFile,
 ) -> None:
-    note = "model.family: found from the folder" if family is None else f"model.family={family}"
+    """Report what the names of model and parts become: the family, or that none has it."""
+    why_not = unknown_model(data.get("model_id"), file.folder) if file.family is None else None
+    note = f"model.family={file.family}" if file.family else why_not or "model.family: found from the folder"
+    outcome: Outcome = "not supported" if why_not else "mapped"
     places = (
         ("", data),
         ("image_encoder.vision_encoder.", vision),
@@ -293,7 +329,24 @@ def _ids(
     )
     for prefix, section in places:
         if section.get("model_id") is not None:
-            report.add(source, f"{prefix}model_id", section["model_id"], "mapped", note)
+            report.add(source, f"{prefix}model_id", section["model_id"], outcome, note)
+
+
+def unknown_model(name: Any, folder: str | None) -> str | None:
+    """Return why nothing here trains a model of this name; None where a family does, or a folder on this machine."""
+    here = folder is not None and (Path(folder) / CONFIG_FILE).is_file()
+    if name is None or here or str(name) in _known_ids():
+        return None
+    near = nearest(str(name), _known_ids())
+    return (
+        f"no family here trains {name}{f' (nearest: {near})' if near else ''}; where transformers has its class, a "
+        "recipe with model.family=transformers may, which knows no keys of this file"
+    )
+
+
+@functools.cache
+def _known_ids() -> frozenset[str]:
+    return frozenset(kind for name in FAMILIES.names() if name != FOREIGN for kind in FAMILIES.get(name).hf_types)
 
 
 def _set_mlp_ratio(fields: dict[str, Any], source: str) -> None:

@@ -39,6 +39,11 @@ class JobReport:
     def add(self, source: str, key: str, value: Any, outcome: Outcome, note: str) -> None:
         self.entries.append(ReportEntry(source, key, value, outcome, note))
 
+    def change(self, key: str, note: str) -> None:
+        """Say that a key that has a place in a recipe has no effect in this job, and why."""
+        entries = [replace(one, outcome="not needed", note=note) if one.key == key else one for one in self.entries]
+        self.entries = entries
+
     @property
     def refused(self) -> list[ReportEntry]:
         return [entry for entry in self.entries if entry.outcome == "not supported"]

@@ -58,6 +58,7 @@ _LINEAR: dict[str, dict[str, tuple[str, ...]]] = {
         "linear1_qkv": ("single_blocks.proj.{q,k,v}",),
         "linear1_mlp": ("single_blocks.proj.up",),
         "linear2": ("single_blocks.out",),
+        "proj_out": ("head.proj",),
     },
     "cogvideox": {
         "proj_qkv": ("attn.qkv.{q,k,v}",),
@@ -84,20 +85,22 @@ def generation_recipe(args: Args, report: JobReport) -> dict[str, Any]:
             where=model_source,
             fix=f"load_video_features and load_text_features: {str(data.features).lower()}",
         )
+    if model.family == "cogvideox" and model.folders.get("ae.from_pretrained", "").endswith(".pt"):
+        file, folder = model.folders["ae.from_pretrained"], pipeline_of(model, data, model_source)
+        note = f"{folder}/vae, which holds the same weights as diffusers reads them"
+        report.add(model_source, "ae.from_pretrained", file, "differs", note)
     recipe: dict[str, Any] = place_sections(args)
-    form = _set_model(recipe, args, model, data, model_source)
-    recipe["data"] = _data_section(args, model, data, form, data_source)
+    set_model_and_data(recipe, args, model, data, (model_source, data_source))
     recipe["parallel"] = _parallel(args, model)
     recipe["precision"] = precision_section(args)
     steps = training_steps(args)
-    recipe["train"] = {
+    recipe["train"] |= {
         "task": "diffusion_dpo" if model.pairs else "diffusion",
         "steps": steps,
         "global_batch": args.global_batch_size,
         "micro_batch": args.micro_batch_size,
         "seed": args.seed,
         **ema_setting(args),
-        "task_options": _task_options(recipe, model, data, model_source),
     }
     recipe["optim"] = optimizer_section(args, steps)
     _refuse_language_flags(args)
@@ -107,8 +110,17 @@ def generation_recipe(args: Args, report: JobReport) -> dict[str, Any]:
     return recipe
 
 
+def set_model_and_data(
+    recipe: dict[str, Any], args: Any, model: GenerationFile, data: GenerationData, sources: tuple[str, str]
+) -> None:
+    """Set the sections of the model and of its data, and the options of the task. `sources`: files of both."""
+    form = _set_model(recipe, args, model, data, sources[0])
+    recipe["data"] = _data_section(args, model, data, form, sources[1])
+    recipe.setdefault("train", {})["task_options"] = _task_options(recipe, model, data, sources[0])
+
+
 def _set_model(
-    recipe: dict[str, Any], args: Args, model: GenerationFile, data: GenerationData, source: str
+    recipe: dict[str, Any], args: Any, model: GenerationFile, data: GenerationData, source: str
 ) -> GenerationForm:
     """Set the section of the model, and return how the family reads latents and text."""
     section: dict[str, Any] = recipe.setdefault("model", {})
@@ -144,8 +156,12 @@ def _set_model(
 
 
 def pipeline_of(model: GenerationFile, data: GenerationData | None, source: str) -> str | None:
-    """Return the diffusers folder that VAE, text encoders and tokenizers are parts of; None where none is named."""
-    named = model.pipeline_folder(source) if not model.features else None
+    """Return the diffusers folder that VAE, text encoders and tokenizers are parts of; None where none is named.
+
+    CogVideoX of its makers has its VAE in a file of its own, beside a part of the diffusers folder with the same VAE.
+    """
+    own_file = model.family == "cogvideox" and model.folders.get("ae.from_pretrained", "").endswith(".pt")
+    named = model.pipeline_folder(source) if not model.features and not own_file else None
     if named is None and data is not None and data.tokenizers:
         named = str(Path(data.tokenizers[0]).parent)
     return named
@@ -177,7 +193,7 @@ def _compared(folder: Path, model: GenerationFile, source: str) -> dict[str, Any
 
 
 def _data_section(
-    args: Args, model: GenerationFile, data: GenerationData, form: GenerationForm, source: str
+    args: Any, model: GenerationFile, data: GenerationData, form: GenerationForm, source: str
 ) -> dict[str, Any]:
     section = nested(data.section)
     section["workers"] = args.num_workers
@@ -288,7 +304,8 @@ def lora_targets(names: Sequence[str], family: str) -> list[str]:
             )
         for layer in known[key]:
             single = layer.startswith("single_blocks.")
-            found.append(f"{'single_blocks' if single else 'blocks'}.{{*}}.{layer.removeprefix('single_blocks.')}")
+            blocks = f"{'single_blocks' if single else 'blocks'}.{{*}}.{layer.removeprefix('single_blocks.')}"
+            found.append(layer if layer.startswith("head.") else blocks)
     return list(dict.fromkeys(found))
 
 

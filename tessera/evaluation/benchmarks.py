@@ -1,0 +1,183 @@
+"""Score benchmarks of images and text by the TSV files of VLMEvalKit: AI2D, MMMU, ChartQA and DocVQA.
+
+A file has a row per question, with the image in base64. AI2D and MMMU are multiple choice and count exact letters;
+ChartQA counts numbers within five percent; DocVQA scores the edit distance (ANLS).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tessera.core.errors import TesseraError, nearest
+from tessera.inference.loaded import LoadedModel, LoadedProcessor
+
+SUFFIX = ".tsv"
+LETTERS = "ABCDEFGHI"
+MAX_FIELD = 64 << 20  # an image in base64
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Define how a benchmark asks and how an answer is scored, from 0 to 1."""
+
+    choice: bool
+    score: Callable[[str, list[str]], float]
+
+
+def _same(answer: str, expected: list[str]) -> float:
+    return float(any(answer.strip().lower() == one.strip().lower() for one in expected))
+
+
+def relaxed(answer: str, expected: list[str]) -> float:
+    """Return 1 for equal text, or for a number within five percent of the expected one."""
+
+    def number(text: str) -> float | None:
+        try:
+            return float(text.strip().rstrip("%").replace(",", "")) / (100 if text.strip().endswith("%") else 1)
+        except ValueError:
+            return None
+
+    for one in expected:
+        found, wanted = number(answer), number(one)
+        if found is not None and wanted is not None:
+            if found == wanted or (wanted != 0 and abs(found - wanted) / abs(wanted) <= 0.05):
+                return 1.0
+        elif _same(answer, [one]):
+            return 1.0
+    return 0.0
+
+
+def anls(answer: str, expected: list[str]) -> float:
+    """Return the best of 1 - edit distance / length over the expected answers; below one half it counts nothing."""
+    best = 0.0
+    for one in expected:
+        first, second = answer.strip().lower(), one.strip().lower()
+        longest = max(len(first), len(second))
+        best = max(best, 1.0 if not longest else 1 - _edit_distance(first, second) / longest)
+    return best if best >= 0.5 else 0.0
+
+
+def _edit_distance(first: str, second: str) -> int:
+    row = list(range(len(second) + 1))
+    for number, letter in enumerate(first, 1):
+        previous, row[0] = row[0], number
+        for position, other in enumerate(second, 1):
+            cost = previous + (letter != other)
+            previous, row[position] = row[position], min(cost, row[position] + 1, row[position - 1] + 1)
+    return row[-1]
+
+
+def chosen_letter(answer: str, options: Mapping[str, str]) -> str:
+    """Return the option that an answer names: by its letter, or by its whole text."""
+    found = re.match(rf"\W*([{LETTERS}])(?:\W|$)", answer.strip())
+    if found and found[1] in options:
+        return found[1]
+    texts = [letter for letter, text in options.items() if text.strip().lower() == answer.strip().lower()]
+    return texts[0] if len(texts) == 1 else ""
+
+
+BENCHMARKS = {
+    "ai2d_test": Benchmark(True, _same),
+    "mmmu_dev_val": Benchmark(True, _same),
+    "chartqa_test": Benchmark(False, relaxed),
+    "docvqa_val": Benchmark(False, anls),
+}
+
+
+@dataclass(frozen=True)
+class BenchmarkRow:
+    """Hold one question of a benchmark."""
+
+    index: str
+    question: str
+    images: tuple[bytes, ...]
+    options: Mapping[str, str]
+    expected: list[str]
+
+    def prompt(self) -> str:
+        if not self.options:
+            return f"{self.question}\nAnswer the question using a single word or phrase."
+        listed = "\n".join(f"{letter}. {text}" for letter, text in self.options.items())
+        return f"{self.question}\n{listed}\nAnswer with the option's letter from the given choices directly."
+
+
+def read_rows(path: Path) -> Iterator[BenchmarkRow]:
+    """Yield the questions of a TSV file. A row may name the row whose image it shares."""
+    csv.field_size_limit(MAX_FIELD)
+    images: dict[str, str] = {}
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file, delimiter="\t")
+            missing = {"index", "question", "image", "answer"} - set(reader.fieldnames or ())
+            if missing:
+                raise TesseraError(f"the table has no column {', '.join(sorted(missing))}", where=str(path))
+            for row in reader:
+                images[row["index"]] = row["image"] if len(row["image"]) > 64 else images.get(row["image"], "")
+                yield BenchmarkRow(
+                    row["index"],
+                    row["question"],
+                    tuple(_images(images[row["index"]], f"{path}: index {row['index']}")),
+                    {letter: row[letter] for letter in LETTERS if row.get(letter)},
+                    _answers(row["answer"]),
+                )
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise TesseraError(f"cannot be read: {error}", where=str(path)) from None
+
+
+def _images(text: str, where: str) -> Iterator[bytes]:
+    """Yield the images of a cell: one in base64, or a list of them."""
+    parts = re.findall(r"'([^']*)'|\"([^\"]*)\"", text) if text.startswith("[") else [(text, "")]
+    for first, second in parts:
+        try:
+            yield base64.b64decode(first or second, validate=True)
+        except (binascii.Error, ValueError):
+            raise TesseraError("the image is not in base64", where=where) from None
+
+
+def _answers(text: str) -> list[str]:
+    """Return the accepted answers: several are a list in JSON."""
+    if text.startswith("["):
+        try:
+            return [str(one) for one in json.loads(text.replace("'", '"'))]
+        except ValueError:
+            pass
+    return [text]
+
+
+def benchmark_of(name: str, where: str) -> Benchmark:
+    """Return the benchmark of a name: that of a table, in any case."""
+    if name.lower() not in BENCHMARKS:
+        near = nearest(name.lower(), BENCHMARKS)
+        raise TesseraError(f"no benchmark is called {name!r}", where=where, allowed=BENCHMARKS, nearest=near)
+    return BENCHMARKS[name.lower()]
+
+
+def score_table(
+    model: LoadedModel,
+    processor: LoadedProcessor,
+    benchmark: Benchmark,
+    table: Path,
+    max_samples: int | None = None,
+    **generation: Any,
+) -> list[dict[str, Any]]:
+    """Ask the questions of a table, and return the scored answers. `generation`: options of `model.generate`."""
+    records: list[dict[str, Any]] = []
+    for row in islice(read_rows(table), max_samples):
+        shown: list[dict[str, Any]] = [{"type": "image", "image": image} for image in row.images]
+        messages = [{"role": "user", "content": [*shown, {"type": "text", "text": row.prompt()}]}]
+        answer = str(model.generate(processor(messages), **generation))
+        chosen = chosen_letter(answer, row.options) if benchmark.choice and row.options else answer
+        score = benchmark.score(chosen, row.expected)
+        records.append({"index": row.index, "answer": answer, "expected": row.expected, "score": score})
+    if not records:
+        raise TesseraError("the table has no rows", where=str(table))
+    return records
