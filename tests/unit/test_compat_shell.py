@@ -123,7 +123,7 @@ def test_what_only_running_would_tell_hurts_where_it_is_used(tmp_path: Path) -> 
         ("A=1\nA=${A%%x}\ntorchrun a.py $A\n", 2, "form of a variable"),
         ("torchrun a.py $((RANDOM % 9))\n", 1, "a random number"),
         ("cd /\ntorchrun a.py\n", 2, "changes to /"),
-        ("A=1\nif [ ! -f nowhere ]; then\n  exit 1\nfi\ntorchrun a.py\n", 3, "the script ends here"),
+        ("A=1\nif [ -d / ]; then\n  exit 1\nfi\ntorchrun a.py\n", 3, "the script ends here"),
         ("A=1\n: ${MUST:?}\ntorchrun a.py\n", 2, "MUST is not set"),
     ):
         with pytest.raises(TesseraError, match=said) as caught:

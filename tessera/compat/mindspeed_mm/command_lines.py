@@ -45,8 +45,8 @@ def _answers(args: Args, report: JobReport) -> Commands:
     if not prompts:
         raise TesseraError("prompts asks nothing", where=source, fix='"prompts": "What is shown?"')
     report.add(source, "prompts", data["prompts"], "mapped", "questions")
-    for key, value in settings.processor.items():
-        report.add(source, key, value, "not supported", _NO_OPTION)
+    for key in settings.processor:
+        report.change(key, _NO_OPTION, "differs")
     folder = _model_folder(args, settings.folders, report)
     options = _options(settings.generation, _ANSWERED)
     shown = [word for image in images for word in ("--image", image)]
@@ -62,11 +62,10 @@ def _benchmark(args: Args, report: JobReport) -> Commands:
         raise TesseraError("dataset_path names no table", where=source, fix='"dataset_path": "AI2D_TEST.tsv"')
     report.add(source, "dataset_path", table, "mapped", "--data: its name says which benchmark it is")
     report.add(source, "evaluation_dataset", data.get("evaluation_dataset"), "not needed", "the table's name says it")
-    drawn = {key: value for key, value in settings.generation.items() if key != "max_new_tokens"}
-    for key, value in {**settings.processor, **drawn}.items():
-        report.add(
-            source, key, value, "not needed", "the command asks with the model's own sizes, and takes the likeliest"
-        )
+    for key in settings.processor:
+        report.change(key, _NO_OPTION, "differs")
+    for key in ("do_sample", "temperature", "top_k", "top_p"):
+        report.change(f"generation_config.{key}", "the command takes the likeliest token")
     words = _options({"max_new_tokens": settings.generation.get("max_new_tokens")}, _ANSWERED)
     return {}, (_line("eval", _model_folder(args, settings.folders, report), "--data", str(table), *words),)
 
@@ -83,8 +82,8 @@ def _videos(args: Args, report: JobReport) -> Commands:
         note = f"weights of another folder: convert them back (mm-convert ... mm_to_hf) into {folder}/transformer"
         report.add("command line", "--load", args.load, "differs", note)
     options = _options(asked.options, _SAMPLED)
-    for key in asked.options.keys() - _SAMPLED.keys():
-        report.add(source, key, asked.options[key], "not supported", _NO_OPTION)
+    if asked.options.get("dynamic_guidance"):
+        report.change("pipeline_config.use_dynamic_cfg", _NO_OPTION, "differs")
     if asked.dtype is not None:
         options += ["--dtype", asked.dtype]
     if not images:
@@ -136,7 +135,7 @@ def _model_folder(args: Args, named: Sequence[str], report: JobReport) -> str:
     if load is None or (named and not any((Path(load) / name).is_file() for name in (CONFIG_FILE, "config.yaml"))):
         if not named:
             raise TesseraError("--load names no model", where="command line", fix="--load ckpt/hf_path/MODEL")
-        if load is not None:
+        if load is not None and Path(load) != Path(named[0]):
             note = f"{named[0]}: the folder with its configuration. Trained shards are converted back first: "
             report.add("command line", "--load", load, "differs", f"{note}mm-convert CONVERTER mm_to_hf")
         return named[0]
