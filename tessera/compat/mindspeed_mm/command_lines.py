@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ _SAMPLED = {
     **{"guidance_2": "--guidance-2", "true_guidance": "--true-guidance", "negative": "--negative", "seed": "--seed"},
 }
 _ANSWERED = {name: f"--{name.replace('_', '-')}" for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
-_NO_OPTION = "no option of the command says it; the same script in a workspace honours it"
 Commands = tuple[dict[str, Any], tuple[str, ...]]
 
 
@@ -45,8 +45,7 @@ def _answers(args: Args, report: JobReport) -> Commands:
     if not prompts:
         raise TesseraError("prompts asks nothing", where=source, fix='"prompts": "What is shown?"')
     report.add(source, "prompts", data["prompts"], "mapped", "questions")
-    for key in settings.processor:
-        report.change(key, _NO_OPTION, "differs")
+    _without_option(report, *settings.processor)
     folder = _model_folder(args, settings.folders, report)
     options = _options(settings.generation, _ANSWERED)
     shown = [word for image in images for word in ("--image", image)]
@@ -62,8 +61,7 @@ def _benchmark(args: Args, report: JobReport) -> Commands:
         raise TesseraError("dataset_path names no table", where=source, fix='"dataset_path": "AI2D_TEST.tsv"')
     report.add(source, "dataset_path", table, "mapped", "--data: its name says which benchmark it is")
     report.add(source, "evaluation_dataset", data.get("evaluation_dataset"), "not needed", "the table's name says it")
-    for key in settings.processor:
-        report.change(key, _NO_OPTION, "differs")
+    _without_option(report, *settings.processor)
     for key in ("do_sample", "temperature", "top_k", "top_p"):
         report.change(f"generation_config.{key}", "the command takes the likeliest token")
     words = _options({"max_new_tokens": settings.generation.get("max_new_tokens")}, _ANSWERED)
@@ -83,7 +81,7 @@ def _videos(args: Args, report: JobReport) -> Commands:
         report.add("command line", "--load", args.load, "differs", note)
     options = _options(asked.options, _SAMPLED)
     if asked.options.get("dynamic_guidance"):
-        report.change("pipeline_config.use_dynamic_cfg", _NO_OPTION, "differs")
+        _without_option(report, "pipeline_config.use_dynamic_cfg")
     if asked.dtype is not None:
         options += ["--dtype", asked.dtype]
     if not images:
@@ -140,6 +138,13 @@ def _model_folder(args: Args, named: Sequence[str], report: JobReport) -> str:
             report.add("command line", "--load", load, "differs", f"{note}mm-convert CONVERTER mm_to_hf")
         return named[0]
     return str(load)
+
+
+def _without_option(report: JobReport, *keys: str) -> None:
+    """Report keys that the command has no option for."""
+    note = "no option of the command says it; the same script in a workspace honours it"
+    entries = [replace(one, outcome="differs", note=note) if one.key in keys else one for one in report.entries]
+    report.entries = entries
 
 
 def _listed(value: Any) -> list[str]:

@@ -265,7 +265,10 @@ def _not_supported() -> Iterator[Flag]:
         "encoders get their own split by parallel.encoders in a recipe", switches="hetero-parallel tp-2d"
     )
     yield from _refused("ring attention has one level here", ints="cp-window-size")
-    yield from _refused("losses are summed over trained tokens and divided once", switches="calculate-square-loss")
+    yield from _refused(
+        "losses are summed over trained tokens and divided once",
+        switches="calculate-square-loss",
+    )
     yield from _refused(
         "Muon takes the settings of its paper here (optim.name=muon); optim.momentum is the one that can be changed",
         floats="matched-adamw-rms muon-momentum",

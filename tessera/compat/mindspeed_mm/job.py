@@ -75,14 +75,27 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     recipe |= place_sections(args)
     _set_model(recipe, args, model, data, report)
     _set_data(recipe, args, data)
-    _set_parallel(recipe, args, model, report)
+    _set_parallel(recipe, args, model)
     recipe["precision"] = precision_section(args)
     _set_training(recipe, args, data, report)
     set_tools(recipe, args.mm.tool.to_dict(), args.mm_tool or "tools", report)
+    _drop_named_twice(recipe["parallel"], args, model, report)
     by_tokens = args.calculate_per_token_loss or args.calculate_token_loss
     note_behaviour(report, calculates_tokens=by_tokens, pairs=data.pairs)
     report.settle(recipe)
     return recipe, report
+
+
+def _drop_named_twice(section: dict[str, Any], args: Args, model: ModelFile, report: JobReport) -> None:
+    """Leave recomputation to the file of FSDP2 where it names modules, whatever model.json says of its towers."""
+    file = None if args.fsdp2_config_path is None else read_fsdp2_file(Path(args.fsdp2_config_path))
+    if file is None or not file.recompute_modules or "recompute" not in section:
+        return
+    del section["recompute"]
+    towers = {"vision": "image_encoder.vision_encoder", "projector": "image_encoder.vision_projector"}
+    for tower, keys in model.recompute.items():
+        for key in keys:
+            report.change(f"{towers.get(tower, 'text_decoder')}.{key}", "recompute_modules of the FSDP2 file say it")
 
 
 def compare_shell_sizes(args: Args, model: ModelFile, source: str, report: JobReport) -> None:
@@ -134,23 +147,10 @@ def _set_data(recipe: dict[str, Any], args: Args, data: DataFile) -> None:
     recipe["data"] = section
 
 
-def _set_parallel(recipe: dict[str, Any], args: Args, model: ModelFile, report: JobReport) -> None:
+def _set_parallel(recipe: dict[str, Any], args: Args, model: ModelFile) -> None:
     section = parallel_section(args, model.layers, "text")
     _set_memory(section, args, model)
-    _drop_named_twice(section, args, model, report)
     recipe["parallel"] = section
-
-
-def _drop_named_twice(section: dict[str, Any], args: Args, model: ModelFile, report: JobReport) -> None:
-    """Leave recomputation to the file of FSDP2 where it names modules, whatever model.json says of its towers."""
-    file = None if args.fsdp2_config_path is None else read_fsdp2_file(Path(args.fsdp2_config_path))
-    if file is None or not file.recompute_modules or "recompute" not in section:
-        return
-    del section["recompute"]
-    towers = {"vision": "image_encoder.vision_encoder", "projector": "image_encoder.vision_projector"}
-    for tower, keys in model.recompute.items():
-        for key in keys:
-            report.change(f"{towers.get(tower, 'text_decoder')}.{key}", "recompute_modules of the FSDP2 file say it")
 
 
 def _set_memory(section: dict[str, Any], args: Args, model: ModelFile) -> None:

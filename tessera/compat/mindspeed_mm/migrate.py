@@ -31,8 +31,8 @@ FSDP_TRAINER = Path("mindspeed_mm/fsdp/train/trainer.py")
 TOOLS = Path("mindspeed_mm/tools/tools.json")
 _TRAINING = (
     *("pretrain_vlm.py", "pretrain_sora.py", "pretrain_transformers.py"),
-    *("pretrain_internvl.py", "pretrain_qwen2vl.py", "pretrain_llava.py"),  # of releases before 26.0
     *("posttrain_qwen2vl_dpo.py", "posttrain_sora_dpo.py"),
+    *("pretrain_internvl.py", "pretrain_qwen2vl.py", "pretrain_llava.py"),  # of releases before pretrain_vlm.py
 )
 _EMPTY = ("logs", "data", "ckpt")
 
@@ -85,7 +85,7 @@ def migrate(path: Path, *, world_size: int | None = None, environment: Mapping[s
         )
     if path.suffix != ".sh":
         raise TesseraError(f"{path.name} is no job file", where=str(path), allowed=["*.sh", "*.yaml"])
-    job, launch = _read_script(path, environment)
+    job, launch, joined = _read_script(path, environment)
     ranks = launch.world_size if world_size is None else world_size
     machines = ranks // launch.ranks_per_machine if ranks % launch.ranks_per_machine == 0 else 1
     asked = JobReport()
@@ -97,25 +97,26 @@ def migrate(path: Path, *, world_size: int | None = None, environment: Mapping[s
         data = apply_overrides(read_job_yaml(Path(launch.argv[0])), parse_overrides(launch.argv[1:]), launch.argv[0])
         migrated = _checked(*recipe_of_yaml(data, launch.argv[0], ranks), ranks)
     else:
-        argv, joined = join_values(launch.argv)
-        migrated = _by_flags(argv, ranks)
-        for flag, value in joined.items():
-            note = "a placeholder of several words, taken as one value: write what belongs there"
-            migrated.report.add("script", flag, value, "differs", note)
+        migrated = _by_flags(launch.argv, ranks)
     _report_rest(migrated.report, job, launch)
+    for flag, value in joined.items():
+        note = "a placeholder of several words, taken as one value: write what belongs there"
+        migrated.report.add("script", flag, value, "differs", note)
     migrated = migrated if migrated.commands else _with_environment(migrated, launch)
     return replace(migrated, machines=max(1, machines), port=launch.port)
 
 
-def _read_script(path: Path, environment: Mapping[str, str] | None) -> tuple[ShellJob, Launch]:
-    """Read a launch script. Where a file that is not here counts machines, take the fewest that hold the model."""
+def _read_script(path: Path, environment: Mapping[str, str] | None) -> tuple[ShellJob, Launch, dict[str, str]]:
+    """Read a launch script, and join what stands for one value. Where a file that is not here counts machines, take the
+    fewest that hold the model."""
     job = read_shell(path, environment)
     launch = _launch_of(job)
     fewest = -(-launch.model_ranks // launch.ranks_per_machine)
     if job.hosts and fewest > 1:
         job = read_shell(path, environment, machines=fewest)
         launch = _launch_of(job)
-    return job, launch
+    argv, joined = join_values(launch.argv)
+    return job, replace(launch, argv=argv), joined
 
 
 def join_values(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -154,7 +155,7 @@ def _report_rest(report: JobReport, job: ShellJob, launch: Launch) -> None:
     for line, command, what in job.unread:
         report.add("script", f"line {line}", command, "not supported", f"not read: {what}; write it into the script")
     for one in job.launches:
-        if one is not launch:
+        if one.line != launch.line:
             report.add("script", f"line {one.line}", one.entry, "not needed", "no training: start it by itself")
     for line, name in job.hosts:
         note = (

@@ -39,9 +39,9 @@ class JobReport:
     def add(self, source: str, key: str, value: Any, outcome: Outcome, note: str) -> None:
         self.entries.append(ReportEntry(source, key, value, outcome, note))
 
-    def change(self, key: str, note: str, outcome: Outcome = "not needed") -> None:
+    def change(self, key: str, note: str) -> None:
         """Say that a key that has a place in a recipe has no effect in this job, and why."""
-        entries = [replace(one, outcome=outcome, note=note) if one.key == key else one for one in self.entries]
+        entries = [replace(one, outcome="not needed", note=note) if one.key == key else one for one in self.entries]
         self.entries = entries
 
     @property
