@@ -33,8 +33,8 @@ from tessera.compat.mindspeed_mm.report import (
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.fsdp2_file import TYPE_NAMES
 
+RECOMPUTE_KEYS = ("recompute", "recompute_plan")
 SECTIONS = ("parallel", "model", "data", "features", "training", "tools")
-_RECOMPUTE = ("recompute", "recompute_plan")
 _BUILT = unneeded("the model is always built without memory and then filled")
 _KERNEL = unneeded("the fastest implementation that the device has is chosen by itself")
 
@@ -213,7 +213,7 @@ def _put_all(recipe: dict[str, Any], found: Mapping[str, Any]) -> None:
 
 def _set_parallel(recipe: dict[str, Any], section: Mapping[str, Any], source: str, report: JobReport) -> int:
     """Set sharding and the split of sequences. Return how many ranks share the tokens of a row."""
-    at, own = "parallel.", {"fsdp_plan", "ep_plan", "ulysses_parallel_size", "ring_attention_size", *_RECOMPUTE}
+    at, own = "parallel.", {"fsdp_plan", "ep_plan", "ulysses_parallel_size", "ring_attention_size", *RECOMPUTE_KEYS}
     recipe["parallel"], recipe["precision"] = {"backend": "fsdp2"}, {"weights": "float32"}
     _put_all(recipe, translate(section, PARALLEL_KEYS, source, report, at, own))
     _put_all(recipe, translate(section.get("fsdp_plan") or {}, FSDP_KEYS, source, report, "parallel.fsdp_plan."))
@@ -249,11 +249,10 @@ def _set_model(
         "model_name_or_path",
         "freeze",
         "loss_cfg",
-        "recompute_plan",
         "activation_offload_plan",
         "chunkloss_plan",
-        "recompute",
         "skip_flash_attn_recompute",
+        *RECOMPUTE_KEYS,
     }
     translate(section, MODEL_KEYS, source, report, "model.", own)
     folder = training.get("load") or section.get("model_name_or_path")
@@ -285,7 +284,8 @@ def _set_model(
 
 
 def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, report: JobReport) -> None:
-    """Set recomputation, offload and the loss; files up to 26.0.0 have these keys in `model` and in `parallel`."""
+    """Set recomputation, offload and the loss. Older files have these keys in the section `model`, those of 26.0.0
+    and before recompute in the section `parallel`; the newest place counts."""
     features, model, parallel = (data.get(name) or {} for name in ("features", "model", "parallel"))
     plans = {"recompute_plan", "activation_offload_plan", "loss_cfg"}
     found: dict[str, Any] = {}
@@ -293,7 +293,7 @@ def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, 
         older = {key: section[key] for key in ("recompute", "skip_flash_attn_recompute") if key in section}
         found |= translate(older, MODEL_KEYS, source, report, f"{place}.", section="parallel.recompute: ")
     found |= translate(features, FEATURE_KEYS, source, report, "features.", plans)
-    for place, section in (("features", features), ("model", model), ("parallel", parallel)):
+    for place, section in (("parallel", parallel), ("model", model), ("features", features)):
         at, loss = f"{place}.loss_cfg.", section.get("loss_cfg") or {}
         fields = with_aux_loss(translate(loss, _LOSS, source, report, at, section="model.config."))
         _put_all(recipe, {f"model.config.{key}": value for key, value in fields.items()})
@@ -304,10 +304,11 @@ def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, 
             plan = section.get(key)
             if plan is None:
                 continue
-            plan = {"apply_modules": plan} if isinstance(plan, list) else plan
             if not found.get(switch):
                 report.add(source, f"{place}.{key}", plan, "not needed", "off")
                 continue
+            if not isinstance(plan, Mapping):  # 26.0.0 has a list
+                plan = {"apply_modules": plan}
             modules: list[Any] = list(plan.get("apply_modules") or [])
             if switch == "recompute" and found.get("keep_attention"):
                 modules = [{"modules": one, "keep": "attention"} for one in modules]
