@@ -196,7 +196,7 @@ def test_scripts_that_cannot_be_read_are_refused(tmp_path: Path, text: str, said
         read(tmp_path, text)
 
 
-@pytest.mark.parametrize("size", ["many", "²", "9" * 5000])
+@pytest.mark.parametrize("size", ["many", "²", "9" * 5000, "0"])
 def test_a_world_size_that_is_no_number_is_refused(tmp_path: Path, size: str) -> None:
     with pytest.raises(TesseraError, match="is no number"):
         _ = read(tmp_path, f"torchrun --nproc_per_node {size} a.py\n").world_size

@@ -91,11 +91,13 @@ def _videos(args: Args, report: JobReport) -> Commands:
     report.add(source, "image", images, "mapped", "--image, --last-image")
     lines = read_text(Path(images), 16 << 20).splitlines() if isinstance(images, str) else _listed(images)
     frames = [[one.strip() for one in line.split(",")] for line in lines if line.strip()]
+    if len(frames) != len(asked.prompts):
+        said = f"{len(asked.prompts)} prompts and {len(frames)} lines of images"
+        raise TesseraError(said, where=source, fix="write one line for each prompt")
+    outs = [["--out", f"{asked.folder}/video_{number}.mp4"] for number in range(len(frames))]
     return {}, tuple(
-        _line(
-            "generate", folder, "--prompt", prompt, *_frames(pair), "--out", f"{asked.folder}/video_{n}.mp4", *options
-        )
-        for n, (prompt, pair) in enumerate(zip(asked.prompts, frames, strict=False))
+        _line("generate", folder, "--prompt", prompt, *_frames(pair), *out, *options)
+        for prompt, pair, out in zip(asked.prompts, frames, outs, strict=True)
     )
 
 

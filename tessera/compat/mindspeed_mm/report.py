@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tessera.core.errors import TesseraError, nearest
 
-Outcome = Literal["mapped", "not needed", "not supported", "differs"]  # differs: what no key of the job asks for
+Outcome = Literal["mapped", "not needed", "not supported", "differs"]  # differs: done in another way
 _RECIPE_KEY = re.compile(r"\b(?:model|data|train|optim|parallel|precision|checkpoint|log|profile|guard)(?:\.[a-z]\w*)+")
 
 

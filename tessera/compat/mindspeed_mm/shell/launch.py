@@ -58,8 +58,8 @@ class Launch:
         if value is None:
             return default
         refuse_unknown(value, f"--{name}", str(self.path))
-        if not value.isdecimal() or len(value) > 6:
-            raise TesseraError(f"--{name} {value or '(nothing)'} is no number", where=self.where)
+        if not value.isdecimal() or len(value) > 6 or not int(value):
+            raise TesseraError(f"--{name} {value or '(nothing)'} is no number above 0", where=self.where)
         return int(value)
 
     @staticmethod

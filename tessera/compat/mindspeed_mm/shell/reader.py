@@ -347,8 +347,9 @@ class _Reader:
         if is_unknown(name):
             return unknown("c", line)
         file = self.folder / name
-        if file.is_file() and file.stat().st_size <= MAX_BYTES:
-            return str(file.read_bytes().count(b"\n"))
+        with suppress(OSError):
+            if file.is_file() and file.stat().st_size <= MAX_BYTES:
+                return str(file.read_bytes().count(b"\n"))
         if "host" not in file.name and "node" not in file.name:
             return unknown("c", line)
         self.job.hosts.append((line, name))
