@@ -33,7 +33,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lay_out(root)
     write_videos(root)
     for number in range(4):
-        write_video(root / f"data/videos/worse-{number}.mp4", 5, size=(48, 32))
+        write_video(root / f"data/videos/worse-{number}.mp4", 5, size=(48, 32), grey_step=2 + number)
     rows = [
         {"file": "1.mp4", "file_rejected": f"worse-{number}.mp4", "captions": "a red kite", "score": 0.8}
         for number in range(4)

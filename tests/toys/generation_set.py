@@ -57,8 +57,12 @@ def write_video(
     size: tuple[int, int] = (32, 32),
     times: Sequence[int] | None = None,
     turned: int = 0,
+    grey_step: int = 10,
 ) -> None:
-    """Write a video whose frame n has the grey 10 (n mod 25). `times`: when frames are shown, in ticks of 1 / rate."""
+    """Write a video whose frame n has the grey `grey_step` (n mod 25).
+
+    `times`: when frames are shown, in ticks of 1 / rate.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     av = pytest.importorskip("av")
     with av.open(str(path), "w") as container:
@@ -66,7 +70,7 @@ def write_video(
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
         stream.time_base = stream.codec_context.time_base = Fraction(1, rate)
         for number in range(frames):
-            grey = np.full((size[1], size[0], 3), 10 * (number % 25), np.uint8)
+            grey = np.full((size[1], size[0], 3), grey_step * (number % 25), np.uint8)
             frame = av.VideoFrame.from_ndarray(grey, format="rgb24")
             frame.pts = number if times is None else times[number]
             frame.time_base = Fraction(1, rate)
