@@ -19,6 +19,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.types import IGNORE, Batch, Encoded, Message, Part, Segments
 from tessera.models.transformers.library import SizedImages, library_errors, with_parts
 from tessera.models.transformers.marks import Encoding, MarkedTokenizer, without_marks
+from tessera.models.transformers.positions import check_length
 from tessera.models.transformers.turns import Turns
 
 IDS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
@@ -44,6 +45,7 @@ class Library:
     tokenizer: Any
     turns: Turns
     prefix_types: bool = False  # see `classes.has_prefix_types`
+    longest: int | None = None  # tokens of a sample that the class has positions for
 
     @property
     def sees(self) -> bool:
@@ -104,6 +106,7 @@ class Library:
         if len(tokenizer.seen) != 1 or made[IDS][0].tolist() != tokenizer.seen[0].ids:
             raise TesseraError(f"{type(self.processor).__name__} changes tokens after they were encoded")
         found = tokenizer.seen[0]
+        check_length(len(found.ids), self.longest)
         flags = torch.tensor(found.trained(), dtype=torch.bool)
         self._prove(found, flags)
         tokens = made[IDS][0]
@@ -213,6 +216,7 @@ class Library:
     def _padded(self, items: Sequence[EncodedChat], left: bool = False) -> dict[str, Tensor]:
         longest = max(len(item.tokens) for item in items)
         length = longest if left else -(-longest // _MULTIPLE) * _MULTIPLE
+        length = min(length, self.longest or length)
 
         def fill(values: Sequence[Tensor], padding: int) -> Tensor:
             out = torch.full((len(values), length), padding, dtype=torch.int64)

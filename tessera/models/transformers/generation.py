@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import Batch
+from tessera.models.transformers.model import longest_sample
+from tessera.models.transformers.positions import check_length
 
 Choose = Callable[[Tensor], Tensor]  # logits [rows, vocabulary] -> tokens [rows]
 
@@ -62,6 +64,12 @@ def continue_prompts(
         return chosen.tokens
     if not module.can_generate():
         raise TesseraError(f"{type(module).__name__} does not generate", fix="use a class for causal language models")
+
+    limit = longest_sample(module)
+    if limit is not None:  # the answer ends where the table of positions does
+        prompt = int(batch["attention_mask"].sum(-1).max())
+        check_length(prompt + 1, limit, where="the prompt")
+        max_new_tokens = min(max_new_tokens, limit - prompt)
 
     def finished(ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return torch.tensor(chosen.done, device=ids.device)

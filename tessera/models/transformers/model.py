@@ -18,11 +18,13 @@ from tessera.core.weightmap import WeightMap
 from tessera.models.common.foreign import Arguments, accept_batches
 from tessera.models.transformers.config import TransformersConfig
 from tessera.models.transformers.hub import LIBRARY, ClassHub
+from tessera.models.transformers.positions import check_length, keep_lengths_apart, masked_positions, position_limit
 from tessera.models.transformers.weights import published_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
 LABELS = "loss.labels"  # where the task `transformers` keeps the labels, so that the class computes no loss
 
 
@@ -51,7 +53,7 @@ class TransformersBuilder:
     def build(self) -> nn.Module:
         """Return the module without weights; called with a `Batch` it takes its tensors as keyword arguments."""
         module = without_weights(lambda: self._construct(self.model_class))
-        return accept_batches(module, _arguments_of(module))
+        return accept_batches(module, _arguments_of(module, keep_lengths_apart(module)))
 
     def fresh(self) -> nn.Module:
         """Return the whole module on the host with the initial weights of the class."""
@@ -77,6 +79,13 @@ class TransformersBuilder:
             _without_cache(settings)
             model: PreTrainedModel = build_from_config(kind, settings, torch.float32, self.config.attention)
         except Exception as error:  # whatever a constructor makes of a wrong field
+            if self.config.attention == "sdpa" and "scaled_dot_product_attention" in str(error):
+                raise TesseraError(
+                    f"{kind.__name__} has no attention of the kind sdpa",
+                    where="model.config.attention",
+                    allowed=["eager"],
+                    fix="model.config.attention=eager",
+                ) from None
             raise TesseraError(
                 f"{kind.__name__} cannot be built from this configuration: {error}", where="model.config.hf"
             ) from error
@@ -96,14 +105,29 @@ def _without_cache(settings: Any) -> None:
             part.use_cache = False
 
 
-def _arguments_of(module: nn.Module) -> Callable[[Batch], dict[str, Tensor]]:
-    arguments = Arguments(module)
+def longest_sample(module: nn.Module) -> int | None:
+    """Return the largest number of tokens that the class has positions for; None where there is no limit."""
+    decoder = _decoder_of(module)
+    config: Any = module.config
+    if not decoder and config.get_text_config() is not config:
+        return None  # a table may be that of another part than the decoder of text
+    return position_limit(module.get_submodule(decoder))
+
+
+def _arguments_of(module: nn.Module, depends_on_length: bool) -> Callable[[Batch], dict[str, Tensor]]:
+    arguments, limit = Arguments(module), longest_sample(module)
     makes_decoder_inputs = bool(getattr(module.config, "is_encoder_decoder", False))
 
     def given(batch: Batch) -> dict[str, Tensor]:
         found = arguments(batch)
         if makes_decoder_inputs and "decoder_input_ids" not in found and LABELS in batch:
             found["labels"] = batch[LABELS]  # the class shifts them into the decoder's inputs
+        if POSITIONS not in found:
+            names = ("decoder_input_ids", "labels") if makes_decoder_inputs else (IDS,)
+            tokens = next((found[name] for name in names if name in found), None)
+            check_length(0 if tokens is None else tokens.shape[-1], limit, where=f"a batch for {arguments.owner}")
+            if depends_on_length and MASK in found:
+                found[POSITIONS] = masked_positions(found[MASK])
         return found
 
     return given

@@ -29,7 +29,7 @@ from tessera.models.transformers.batches import EncodedChat, Library
 from tessera.models.transformers.classes import has_prefix_types, packs
 from tessera.models.transformers.config import TransformersConfig
 from tessera.models.transformers.library import checked_processor
-from tessera.models.transformers.model import TransformersBuilder
+from tessera.models.transformers.model import TransformersBuilder, longest_sample
 from tessera.models.transformers.turns import Turns
 
 VERSION = "transformers 1"  # the number is raised when the same files and options give other tokens than before
@@ -100,7 +100,12 @@ class ClassProcessor:
             tokenizer.pad_token = tokenizer.eos_token
         sees = getattr(processor, "image_processor", None) is not None
         turns = Turns(processor, tokenizer, self.options.response, self.options.system, sees)
-        return Library(processor, tokenizer, turns, has_prefix_types(self.config.hf))
+        return Library(processor, tokenizer, turns, has_prefix_types(self.config.hf), self.longest)
+
+    @cached_property
+    def longest(self) -> int | None:
+        """Return the largest number of tokens that the class has positions for; None where there is no limit."""
+        return longest_sample(TransformersBuilder(self.config).build())
 
     # ------------------------------------------------------------------------------------------ abilities
 

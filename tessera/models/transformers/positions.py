@@ -1,0 +1,103 @@
+"""Positions in classes of transformers: rotary frequencies that depend on the length of a sample, and tables that end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tessera.core.errors import TesseraError
+
+# The library computes these frequencies from the longest position of a batch, "dynamic" from all batches so far.
+_LENGTH_ROPES = ("dynamic", "longrope")
+# What text decoders call their table of learned or computed positions.
+_TABLES = ("wpe", "embed_positions", "position_embedding", "position_embeddings", "positions_embed")
+
+
+def keep_lengths_apart(module: nn.Module) -> bool:
+    """Make rotary frequencies a function of each sample alone; return whether they depend on lengths at all."""
+    ropes = [part for part in module.modules() if _depends_on_length(part)]
+    for rope in ropes:
+        rope.register_forward_hook(_PerSample(rope), with_kwargs=True)
+    return bool(ropes)
+
+
+def _depends_on_length(part: nn.Module) -> bool:
+    kinds = vars(part).get("rope_type")  # a mapping where types of layers differ
+    names = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(word in str(name) for name in names for word in _LENGTH_ROPES)
+
+
+class _PerSample:
+    """Replace the output of a rotary embedding by one that was computed for each sample of a batch by itself.
+
+    Every sample gets a copy of the embedding as it was built: no earlier length is remembered.
+    """
+
+    def __init__(self, rope: nn.Module) -> None:
+        self._rope = self._copy(rope)
+
+    @staticmethod
+    def _copy(rope: Any) -> Any:
+        return copy.deepcopy(rope, {id(rope.config): rope.config})  # the configuration is large and only read
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return self._tables(*args, **kwargs)
+
+    def _tables(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows = []
+        for row in position_ids.split(1, dim=-2):
+            tables = [
+                self._copy(self._rope).to(x.device).forward(x, sample, *args, **kwargs)
+                for sample in row.split(_sample_lengths(row), dim=-1)
+            ]
+            rows.append(_joined(tables, -2))
+        return _joined(rows, -3)
+
+
+def _sample_lengths(row: Tensor) -> list[int]:
+    """Return the lengths of the samples of a row, whose positions begin anew; of several axes, a row is one sample."""
+    if row.dim() != 2:
+        return [row.shape[-1]]
+    begins = (row[0].diff() != 1).nonzero().flatten() + 1
+    bounds = [0, *begins.tolist(), row.shape[-1]]
+    return [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def _joined(tables: Sequence[Any], dim: int) -> Any:
+    if isinstance(tables[0], Tensor):
+        return torch.cat(list(tables), dim)
+    return tuple(torch.cat(parts, dim) for parts in zip(*tables, strict=True))
+
+
+def masked_positions(mask: Tensor) -> Tensor:
+    """Return positions that begin anew where padding begins or ends, so that padding lengthens no sample."""
+    index = torch.arange(mask.shape[-1], device=mask.device).expand_as(mask)
+    changes = mask.diff(dim=-1, prepend=mask[..., :1]) != 0
+    return index - index.where(changes, 0).cummax(-1).values
+
+
+def position_limit(decoder: nn.Module) -> int | None:
+    """Return the largest number of tokens that a decoder has positions for; None where no table ends."""
+    limits = []
+    for path, part in decoder.named_modules():
+        if isinstance(part, nn.Embedding) and path.rpartition(".")[2] in _TABLES:
+            first = vars(part).get("offset", 0)  # of OPT and BART: earlier rows have another meaning
+            limits.append(part.num_embeddings - (first if part.padding_idx is None else part.padding_idx + 1))
+    for path, table in decoder.named_buffers():
+        if path.rpartition(".")[2] in _TABLES and table.dim() == 2:
+            limits.append(len(table))
+    return min(limits, default=None)
+
+
+def check_length(length: int, limit: int | None, where: str | None = None) -> None:
+    """Raise where a sample is longer than its class has positions for."""
+    if limit is not None and length > limit:
+        raise TesseraError(
+            f"{length} tokens, and the class has positions for {limit}: its table of positions ends there",
+            where=where,
+            fix=f"shorten samples and prompts to {limit} tokens, or use a model with rotary positions",
+        )
