@@ -23,7 +23,7 @@ from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import check_trusted, model_code
 from tessera.core.types import ModelSpec
 from tessera.core.weightmap import WeightMap
-from tessera.models.common.reward import HEAD, is_classifier, with_reward_head
+from tessera.models.common.reward import HEAD, is_classifier, number_of_classes, with_reward_head
 
 FAMILIES: Registry[ModelSpec] = Registry(
     "model family", "tessera.models", "SPEC", key="model.family", accepts=Instance(ModelSpec)
@@ -137,13 +137,16 @@ def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
     is the one that is asked for, or the one that the weights at `path` have.
     """
     spec, config = _resolve(section)
-    return (with_reward_head(spec) if (section.head or stored_head(section)) == "reward" else spec), config
+    return (with_reward_head(spec) if (section.head or stored_head(section, spec)) == "reward" else spec), config
 
 
-def stored_head(section: ModelSection) -> Literal["language", "reward"]:
-    """Return what head the weights at `path` have; a head for tokens where there are none."""
+def stored_head(section: ModelSection, spec: ModelSpec) -> Literal["language", "reward"]:
+    """Return what head the weights at `path` have; a head for tokens where there are none.
+
+    A class of transformers has its own head, whichever that is.
+    """
     path = section.path
-    if path is None or not path.exists():
+    if spec.name == FOREIGN or path is None or not path.exists():
         return "language"
     if (path / "config.yaml").is_file():
         return load_config(read_saved(path / "config.yaml")).model.head or "language"
@@ -153,7 +156,7 @@ def stored_head(section: ModelSection) -> Literal["language", "reward"]:
 
 def fresh_names(section: ModelSection, spec: ModelSpec) -> frozenset[str]:
     """Return the parameters that the weights at `model.path` do not have: the head of a reward model that begins."""
-    begins = spec.head == "reward" and section.path is not None and stored_head(section) != "reward"
+    begins = spec.head == "reward" and section.path is not None and stored_head(section, spec) != "reward"
     return frozenset({HEAD} if begins else ())
 
 
@@ -178,7 +181,9 @@ def _resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
         if section.preset is not None:
             raise _preset_and_path()
         kind = str(data.get("model_type") or data.get(CLASS_NAME, ""))
-        spec = FAMILIES.get(section.family) if section.family else family_of(kind, with_code=bool(data.get("auto_map")))
+        # No family here has a head for several classes: such a folder is for the library's own class.
+        name = section.family or (FOREIGN if number_of_classes(data) not in (None, 1) else None)
+        spec = FAMILIES.get(name) if name else family_of(kind, with_code=bool(data.get("auto_map")))
         with foreign_values(str(section.path / CONFIG_FILE)):
             original = spec.originals.get(str(data.get("model_type")))
             read = spec.config.from_hf(data if original is None else original(section.path, data))  # type: ignore[attr-defined]

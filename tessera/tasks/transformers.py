@@ -53,7 +53,10 @@ class TransformersTask(Task):
 
     def losses(self, outputs: Any, batch: Batch) -> Losses:
         logits, labels = getattr(outputs, "logits", None), batch[LABELS]
-        if logits is None or logits.shape[:-1] != labels.shape:
+        classifies = (
+            logits is not None and logits.dim() == 2 and self.shift is not False
+        )  # labels of samples do not shift
+        if logits is None or logits.shape[:-1] != labels.shape or classifies:
             found = "no logits" if logits is None else f"logits of shape {list(logits.shape)}"
             raise TesseraError(
                 f"{type(outputs).__name__} has {found}, the labels have shape {list(labels.shape)}",

@@ -143,7 +143,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
         raise TesseraError(
             f"the head of the model gives {_HEADS[spec.head]}, and the objective learns {_HEADS[task.head]}",
             where="train.task" if config.model.head is None else "model.head",
-            fix="train.task=reward trains a reward model"
+            fix="train.task=reward trains a reward model; model.family=transformers trains the class by its own loss"
             if spec.head == "reward"
             else "model.head=reward, or leave it out",
         )

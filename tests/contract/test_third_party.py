@@ -30,7 +30,7 @@ from tessera.models.transformers import ClassHub, TransformersBuilder, Transform
 from tessera.tasks.returns_loss import ReturnsLossTask
 from tessera.tasks.transformers import TransformersTask
 from tests.task_parts import sum_and_count
-from tests.toys.hf_folders import CASES, new_model, write_folder
+from tests.toys.hf_folders import CASES, TEXT, new_model, write_folder
 from tests.toys.keyword_rows import KeywordRows
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +158,40 @@ def test_what_is_trained_goes_back_to_the_library(name: str, folders: dict[str, 
         expected = theirs(**batch.tensors).logits
         assert torch.equal(model(inputs).logits, expected)
         assert not torch.equal(upstream(name, folders[name]).eval()(**batch.tensors).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "named"),
+    [("Qwen3", 1, True), ("Qwen3", 3, True), ("Qwen3", 3, False), ("Gemma", 1, False)],
+)
+def test_a_classifier_is_trained_by_its_own_loss(kind: str, labels: int, named: bool, tmp_path: Path) -> None:
+    """`named`: model.family says that the library's class is meant, also where a family here would read the folder."""
+    config = getattr(transformers, f"{kind}Config")(**TEXT, head_dim=8, pad_token_id=0, num_labels=labels)
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config)
+    model.save_pretrained(tmp_path / "folder")
+    rows = "rated_words" if labels == 1 else "sorted_words"
+    settings: dict[str, Any] = {
+        "name": "classes",
+        "out": str(tmp_path),
+        "model": {"path": str(tmp_path / "folder"), **({"family": "transformers"} if named else {})},
+        "data": {"kind": "tests.toys.keyword_rows", "options": {"make": rows}, "shuffle": False},
+        "train": {"steps": 1, "global_batch": 4, "micro_batch": 2, "device": "cpu", "task": "returns_loss"},
+        "optim": {"lr": 1e-2, "schedule": {"kind": "constant"}},
+        "checkpoint": {"export": True},
+    }
+    run = tessera.train(settings)
+    batch = KeywordRows(rows, 0).batch(range(4))
+    with torch.no_grad():
+        expected = model(**batch.tensors).loss
+    assert run.metrics[0]["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    trained = type(model).from_pretrained(run.folder / "hf")
+    assert not torch.equal(trained.score.weight, model.score.weight)
+    loaded, _ = load(run.folder, device="cpu")
+    with torch.no_grad():
+        assert torch.equal(loaded(batch).logits, trained.eval()(**batch.tensors).logits)
+    with pytest.raises(TesseraError, match="logits of shape") as caught:
+        tessera.train({**settings, "name": "other", "train": {**settings["train"], "task": "transformers"}})
+    assert "returns_loss" in str(caught.value.fix)
 
 
 def test_fresh_weights_are_the_class_s_own_and_a_function_of_the_seed(folders: dict[str, Path]) -> None:

@@ -47,8 +47,19 @@ def speech(number: int, chance: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def rated_words(number: int, chance: torch.Generator) -> dict[str, Tensor]:
+    """One number for all words, which a head of one number learns by regression."""
+    row = words(number, chance)
+    return {**row, "labels": torch.tensor(number / ROWS)}
+
+
+def sorted_words(number: int, chance: torch.Generator) -> dict[str, Tensor]:
+    """One of three classes for all words."""
+    return {**words(number, chance), "labels": torch.tensor(number % 3)}
+
+
 MAKERS: dict[str, Callable[[int, torch.Generator], dict[str, Tensor]]] = {
-    maker.__name__: maker for maker in (digits, words, picture_and_words, speech)
+    maker.__name__: maker for maker in (digits, words, rated_words, sorted_words, picture_and_words, speech)
 }
 
 

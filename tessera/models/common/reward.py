@@ -113,16 +113,22 @@ def as_classifier(described: Mapping[str, Any], where: str = "config.json") -> d
     return {**described, "architectures": [name.replace(_LANGUAGE, _CLASSIFIER)], **labels}
 
 
-def is_classifier(described: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is that of a model with a head of one number."""
+def number_of_classes(described: Mapping[str, Any]) -> int | None:
+    """Return how many numbers a classifier with this config.json gives; None for other models."""
     name = next(iter(described.get("architectures") or []), "")
     if not str(name).endswith(_CLASSIFIER):
-        return False
-    labels = described.get("num_labels") or len(described.get("id2label") or {0: "", 1: ""})
-    if labels != 1:
+        return None
+    return described.get("num_labels") or len(described.get("id2label") or {0: "", 1: ""})
+
+
+def is_classifier(described: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a model with a head of one number."""
+    labels = number_of_classes(described)
+    if labels is not None and labels != 1:
         raise TesseraError(
             f"this model sorts into {labels} classes, and a reward is one number",
             where="config.json (num_labels)",
             allowed=[1],
+            fix="leave out model.family: then the class of transformers is trained itself (train.task=returns_loss)",
         )
-    return True
+    return labels is not None

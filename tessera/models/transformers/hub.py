@@ -62,10 +62,10 @@ class ClassHub:
         """
         if asked is not None:
             return _from_auto(asked, hf) or self.find(asked)
-        model_type = hf.get("model_type")
-        if isinstance(model_type, str) and model_type in self.classes:
+        model_type, named = hf.get("model_type"), hf.get("architectures")
+        classifies = isinstance(named, list) and str(next(iter(named), "")).endswith("ForSequenceClassification")
+        if isinstance(model_type, str) and model_type in self.classes and not classifies:
             return self.find(model_type)
-        named = hf.get("architectures")
         if isinstance(named, list) and named and isinstance(named[0], str) and ":" not in named[0]:
             if hf.get("auto_map") and named[0] not in self.classes and not hasattr(_library(), named[0]):
                 raise TesseraError(

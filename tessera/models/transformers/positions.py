@@ -1,8 +1,9 @@
-"""Positions in classes of transformers: rotary frequencies that depend on the length of a sample, and tables that end."""
+"""Positions in classes of transformers: rotary frequencies that follow the length of a sample, and tables that end."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def _sample_lengths(row: Tensor) -> list[int]:
         return [row.shape[-1]]
     begins = (row[0].diff() != 1).nonzero().flatten() + 1
     bounds = [0, *begins.tolist(), row.shape[-1]]
-    return [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [end - begin for begin, end in itertools.pairwise(bounds)]
 
 
 def _joined(tables: Sequence[Any], dim: int) -> Any:
