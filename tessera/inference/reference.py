@@ -27,7 +27,9 @@ class StockModel:
         self._folder = folder
         with _their_errors(folder, "load this folder"), without_bars(transformers):
             kind = self.class_of(folder) or transformers.AutoModelForCausalLM
-            self._model, report = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+            self._model, report = kind.from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False, local_files_only=True
+            )
         self._model.eval()
         self.missing = sorted(report["missing_keys"])
         self.unexpected = sorted(report["unexpected_keys"])
@@ -45,7 +47,7 @@ class StockModel:
     def logits(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the logits of one prompt, [tokens, vocabulary]."""
         with _their_errors(self._folder, "compute with this folder"):
-            found: Tensor = self._model(**inputs).logits[0]
+            found: Tensor = self._model(**_in_float32(inputs)).logits[0]
         return found
 
 
@@ -94,7 +96,7 @@ class TransformersReference(StockModel):
                 group = numbers[at : at + batch]
                 joined = {key: torch.cat([asked[n][key] for n in group]) for key in asked[group[0]]}
                 with _their_errors(self._folder, "answer these messages"):
-                    out = self._model.generate(**joined, max_new_tokens=max_new_tokens)
+                    out = self._model.generate(**_in_float32(joined), max_new_tokens=max_new_tokens)
                 tail = out[:, joined["input_ids"].shape[1] :]
                 for number, text in zip(group, self._decode(tail, skip_special_tokens=True), strict=True):
                     answers[number] = text
@@ -146,6 +148,11 @@ def _their_errors(folder: Path, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise TesseraError(f"transformers cannot {what}: {first_line(error)}", where=str(folder)) from error
+
+
+def _in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs in the type of the model: some processors give pixels in bfloat16 (Llama 4)."""
+    return {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
 
 
 def _shape(inputs: Mapping[str, Any]) -> tuple[Any, ...]:

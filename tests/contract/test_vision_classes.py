@@ -25,12 +25,13 @@ from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, probe, read_media
 from tessera.data.sources.source import Source, open_source
 from tessera.inference.load import load
+from tessera.inference.reference import StockModel
 from tessera.models import resolve
 from tessera.models.transformers import ClassProcessor
 from tessera.tasks.transformers import TransformersTask
 from tests.close import assert_as_close, queries_for_keys
 from tests.task_parts import sum_and_count
-from tests.toys.vision_classes import CLASSES, write_chats, write_class
+from tests.toys.vision_classes import CLASSES, LLAMA, SIGHT, write_chats, write_class
 
 QUICK = ("gemma3", "idefics3")
 NO_ENDS = ("llava_next", "vipllava")
@@ -178,6 +179,20 @@ def test_a_batch_of_text_has_a_blank_image_and_its_gradients_are_zero(name: str,
     assert blank.keys() == with_image.keys()  # the same parts are used, and gathered
     seeing = [path for path in blank if "vision" in path and blank[path].abs().max() == 0]
     assert len(seeing) > 10
+
+
+def test_the_proof_computes_with_pixels_in_bfloat16(tmp_path: Path) -> None:
+    """The preprocessor of Llama 4 gives such pixels, and its class does not cast them to the type of its weights."""
+    text = {**LLAMA, "intermediate_size_mlp": 48, "num_local_experts": 2, "model_type": "llama4_text"}
+    sight = {**SIGHT, "intermediate_size": 96, "pixel_shuffle_ratio": 0.5}
+    sizes = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+    config = transformers.Llama4Config(text_config=text, vision_config={**sight, **sizes}, image_token_index=7)
+    transformers.Llama4ForConditionalGeneration(config).save_pretrained(tmp_path)
+    stock = StockModel(tmp_path)
+    pixels = torch.rand(1, 3, 16, 16).bfloat16()
+    tokens = torch.tensor([[3, *[7] * 4, 9]])  # 4 x 4 patches, of which the projector joins 2 x 2
+    found = stock.logits({"input_ids": tokens, "pixel_values": pixels})
+    assert torch.equal(found, stock.logits({"input_ids": tokens, "pixel_values": pixels.float()}))
 
 
 def recipe(folder: Path, data: Path, out: Path, **model: Any) -> dict[str, Any]:
