@@ -23,6 +23,7 @@ from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import check_trusted, model_code
 from tessera.core.types import ModelSpec
 from tessera.core.weightmap import WeightMap
+from tessera.models.common.hf_text import UnsupportedValueError
 from tessera.models.common.reward import HEAD, is_classifier, number_of_classes, with_reward_head
 
 FAMILIES: Registry[ModelSpec] = Registry(
@@ -184,7 +185,7 @@ def _resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
         # No family here has a head for several classes: such a folder is for the library's own class.
         name = section.family or (FOREIGN if number_of_classes(data) not in (None, 1) else None)
         spec = FAMILIES.get(name) if name else family_of(kind, with_code=bool(data.get("auto_map")))
-        with foreign_values(str(section.path / CONFIG_FILE)):
+        with foreign_values(str(section.path / CONFIG_FILE)), _or_by_the_library(spec, kind):
             original = spec.originals.get(str(data.get("model_type")))
             read = spec.config.from_hf(data if original is None else original(section.path, data))  # type: ignore[attr-defined]
         return spec, _with_changes(spec, read, section.config)
@@ -192,6 +193,18 @@ def _resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
     spec = FAMILIES.get(section.family)
     base = {} if section.preset is None else _preset(spec, section.preset)
     return spec, build(spec.config, _merged(base, section.config), f"model ({spec.name})")
+
+
+@contextmanager
+def _or_by_the_library(spec: ModelSpec, model_type: str) -> Iterator[None]:
+    """Name the family that runs the library's own class, where a family here does not support a folder's values."""
+    try:
+        yield
+    except UnsupportedValueError as error:
+        if model_type not in spec.hf_types or not _in_library(model_type):
+            raise
+        fix = f"model.family={FOREIGN} runs the library's own class of this folder"
+        raise TesseraError(error.what, where=error.where, allowed=error.allowed, fix=fix) from None
 
 
 def _preset_and_path() -> TesseraError:

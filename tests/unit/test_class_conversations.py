@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,19 @@ import numpy as np
 import pytest
 import transformers
 from PIL import Image
+from typer.testing import CliRunner
 
 import tessera
+from tessera.cli.main import app
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
 from tessera.models import resolve
 from tessera.models.transformers import ClassProcessor
+from tessera.models.transformers.library import checked_processor
 from tessera.models.transformers.marks import BEGIN, END, Encoding, generation_marks, marked, with_marks, without_marks
-from tests.toys.vision_classes import CLASSES, write_class
+from tests.toys.text_classes import tokenizer, write_text_class
+from tests.toys.vision_classes import CLASSES, VOCABULARY, write_class
 
 transformers.utils.logging.disable_progress_bar()
 ANSWER = "{% for message in messages %}{{ message.role }}: {{ message.content }}</s>\n{% endfor %}"
@@ -307,3 +312,58 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TesseraError, match="encoder-decoder") as refused:
         start(folder, tmp_path)
     assert "data.kind" in str(refused.value.fix)
+
+
+# ---------------------------------------------------------------------------------------------- other packages
+
+
+@pytest.mark.parametrize(("options", "backend"), [({}, "pil"), ({"image_backend": "torchvision"}, "torchvision")])
+def test_what_resizes_images_is_chosen_by_a_key_and_not_by_what_is_installed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], backend: str
+) -> None:
+    """torchvision is stubbed: it is found, and the library is asked for its preprocessor."""
+    load, asked = transformers.AutoImageProcessor.from_pretrained, []
+
+    def stub(place: Any, backend: str | None = None, **keys: Any) -> Any:
+        asked.append(backend)
+        return load(place, backend="pil", **keys)
+
+    monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", stub)
+    if backend == "torchvision":
+        with pytest.raises(TesseraError, match="torchvision is not installed"):
+            assert processor_of(folder, **options).library
+        monkeypatch.setattr(
+            "importlib.util.find_spec", lambda name, find=find_spec: name == "torchvision" or find(name)
+        )
+    processor = processor_of(folder, **options)
+    assert processor.sees
+    assert asked[-1] == backend
+    assert (processor.fingerprint == processor_of(folder).fingerprint) == (backend == "pil")
+
+
+def test_a_processor_that_needs_torchvision_says_how_to_get_it(tmp_path: Path) -> None:
+    tokenizer().save_pretrained(tmp_path)
+    kinds = {"image_processor_type": "PixtralImageProcessorFast", "processor_class": "PixtralProcessor"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(kinds))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral3"}))
+    with pytest.raises(TesseraError, match="Torchvision") as caught:
+        checked_processor(tmp_path, {"model_type": "mistral3"})
+    assert "pip install torchvision" in str(caught.value.fix)
+
+
+# ---------------------------------------------------------------------------------------------- tables of positions
+
+
+def test_samples_and_prompts_beyond_a_table_of_positions_are_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 30}
+    folder = write_text_class("GPT2LMHeadModel", sizes, tmp_path / "model")
+    processor = processor_of(folder).training_on(("assistant",))
+    fits, long = sample(("user", "What?"), ("assistant", "red " * 8)), sample(("user", "What? " * 20))
+    item = processor.encode(fits, [])
+    assert 24 < len(item.tokens) <= 30
+    assert processor.collate([[item]], 0)["input_ids"].shape[1] == 30, "padding to a multiple of 8 would not fit"
+    for refused in (lambda: processor.measure(long, []), lambda: processor.prompt([long], [[]])):
+        with pytest.raises(TesseraError, match="positions for 30"):
+            refused()
+    done = CliRunner().invoke(app, ["generate", str(folder), "What? " * 20])
+    assert isinstance(done.exception, TesseraError), "exit code 2"

@@ -170,6 +170,29 @@ def test_no_pickle_and_no_globals() -> None:
     assert [str(p) for p in found if p != between_processes] == []
 
 
+def trusting_loads(source: str) -> list[str]:
+    """Return the calls of `from_pretrained` that do not say: no code of the folder, and nothing from the network."""
+    wanted = {"trust_remote_code": False, "local_files_only": True}
+    calls = [
+        node
+        for node in nodes(source)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
+    ]
+    said = [{key.arg: key.value.value for key in c.keywords if isinstance(key.value, ast.Constant)} for c in calls]
+    return [ast.unparse(c) for c, keys in zip(calls, said, strict=True) if not wanted.items() <= keys.items()]
+
+
+def test_folders_are_loaded_without_their_code_and_without_the_network() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in files()}
+    assert {str(path): calls for path, source in sources.items() if (calls := trusting_loads(source))} == {}
+
+
+def test_a_planted_trusting_load_is_found() -> None:
+    assert trusting_loads("AutoTokenizer.from_pretrained(folder)")
+    assert trusting_loads("AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)")
+    assert not trusting_loads("x.from_pretrained(folder, trust_remote_code=False, local_files_only=True)")
+
+
 PYTHON_OWN = {"_exit", "_current_frames", "_replace", "_asdict", "_fields", "_make"}  # of os, sys and named tuples
 
 

@@ -211,7 +211,7 @@ def _load(config: Any, folder: str) -> tuple[Any, nn.Module]:
             fix="install the code as a package, and put its class into ModelHub.MODEL_MAPPINGS",
         )
     try:
-        settings = AutoConfig.from_pretrained(folder)
+        settings = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as error:
         raise TesseraError(f"{folder} has no configuration that transformers reads: {error}", where=WHERE) from None
     kind: Any = ModelHub.build(config, settings)

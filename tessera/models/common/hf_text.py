@@ -30,6 +30,10 @@ _SAME = (
 Check = tuple[str, Any, tuple[Any, ...]]  # name, value in the folder, supported values
 
 
+class UnsupportedValueError(TesseraError):
+    """Report a value of config.json with which a family here would compute something else than the folder means."""
+
+
 def override(fields: Mapping[str, Any], *removed: str, **changed: Any) -> dict[str, Any]:
     """Return the fields without the removed and with the changed ones."""
     return {**{name: value for name, value in fields.items() if name not in removed}, **changed}
@@ -80,7 +84,7 @@ class HFTextFormat:
             fields["experts"] = experts
         for name, value in self.fixed.items():
             if fields.get(name, value) != value:
-                raise TesseraError(f"{name} = {fields[name]!r} is not supported", where=where, allowed=[value])
+                raise UnsupportedValueError(f"{name} = {fields[name]!r} is not supported", where=where, allowed=[value])
         return {**fields, **self.fixed}
 
     def _read_experts(self, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,13 +186,13 @@ QWEN2 = HFTextFormat(
 )
 QWEN3 = HFTextFormat(
     "qwen3",
-    override(PLAIN_TEXT, qk_norm=True),
+    override(PLAIN_TEXT, qk_norm=True, attention_bias=False),
     hf_defaults(151936, 4096, 22016, 32, 32, 32, 32768, head_dim=128),
     extra_fields=NO_SLIDING_WINDOW,
 )
 QWEN3_MOE = HFTextFormat(
     "qwen3_moe",
-    override(PLAIN_TEXT, "experts", qk_norm=True),
+    override(PLAIN_TEXT, "experts", qk_norm=True, attention_bias=False),
     hf_defaults(151936, 2048, 6144, 24, 32, 4, 32768, head_dim=None),
     hf_expert_defaults(128, 8, 768, normalized=False),
     extra_fields=NO_SLIDING_WINDOW,
@@ -264,4 +268,4 @@ def check_supported(checks: Sequence[Check], where: str) -> None:
     """Raise an error for the first value that would change the computation in a way we do not support."""
     for name, value, allowed in checks:
         if value not in allowed:
-            raise TesseraError(f"{name} = {value!r} is not supported", where=where, allowed=allowed)
+            raise UnsupportedValueError(f"{name} = {value!r} is not supported", where=where, allowed=allowed)

@@ -380,7 +380,7 @@ class PipelineFolder:
             word = "torch_dtype" if library == "diffusers" else "dtype"
             with without_bars(_classes(library)):
                 made: nn.Module = made_by.from_pretrained(
-                    folder, use_safetensors=True, local_files_only=True, **{word: dtype}
+                    folder, use_safetensors=True, trust_remote_code=False, local_files_only=True, **{word: dtype}
                 )
             return made
 
@@ -402,7 +402,7 @@ def _on_meta(made_by: Any, library: str, folder: Path, dtype: torch.dtype) -> nn
         if library == "diffusers":
             made: nn.Module = made_by.from_config(made_by.load_config(folder))
         else:
-            made = made_by(made_by.config_class.from_pretrained(folder, local_files_only=True))
+            made = made_by(made_by.config_class.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
     return nn.Module.to(made, dtype)  # the method of diffusers' classes warns of every cast
 
 

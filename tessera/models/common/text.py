@@ -128,6 +128,11 @@ class TextConfig(Section):
             )
         if self.rotary_dim % 2:
             raise ValueError(f"{self.rotary_dim} dimensions of each head are rotated: it must be an even number")
+        if self.attention_bias and self.qk_norm:
+            raise ValueError(
+                "attention_bias with qk_norm: in transformers such models have a bias in the output projection of "
+                "attention too; model.family=transformers runs them"
+            )
         sections = self.mrope_section
         if sections is not None and (min(sections) < 0 or 2 * sum(sections) != self.rotary_dim):
             raise ValueError(

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError
-from tessera.models.common.hf_text import LANGUAGE_FORMATS, language_format
+from tessera.models.common.hf_text import LANGUAGE_FORMATS, UnsupportedValueError, language_format
 from tessera.models.common.text import TextConfig
 from tessera.ops.attention import AttentionBackend
 
@@ -222,14 +222,16 @@ def _either(data: Mapping[str, Any], name: str, other: str, default: int) -> int
 def _read_text(text: Mapping[str, Any], default: str, where: str) -> dict[str, Any]:
     kind = str(text.get("model_type", default))
     if kind not in LANGUAGE_FORMATS:
-        raise TesseraError(f"text_config.model_type {kind!r} is not supported", where=where, allowed=LANGUAGE_FORMATS)
+        raise UnsupportedValueError(
+            f"text_config.model_type {kind!r} is not supported", where=where, allowed=LANGUAGE_FORMATS
+        )
     return LANGUAGE_FORMATS[kind].read(text, f"{where}: text_config")
 
 
 def _read_vision(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = _TOWERS.get(str(vision.get("model_type")))
     if kind is None:
-        raise TesseraError(
+        raise UnsupportedValueError(
             f"vision_config.model_type {vision.get('model_type')!r} is not supported", where=where, allowed=_TOWERS
         )
     if kind == "siglip" and vision.get("vision_use_head", True):
@@ -239,7 +241,7 @@ def _read_vision(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
             fix="set vision_use_head to false, as the published LLaVA folders do, and leave vision_tower.*.head.* out",
         )
     if vision.get("attention_dropout"):
-        raise TesseraError("vision_config.attention_dropout is not supported", where=where, allowed=[0.0])
+        raise UnsupportedValueError("vision_config.attention_dropout is not supported", where=where, allowed=[0.0])
     fields = {name: vision[name] for name in LlavaVisionConfig.model_fields if vision.get(name) is not None}
     return {**_VISION_DEFAULTS[kind], **fields, "kind": kind}
 
@@ -255,12 +257,16 @@ def _one_layer(layer: Any, where: str) -> int:
     if isinstance(layer, list) and len(layer) == 1:
         (layer,) = layer
     if not isinstance(layer, int):
-        raise TesseraError(f"vision_feature_layer = {layer!r} is not supported", where=where, allowed=["one layer"])
+        raise UnsupportedValueError(
+            f"vision_feature_layer = {layer!r} is not supported", where=where, allowed=["one layer"]
+        )
     return layer
 
 
 def _most(ratio: Any, where: str) -> int:
     found = re.fullmatch(_ANYRES + r"(\d+)", str(ratio))
     if found is None:
-        raise TesseraError(f"vision_aspect_ratio = {ratio!r} is not supported", where=where, allowed=[f"{_ANYRES}9"])
+        raise UnsupportedValueError(
+            f"vision_aspect_ratio = {ratio!r} is not supported", where=where, allowed=[f"{_ANYRES}9"]
+        )
     return int(found.group(1))

@@ -10,7 +10,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,19 +19,21 @@ from tessera.core.files import read_json_mapping
 from tessera.data.tokenizer import load_tokenizer
 from tessera.models.common.side_files import copy_side_files
 
+ImageBackend = Literal["pil", "torchvision"]  # as the library names what its image preprocessors compute with
 CONFIG = "config.json"
 _CODE_FILES = (CONFIG, "processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+_INSTALL_TORCHVISION = "pip install torchvision, in the release that belongs to the installed torch"
 _KEPT_SIZES = 4096  # sizes of images whose preprocessed form is known: many samples have images of one size
 _SMALL = 4096  # elements of a tensor that is kept with its values
 
 
-def load_processor(folder: Path, config: Mapping[str, Any] | None = None) -> Any:
+def load_processor(folder: Path, config: Mapping[str, Any] | None = None, image_backend: ImageBackend = "pil") -> Any:
     """Return the processor of a folder: with images, or the tokenizer of a class that reads text alone.
 
     `config`: the content of config.json, for a folder without one. Code that lies in the folder is never run.
 
-    Its image preprocessor is the one that computes with Pillow. Where torchvision is installed the library prefers
-    another, whose resized pixels differ by up to a few of 255 levels: what is trained must not depend on that.
+    `image_backend`: what the image preprocessor computes with. Where torchvision is installed the library prefers it,
+    and its resized pixels differ from those of Pillow: what is trained must not depend on what is installed.
 
     The video part of a processor needs torchvision. Without it the library refuses the whole processor, and the class
     is made here from its other parts.
@@ -40,7 +42,7 @@ def load_processor(folder: Path, config: Mapping[str, Any] | None = None) -> Any
         with tempfile.TemporaryDirectory() as name:
             copy_side_files(folder, Path(name))
             (Path(name) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-            return load_processor(Path(name))
+            return load_processor(Path(name), image_backend=image_backend)
     from transformers import AutoProcessor
 
     try:
@@ -48,23 +50,23 @@ def load_processor(folder: Path, config: Mapping[str, Any] | None = None) -> Any
     except (ImportError, ValueError):  # without a file for videos it is ValueError
         if importlib.util.find_spec("torchvision") is not None:
             raise
-        without = _without_video(folder)
+        without = _without_video(folder, image_backend)
         if without is None:
             raise
         return without
     if getattr(processor, "image_processor", None) is not None:
-        processor.image_processor = load_image_processor(folder)
+        processor.image_processor = load_image_processor(folder, image_backend)
     return processor
 
 
-def load_image_processor(folder: Path) -> Any:
-    """Return the `AutoImageProcessor` of the folder that computes with Pillow, whatever else is installed."""
+def load_image_processor(folder: Path, backend: ImageBackend = "pil") -> Any:
+    """Return the `AutoImageProcessor` of the folder that computes with this backend, whatever else is installed."""
     from transformers import AutoImageProcessor
 
-    return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
+    return AutoImageProcessor.from_pretrained(folder, backend=backend, local_files_only=True, trust_remote_code=False)
 
 
-def _without_video(folder: Path) -> Any:
+def _without_video(folder: Path, image_backend: ImageBackend) -> Any:
     """Return the folder's processor without a part for videos; None where that is not what is missing."""
     from transformers import AutoConfig, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -81,16 +83,23 @@ def _without_video(folder: Path) -> Any:
             return super().check_argument_for_proper_class(argument_name, argument)
 
     parts = {
-        "image_processor": lambda: load_image_processor(folder),
-        "tokenizer": lambda: AutoTokenizer.from_pretrained(folder),
+        "image_processor": lambda: load_image_processor(folder, image_backend),
+        "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True),
         "video_processor": lambda: None,
     }
     found, _ = kind.get_processor_dict(folder)
     return WithoutVideo.from_args_and_dict([parts[name]() for name in kind.get_attributes()], found)  # type: ignore[no-untyped-call]
 
 
-def checked_processor(folder: Path | None, config: Mapping[str, Any]) -> Any:
+def checked_processor(folder: Path | None, config: Mapping[str, Any], image_backend: ImageBackend = "pil") -> Any:
     """Return the processor of a folder, or raise what is missing and how to mend it."""
+    if image_backend == "torchvision" and importlib.util.find_spec("torchvision") is None:
+        raise TesseraError(
+            "torchvision is not installed",  # the library would fall back to Pillow
+            where="data.processor.image_backend",
+            allowed=["pil"],
+            fix=_INSTALL_TORCHVISION,
+        )
     if folder is None or not any(folder.glob("tokenizer*")):
         raise TesseraError(
             "there is no tokenizer to write conversations with" + ("" if folder is None else f" in {folder}"),
@@ -101,12 +110,13 @@ def checked_processor(folder: Path | None, config: Mapping[str, Any]) -> Any:
     if (folder / "tokenizer.json").is_file():
         load_tokenizer(folder)  # refuses files that no one can have meant
     try:
-        return load_processor(folder, config)
+        return load_processor(folder, config, image_backend)
     except ImportError as error:
+        needs_torchvision = "torchvision" in str(error).lower()
         raise TesseraError(
             f"the processor of this folder needs a package that is missing: {first_line(error)}",
             where=str(folder),
-            fix="install it, or name another folder as model.tokenizer",
+            fix=_INSTALL_TORCHVISION if needs_torchvision else "install it, or name another folder as model.tokenizer",
         ) from None
     except Exception as error:  # whatever a file that is not as expected leads to
         code = _code_in(folder)

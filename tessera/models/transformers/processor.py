@@ -28,7 +28,7 @@ from tessera.models.common.side_files import copy_side_files, side_files, side_f
 from tessera.models.transformers.batches import EncodedChat, Library
 from tessera.models.transformers.classes import has_prefix_types, packs
 from tessera.models.transformers.config import TransformersConfig
-from tessera.models.transformers.library import checked_processor
+from tessera.models.transformers.library import ImageBackend, checked_processor
 from tessera.models.transformers.model import TransformersBuilder, longest_sample
 from tessera.models.transformers.turns import Turns
 
@@ -42,6 +42,9 @@ class ClassOptions(VideoOptions):
 
     min_frames: int = Field(1, gt=0, le=10**6, description="taken even from a short video, if it has them")
     max_frames: int = Field(8, gt=0, le=10**6, description="taken even from a long video; each is read as an image")
+    image_backend: ImageBackend = Field(
+        "pil", description="what resizes images: Pillow, or torchvision, whose pixels differ a little"
+    )
     response_start: str | None = Field(
         None, min_length=1, description="text of the chat template after which an answer begins"
     )
@@ -94,7 +97,7 @@ class ClassProcessor:
     @cached_property
     def library(self) -> Library:
         """Return the library's processor and what depends on it."""
-        processor = checked_processor(self.folder, self.config.hf)
+        processor = checked_processor(self.folder, self.config.hf, self.options.image_backend)
         tokenizer = getattr(processor, "tokenizer", processor)
         if tokenizer.pad_token_id is None:  # what is padded is masked: any word does
             tokenizer.pad_token = tokenizer.eos_token
@@ -105,7 +108,8 @@ class ClassProcessor:
     @cached_property
     def longest(self) -> int | None:
         """Return the largest number of tokens that the class has positions for; None where there is no limit."""
-        return longest_sample(TransformersBuilder(self.config).build())
+        eager = self.config.model_copy(update={"attention": "eager"})  # which every class has
+        return longest_sample(TransformersBuilder(eager).build())
 
     # ------------------------------------------------------------------------------------------ abilities
 
@@ -158,6 +162,8 @@ class ClassProcessor:
             if any(word in name for word in _FILES)
         }
         options = self.options.model_dump(mode="json", exclude={"train_on"})
+        if options["image_backend"] == "pil":  # as it was before there was a choice
+            del options["image_backend"]
         roles = [self.train_on, self.last_only]
         facts = [VERSION, transformers.__version__, files, options, asdict(self.sampling), roles]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
