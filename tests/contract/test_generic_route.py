@@ -26,12 +26,13 @@ from tests.toys.text_classes import SIZES, tokenizer, write_text_chats, write_te
 from tests.toys.vision_classes import CLIP, LLAMA
 
 transformers.utils.logging.disable_progress_bar()
+SHORT = 40  # tokens up to which longrope has its short factors; samples are on both sides
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [2.0, 3.0, 4.0, 5.0],
-    "original_max_position_embeddings": 40,
+    "original_max_position_embeddings": SHORT,
     "factor": 4.0,
 }
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -99,6 +100,7 @@ def test_the_class_that_a_refusal_names_computes_alone_padded_and_packed_alike(n
     processor = processor.training_on(("assistant",))
     source = open_source(SourceSection(path=write_text_chats(tmp_path / "chats.jsonl", 4)))
     items = [processor.encode(sample, []) for _, sample in source.scan(range(len(source)))]  # type: ignore[arg-type]
+    assert min(len(item.tokens) for item in items) <= SHORT < max(len(item.tokens) for item in items)
     exact, peer = (alone_in_the_library(kind, folder, items, dtype) for dtype in (torch.float64, torch.float32))
     assert processor.packs
     for rows in ([[item] for item in items], [items[:3], items[3:]]):
@@ -125,6 +127,7 @@ def train(folder: Path, out: Path, **model: str) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_a_llava_with_another_decoder_is_trained_and_exported_as_the_refusal_says(tmp_path: Path) -> None:
     folder = write_llava(tmp_path / "folder")
     with pytest.raises(TesseraError, match="mistral") as caught:

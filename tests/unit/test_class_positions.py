@@ -133,6 +133,33 @@ def test_no_earlier_length_is_remembered(name: str) -> None:
     assert all(torch.equal(value, before[path]) for path, value in in_batches(module, [short]).items())
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_an_answer_does_not_depend_on_the_prompts_beside_it(name: str) -> None:
+    module, prompts = ours(stock(name)).double().eval(), samples()[:2]
+    width = max(map(len, prompts))
+    rows = [F.pad(row, (width - len(row), 0)) for row in prompts]
+    together = Batch({"input_ids": torch.stack(rows), "attention_mask": torch.stack([row != 0 for row in rows]).long()})
+    alone = [Batch({"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]}) for row in prompts]
+    found, expected = next_logits(module, together), torch.cat([next_logits(module, prompt) for prompt in alone])
+    limit = (
+        1e4 * torch.finfo(torch.float64).eps
+    )  # sums of thousands of terms; the other prompt's factors move 2e-4 of it
+    assert (found - expected).norm() <= limit * expected.norm()
+
+
+def next_logits(module: Any, batch: Batch, count: int = 4) -> Tensor:
+    """Return the logits of the tokens that follow prompts: [prompts, tokens, vocabulary]."""
+    steps: list[Tensor] = []
+
+    def choose(logits: Tensor) -> Tensor:
+        steps.append(logits.clone())
+        return logits.argmax(-1)
+
+    answers = continue_prompts(module, batch, max_new_tokens=count, stop_tokens=(), choose=choose)
+    assert all(len(tokens) == len(steps) for tokens in answers)
+    return torch.stack(steps, 1)
+
+
 # ---------------------------------------------------------------------------------------------- tables that end
 
 WITH_TABLES: dict[str, tuple[dict[str, Any], int]] = {
@@ -171,19 +198,11 @@ def test_rotary_positions_have_no_end() -> None:
     assert longest_sample(ours(stock("dynamic"))) is None
 
 
-def answers(module: Any, prompts: int, new: int) -> list[list[int]]:
-    ids = torch.arange(prompts)[None] + 3
-    return continue_prompts(
-        module,
-        Batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)}),
-        max_new_tokens=new,
-        stop_tokens=(),
-        choose=lambda logits: logits.argmax(-1),
-    )
-
-
 def test_a_prompt_that_fills_the_table_is_refused_and_an_answer_ends_with_it() -> None:
-    module = table_model("GPT2LMHeadModel")
-    assert [len(tokens) for tokens in answers(module, 17, 8)] == [3]
+    module, ids = table_model("GPT2LMHeadModel"), torch.arange(20)[None] + 3
+    prompts = {
+        length: Batch({"input_ids": ids[:, :length], "attention_mask": ids[:, :length] * 0 + 1}) for length in (17, 20)
+    }
+    assert next_logits(module, prompts[17], count=8).shape[1] == 3
     with pytest.raises(TesseraError, match="table of positions"):
-        answers(module, 20, 8)
+        next_logits(module, prompts[20])

@@ -398,7 +398,8 @@ class TextProcessor(ConversationProcessor):
         if self.max_length is not None and length > self.max_length:
             raise TesseraError(
                 f"a sample of {length} tokens: with dynamic rope the model is computed alike up to {self.max_length}",
-                fix="shorten the sample, or use yarn, which has one rule for all lengths",
+                fix="shorten the sample, use yarn, which has one rule for all lengths, or model.family=transformers, "
+                "which scales the positions of each sample by its own length",
             )
         return np.arange(length)
 
