@@ -50,10 +50,10 @@ class _PerSample:
 
     def _tables(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         rows = []
-        for row in position_ids.split(1, dim=-2):
+        for row in torch.split(position_ids, 1, dim=-2):
             tables = [
                 self._copy(self._rope).to(x.device).forward(x, sample, *args, **kwargs)
-                for sample in row.split(_sample_lengths(row), dim=-1)
+                for sample in torch.split(row, _sample_lengths(row), dim=-1)
             ]
             rows.append(_joined(tables, -2))
         return _joined(rows, -3)
