@@ -113,7 +113,7 @@ def plan_pipeline(
     if section.pp == 1:
         _refuse_without_pipeline(section)
         return None
-    schedule, virtual = resolve_schedule(section)
+    schedule, virtual = resolve_schedule(section, microbatches)
     _refuse_combinations(section, schedule)
     units = _units(model_plan, module)
     count = section.pp * virtual

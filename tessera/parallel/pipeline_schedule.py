@@ -42,10 +42,14 @@ def schedule_class(schedule: Schedule) -> Any:
     return classes[schedule]
 
 
-def resolve_schedule(section: ParallelSection) -> tuple[Schedule, int]:
-    """Return (schedule, stages on each rank), with defaults for what the section leaves out."""
+def resolve_schedule(section: ParallelSection, microbatches: int) -> tuple[Schedule, int]:
+    """Return (schedule, stages on each rank), with defaults for what the section leaves out.
+
+    Fewer micro-batches than ranks fill and drain the pipeline alone: gpipe does that, and torch's 1f1b refuses them.
+    """
     virtual = section.virtual or (2 if section.schedule == "zbv" else 1)
-    schedule: Schedule = section.schedule or ("interleaved" if virtual > 1 else "1f1b")
+    single: Schedule = "1f1b" if microbatches >= section.pp else "gpipe"
+    schedule: Schedule = section.schedule or ("interleaved" if virtual > 1 else single)
     if schedule == "zbv" and virtual != 2:
         raise TesseraError(
             f"schedule zbv has two stages on each rank, not {virtual}", where="parallel.virtual", allowed=["2"]

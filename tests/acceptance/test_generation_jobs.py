@@ -156,6 +156,7 @@ def test_keys_that_cannot_be_honoured_are_refused_by_name(here: Path) -> None:
         return [entry.key for entry in job_of(change(model or {}), change(data or {}))[1].refused]
 
     assert refused({"predictor.FPDT": True, "predictor.num_layer": 3}) == ["predictor.FPDT", "predictor.num_layer"]
+    assert refused({"predictor.FPDT": False, "predictor.FPDT_chunk_number": 4}) == []
     assert refused({"diffusion.sigma_min": 0.003}) == ["diffusion.sigma_min"]
     assert refused({"patch.muon_optimizer": True, "use_dynamic_dpcp": True}) == [
         "use_dynamic_dpcp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import re
@@ -255,7 +256,7 @@ def test_keys_of_json_files_are_checked(here: Path) -> None:
     key = edited(DATA, lambda data: data["dataset_param"]["attr"].update(image="images"))
     assert refused(data=key) == ["dataset_param.attr.image: unknown key; did you mean images?"]
     for change, said in (
-        (lambda data: data["text_decoder"].update(pipeline_num_layers=[1, 10, 10]), "adds up to 21"),
+        (lambda data: data["text_decoder"].update(pipeline_num_layers=[1, 10, 10, 8]), "adds up to 29"),
         (lambda data: data["text_decoder"].update(pipeline_num_layers=[14, 14]), "has 2 entries for 4 stages"),
         (lambda data: data["image_encoder"]["vision_encoder"].update(model_id="qwen2vi"), "did you mean: qwen2vit"),
         (lambda data: data.update(predictor={}), "there is no predictor to train"),
@@ -290,7 +291,7 @@ def test_a_section_that_is_none_is_named(here: Path, wrong: Any) -> None:
     for path in (("profile",), ("memory_profile",)):
         with pytest.raises(TesseraError, match=f"{path[-1]} must be a section"):
             job_of(MODEL, DATA, "--mm-tool", edited("mindspeed_mm/tools/tools.json", put(*path)))
-    with pytest.raises(TesseraError, match=r"is no list of numbers|adds up to"):
+    with pytest.raises(TesseraError, match=r"is no list of numbers|has 1 entries for 4 stages"):
         job_of(edited(MODEL, put("text_decoder", "pipeline_num_layers")))
     with pytest.raises(TesseraError, match="is not a multiple of hidden_size"):
         job_of(edited(MODEL, put(encoder, "vision_encoder", "ffn_hidden_size")))
@@ -308,11 +309,43 @@ def test_recompute_and_context_parallel_flags(here: Path) -> None:
     assert parallel["recompute"] == [
         *("text.layers.0", "text.layers.{1-2}", "text.layers.{11-12}", "text.layers.{21-22}"),
     ]
-    assert parallel["activation_offload"] == ["text.layers.{*}.attn"]
-    assert parallel["recompute_norm"] == ["text.layers.{*}"]
+    assert parallel["activation_offload"] == ["text.layers.{3-10,13-20,23-27}.attn"]
+    assert "recompute_norm" not in parallel
+    both = job_of(MODEL, DATA, "--recompute-norm", "--recompute-norm-num-layers", "4", "--recompute-activation-function")
+    assert both[0]["parallel"]["recompute_norm"] == ["text.layers.{0-3}"]
+    assert both[0]["parallel"]["recompute_activation"] == ["text.layers.{4-27}.mlp"]
     words = ["--lr", "1", "--train-iters", "1", "--mm-model", "examples/qwen2vl/model_7b_dpo.json", "--mm-data", DATA]
     ring = "--context-parallel-size 4 --context-parallel-algo megatron_cp_algo"
     assert recipe_of(parse_args([*words, *ring.split()], world_size=4))[0]["parallel"]["ulysses"] == 1
+
+
+def test_all_flags_that_save_memory_go_together(here: Path) -> None:
+    """Seed 001 lists the three; a plan refuses parts that lie inside each other."""
+    flags = ("--recompute-norm", "--recompute-activation-function", "--swap-attention")
+    for count in (2, 3):
+        for chosen in itertools.combinations(flags, count):
+            recipe, report = job_of(MODEL, DATA, *chosen)
+            assert tessera.plan(recipe, world=4).describe()
+            outcomes = {entry.key: entry.outcome for entry in report.entries}
+            assert [outcomes[flag] for flag in chosen].count("not needed") == ("--recompute-norm" in chosen)
+
+
+def test_one_stage_has_all_layers_whatever_the_lists_say(here: Path) -> None:
+    model = edited(MODEL, lambda data: data["text_decoder"].update(pipeline_num_layers=[1, 2]))
+    words = ["--lr", "1", "--train-iters", "1", "--mm-model", model, "--mm-data", DATA]
+    recipe, report = recipe_of(parse_args(words, world_size=1))
+    assert "layers" not in recipe["parallel"]
+    assert report.refused == []
+    block = "--recompute-granularity full --recompute-method block --recompute-num-layers 2".split()
+    assert recipe_of(parse_args([*words, *block], world_size=1))[0]["parallel"]["recompute"] == ["text.layers.{0-1}"]
+
+
+def test_what_is_off_or_not_needed_keeps_no_job_out(here: Path) -> None:
+    data = edited(DATA, lambda data: data["dataset_param"]["basic_parameters"].update(use_pmcc_data=False))
+    recipe, report = job_of(MODEL, data, "--pref-ftx", "0.0", "--reuse-fp32-param", "--layerzero", "--cp-window-size", "1")
+    assert report.refused == []
+    assert "shard" not in recipe["parallel"]
+    assert [entry.key for entry in job_of(MODEL, data, "--pref-ftx", "0.5")[1].refused] == ["--pref-ftx"]
 
 
 def test_tools_json_becomes_a_profile(here: Path) -> None:
@@ -349,6 +382,14 @@ def test_migrate_writes_the_recipe_and_reports(here: Path, tmp_path: Path) -> No
         (["migrate", "workspace"], "needs a folder"),
     ):
         assert said in str(runner.invoke(app, words).exception)
+
+
+def test_a_placeholder_is_named_with_its_line(here: Path, tmp_path: Path) -> None:
+    job = tmp_path / "job.sh"
+    job.write_text('LOAD_PATH="your converted ckpt path"\ntorchrun pretrain_vlm.py --load $LOAD_PATH --lr 1\n')
+    with pytest.raises(TesseraError, match="--load .*: your converted ckpt path") as caught:
+        migrate(job)
+    assert caught.value.where == f"{job}:1"
 
 
 def test_a_workspace_has_the_names_that_users_type(tmp_path: Path) -> None:

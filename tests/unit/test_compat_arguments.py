@@ -81,6 +81,7 @@ def test_flags_of_launchers_and_other_programs_say_where_they_belong() -> None:
         ("--lr 1 --lr 2", "given twice"),
         ("--lr fast", "invalid float"),
         ("stray", "belongs to no flag"),
+        ("--save your path to save --bf16", "--save takes one value, and is given several words: your path to save"),
         ("--mm-model nowhere.json", "no such file"),
     ],
 )

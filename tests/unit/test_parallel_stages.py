@@ -249,6 +249,11 @@ def test_too_few_microbatches_are_refused_with_the_batches_that_work(
         assert split(section, world=8, microbatches=rows // 6, rows=3).microbatches == rows // 6
 
 
+@pytest.mark.parametrize(("microbatches", "schedule"), [(1, "gpipe"), (3, "gpipe"), (4, "1f1b")])
+def test_fewer_microbatches_than_ranks_choose_a_schedule_that_runs_them(microbatches: int, schedule: str) -> None:
+    assert split({"pp": 4}, microbatches=microbatches).schedule == schedule
+
+
 @pytest.mark.parametrize(("key", "value"), [("schedule", "1f1b"), ("virtual", 2), ("layers", {"text": [4]})])
 def test_words_of_pipelines_need_a_pipeline(key: str, value: Any) -> None:
     with pytest.raises(TesseraError, match=rf"parallel\.{key} speaks of a pipeline, and parallel\.pp is 1"):

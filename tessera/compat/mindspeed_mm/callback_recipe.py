@@ -14,6 +14,7 @@ from tessera.compat.mindspeed_mm.recipe_parts import (
     optimizer_section,
     precision_section,
     set_tools,
+    shards_weights,
     training_steps,
 )
 from tessera.compat.mindspeed_mm.report import JobReport
@@ -98,6 +99,6 @@ def _parallel(args: Any) -> dict[str, Any]:
             parallel["fsdp2_config"] = str(args.fsdp2_config_path)
         return parallel
     parallel["backend"] = "megatron"
-    if not args.use_distributed_optimizer:
+    if not shards_weights(args):
         parallel["shard"] = 1
     return parallel

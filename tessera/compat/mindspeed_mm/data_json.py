@@ -64,6 +64,7 @@ BASIC_KEYS: dict[str, KeyRule] = {
     "enable_thinking": fixed(False),
     "stage": fixed("sft", "pt", "rm", "dpo"),
     **all_of(refused("name a file of held-out samples in val_dataset"), "val_rate"),
+    "use_pmcc_data": refused("data that another program has encrypted cannot be read"),
 }
 LOADER_KEYS: dict[str, KeyRule] = {
     "dataloader_mode": fixed("sampler", "base", "variable"),

@@ -32,6 +32,12 @@ class Flag:
     def destination(self) -> str:
         return self.dest or self.name.lstrip("-").replace("-", "_")
 
+    def treated(self, value: Any) -> tuple[State, str]:
+        """Return state and note of the flag with this value: one that would be refused may be off."""
+        if self.state == "refused" and self.kind in ("int", "float") and value in (0, self.default):
+            return "meaningless", "off"
+        return self.state, self.note
+
 
 def _honoured(kind: Kind, default: Any, notes: Mapping[str, str], scope: Scope = "training") -> Iterator[Flag]:
     for name, note in notes.items():
@@ -141,12 +147,13 @@ def _training() -> Iterator[Flag]:
         "switch",
         False,
         {
-            "bf16": "precision: float32 weights, bfloat16 computation",
-            "fp16": "precision: float32 weights, float16 computation with loss scaling",
+            "bf16": "precision.compute=bfloat16, over float32 weights",
+            "fp16": "precision.compute=float16 with loss scaling, over float32 weights",
             "downcast-to-bf16": "precision.weights=bfloat16",
             "sequence-parallel": "parallel.sequence_parallel",
             "use-torch-fsdp2": "parallel.backend=fsdp2",
             "use-distributed-optimizer": "parallel.shard=auto; without it every rank keeps whole weights",
+            "layerzero": "parallel.shard=auto: weights, gradients and optimizer are sharded over the ranks",
             "no-save-optim": "checkpoint.weights_only",
             "finetune": "training begins at step 0 with the weights of --load",
             "recompute-activations": "accepted: attention keeps no scores that could be recomputed",
@@ -247,6 +254,10 @@ def _without_effect() -> Iterator[Flag]:
         strings="tokenizer-type transformer-impl dataloader-type data_balance_sorting_algo "
         "mbs_data_balance_sorting_algo",
     )
+    yield from _meaningless(
+        "weights are kept once, in float32; what a block computes with is made from them", switches="reuse-fp32-param"
+    )
+    yield from _meaningless("--layerzero shards over all ranks, block by block", strings="layerzero-config")
     yield from _meaningless("the device decides the communication backend", strings="distributed-backend")
     yield from _meaningless("adapters need no hook on frozen layers", words="lora-register-forward-hook")
     yield from _meaningless("it has an effect with warm-up alone, which begins at zero here", floats="lr-warmup-init")
@@ -257,14 +268,12 @@ def _without_effect() -> Iterator[Flag]:
 
 def _not_supported() -> Iterator[Flag]:
     yield from _refused(
-        "memory is saved by parallel.shard and parallel.offload here",
-        switches="reuse-fp32-param layerzero swap-optimizer smart-swap",
-        strings="layerzero-config",
+        "memory is saved by parallel.shard and parallel.offload here", switches="swap-optimizer smart-swap"
     )
     yield from _refused(
         "encoders get their own split by parallel.encoders in a recipe", switches="hetero-parallel tp-2d"
     )
-    yield from _refused("ring attention has one level here", ints="cp-window-size")
+    yield Flag("--cp-window-size", "int", 1, "refused", "ring attention has one level here")
     yield from _refused(
         "losses are summed over trained tokens and divided once",
         switches="calculate-square-loss",

@@ -13,7 +13,8 @@ from typing import Any
 
 from tessera.compat.mindspeed_mm.arguments import Args, given_flags
 from tessera.compat.mindspeed_mm.data_json import DataFile, read_data
-from tessera.compat.mindspeed_mm.model_json import TEXT, VISION, ModelFile, read_model, recompute_patterns
+from tessera.compat.mindspeed_mm.memory_flags import set_memory
+from tessera.compat.mindspeed_mm.model_json import ModelFile, read_model
 from tessera.compat.mindspeed_mm.recipe_parts import (
     compare_with_folder,
     data_section,
@@ -59,8 +60,10 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     """Return the recipe of a job and what becomes of each of its flags and keys."""
     report = JobReport()
     for flag in given_flags(args):
-        outcome = {"honoured": "mapped", "meaningless": "not needed", "refused": "not supported"}[flag.state]
-        report.add(WHERE, flag.name, getattr(args, flag.destination), outcome, flag.note)  # type: ignore[arg-type]
+        value = getattr(args, flag.destination)
+        state, note = flag.treated(value)
+        outcome = {"honoured": "mapped", "meaningless": "not needed", "refused": "not supported"}[state]
+        report.add(WHERE, flag.name, value, outcome, note)  # type: ignore[arg-type]
     if is_generation(args.mm.model.to_dict()):
         return generation_recipe(args, report), report
     model_source, data_source = args.mm_model or "section model", args.mm_data or "section data"
@@ -75,7 +78,7 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     recipe |= place_sections(args)
     _set_model(recipe, args, model, data, report)
     _set_data(recipe, args, data)
-    _set_parallel(recipe, args, model)
+    _set_parallel(recipe, args, model, report)
     recipe["precision"] = precision_section(args)
     _set_training(recipe, args, data, report)
     set_tools(recipe, args.mm.tool.to_dict(), args.mm_tool or "tools", report)
@@ -147,42 +150,10 @@ def _set_data(recipe: dict[str, Any], args: Args, data: DataFile) -> None:
     recipe["data"] = section
 
 
-def _set_parallel(recipe: dict[str, Any], args: Args, model: ModelFile) -> None:
-    section = parallel_section(args, model.layers, "text")
-    _set_memory(section, args, model)
+def _set_parallel(recipe: dict[str, Any], args: Args, model: ModelFile, report: JobReport) -> None:
+    section = parallel_section(args, model.layers, model.depths, "text")
+    set_memory(section, args, model, report)
     recipe["parallel"] = section
-
-
-def _set_memory(section: dict[str, Any], args: Args, model: ModelFile) -> None:
-    """Set what is recomputed and what waits in host memory."""
-    flags = {
-        "recompute_granularity": args.recompute_granularity,
-        "recompute_method": args.recompute_method,
-        "recompute_num_layers": args.recompute_num_layers,
-    }
-    text = {**flags, **model.recompute.get("text", {})}
-    recompute: list[Any] = [*recompute_patterns(text, TEXT, model.layers.get("text"))]
-    if "vision" in model.recompute:
-        recompute += recompute_patterns(model.recompute["vision"], VISION, model.layers.get("vision"))
-    if args.recompute_skip_core_attention:
-        number = args.recompute_num_layers_skip_core_attention
-        kept = recompute_patterns(
-            {**text, "recompute_num_layers": number or text["recompute_num_layers"]}, TEXT, model.layers.get("text")
-        )
-        recompute = [{"modules": one, "keep": "attention"} if one in kept else one for one in recompute]
-    if recompute:
-        section["recompute"] = recompute
-
-    def first(number: int | None) -> str:
-        return "{*}" if number is None else f"{{0-{number - 1}}}"
-
-    if args.recompute_activation_function:
-        section["recompute_activation"] = [f"{TEXT}.{first(args.recompute_activation_function_num_layers)}.mlp"]
-    if args.recompute_norm:
-        section["recompute_norm"] = [f"{TEXT}.{first(args.recompute_norm_num_layers)}"]
-    offload = [*model.offload, *([f"{TEXT}.{{*}}.attn"] if args.swap_attention else [])]
-    if offload:
-        section["activation_offload"] = offload
 
 
 def _set_training(recipe: dict[str, Any], args: Args, data: DataFile, report: JobReport) -> None:

@@ -97,7 +97,7 @@ def migrate(path: Path, *, world_size: int | None = None, environment: Mapping[s
         data = apply_overrides(read_job_yaml(Path(launch.argv[0])), parse_overrides(launch.argv[1:]), launch.argv[0])
         migrated = _checked(*recipe_of_yaml(data, launch.argv[0], ranks), ranks)
     else:
-        migrated = _by_flags(launch.argv, ranks)
+        migrated = _by_flags(launch.argv, ranks, path)
     _report_rest(migrated.report, job, launch)
     for flag, value in joined.items():
         note = "a placeholder of several words, taken as one value: write what belongs there"
@@ -187,8 +187,8 @@ def _with_environment(migrated: MigratedJob, launch: Launch) -> MigratedJob:
     return replace(_checked(recipe, migrated.report, migrated.world_size), environment=kept)
 
 
-def _by_flags(argv: list[str], world_size: int) -> MigratedJob:
-    args = parse_args(argv, allow_refused=True, world_size=world_size)
+def _by_flags(argv: list[str], world_size: int, script: Path | None = None) -> MigratedJob:
+    args = parse_args(argv, allow_refused=True, world_size=world_size, script=script)
     return _checked(*recipe_of(args), world_size)
 
 

@@ -222,6 +222,7 @@ class ModelFile:
     fields: dict[str, Any] = field(default_factory=dict)  # dotted keys of model.config
     freeze: list[str] = field(default_factory=list)
     layers: dict[str, list[int]] = field(default_factory=dict)  # stream -> layers of each stage
+    depths: dict[str, Any] = field(default_factory=dict)  # stream -> all its layers, as num_layers says
     recompute: dict[str, dict[str, Any]] = field(default_factory=dict)  # tower -> its recompute_* keys
     offload: list[str] = field(default_factory=list)
 
@@ -396,7 +397,7 @@ def _towers(
                 "mapped",
                 f"parallel.layers.{stream}",
             )
-            check_sum(file.layers[stream], section.get("num_layers"), f"{source}: {name}")
+            file.depths[stream] = section.get("num_layers")
         given = {key: section[key] for key in sorted(RECOMPUTE_KEYS) if section.get(key) is not None}
         if given:
             file.recompute[stream] = given
@@ -419,15 +420,6 @@ def flat_layers(value: Any, where: str) -> list[int]:
     if len({len(row) for row in rows}) > 1:
         raise TesseraError("every virtual stage needs as many entries", where=where)
     return flat
-
-
-def check_sum(layers: Sequence[int], total: Any, where: str) -> None:
-    if isinstance(total, int) and sum(layers) != total:
-        raise TesseraError(
-            f"pipeline_num_layers {list(layers)} adds up to {sum(layers)}, num_layers is {total}",
-            where=where,
-            fix="the two must agree",
-        )
 
 
 def recompute_patterns(settings: Mapping[str, Any], modules: str, stages: Sequence[int] | None) -> list[str]:

@@ -118,12 +118,15 @@ def refuse_lora_flags(args: Any) -> None:
         )
 
 
-def parallel_section(args: Any, layers: Mapping[str, Sequence[int]], main: str) -> dict[str, Any]:
-    """Return the layout of a job. `layers`: of each stream on each stage; `main`: the stream without which there is no
-    list."""
+def parallel_section(
+    args: Any, layers: Mapping[str, Sequence[int]], depths: Mapping[str, Any], main: str
+) -> dict[str, Any]:
+    """Return the layout of a job. `layers`: of each stream on each stage; `depths`: all layers of each stream; `main`:
+    the stream without which there is no list. One stage has all layers, whatever the lists say."""
     virtual = args.virtual_pipeline_model_parallel_size or 1
     stages = args.pipeline_model_parallel_size * virtual
-    check_stages(layers, stages)
+    if stages > 1:
+        check_stages(layers, depths, stages, args.mm_model or "section model")
     section: dict[str, Any] = {"backend": "fsdp2" if args.use_torch_fsdp2 else "megatron"}
     sizes = {
         "tp": args.tensor_model_parallel_size,
@@ -144,21 +147,35 @@ def parallel_section(args: Any, layers: Mapping[str, Sequence[int]], main: str) 
             section["ulysses"] = degrees[args.context_parallel_algo]
     if args.fsdp2_config_path is not None:
         section["fsdp2_config"] = args.fsdp2_config_path
-    elif not args.use_torch_fsdp2 and not args.use_distributed_optimizer and args.expert_model_parallel_size == 1:
+    elif not shards_weights(args) and args.expert_model_parallel_size == 1:
         section["shard"] = 1
     if args.distributed_timeout_minutes != 10:
         section["timeout_s"] = 60 * args.distributed_timeout_minutes
     return section
 
 
-def check_stages(layers: Mapping[str, Sequence[int]], stages: int) -> None:
-    """Raise an error unless every list of layers has an entry for each stage."""
+def shards_weights(args: Any) -> bool:
+    """Return whether a flag asks for weights that are sharded over the ranks."""
+    return bool(args.use_torch_fsdp2 or args.use_distributed_optimizer or args.layerzero)
+
+
+def check_stages(
+    layers: Mapping[str, Sequence[int]], depths: Mapping[str, Any], stages: int, model_json: str
+) -> None:
+    """Raise an error unless every list of layers has an entry for each stage, and together all layers."""
     for stream, counts in layers.items():
-        if len(counts) != stages and not (stages == 1 and len(counts) == 1):
+        if len(counts) != stages:
             raise TesseraError(
                 f"pipeline_num_layers of {stream} has {len(counts)} entries for {stages} stages",
-                where="model.json",
+                where=model_json,
                 fix="it needs one entry for each stage (--pipeline-model-parallel-size, times the virtual stages)",
+            )
+        depth = depths.get(stream)
+        if isinstance(depth, int) and sum(counts) != depth:
+            raise TesseraError(
+                f"pipeline_num_layers {list(counts)} of {stream} adds up to {sum(counts)}, num_layers is {depth}",
+                where=model_json,
+                fix="the two must agree",
             )
 
 

@@ -256,10 +256,9 @@ def _task_options(
 
 
 def _parallel(args: Args, model: GenerationFile) -> dict[str, Any]:
-    stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
-    layers = {"latents": model.stages} if model.stages and stages > 1 else {}
-    section = parallel_section(args, layers, "latents")
-    recompute = _recompute(args, model, layers.get("latents"))
+    depth = None if len(model.blocks) > 1 else model.config.get("num_layers")
+    section = parallel_section(args, {"latents": model.stages} if model.stages else {}, {"latents": depth}, "latents")
+    recompute = _recompute(args, model, section.get("layers", {}).get("latents"))
     if recompute:
         section["recompute"] = recompute
     offload = list(model.offload) or (["blocks.{*}.attn"] if args.swap_attention else [])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tessera.compat.mindspeed_mm.model_json import PATCH_KEYS, check_sum, flat_layers
+from tessera.compat.mindspeed_mm.model_json import PATCH_KEYS, flat_layers
 from tessera.compat.mindspeed_mm.report import (
     JobReport,
     KeyRule,
@@ -28,11 +28,11 @@ _DTYPE = unneeded("precision is said once, by --bf16 or --fp16")
 _KERNEL = unneeded("the fastest implementation that the device has is chosen by itself")
 _FAMILY = unneeded("the family says it")
 _ENCODER = unneeded("the folder of the encoder says it")
-_LONG = refused("long sequences are shared by ranks: --context-parallel-size")
 _PREDICTOR = {
     **all_of(_DTYPE, "dtype fp32_calculate"),
     **all_of(_KERNEL, "use_fused_rmsnorm attn_mode"),
-    **all_of(_LONG, "FPDT FPDT_chunk_number FPDT_with_offload"),
+    "FPDT": refused("long sequences are shared by ranks: --context-parallel-size"),
+    **all_of(unneeded("FPDT switches it"), "FPDT_chunk_number FPDT_with_offload"),
     **all_of(fixed(True), "qk_norm"),
     **all_of(fixed("rmsnorm", "qk_ln", "layernorm"), "qk_norm_type norm_type"),
 }
@@ -253,7 +253,6 @@ def _own_key(file: GenerationFile, key: str, section: Mapping[str, Any], source:
         file.weights, note = str(value), "model.path, where --load names none"
     elif key == "pipeline_num_layers":
         file.stages = flat_layers(value, f"{source}: predictor.{key}")
-        check_sum(file.stages, section.get("num_layers"), f"{source}: predictor")
         note = "parallel.layers.latents"
     elif key == "attention_async_offload":
         file.offload = _ATTENTION.get(str(file.family), ["blocks.{*}.attn"]) if value else []
