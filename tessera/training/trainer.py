@@ -329,6 +329,10 @@ class Trainer:
         for lost in restore_callbacks(self.callbacks, state["callbacks"]):
             log.logger().warning("%s", lost)
 
+    def go_to_row(self, row: int) -> None:
+        """Read data from this row of the global order on. For callers whose rows mean other samples than before."""
+        self._first_row, self._first_step = row, self.step
+
     def continue_from_here(self) -> None:
         """Drop records of later steps and read data from this step on, after going back."""
         self._call("on_rewind")

@@ -34,14 +34,17 @@ import tessera
 from tessera.cli.main import app
 from tessera.compat.mindspeed_mm.arguments import parse_args
 from tessera.compat.mindspeed_mm.convert import run as mm_convert
-from tessera.compat.mindspeed_mm.entry_points import evaluate, inference
+from tessera.compat.mindspeed_mm.continued import changes_of_job
+from tessera.compat.mindspeed_mm.entry_points import evaluate, inference, pretrain
 from tessera.compat.mindspeed_mm.inference_json import read_inference
 from tessera.compat.mindspeed_mm.job import recipe_of
 from tessera.compat.mindspeed_mm.migrate import MigratedJob, lay_out, migrate
 from tessera.compat.mindspeed_mm.report import JobReport
+from tessera.core.config import dump_yaml
 from tessera.core.dist import free_port
 from tessera.core.errors import TesseraError
 from tessera.evaluation.benchmarks import anls, chosen_letter, relaxed
+from tessera.core.run_config import load_config
 from tests.acceptance import flags_page
 
 ROOT = Path(__file__).parents[2]
@@ -311,7 +314,9 @@ def test_recompute_and_context_parallel_flags(here: Path) -> None:
     ]
     assert parallel["activation_offload"] == ["text.layers.{3-10,13-20,23-27}.attn"]
     assert "recompute_norm" not in parallel
-    both = job_of(MODEL, DATA, "--recompute-norm", "--recompute-norm-num-layers", "4", "--recompute-activation-function")
+    both = job_of(
+        MODEL, DATA, "--recompute-norm", "--recompute-norm-num-layers", "4", "--recompute-activation-function"
+    )
     assert both[0]["parallel"]["recompute_norm"] == ["text.layers.{0-3}"]
     assert both[0]["parallel"]["recompute_activation"] == ["text.layers.{4-27}.mlp"]
     words = ["--lr", "1", "--train-iters", "1", "--mm-model", "examples/qwen2vl/model_7b_dpo.json", "--mm-data", DATA]
@@ -342,10 +347,91 @@ def test_one_stage_has_all_layers_whatever_the_lists_say(here: Path) -> None:
 
 def test_what_is_off_or_not_needed_keeps_no_job_out(here: Path) -> None:
     data = edited(DATA, lambda data: data["dataset_param"]["basic_parameters"].update(use_pmcc_data=False))
-    recipe, report = job_of(MODEL, data, "--pref-ftx", "0.0", "--reuse-fp32-param", "--layerzero", "--cp-window-size", "1")
+    recipe, report = job_of(
+        MODEL, data, "--pref-ftx", "0.0", "--reuse-fp32-param", "--layerzero", "--cp-window-size", "1"
+    )
     assert report.refused == []
     assert "shard" not in recipe["parallel"]
     assert [entry.key for entry in job_of(MODEL, data, "--pref-ftx", "0.5")[1].refused] == ["--pref-ftx"]
+
+
+LORA = ("--lora-target-modules", "linear_qkv")
+
+
+def saved_run(folder: Path, *more: str) -> None:
+    """Write what a run of a job keeps of its settings."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_yaml(load_config(job_of(MODEL, DATA, *more)[0])))
+
+
+def test_a_job_that_goes_on_takes_the_flags_of_its_new_start(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved_run(tmp_path / "s", "--min-lr", "1e-6", "--global-batch-size", "2", "--weight-decay", "0.1")
+
+    def changes(*words: str) -> dict[str, Any]:
+        recipe, report = job_of(MODEL, DATA, "--global-batch-size", "2", *words)
+        return changes_of_job(tmp_path / "s", load_config(recipe), report, say=True)
+
+    assert changes("--min-lr", "1e-6", "--weight-decay", "0.1") == {}
+    assert capsys.readouterr().out == ""
+    new = "--lr-decay-style cosine --lr-warmup-iters 3 --weight-decay 0.1 --clip-grad 0 --micro-batch-size 2"
+    assert changes(*new.split(), "--fp16") == {
+        "train.micro_batch": 2,
+        "optim.clip_norm": None,
+        "optim.schedule.kind": "cosine",
+        "optim.schedule.warmup": 3,
+        "optim.schedule.final": 0.0,
+        "precision.compute": "float16",
+    }
+    line = capsys.readouterr().out
+    for change in (
+        *("--micro-batch-size: 1 -> 2", "--clip-grad: 1 -> None", "--lr-decay-style: linear -> cosine"),
+        *("--lr-warmup-iters: 0 -> 3", "--min-lr: 1e-06 -> 0", "--fp16: float32 -> float16"),
+    ):
+        assert change in line
+    for words, said in (
+        (["--seed", "7"], "--seed: the run in .* was trained with 1234"),
+        (["--downcast-to-bf16", "--bf16"], "--downcast-to-bf16: .* weights of one type"),
+        (LORA, "--lora-target-modules: .* its adapters"),
+    ):
+        with pytest.raises(TesseraError, match=said):
+            changes("--weight-decay", "0.1", *words)
+
+
+def test_a_job_that_goes_on_refuses_other_weights_by_name(here: Path, tmp_path: Path) -> None:
+    saved_run(tmp_path / "s", *LORA)
+    for words, said in (
+        ([*LORA, "--lora-r", "4"], "--lora-r"),
+        (["--lora-target-modules", "linear_fc1"], "--lora-target-modules"),
+    ):
+        recipe, report = job_of(MODEL, DATA, *words)
+        with pytest.raises(TesseraError, match=said):
+            changes_of_job(tmp_path / "s", load_config(recipe), report, say=False)
+    saved_run(tmp_path / "whole")
+    thawed = edited(MODEL, lambda data: data["image_encoder"]["vision_encoder"].update(freeze=False))
+    recipe, report = job_of(thawed)
+    with pytest.raises(TesseraError, match=r"image_encoder\.vision_encoder\.freeze"):
+        changes_of_job(tmp_path / "whole", load_config(recipe), report, say=False)
+    larger = edited(MODEL, lambda data: data["text_decoder"].update(ffn_hidden_size=1024))
+    with pytest.raises(TesseraError, match=r"text\.intermediate_size is 1024 in model\.json, and 18944"):
+        job_of(larger, DATA, "--load", str(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_another_rate_and_batch(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tiny)
+    hf, source = tiny / "ckpt" / "tiny" / "hf", EXAMPLES / "qwen2vl"
+    Path("m.json").write_text(json.dumps(tiny_model_json(json.loads((source / "model_7b.json").read_text()), hf)))
+    Path("d.json").write_text(json.dumps(tiny_data_json(json.loads((source / "data_7b.json").read_text()), hf)))
+    words = "--mm-model m.json --mm-data d.json --seq-length 384 --num-workers 0 --log-interval 1 --save s".split()
+    pretrain([*words, *f"--load {hf} --lr 1e-4 --global-batch-size 2 --train-iters 1".split()])
+    pretrain([*words, *"--load s --lr 7e-3 --lr-decay-style constant --global-batch-size 4 --train-iters 2".split()])
+    line = next(line for line in capsys.readouterr().out.splitlines() if "iteration        2/" in line)
+    for part in ("consumed samples:            6", "learning rate: 7.000000E-03", "global batch size:     4"):
+        assert part in line
 
 
 def test_tools_json_becomes_a_profile(here: Path) -> None:

@@ -357,3 +357,42 @@ def test_timers_of_a_forward_step(capsys: pytest.CaptureFixture[str]) -> None:
     timers.log(["batch-generator", "unknown"])
     assert re.fullmatch(r"time \(ms\) \| batch-generator: [\d.]+\n", capsys.readouterr().out)
     assert timers("batch-generator").elapsed() == 0.0
+
+
+def test_a_run_goes_on_with_the_flags_of_its_new_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Samples are counted, not micro-batches: another size of either goes on where the run stopped."""
+    seen: list[str] = []
+
+    def step(data_iterator: Iterator[Any], model: Any) -> Any:
+        batch = next(data_iterator)
+        seen.extend(batch["name"])
+        return model(batch["x"]), toy.bare_loss
+
+    def names(lr: str = "0.01", seed: str = "3", **kw: Any) -> list[str]:
+        seen.clear()
+        words = " ".join(toy.flags(tmp_path / "s", "--load", str(tmp_path / "s"), **kw))
+        words = words.replace("--eval-iters 1", "--eval-iters 0").replace(
+            "--lr 0.01 --seed 3", f"--lr {lr} --seed {seed}"
+        )
+        with toy.command_line(*words.split()):
+            pretrain(toy.datasets_provider, toy.model_provider, MODEL_TYPE, step)
+        return [name.removeprefix("sample-") for name in seen]
+
+    assert names(iterations=2, batch=4) == [str(number) for number in range(8)]
+    capsys.readouterr()
+    assert names("0.5", iterations=3, batch=8, micro=4) == [str(number) for number in range(8, 16)]
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("changed since"))
+    for change in (
+        "--lr: 0.01 -> 0.5",
+        "--train-iters: 2 -> 3",
+        "--global-batch-size: 4 -> 8",
+        "--micro-batch-size: 2 -> 4",
+    ):
+        assert change in line
+    assert "iteration        3/       3 | consumed samples:           16 |" in out
+    assert "learning rate: 5.000000E-01 | global batch size:     8" in out
+    with pytest.raises(TesseraError, match="--seed: the run in .* was trained with 3"):
+        names(seed="4", iterations=4)
+    with pytest.raises(TesseraError, match="16 samples, which are no multiple of 3"):
+        names(iterations=4, batch=9, micro=3)

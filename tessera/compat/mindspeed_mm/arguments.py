@@ -21,6 +21,7 @@ import torch
 
 from tessera.compat.mindspeed_mm.config_files import ConfigReader, MissingKeyError, read_job_file, read_job_yaml
 from tessera.compat.mindspeed_mm.flags import FLAGS, Flag
+from tessera.compat.mindspeed_mm.report import JobReport
 from tessera.core.errors import TesseraError, nearest
 
 WHERE = "command line"
@@ -115,6 +116,17 @@ def given_flags(args: Args) -> list[Flag]:
     return [flag for flag in FLAGS.values() if flag.scope == "training" and flag.destination in args.given]
 
 
+def flag_report(args: Args) -> JobReport:
+    """Return what becomes of each flag that the command line sets."""
+    report = JobReport()
+    for flag in given_flags(args):
+        value = getattr(args, flag.destination)
+        state, note = flag.treated(value)
+        outcome = {"honoured": "mapped", "meaningless": "not needed", "refused": "not supported"}[state]
+        report.add(WHERE, flag.name, value, outcome, note)  # type: ignore[arg-type]
+    return report
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tessera", allow_abbrev=False, conflict_handler="resolve", add_help=False)
     for flag in FLAGS.values():
@@ -171,7 +183,7 @@ def _several_words(words: Sequence[str], extra: str, script: Path | None) -> Tes
     return TesseraError(
         f"{flag} takes one value, and is given several words: {value}",
         where=WHERE if line is None else f"{script}:{line}",
-        fix=f"write the path in the place of {value!r} in the script, or put it into quotes ({flag} \"{value}\") "
+        fix=f'write the path in the place of {value!r} in the script, or put it into quotes ({flag} "{value}") '
         "where blanks belong to it",
     )
 

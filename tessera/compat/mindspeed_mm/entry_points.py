@@ -17,6 +17,7 @@ from tessera.compat.environment import begin_job
 from tessera.compat.mindspeed_mm.arguments import Args, parse_args
 from tessera.compat.mindspeed_mm.callback_recipe import check_save_folder, resumes
 from tessera.compat.mindspeed_mm.config_files import read_job_yaml
+from tessera.compat.mindspeed_mm.continued import changes_of_job
 from tessera.compat.mindspeed_mm.evaluation_json import evaluate as run_benchmark
 from tessera.compat.mindspeed_mm.fsdp_yaml import recipe_of_yaml
 from tessera.compat.mindspeed_mm.inference_json import ask
@@ -30,6 +31,7 @@ from tessera.core import dist, log
 from tessera.core.config import apply_overrides, parse_overrides
 from tessera.core.dist import environment_ranks
 from tessera.core.errors import TesseraError, reported
+from tessera.core.run_config import load_config
 from tessera.inference.diffusion.progress import progress
 from tessera.training.run import resume, train
 
@@ -183,8 +185,8 @@ def _train(args: Args, recipe: Mapping[str, Any], report: JobReport) -> None:
     job = begin_job()
     callbacks = [IterationLog(args), SaveLog(args), *job.callbacks]
     if resumes(args) and run_exists(Path(args.save)):
-        settings = {"train.steps": recipe["train"]["steps"], **job.settings}
-        resume(str(args.save), settings, callbacks=callbacks)
+        changes = changes_of_job(Path(args.save), load_config(recipe, job.settings), report, say=args.rank == 0)
+        resume(str(args.save), changes, callbacks=callbacks)
     else:
         train(recipe, job.settings, overwrite=args.save is None, callbacks=callbacks)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tessera.compat.mindspeed_mm.arguments import Args, given_flags
+from tessera.compat.mindspeed_mm.arguments import Args, flag_report
 from tessera.compat.mindspeed_mm.data_json import DataFile, read_data
 from tessera.compat.mindspeed_mm.memory_flags import set_memory
 from tessera.compat.mindspeed_mm.model_json import ModelFile, read_model
@@ -58,12 +58,7 @@ _SHELL_SIZES = {
 
 def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     """Return the recipe of a job and what becomes of each of its flags and keys."""
-    report = JobReport()
-    for flag in given_flags(args):
-        value = getattr(args, flag.destination)
-        state, note = flag.treated(value)
-        outcome = {"honoured": "mapped", "meaningless": "not needed", "refused": "not supported"}[state]
-        report.add(WHERE, flag.name, value, outcome, note)  # type: ignore[arg-type]
+    report = flag_report(args)
     if is_generation(args.mm.model.to_dict()):
         return generation_recipe(args, report), report
     model_source, data_source = args.mm_model or "section model", args.mm_data or "section data"

@@ -42,6 +42,7 @@ class IterationLog(Callback):
         self._since = 0.0
 
     def on_start(self, trainer: TrainerHandle) -> None:
+        self._count(trainer)
         self._since = _training_time(trainer)
 
     def on_rewind(self, trainer: TrainerHandle) -> None:
@@ -52,8 +53,7 @@ class IterationLog(Callback):
             trainer.task.reports.clear()
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
-        self.args.iteration = self.args.curr_iteration = result.step
-        self.args.consumed_train_samples += self.args.global_batch_size
+        self._count(trainer)
         self._last = result
         self._iterations += 1
         self._skipped += not result.applied
@@ -70,6 +70,11 @@ class IterationLog(Callback):
                 batch.release()
         if result.step % self.args.log_interval == 0:
             self._print(trainer)
+
+    def _count(self, trainer: TrainerHandle) -> None:
+        """Set the iteration and the samples that the run has used, those before a resume included."""
+        self.args.iteration = self.args.curr_iteration = trainer.step
+        self.args.consumed_train_samples = consumed_samples(trainer, self.args)
 
     def _print(self, trainer: TrainerHandle) -> None:
         result = self._last
@@ -138,6 +143,11 @@ class SaveLog(Callback):
         fresh.write_text(str(step), encoding="utf-8")
         fresh.replace(folder / LATEST)
         print(f"  successfully saved checkpoint from iteration {step:7d} to {path}", flush=True)
+
+
+def consumed_samples(trainer: TrainerHandle, args: Any) -> int:
+    """Return how many samples the run has used, as Megatron counts them. Steps may have had other sizes before."""
+    return int(trainer.rows_drawn * args.global_batch_size // trainer.length.rows_per_step)
 
 
 def print_on_last_rank(world: World, line: str) -> None:

@@ -159,9 +159,7 @@ def shards_weights(args: Any) -> bool:
     return bool(args.use_torch_fsdp2 or args.use_distributed_optimizer or args.layerzero)
 
 
-def check_stages(
-    layers: Mapping[str, Sequence[int]], depths: Mapping[str, Any], stages: int, model_json: str
-) -> None:
+def check_stages(layers: Mapping[str, Sequence[int]], depths: Mapping[str, Any], stages: int, model_json: str) -> None:
     """Raise an error unless every list of layers has an entry for each stage, and together all layers."""
     for stream, counts in layers.items():
         if len(counts) != stages:
@@ -272,7 +270,8 @@ def family_of_folder(folder: str | None) -> str | None:
 
 def compare_with_folder(folder: str, model: ModelFile) -> None:
     """Raise an error where the sizes in model.json are not those of the weights; a folder that is not here passes."""
-    if model.family is None or not (Path(folder) / "config.json").is_file():
+    described = any((Path(folder) / name).is_file() for name in ("config.json", "config.yaml"))
+    if model.family is None or not described:
         return
     spec, config = resolve(ModelSection(path=Path(folder)))
     if spec.name != model.family:
@@ -283,7 +282,7 @@ def compare_with_folder(folder: str, model: ModelFile) -> None:
             at = getattr(at, part) if part in type(at).model_fields else None
         if dotted.rpartition(".")[2] in COMPARED and at is not None and at != value:
             raise TesseraError(
-                f"{dotted} is {value} in model.json, and {at} in {folder}/config.json",
+                f"{dotted} is {value} in model.json, and {at} in {folder}",
                 where="model.json",
                 fix="describe the model that the weights belong to",
             )

@@ -51,7 +51,7 @@ class JobReport:
     def settle(self, recipe: Mapping[str, Any]) -> None:
         """Correct the entries of keys that have a place in a recipe, where this one does not have it after all."""
         for number, entry in enumerate(self.entries):
-            keys = [key for key in _RECIPE_KEY.findall(entry.note) if not key.endswith(".json")]
+            keys = recipe_keys(entry.note)
             if entry.outcome != "mapped" or not keys or any(_has(recipe, key) for key in keys):
                 continue
             note = f"no effect in this job ({entry.note})"
@@ -79,6 +79,11 @@ class JobReport:
             f"{len(self.refused)} settings of this job are not supported:\n    {lines}",
             fix="leave them out or change them; tessera migrate JOB writes the recipe of the rest",
         )
+
+
+def recipe_keys(note: str) -> list[str]:
+    """Return the keys of a recipe that a note names."""
+    return [key for key in _RECIPE_KEY.findall(note) if not key.endswith(".json")]
 
 
 _OUTCOMES: tuple[Outcome, ...] = ("mapped", "not needed", "not supported", "differs")

@@ -18,8 +18,9 @@ from torch import nn
 
 from tessera.compat import state
 from tessera.compat.megatron import parallel_state
+from tessera.compat.mindspeed_mm.continued import print_changes
 from tessera.compat.mindspeed_mm.forward_step import ForwardStepTask, MicroBatch, described, mean_reports
-from tessera.compat.mindspeed_mm.log_line import IterationLog, SaveLog, print_on_last_rank
+from tessera.compat.mindspeed_mm.log_line import IterationLog, SaveLog, consumed_samples, print_on_last_rank
 from tessera.compat.mindspeed_mm.provided_rows import PROVIDER, ProvidedRows, loader_of
 from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.core.config import build
@@ -57,14 +58,22 @@ class Session:
     """Manage one run. `close` or the end of a `with` block leaves the process group and the run folder."""
 
     def __init__(
-        self, args: Any, config: RunConfig, callbacks: Sequence[Callback], *, resume: bool, overwrite: bool = False
+        self,
+        args: Any,
+        config: RunConfig,
+        callbacks: Sequence[Callback],
+        *,
+        resume: bool,
+        overwrite: bool = False,
+        changes: Sequence[str] = (),  # what the flags change in the run that is resumed
     ) -> None:
         self.args = args
         self.config = config
         self._callbacks = callbacks
         self.cp = int(args.context_parallel_size)
         self.task = ForwardStepTask(per_token=bool(args.calculate_per_token_loss), cp=self.cp)
-        self._resume, self._overwrite = resume, overwrite
+        self._resume, self._overwrite, self._changes = resume, overwrite, list(changes)
+        self._sizes = _BatchSizes(args)
         self._trainer: Trainer | None = None
         self._started = False
         self.log = IterationLog(args)
@@ -133,14 +142,19 @@ class Session:
         setup = build_meta_model(self.config, self.world.size, objects)
         opened = open_run(self.config, setup, self.world, objects, resume=self._resume, overwrite=self._overwrite)
         self.config, own = self._stack.enter_context(opened)
-        callbacks: list[Callback] = [self.log, SaveLog(self.args), _EvaluateInterval(self), *self._callbacks, *own]
+        named = [self.log, SaveLog(self.args), _EvaluateInterval(self), self._sizes]
+        callbacks: list[Callback] = [*named, *self._callbacks, *own]
         self._trainer = trainer = build_trainer(self.config, setup, self.world, callbacks, objects)
         for rows in (self.rows["valid"], self.rows["test"]):
             rows.check_ranks(*train.place)
-        if not (self._resume and trainer.resume()):
+        if self._resume and trainer.resume():
+            self._sizes.go_on(trainer)
+            if self.world.is_main:
+                print_changes(self._changes + self._sizes.changes)
+        else:
             trainer.begin()
         self.args.iteration = self.args.curr_iteration = trainer.step
-        self.args.consumed_train_samples = trainer.step * self.args.global_batch_size
+        self.args.consumed_train_samples = consumed_samples(trainer, self.args)
         return trainer
 
     # ------------------------------------------------------------------------------------------ data
@@ -261,6 +275,46 @@ class Session:
         if process is not None and self.world.rank == self.world.size - 1:
             process(collected, self.trainer.step, None)
         return losses
+
+
+class _BatchSizes(Callback):
+    """Keep with a checkpoint how many samples its rows are, so that other sizes go on at the same sample.
+
+    A row of this run is one micro-batch of one rank; ranks of a context-parallel group have the same samples.
+    """
+
+    def __init__(self, args: Any) -> None:
+        names = ("global_batch_size", "micro_batch_size", "context_parallel_size")
+        self._now = {name: int(getattr(args, name)) for name in names}
+        self._before = self._now
+        self._together = self._now["micro_batch_size"] * int(
+            args.data_parallel_size
+        )  # samples that all ranks take at once
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._now)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._before = {**self._now, **state}
+
+    @property
+    def changes(self) -> list[str]:
+        """Return the sizes that differ from those of the checkpoint."""
+        names = [name for name in self._now if self._now[name] != self._before[name]]
+        return [f"--{name.replace('_', '-')}: {self._before[name]} -> {self._now[name]}" for name in names]
+
+    def go_on(self, trainer: Trainer) -> None:
+        """Let the trainer read from the first sample that the run has not used."""
+        before, now = self._before, self._now
+        samples = trainer.rows_drawn * before["micro_batch_size"] // before["context_parallel_size"]
+        if samples % self._together:
+            raise TesseraError(
+                f"the run has used {samples} samples, which are no multiple of {self._together}: --micro-batch-size "
+                f"{now['micro_batch_size']} times the data-parallel ranks",
+                where="--micro-batch-size",
+                fix=f"--micro-batch-size {before['micro_batch_size']}, with which the run was trained",
+            )
+        trainer.go_to_row(samples * now["context_parallel_size"] // now["micro_batch_size"])
 
 
 class _EvaluateInterval(Callback):

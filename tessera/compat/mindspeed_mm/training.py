@@ -12,6 +12,7 @@ import argparse
 import atexit
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -20,14 +21,16 @@ from torch.optim import Optimizer
 from tessera.checkpoint.weight_source import run_exists
 from tessera.compat import state
 from tessera.compat.environment import begin_job
-from tessera.compat.mindspeed_mm.arguments import parse_args
+from tessera.compat.mindspeed_mm.arguments import flag_report, parse_args
 from tessera.compat.mindspeed_mm.callback_recipe import callback_recipe, check_save_folder, resumes
+from tessera.compat.mindspeed_mm.continued import changed_settings, described_changes, refuse_change
 from tessera.compat.mindspeed_mm.forward_step import ForwardStep, MicroBatch
 from tessera.compat.mindspeed_mm.session import SPLITS, Session
 from tessera.core import log
 from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
+from tessera.core.run_config import RunConfig, load_config
 from tessera.optim.optimizer import lr_factor
+from tessera.training.run import resume_config
 from tessera.training.trainer import Trainer
 
 
@@ -94,13 +97,24 @@ def _begin(extra_args_provider: Callable[..., Any] | None, args_defaults: Mappin
     if going_on and not run_exists(config.folder):
         log.logger().warning("%s has no checkpoint yet: the run begins with the weights of model_provider", args.save)
         going_on = False
+    changes = _changes(args, config) if going_on else []
     try:
-        session = Session(args, config, job.callbacks, resume=going_on, overwrite=args.save is None)
+        session = Session(args, config, job.callbacks, resume=going_on, overwrite=args.save is None, changes=changes)
     except BaseException:
         state.destroy()
         raise
     state.current().session = session
     return session
+
+
+def _changes(args: Any, config: RunConfig) -> list[str]:
+    """Return what the flags change in the run that they continue; refuse what it cannot change."""
+    report, saved = flag_report(args), resume_config(config.folder)
+    # Groups follow from the model, and rows are micro-batches here: the session compares the batch sizes.
+    changes = [key for key in changed_settings(saved, config) if key not in ("optim.groups", "train.global_batch")]
+    for key in changes:
+        refuse_change(saved, key, report, Path(args.save))
+    return described_changes(saved, config, changes, report)
 
 
 def current_session() -> Session:
@@ -212,7 +226,8 @@ class BatchIterator(Iterator[Any]):
 
     def __init__(self, session: Session, name: str) -> None:
         self.session, self.name = session, name
-        self._next = session.trainer.step * session.micro_batches if name == "train" else 0
+        _, ranks = session.rows[name].place
+        self._next = session.trainer.rows_drawn // ranks if name == "train" else 0
 
     def __next__(self) -> Any:
         rows = self.session.rows[self.name]
