@@ -33,8 +33,8 @@ from typer.testing import CliRunner
 import tessera
 from tessera.cli.main import app
 from tessera.compat.mindspeed_mm.arguments import parse_args
-from tessera.compat.mindspeed_mm.convert import run as mm_convert
 from tessera.compat.mindspeed_mm.continued import changes_of_job
+from tessera.compat.mindspeed_mm.convert import run as mm_convert
 from tessera.compat.mindspeed_mm.entry_points import evaluate, inference, pretrain
 from tessera.compat.mindspeed_mm.inference_json import read_inference
 from tessera.compat.mindspeed_mm.job import recipe_of
@@ -341,7 +341,7 @@ def test_one_stage_has_all_layers_whatever_the_lists_say(here: Path) -> None:
     recipe, report = recipe_of(parse_args(words, world_size=1))
     assert "layers" not in recipe["parallel"]
     assert report.refused == []
-    block = "--recompute-granularity full --recompute-method block --recompute-num-layers 2".split()
+    block = ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "2"]
     assert recipe_of(parse_args([*words, *block], world_size=1))[0]["parallel"]["recompute"] == ["text.layers.{0-1}"]
 
 
@@ -426,9 +426,38 @@ def test_a_job_goes_on_with_another_rate_and_batch(
     hf, source = tiny / "ckpt" / "tiny" / "hf", EXAMPLES / "qwen2vl"
     Path("m.json").write_text(json.dumps(tiny_model_json(json.loads((source / "model_7b.json").read_text()), hf)))
     Path("d.json").write_text(json.dumps(tiny_data_json(json.loads((source / "data_7b.json").read_text()), hf)))
-    words = "--mm-model m.json --mm-data d.json --seq-length 384 --num-workers 0 --log-interval 1 --save s".split()
+    words = [
+        "--mm-model",
+        "m.json",
+        "--mm-data",
+        "d.json",
+        "--seq-length",
+        "384",
+        "--num-workers",
+        "0",
+        "--log-interval",
+        "1",
+        "--save",
+        "s",
+    ]
     pretrain([*words, *f"--load {hf} --lr 1e-4 --global-batch-size 2 --train-iters 1".split()])
-    pretrain([*words, *"--load s --lr 7e-3 --lr-decay-style constant --global-batch-size 4 --train-iters 2".split()])
+    pretrain(
+        [
+            *words,
+            *[
+                "--load",
+                "s",
+                "--lr",
+                "7e-3",
+                "--lr-decay-style",
+                "constant",
+                "--global-batch-size",
+                "4",
+                "--train-iters",
+                "2",
+            ],
+        ]
+    )
     line = next(line for line in capsys.readouterr().out.splitlines() if "iteration        2/" in line)
     for part in ("consumed samples:            6", "learning rate: 7.000000E-03", "global batch size:     4"):
         assert part in line
@@ -473,7 +502,7 @@ def test_migrate_writes_the_recipe_and_reports(here: Path, tmp_path: Path) -> No
 def test_a_placeholder_is_named_with_its_line(here: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.sh"
     job.write_text('LOAD_PATH="your converted ckpt path"\ntorchrun pretrain_vlm.py --load $LOAD_PATH --lr 1\n')
-    with pytest.raises(TesseraError, match="--load .*: your converted ckpt path") as caught:
+    with pytest.raises(TesseraError, match=r"--load .*: your converted ckpt path") as caught:
         migrate(job)
     assert caught.value.where == f"{job}:1"
 

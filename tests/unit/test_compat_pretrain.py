@@ -392,7 +392,7 @@ def test_a_run_goes_on_with_the_flags_of_its_new_start(tmp_path: Path, capsys: p
         assert change in line
     assert "iteration        3/       3 | consumed samples:           16 |" in out
     assert "learning rate: 5.000000E-01 | global batch size:     8" in out
-    with pytest.raises(TesseraError, match="--seed: the run in .* was trained with 3"):
+    with pytest.raises(TesseraError, match=r"--seed: the run in .* was trained with 3"):
         names(seed="4", iterations=4)
     with pytest.raises(TesseraError, match="16 samples, which are no multiple of 3"):
         names(iterations=4, batch=9, micro=3)
