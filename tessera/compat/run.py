@@ -2,17 +2,20 @@
 
     tessera run --as-megatron script.py [its arguments]
     torchrun --nproc-per-node 4 -m tessera.compat.run script.py [its arguments]
+    torchrun --nproc-per-node 4 script.py [its arguments]        in a folder of `tessera migrate workspace`
 
 The script is not changed. The import finder, the words for devices and the ambient state exist until it ends.
 """
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -76,6 +79,24 @@ def run_script(script: Path, arguments: Sequence[str] = ()) -> dict[str, object]
             if dist.is_initialized() and not joined_before and not (failed and dist.get_world_size() > 1):
                 dist.destroy_process_group()
     return names
+
+
+def take_over(package: str) -> None:
+    """Serve Megatron and MindSpeed-MM to this process until it ends. The packages of a workspace call it at import.
+
+    `package`: the name of the one that is being imported, which becomes the served one.
+    """
+    log.setup(environment_ranks()[0])
+    explain_environment()
+    check_debug(environment_ranks()[1])
+    wait_for_debugger()
+    state.current().rank_callbacks = prepare_rank()
+    del sys.modules[package]
+    until_the_end = ExitStack()
+    until_the_end.enter_context(serving())
+    until_the_end.enter_context(devices_of_this_machine())
+    atexit.register(until_the_end.close)
+    sys.modules[package] = importlib.import_module(package)
 
 
 def main() -> None:

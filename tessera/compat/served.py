@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +22,12 @@ from tessera.core.errors import TesseraError, nearest
 from tessera.core.log import logger
 
 _OURS = "tessera.compat."
+TAKES_OVER = "from tessera.compat.run import take_over"  # of the packages in a workspace
 ROOTS = ("megatron", "mindspeed", "mindspeed_mm")
+USER_ROOT = "mindspeed_mm"  # below which users put files of their own
+# Modules that list the classes of models by id, and the one that builds them.
+REGISTRIES = ("mindspeed_mm.models.common.modelzoo", "mindspeed_mm.models.transformers.modelhub")
+MODEL_USER = "mindspeed_mm.models.transformers_model"
 
 SERVED: dict[str, tuple[str, ...]] = {
     "mindspeed.megatron_adaptor": ("mindspeed_mm.training:get_mindspeed_args",),
@@ -33,6 +40,10 @@ SERVED: dict[str, tuple[str, ...]] = {
     "megatron.core.mpu": ("megatron.parallel_state",),
     "megatron.core.model_parallel_config": ("megatron.config:ModelParallelConfig",),
     "megatron.core.enums": ("megatron.module:ModelType",),
+    "megatron.core.num_microbatches_calculator": (
+        "mindspeed_mm.entry_names:get_num_microbatches,update_num_microbatches,get_micro_batch_size",
+        "mindspeed_mm.entry_names:get_current_global_batch_size",
+    ),
     "megatron.core.utils": (
         "megatron.module:get_attr_wrapped_model,get_model_config,get_model_type",
         "megatron.mappings:divide,ensure_divisibility",
@@ -137,10 +148,38 @@ SERVED: dict[str, tuple[str, ...]] = {
     "megatron.training.tokenizer.tokenizer": ("megatron.datasets:_NullTokenizer",),
     "mindspeed_mm.training": ("mindspeed_mm.training", "state:get_args"),
     "mindspeed_mm.arguments": ("mindspeed_mm.training:extra_args_provider_decorator",),
-    "mindspeed_mm.configs.config": ("mindspeed_mm.training:mm_extra_args_provider",),
+    "mindspeed_mm.configs.config": (
+        "mindspeed_mm.training:mm_extra_args_provider",
+        "mindspeed_mm.entry_names:merge_mm_args",
+        "mindspeed_mm.config_files:ConfigReader",
+    ),
     "mindspeed_mm.data": ("mindspeed_mm.data",),
-    "mindspeed_mm.data.data_utils.utils": ("mindspeed_mm.data:build_iterations",),
-    "mindspeed_mm.utils.utils": ("mindspeed_mm.forward_step:compute_token_level_loss",),
+    "mindspeed_mm.data.data_utils.utils": (
+        "mindspeed_mm.data:build_iterations",
+        "mindspeed_mm.entry_names:cal_gradient_accumulation_size,get_value_from_args",
+    ),
+    "mindspeed_mm.data.data_utils.constants": (
+        "mindspeed_mm.entry_names:PROMPT_IDS,PROMPT_MASK,PROMPT_IDS_2,PROMPT_MASK_2,TEXT,PROMPT,CAPTIONS,VIDEO",
+        "mindspeed_mm.entry_names:VIDEO_MASK,VIDEO_REJECTED,LATENTS,MASKED_VIDEO,INPUT_MASK,FILE_INFO",
+        "mindspeed_mm.entry_names:FILE_REJECTED_INFO,SCORE,SCORE_REJECTED,GLOBAL_STEP_TOKEN_NUM,AVG_PER_STEP_TOKEN_NUM",
+    ),
+    "mindspeed_mm.data.dataloader.dataloader": ("mindspeed_mm.entry_names:PrefetchGradAccDataLoader",),
+    "mindspeed_mm.data.dataloader.dynamic_batching_dataloader": (
+        "mindspeed_mm.entry_names:DynamicBatchingDataLoader",
+    ),
+    "mindspeed_mm.utils.utils": (
+        "mindspeed_mm.forward_step:compute_token_level_loss",
+        "mindspeed_mm.entry_names:EncoderBalanceComm,get_device,get_dtype,is_npu_available",
+    ),
+    "mindspeed_mm.utils.transformer_model_config": ("mindspeed_mm.entry_names:get_model_config",),
+    "mindspeed_mm.utils.hetero_parallel": (
+        "mindspeed_mm.entry_names:change_parallel_state,apply_hetero_parallel_hooks,hetero_align_config",
+    ),
+    "mindspeed_mm.utils.dpcp_utils": ("mindspeed_mm.entry_names:is_use_dynamic_dpcp,get_dpcp_batch_for_step",),
+    "mindspeed_mm.tasks.finetune.lora.utils": ("mindspeed_mm.entry_names:is_enable_lora",),
+    "mindspeed.core.distributed.torch_fully_sharded_data_parallel.torch_fully_sharded_data_parallel_adaptor": (
+        "mindspeed_mm.entry_names:torch_fully_sharded_data_parallel_init",
+    ),
     "mindspeed_mm.patchs.patch_manager": ("mindspeed_mm.training:PatchesManager",),
     **dict.fromkeys(  # they replace functions of Megatron and torch by faster ones, of which there are none here
         (
@@ -161,6 +200,8 @@ SERVED: dict[str, tuple[str, ...]] = {
     "mindspeed_mm.models.transformers_model": ("mindspeed_mm.classes:TransformersModel",),
     "mindspeed_mm.models.vl_model": ("mindspeed_mm.vl_model:VLModel",),
     "mindspeed_mm.models.vlm_model": ("mindspeed_mm.vl_model:VLMModel",),
+    "mindspeed_mm.models.qwen2vl_model": ("mindspeed_mm.vl_model:Qwen2VLModel",),
+    "mindspeed_mm.models.internvl_model": ("mindspeed_mm.vl_model:InternVLModel",),
     "mindspeed_mm.models.sora_model": ("mindspeed_mm.sora_model:SoRAModel",),
 }
 
@@ -168,8 +209,6 @@ SERVED: dict[str, tuple[str, ...]] = {
 # Why modules that scripts of MindSpeed-MM import are not served: the longest name counts.
 REASONS = {
     "mindspeed_mm.patchs": "nothing is patched here",
-    "mindspeed_mm.utils.hetero_parallel": "encoders get a split of their own by parallel.encoders in a recipe",
-    "mindspeed_mm.utils.transformer_model_config": "VLMModel takes args.mm.model as it is: leave get_model_config out",
     "mindspeed_mm.mindspore": "MindSpore is another framework; the ranks here run PyTorch",
     "mindspeed_mm.fsdp": "the FSDP2 trainer is started as mindspeed_mm/fsdp/train/trainer.py of a workspace",
     "mindspeed_mm.tasks": "inference, evaluation and post-training are entry points: inference_vlm.py, evaluate_vlm.py",
@@ -206,24 +245,49 @@ class ServedModule(ModuleType):
 
 
 class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Find and load the served modules."""
+    """Find and load the served modules, and those that the user has added below `mindspeed_mm/`.
+
+    `folders`: of the script and of the run. A file there that has the name of a served module is left alone.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = list(dict.fromkeys(folder.resolve() for folder in folders))
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname.split(".")[0] not in ROOTS:
             return None
-        if fullname not in SERVED and fullname not in packages():
-            known = [name for name in REASONS if f"{fullname}.".startswith(f"{name}.")]
-            why = f": {REASONS[max(known, key=len)]}" if known else ""
-            error = NotServed(
-                f"the module {fullname} is not offered here{why}",
-                nearest=nearest(fullname, [*SERVED, *packages()]),
-                fix="docs/reference/compat-megatron.md lists what is; `except ImportError` around the import works too",
-            )
-            error.name = fullname
-            raise error
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=fullname in packages())
+        if fullname in SERVED or fullname in packages():
+            spec = importlib.machinery.ModuleSpec(fullname, self, is_package=fullname in packages())
+            if fullname in packages() and fullname.split(".")[0] == USER_ROOT:
+                spec.submodule_search_locations = [str(place) for place in self.places(fullname) if place.is_dir()]
+            return spec
+        added = importlib.machinery.PathFinder.find_spec(fullname, path) if path else None
+        if added is not None:
+            if added.origin is not None:
+                logger().info("%s is read from %s", fullname, added.origin)
+            return added
+        known = [name for name in REASONS if f"{fullname}.".startswith(f"{name}.")]
+        why = f": {REASONS[max(known, key=len)]}" if known else ""
+        error = NotServed(
+            f"the module {fullname} is not offered here{why}",
+            nearest=nearest(fullname, [*SERVED, *packages()]),
+            fix="docs/reference/compat-megatron.md lists what is; a file of your own below mindspeed_mm/ is found; "
+            "`except ImportError` around the import works too",
+        )
+        error.name = fullname
+        raise error
+
+    def is_users(self, root: str, place: Path) -> bool:
+        """Return whether a package is a folder of the user's files, or one that `tessera migrate workspace` made."""
+        if root != USER_ROOT and (not place.is_file() or TAKES_OVER not in place.read_text(encoding="utf-8")):
+            return False
+        return any(place.is_relative_to(folder) for folder in self.folders)
+
+    def places(self, fullname: str) -> list[Path]:
+        """Return where a module of the user's would lie, without the ending of its file."""
+        return [folder.joinpath(*fullname.split(".")) for folder in self.folders]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return ServedModule(spec.name, f"Offer the names of {spec.name} from Tessera.")
@@ -234,6 +298,31 @@ class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             ours = importlib.import_module(name)
             for attribute in wanted or [one for one in vars(ours) if not one.startswith("_")]:
                 setattr(module, attribute, vars(ours)[attribute])
+        if module.__name__ == MODEL_USER:
+            for name in REGISTRIES:
+                importlib.import_module(name)
+        for place in self.places(module.__name__) if module.__name__.startswith(f"{USER_ROOT}.") else ():
+            file = place.with_suffix(".py")
+            if file.is_file() and module.__name__ in REGISTRIES:
+                _register(module, file)
+            elif file.is_file():
+                logger().info("%s is Tessera's; %s is not read", module.__name__, file)
+
+
+def _register(module: ModuleType, file: Path) -> None:
+    """Add the classes that the user's copy of a registry names in `ModelHub.MODEL_MAPPINGS` to ours."""
+    spec = importlib.util.spec_from_file_location(module.__name__, file)
+    assert spec is not None
+    assert spec.loader is not None
+    user = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(user)
+        classes = dict(user.ModelHub.MODEL_MAPPINGS)
+    except (ImportError, AttributeError) as error:
+        logger().warning("the models of %s are not known here: %s", file, error)
+        return
+    module.ModelHub.MODEL_MAPPINGS.update(classes)
+    logger().info("models of %s: %s", file, ", ".join(map(str, classes)))
 
 
 @contextmanager
@@ -248,12 +337,12 @@ def serving() -> Iterator[None]:
             f"{', '.join(imported)} has been imported before, so it cannot be served from Tessera",
             fix="start the script with `tessera run --as-megatron` in a process of its own",
         )
+    finder = ServedFinder([Path(sys.path[0] or "."), Path.cwd()])
     for root in ROOTS:
         found = importlib.machinery.PathFinder.find_spec(root)
-        if found is not None:
-            place = found.origin or ", ".join(found.submodule_search_locations or [])
+        place = "" if found is None else found.origin or ", ".join(found.submodule_search_locations or [])
+        if place and not finder.is_users(root, Path(place)):
             logger().warning("%s is installed (%s); this run takes it from Tessera instead", root, place)
-    finder = ServedFinder()
     sys.meta_path.insert(0, finder)
     try:
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import torch
@@ -177,6 +178,16 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
             tensor={name: "replicate" for name, _ in self.named_parameters()},
             foreign_names={name: (f"model.{name}",) for name, _ in self.model.named_children()},
         )
+
+    def offer_parameter_type(self, dtype: torch.dtype) -> None:
+        """Answer forward steps that ask `model.model` for the type of FSDP2's parameters, where it is no group itself.
+
+        The newest pretrain_transformers.py does so by a private method of torch, which a module of no group lacks.
+        """
+        answer = SimpleNamespace(_mp_policy=SimpleNamespace(param_dtype=dtype))
+        for part in (self.model, getattr(self.model, "model", None)):
+            if part is not None and not hasattr(part, "_get_fsdp_state"):
+                vars(part)["_get_fsdp_state"] = lambda: answer
 
     def post_meta_init(self) -> None:
         """Let the class complete what it left open, if it can."""

@@ -203,11 +203,12 @@ def build_mm_dataloader(
     process_group: dist.ProcessGroup | None = None,
     consumed_samples: int = 0,
     dataset_param: Any = None,
+    generator: torch.Generator | None = None,
 ) -> DataLoader[Any]:
     """Return the loader of this rank that `dataloader_param` of data.json describes.
 
     Batch size, workers and seed are those of the command line, as in MindSpeed-MM. A run that is resumed goes on at its
-    batch without `consumed_samples`: the trainer asks for batches by number.
+    batch without `consumed_samples`: the trainer asks for batches by number. `generator`: for workers that draw.
     """
     param, args = _plain(dataloader_param), state.get_args()
     # The keys are checked as those of a whole file; the data set is there already.
@@ -234,6 +235,7 @@ def build_mm_dataloader(
         dataset,
         batch_size=args.micro_batch_size,
         sampler=sampler,
+        generator=generator,
         num_workers=args.num_workers,
         collate_fn=collate,
         drop_last=drop_last,

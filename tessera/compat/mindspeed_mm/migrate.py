@@ -21,6 +21,7 @@ from tessera.compat.mindspeed_mm.job import recipe_of
 from tessera.compat.mindspeed_mm.report import JobReport, Outcome
 from tessera.compat.mindspeed_mm.shell.launch import Launch, ShellJob
 from tessera.compat.mindspeed_mm.shell.reader import read_shell
+from tessera.compat.served import ROOTS, TAKES_OVER
 from tessera.core.config import apply_overrides, parse_overrides
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import load_config
@@ -29,6 +30,14 @@ from tessera.core.yaml12 import StrictDumper
 HERE = Path(__file__).parent
 FSDP_TRAINER = Path("mindspeed_mm/fsdp/train/trainer.py")
 TOOLS = Path("mindspeed_mm/tools/tools.json")
+YAML_READER = Path("mindspeed_mm/configs/read_yaml_config.py")  # which pretrain_transformers.py runs by its path
+# A package that lets `torchrun script.py` find Megatron and MindSpeed-MM without anything installed.
+_PACKAGE = f'''"""Serve {{root}} from Tessera, to scripts that are started in this folder."""
+
+{TAKES_OVER}
+
+take_over(__name__)
+'''
 _TRAINING = (
     *("pretrain_vlm.py", "pretrain_sora.py", "pretrain_transformers.py"),
     *("posttrain_qwen2vl_dpo.py", "posttrain_sora_dpo.py"),
@@ -212,7 +221,8 @@ def _check_entry(launch: Launch) -> None:
 
 
 def lay_out(folder: Path) -> list[Path]:
-    """Write entry points, examples and empty folders where commands of such jobs expect them; return what is new.
+    """Write entry points, examples, packages to import and empty folders where such jobs expect them; return the new
+    files.
 
     Files that are already there are left as they are.
     """
@@ -222,21 +232,28 @@ def lay_out(folder: Path) -> list[Path]:
     features = sources.pop(FEATURES[0])
     files = {Path(name): path for name, path in sources.items() if name != "fsdp_trainer.py"}
     files[FSDP_TRAINER] = sources["fsdp_trainer.py"]
+    files |= {Path(name): sources["pretrain_vlm.py"] for name in _TRAINING if name not in sources}
     files |= {Path("mindspeed_mm/tools/feature_extraction") / name: features for name in FEATURES}
     examples = [path for path in sorted((HERE / "examples").rglob("*")) if path.is_file() and path.suffix != ".pyc"]
     files |= {Path("examples") / path.relative_to(HERE / "examples"): path for path in examples}
     tools = Path("examples/tools.json")
     files[TOOLS] = files.pop(tools)
+    texts = {Path(root) / "__init__.py": _PACKAGE.format(root=root) for root in ROOTS}
+    texts[YAML_READER] = '"""Do nothing: the parser of flags reads YAML jobs itself."""\n'
     written: list[Path] = []
     try:
         for empty in _EMPTY:
             (folder / empty).mkdir(parents=True, exist_ok=True)
-        for name, source in files.items():
+        for name in (*files, *texts):
             target = folder / name
-            if not target.exists():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, target)
-                written.append(target)
+            if target.exists():
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if name in texts:
+                target.write_text(texts[name], encoding="utf-8")
+            else:
+                shutil.copy(files[name], target)
+            written.append(target)
     except OSError as error:
         raise TesseraError(f"{folder} cannot be written: {error.strerror}", where="tessera migrate workspace") from None
     return written

@@ -18,6 +18,7 @@ from torch import nn
 
 from tessera.compat import state
 from tessera.compat.megatron import parallel_state
+from tessera.compat.mindspeed_mm.classes import TransformersModel
 from tessera.compat.mindspeed_mm.continued import print_changes
 from tessera.compat.mindspeed_mm.forward_step import ForwardStepTask, MicroBatch, described, mean_reports
 from tessera.compat.mindspeed_mm.log_line import IterationLog, SaveLog, consumed_samples, print_on_last_rank
@@ -30,7 +31,7 @@ from tessera.core.run_config import GroupSection, LoraSection, RunConfig
 from tessera.core.task import LossTotals
 from tessera.training.build import build_trainer
 from tessera.training.run import join, open_run
-from tessera.training.setup import Objects, build_meta_model
+from tessera.training.setup import Objects, build_meta_model, resolve_precision
 from tessera.training.trainer import Trainer
 
 SPLITS = ("train", "valid", "test")
@@ -145,6 +146,8 @@ class Session:
         named = [self.log, SaveLog(self.args), _EvaluateInterval(self), self._sizes]
         callbacks: list[Callback] = [*named, *self._callbacks, *own]
         self._trainer = trainer = build_trainer(self.config, setup, self.world, callbacks, objects)
+        if isinstance(model, TransformersModel):
+            model.offer_parameter_type(getattr(torch, resolve_precision(self.config).compute))
         for rows in (self.rows["valid"], self.rows["test"]):
             rows.check_ranks(*train.place)
         if self._resume and trainer.resume():

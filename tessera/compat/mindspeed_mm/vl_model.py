@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,28 @@ class VLModel(MultimodalModel):
         frozen = set(select_trees(file.freeze, names, f"{WHERE}: freeze")) if file.freeze else set()
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name not in frozen)
+
+    # What forward steps of MindSpeed-MM ask the model that Megatron has wrapped twice.
+    add_image_encoder = True
+    image_encoder = SimpleNamespace(post_process=True)
+
+    @property
+    def module(self) -> VLModel:
+        """Return the model itself: it is not wrapped here."""
+        return self
+
+    def freeze(
+        self,
+        freeze_text_decoder: bool = False,
+        freeze_image_encoder: bool = False,
+        freeze_image_projection: bool = False,
+        freeze_audio_encoder: bool = False,
+    ) -> None:
+        """Freeze parts of the model, beside those that `freeze` of model.json names."""
+        parts = {"vision": freeze_image_encoder, "projector": freeze_image_projection, "text": freeze_text_decoder}
+        for name, parameter in self.named_parameters():
+            if parts.get("text" if name.startswith("head") else name.partition(".")[0]):
+                parameter.requires_grad_(False)
 
     def model_plan(self) -> ModelPlan:
         """Return the plan of the family."""
@@ -202,7 +225,7 @@ class VLModel(MultimodalModel):
         return {"pixels": torch.cat(pixels), "patch_positions": torch.cat(positions)}
 
 
-VLMModel = VLModel  # the name in newer releases
+VLMModel = Qwen2VLModel = InternVLModel = VLModel  # its names in other releases
 
 
 def _media(
