@@ -164,9 +164,7 @@ SERVED: dict[str, tuple[str, ...]] = {
         "mindspeed_mm.entry_names:FILE_REJECTED_INFO,SCORE,SCORE_REJECTED,GLOBAL_STEP_TOKEN_NUM,AVG_PER_STEP_TOKEN_NUM",
     ),
     "mindspeed_mm.data.dataloader.dataloader": ("mindspeed_mm.entry_names:PrefetchGradAccDataLoader",),
-    "mindspeed_mm.data.dataloader.dynamic_batching_dataloader": (
-        "mindspeed_mm.entry_names:DynamicBatchingDataLoader",
-    ),
+    "mindspeed_mm.data.dataloader.dynamic_batching_dataloader": ("mindspeed_mm.entry_names:DynamicBatchingDataLoader",),
     "mindspeed_mm.utils.utils": (
         "mindspeed_mm.forward_step:compute_token_level_loss",
         "mindspeed_mm.entry_names:EncoderBalanceComm,get_device,get_dtype,is_npu_available",

@@ -97,7 +97,10 @@ ITEMS: list[Item] = [
         [
             (
                 "`pretrain_xxx.py` entries started by scripts under `examples/`",
-                _by("acceptance/test_jobs.py::test_the_seeds_script_runs"),
+                _by(
+                    "acceptance/test_jobs.py::test_the_seeds_script_runs",
+                    "acceptance/test_jobs.py::test_a_workspace_has_the_names_that_users_type",
+                ),
             ),
             ("`model_provider`", OPEN),
             ("`get_batch(data_iterator[, args])`", OPEN),
@@ -142,11 +145,13 @@ ITEMS: list[Item] = [
                 "a third-party class adapted by subclassing (InternVL-3.5)",
                 _by(
                     "unit/test_compat_classes.py::test_paths_of_the_file_are_those_of_the_class",
+                    "unit/test_megatron_surface.py::test_files_of_the_user_below_mindspeed_mm_are_found",
                 ),
             ),
             (
                 "`ModelHub.MODEL_MAPPINGS = {'internvl': Class}`",
                 _by(
+                    "unit/test_megatron_surface.py::test_files_of_the_user_below_mindspeed_mm_are_found",
                     "unit/test_compat_classes.py::test_the_hub_chooses_by_id_then_architecture_then_type",
                 ),
             ),
@@ -284,7 +289,10 @@ ITEMS: list[Item] = [
                 "a spike of the loss, an anomaly of the gradient norm",
                 _by("unit/test_guard_runs.py::test_absurd_labels_are_a_spike_of_the_loss"),
             ),
-            ("another learning rate or batch size, then go on", OPEN),
+            (
+                "another learning rate or batch size, then go on",
+                _by("acceptance/test_jobs.py::test_a_job_goes_on_with_another_rate_and_batch"),
+            ),
             (
                 "bad training data are skipped",
                 _by("unit/test_guard_runs.py::test_after_a_rollback_the_sample_leaves_a_hole"),
@@ -335,7 +343,10 @@ ITEMS: list[Item] = [
             ),
             (
                 "recompute of norms",
-                _by("unit/test_parallel_memory.py::test_recompute_computes_again_what_it_does_not_keep"),
+                _by(
+                    "unit/test_parallel_memory.py::test_recompute_computes_again_what_it_does_not_keep",
+                    "acceptance/test_jobs.py::test_all_flags_that_save_memory_go_together",
+                ),
             ),
             (
                 "weights gathered while computing (async-ddp-param-gather)",
@@ -367,7 +378,10 @@ ITEMS: list[Item] = [
             ("layers by tower and pipeline stage", OPEN),
             (
                 "`pipeline_num_layers` of `model.json`",
-                _by("acceptance/test_jobs.py::test_the_recipe_says_what_the_script_says"),
+                _by(
+                    "acceptance/test_jobs.py::test_the_recipe_says_what_the_script_says",
+                    "acceptance/test_jobs.py::test_one_stage_has_all_layers_whatever_the_lists_say",
+                ),
             ),
             ("COCO2017 and LLaVA-Instruct-150K converted", OPEN),
             ("several data sets joined by commas", OPEN),
@@ -583,7 +597,10 @@ ITEMS: list[Item] = [
             ),
             (
                 "the flow by name, from `initialize_megatron` to `evaluate_and_print_results`",
-                _by("unit/test_compat_pretrain.py::test_the_flow_by_name"),
+                _by(
+                    "unit/test_compat_pretrain.py::test_the_flow_by_name",
+                    "acceptance/test_jobs.py::test_an_edited_entry_file_trains",
+                ),
             ),
             (
                 "`mindspeed.megatron_adaptor`, `apply_patches_from_config`",
@@ -594,7 +611,10 @@ ITEMS: list[Item] = [
             ),
             (
                 "process groups, optimizer, logs, saving and loading",
-                _by("unit/test_two_faces.py::test_the_run_folder_holds_everything"),
+                _by(
+                    "unit/test_two_faces.py::test_the_run_folder_holds_everything",
+                    "unit/test_compat_pretrain.py::test_a_run_goes_on_with_the_flags_of_its_new_start",
+                ),
             ),
         ],
     ),

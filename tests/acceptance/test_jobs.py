@@ -40,6 +40,7 @@ from tessera.compat.mindspeed_mm.inference_json import read_inference
 from tessera.compat.mindspeed_mm.job import recipe_of
 from tessera.compat.mindspeed_mm.migrate import MigratedJob, lay_out, migrate
 from tessera.compat.mindspeed_mm.report import JobReport
+from tessera.compat.run import run_script as run_entry_file
 from tessera.core.config import dump_yaml
 from tessera.core.dist import free_port
 from tessera.core.errors import TesseraError
@@ -418,46 +419,40 @@ def test_a_job_that_goes_on_refuses_other_weights_by_name(here: Path, tmp_path: 
         job_of(larger, DATA, "--load", str(tmp_path / "whole"))
 
 
+def write_tiny_files(root: Path) -> Path:
+    """Write m.json and d.json of a tiny Qwen2-VL; return its folder."""
+    hf, source = root / "ckpt" / "tiny" / "hf", EXAMPLES / "qwen2vl"
+    model, data = (json.loads((source / name).read_text()) for name in ("model_7b.json", "data_7b.json"))
+    (root / "m.json").write_text(json.dumps(tiny_model_json(model, hf)))
+    (root / "d.json").write_text(json.dumps(tiny_data_json(data, hf)))
+    return hf
+
+
+def test_an_edited_entry_file_trains(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the imports of the original's own, in the folder of the job."""
+    monkeypatch.chdir(tiny)
+    write_tiny_files(tiny)
+    words = "--mm-model m.json --mm-data d.json --num-workers 0 --eval-iters 0 --lr 1e-4 --train-iters 1"
+    script = Path(__file__).parent / "entry_file_script.py"
+    names = run_entry_file(script, f"{words} --global-batch-size 2 --save edited".split())
+    trained = names["steps"]
+    assert isinstance(trained, list)
+    assert len(trained) == 2
+    assert all(name.startswith(("text.", "head.")) for name in trained[0])
+    with pytest.raises(TesseraError, match="setup_model_and_optimizer"):
+        names["torch_fully_sharded_data_parallel_init"]()  # type: ignore[operator]
+
+
 @pytest.mark.slow
 def test_a_job_goes_on_with_another_rate_and_batch(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tiny)
-    hf, source = tiny / "ckpt" / "tiny" / "hf", EXAMPLES / "qwen2vl"
-    Path("m.json").write_text(json.dumps(tiny_model_json(json.loads((source / "model_7b.json").read_text()), hf)))
-    Path("d.json").write_text(json.dumps(tiny_data_json(json.loads((source / "data_7b.json").read_text()), hf)))
-    words = [
-        "--mm-model",
-        "m.json",
-        "--mm-data",
-        "d.json",
-        "--seq-length",
-        "384",
-        "--num-workers",
-        "0",
-        "--log-interval",
-        "1",
-        "--save",
-        "s",
-    ]
-    pretrain([*words, *f"--load {hf} --lr 1e-4 --global-batch-size 2 --train-iters 1".split()])
-    pretrain(
-        [
-            *words,
-            *[
-                "--load",
-                "s",
-                "--lr",
-                "7e-3",
-                "--lr-decay-style",
-                "constant",
-                "--global-batch-size",
-                "4",
-                "--train-iters",
-                "2",
-            ],
-        ]
-    )
+    hf = write_tiny_files(tiny)
+    words = "--mm-model m.json --mm-data d.json --seq-length 384 --num-workers 0 --log-interval 1"
+    pretrain(f"{words} --save s --load {hf} --lr 1e-4 --global-batch-size 2 --train-iters 1".split())
+    more = "--lr 7e-3 --lr-decay-style constant --global-batch-size 4 --train-iters 2"
+    pretrain(f"{words} --save s --load s {more}".split())
     line = next(line for line in capsys.readouterr().out.splitlines() if "iteration        2/" in line)
     for part in ("consumed samples:            6", "learning rate: 7.000000E-03", "global batch size:     4"):
         assert part in line
@@ -513,6 +508,7 @@ def test_a_workspace_has_the_names_that_users_type(tmp_path: Path) -> None:
     for name in (
         *("pretrain_vlm.py", "pretrain_sora.py", "pretrain_transformers.py", "pretrain_omni.py", "inference_vlm.py"),
         *("inference_sora.py", "evaluate_vlm.py", "posttrain_qwen2vl_dpo.py", "posttrain_sora_dpo.py"),
+        *("pretrain_internvl.py", "pretrain_qwen2vl.py", "pretrain_llava.py"),
         *("mindspeed_mm/fsdp/train/trainer.py", "mindspeed_mm/tools/tools.json"),
         *("examples/qwen2vl/finetune_qwen2vl_7b.sh", "examples/qwen2vl/inference_qwen2vl_7b.sh"),
         "examples/qwen2vl/llava_instruct_2_mllm_demo_format.py",

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from tessera.compat.megatron.gpt_model import GPTModel, get_gpt_layer_local_spec
 from tessera.compat.megatron.module import Float16Module, ModelType, wrapped
 from tessera.compat.megatron.schedules import get_forward_backward_func
 from tessera.compat.megatron.training import get_model
+from tessera.compat.mindspeed_mm.migrate import lay_out
 from tessera.compat.run import run_script
 from tessera.core.dist import fake_world
 from tessera.core.errors import TesseraError
@@ -381,10 +383,16 @@ def test_24_forward_only_leaves_no_gradients(alone: None) -> None:
 
 
 @pytest.mark.slow
-def test_27_torchrun_starts_the_script_on_several_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tessera.compat.run"]
+@pytest.mark.parametrize("typed", [["-m", "tessera.compat.run", str(SCRIPT)], ["mindspeed_train.py"]])
+def test_27_torchrun_starts_the_script_on_several_ranks(tmp_path: Path, typed: list[str]) -> None:
+    """As the blog types it, in a folder of `tessera migrate workspace`; with a module of ours before it, anywhere."""
+    if len(typed) == 1:
+        lay_out(tmp_path)
+        shutil.copy(SCRIPT, tmp_path / typed[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *typed, "2", "1"]
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ended = subprocess.run(
-        [*command, str(SCRIPT), "2", "1"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "Total parameters: 3948" in ended.stdout

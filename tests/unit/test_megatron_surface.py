@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from tessera.compat.megatron.mappings import vocab_parallel_cross_entropy
 from tessera.compat.megatron.random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from tessera.compat.megatron.schedules import Pass, interleaved, one_forward_one_backward
 from tessera.compat.megatron.sharding import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from tessera.compat.mindspeed_mm.classes import ModelHub
+from tessera.compat.mindspeed_mm.migrate import lay_out
 from tessera.compat.served import ROOTS, SERVED, packages, serving, source_parts
 from tessera.core.errors import TesseraError
 from tests.close import assert_as_close
@@ -134,12 +136,61 @@ def test_nothing_is_left_however_a_script_ends(tmp_path: Path, end: str, error: 
         assert not dist.is_initialized()
 
 
+def test_files_of_the_user_below_mindspeed_mm_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seed 000 puts a class into mindspeed_mm/models/ and names it in modelzoo.py; an edited copy of a served file is
+    left alone, and said to be."""
+    monkeypatch.setattr(ModelHub, "MODEL_MAPPINGS", {})
+    monkeypatch.setattr(run.log.logger(), "propagate", True)
+    caplog.set_level("INFO")
+    files = {
+        "models/transformers/internvl3_5.py": "from mindspeed_mm.models.transformers.base_model import FSDP2Mixin\n"
+        "from mindspeed_mm.mine.parts import NAME\nclass Chat(FSDP2Mixin):\n    name = NAME\n",
+        "models/common/modelzoo.py": "from mindspeed_mm.models.transformers.internvl3_5 import Chat\n"
+        "class ModelHub:\n    MODEL_MAPPINGS = {'internvl': Chat}\n",
+        "mine/parts.py": "NAME = 'mine'\n",
+        "training.py": "raise RuntimeError('the original needs Megatron')\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "mindspeed_mm" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mindspeed_mm" / name).write_text(text, encoding="utf-8")
+    names = ("training import pretrain", "models.transformers_model import TransformersModel", "mine import parts")
+    script = "".join(f"from mindspeed_mm.{name}\n" for name in names)
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    assert run.run_script(tmp_path / "train.py")["parts"].NAME == "mine"  # type: ignore[attr-defined]
+    assert ModelHub.MODEL_MAPPINGS["internvl"].name == "mine"
+    assert f"{tmp_path / 'mindspeed_mm' / 'training.py'} is not read" in caplog.text
+    assert "installed" not in caplog.text
+
+
+def test_the_packages_of_a_workspace_serve_a_script_that_plain_python_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python puts the folder of the script first on its path; what is served stays until the process ends."""
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(run.atexit, "register", at_exit.append)
+    lay_out(tmp_path)
+    (tmp_path / "mindspeed_mm" / "mine.py").write_text("from megatron.core import mpu\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for first in ("mindspeed.megatron_adaptor", "megatron.core", "mindspeed_mm.training"):
+        importlib.import_module(first)
+        try:
+            mine = importlib.import_module("mindspeed_mm.mine")
+            assert mine.mpu is importlib.import_module("megatron.core.mpu")
+            assert torch.zeros(1, device="cuda").device.type == torch.get_default_device().type
+        finally:
+            at_exit.pop()()
+            state.destroy()
+        assert "megatron" not in sys.modules
+
+
 def test_modules_of_mindspeed_mm_are_refused_with_the_reason() -> None:
     with serving():
         for name in ("dummy_optimizer_patch", "ring_attn_patch", "ulysses_patches", "meta_device_patches"):
             importlib.import_module(f"mindspeed_mm.patchs.{name}")
-        with pytest.raises(ImportError, match=r"parallel\.encoders in a recipe"):
-            importlib.import_module("mindspeed_mm.utils.hetero_parallel")
+        with pytest.raises(ImportError, match=r"a profile is a setting"):
+            importlib.import_module("mindspeed_mm.tools.profiler")
         with pytest.raises(ImportError, match="another framework"):
             importlib.import_module("mindspeed_mm.mindspore.mindspore_adaptor")
 
