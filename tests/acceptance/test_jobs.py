@@ -38,6 +38,7 @@ from tessera.compat.mindspeed_mm.convert import run as mm_convert
 from tessera.compat.mindspeed_mm.entry_points import evaluate, inference, pretrain
 from tessera.compat.mindspeed_mm.inference_json import read_inference
 from tessera.compat.mindspeed_mm.job import recipe_of
+from tessera.compat.mindspeed_mm.job_words import in_words_of_job
 from tessera.compat.mindspeed_mm.migrate import MigratedJob, lay_out, migrate
 from tessera.compat.mindspeed_mm.report import JobReport
 from tessera.compat.run import run_script as run_entry_file
@@ -354,6 +355,23 @@ def test_what_is_off_or_not_needed_keeps_no_job_out(here: Path) -> None:
     assert report.refused == []
     assert "shard" not in recipe["parallel"]
     assert [entry.key for entry in job_of(MODEL, data, "--pref-ftx", "0.5")[1].refused] == ["--pref-ftx"]
+
+
+def test_errors_of_a_recipe_name_the_flags_and_keys_of_the_job(here: Path) -> None:
+    report = job_of(MODEL, DATA, "--global-batch-size", "2")[1]
+
+    def where(error: TesseraError) -> str:
+        with pytest.raises(TesseraError) as caught, in_words_of_job(report):
+            raise error
+        assert str(caught.value) == caught.value.render()
+        return str(caught.value.where)
+
+    said = where(TesseraError("too small", where="train.global_batch", fix="parallel.recompute: [text]"))
+    assert "train.global_batch is --global-batch-size" in said
+    assert "parallel.recompute is --recompute-num-layers" in said
+    assert "text_decoder.pipeline_num_layers" in where(TesseraError("no", where="parallel.layers"))
+    assert "text_decoder.ffn_hidden_size" in where(TesseraError("no", where="model.config.text.intermediate_size"))
+    assert where(TesseraError("no", where="elsewhere")) == "elsewhere"
 
 
 LORA = ("--lora-target-modules", "linear_qkv")

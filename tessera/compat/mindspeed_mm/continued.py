@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tessera.compat.mindspeed_mm.flags import FLAGS
-from tessera.compat.mindspeed_mm.report import JobReport, recipe_keys
+from tessera.compat.mindspeed_mm.job_words import flags_of
+from tessera.compat.mindspeed_mm.report import JobReport
 from tessera.core.errors import TesseraError
 from tessera.core.pattern import matches
 from tessera.core.run_config import LoraSection, RunConfig
@@ -73,21 +73,6 @@ def print_changes(changes: Sequence[str]) -> None:
     """Print one line with all changes, if there are any."""
     if changes:
         print(f"changed since the run was saved: {', '.join(changes)}", flush=True)
-
-
-def flags_of(key: str, report: JobReport) -> str:
-    """Return the flags or the keys of a job's files that set a key of a recipe; the key itself where none does."""
-    if key == "model.freeze":  # parts that are trained have such a key, too, and it names none of a recipe
-        return " ".join(entry.key for entry in report.entries if entry.key.endswith("freeze")) or key
-    given = [(entry.key, recipe_keys(entry.note)) for entry in report.entries if entry.outcome == "mapped"]
-    known = [(flag.name, recipe_keys(flag.note)) for flag in FLAGS.values() if flag.state == "honoured"]
-    for names in (given, known):
-        exact = [name for name, keys in names if key in keys]
-        around = [name for name, keys in names if any(f"{key}.".startswith(f"{one}.") for one in keys)]
-        inside = [name for name, keys in names if any(one.startswith(f"{key}.") for one in keys)]
-        if exact or around or inside:
-            return " ".join(dict.fromkeys(exact or around or inside))
-    return key
 
 
 def _resolved(config: RunConfig) -> RunConfig:

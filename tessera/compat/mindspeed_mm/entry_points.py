@@ -22,6 +22,7 @@ from tessera.compat.mindspeed_mm.evaluation_json import evaluate as run_benchmar
 from tessera.compat.mindspeed_mm.fsdp_yaml import recipe_of_yaml
 from tessera.compat.mindspeed_mm.inference_json import ask
 from tessera.compat.mindspeed_mm.job import recipe_of
+from tessera.compat.mindspeed_mm.job_words import in_words_of_job
 from tessera.compat.mindspeed_mm.log_line import IterationLog, SaveLog
 from tessera.compat.mindspeed_mm.report import JobReport
 from tessera.compat.mindspeed_mm.sora_features import extract
@@ -184,11 +185,12 @@ def _train(args: Args, recipe: Mapping[str, Any], report: JobReport) -> None:
     set_args(args)
     job = begin_job()
     callbacks = [IterationLog(args), SaveLog(args), *job.callbacks]
-    if resumes(args) and run_exists(Path(args.save)):
-        changes = changes_of_job(Path(args.save), load_config(recipe, job.settings), report, say=args.rank == 0)
-        resume(str(args.save), changes, callbacks=callbacks)
-    else:
-        train(recipe, job.settings, overwrite=args.save is None, callbacks=callbacks)
+    with in_words_of_job(report):
+        if resumes(args) and run_exists(Path(args.save)):
+            changes = changes_of_job(Path(args.save), load_config(recipe, job.settings), report, say=args.rank == 0)
+            resume(str(args.save), changes, callbacks=callbacks)
+        else:
+            train(recipe, job.settings, overwrite=args.save is None, callbacks=callbacks)
 
 
 def _remarks(report: JobReport) -> list[str]:

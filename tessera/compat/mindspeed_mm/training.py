@@ -25,6 +25,7 @@ from tessera.compat.mindspeed_mm.arguments import flag_report, parse_args
 from tessera.compat.mindspeed_mm.callback_recipe import callback_recipe, check_save_folder, resumes
 from tessera.compat.mindspeed_mm.continued import changed_settings, described_changes, refuse_change
 from tessera.compat.mindspeed_mm.forward_step import ForwardStep, MicroBatch
+from tessera.compat.mindspeed_mm.job_words import in_words_of_job
 from tessera.compat.mindspeed_mm.session import SPLITS, Session
 from tessera.core import log
 from tessera.core.errors import TesseraError
@@ -47,7 +48,7 @@ def pretrain(
     _check_model_type(model_type)
     session = _begin(extra_args_provider, args_defaults)
     try:
-        with session:
+        with in_words_of_job(flag_report(session.args)), session:
             session.process_non_loss_data = process_non_loss_data_func
             session.task.forward_step = forward_step_func
             session.setup(model_provider)
