@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -89,7 +90,8 @@ class Trainer:
         self._memory = memory or MemoryAdvice(config, world.size)
         self._clip_gradients = clip_gradients
         self._eval_batches = eval_batches
-        self._saves = Saves(checkpoints, config.checkpoint, self._saved, self.paused, self._on_save)
+        on_save = functools.partial(self._call, "on_save")
+        self._saves = Saves(checkpoints, config.checkpoint, self._saved, self.paused, on_save)
 
     # ------------------------------------------------------------------------------------------ the loop
 
@@ -266,8 +268,7 @@ class Trainer:
         return self.length.epoch(self.rows_drawn)
 
     # The row count at `_first_step`: it differs from step * batch only if a resume changed the batch.
-    _first_row = 0
-    _first_step = 0
+    _first_row = _first_step = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return training_tensors(self.module, self.optimizer)
@@ -291,9 +292,6 @@ class Trainer:
     def save(self) -> Path | None:
         """Save this step, unless it is saved already, and wait until it is written."""
         return self._saves.save(self.step)
-
-    def _on_save(self, path: Path) -> None:
-        self._call("on_save", path)
 
     def _saved(self) -> Saved:
         tensors = {**self.tensors(), **self.side_tensors()}
