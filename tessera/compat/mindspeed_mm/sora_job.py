@@ -171,7 +171,8 @@ def _compared(folder: Path, model: GenerationFile, source: str) -> dict[str, Any
     """Return the fields that the folder of the weights does not state; raise an error where others contradict it."""
     chosen = {key: model.config[key] for key in _CHOSEN if key in model.config}
     here = folder / DiffusersFolder.TRAINED if DiffusersFolder.detect(folder) else folder
-    if not (here / CONFIG_FILE).is_file():  # on another machine: what is usual is left out
+    is_run = (folder / "config.yaml").is_file()
+    if not is_run and not (here / CONFIG_FILE).is_file():  # on another machine: what is usual is left out
         usual = {"text_length": 512, "token_times": model.config.get("out_channels") == 48}
         return {key: value for key, value in chosen.items() if value != usual[key]}
     spec, config = resolve(ModelSection(path=folder))
@@ -183,7 +184,7 @@ def _compared(folder: Path, model: GenerationFile, source: str) -> dict[str, Any
         same = found == value or (isinstance(found, tuple | list) and list(found) == list(value))
         if not same and key not in _CHOSEN:
             raise TesseraError(
-                f"{key} is {value} in {source}, and {found} in {here / CONFIG_FILE}",
+                f"{key} is {value} in {source}, and {found} in {folder if is_run else here / CONFIG_FILE}",
                 where=source,
                 fix="describe the model that the weights belong to",
             )
