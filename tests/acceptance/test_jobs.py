@@ -45,8 +45,8 @@ from tessera.compat.run import run_script as run_entry_file
 from tessera.core.config import dump_yaml
 from tessera.core.dist import free_port
 from tessera.core.errors import TesseraError
-from tessera.evaluation.benchmarks import anls, chosen_letter, relaxed
 from tessera.core.run_config import load_config
+from tessera.evaluation.benchmarks import anls, chosen_letter, relaxed
 from tests.acceptance import flags_page
 
 ROOT = Path(__file__).parents[2]
