@@ -689,10 +689,7 @@ ITEMS: list[Item] = [
                 "`.vscode/launch.json` with one entry per worker",
                 _by("unit/test_debug.py::test_vscode_gets_an_entry_for_each_rank"),
             ),
-            (
-                "`torchrun --nproc-per-node 4 script.py`",
-                _otherwise("torchrun --nproc-per-node 4 -m tessera.compat.run script.py, or tessera run --as-megatron"),
-            ),
+            ("`torchrun --nproc-per-node 4 script.py`", OPEN),  # in a folder of `tessera migrate workspace`
             ("the rest of the linked script: mock GPT data, RNG tracker, `dist_checkpointing`", OPEN),
         ],
     ),

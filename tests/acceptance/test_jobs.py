@@ -512,14 +512,6 @@ def test_migrate_writes_the_recipe_and_reports(here: Path, tmp_path: Path) -> No
         assert said in str(runner.invoke(app, words).exception)
 
 
-def test_a_placeholder_is_named_with_its_line(here: Path, tmp_path: Path) -> None:
-    job = tmp_path / "job.sh"
-    job.write_text('LOAD_PATH="your converted ckpt path"\ntorchrun pretrain_vlm.py --load $LOAD_PATH --lr 1\n')
-    with pytest.raises(TesseraError, match=r"--load .*: your converted ckpt path") as caught:
-        migrate(job)
-    assert caught.value.where == f"{job}:1"
-
-
 def test_a_workspace_has_the_names_that_users_type(tmp_path: Path) -> None:
     (tmp_path / "pretrain_vlm.py").write_text("# mine\n")
     lay_out(tmp_path)

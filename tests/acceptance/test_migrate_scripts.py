@@ -142,9 +142,9 @@ def test_a_placeholder_of_several_words_is_one_value(tmp_path: Path) -> None:
         "examples/qwen2vl/data_7b.json --lr 1e-5 --train-iters 9 --save $SAVE --pipeline-model-parallel-size 4\n",
     )
     assert job.recipe["out"] == "path to save your weights"
-    assert [(entry.key, entry.outcome) for entry in job.report.entries if entry.source == "script"] == [
-        ("--save", "differs")
-    ]
+    entries = [entry for entry in job.report.entries if entry.source == "script"]
+    assert [(entry.key, entry.outcome) for entry in entries] == [("--save", "differs")]
+    assert "in line 1" in entries[0].note
 
 
 # ------------------------------------------------------------------------------------------ models

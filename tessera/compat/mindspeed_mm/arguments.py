@@ -65,14 +65,13 @@ def parse_args(
     args_defaults: Mapping[str, Any] | None = None,
     allow_refused: bool = False,
     world_size: int | None = None,
-    script: Path | None = None,
 ) -> Args:
     """Return the arguments of a job.
 
     `argv`: words after the name of the script; default: those of this process. `extra_args_provider` adds flags of the
     user's own to the parser, as in Megatron. `args_defaults`: values for arguments that are not given.
     `allow_refused`: flags that a run would refuse are only kept, for a report. `world_size`: number of ranks; default:
-    as the launcher has set it. `script`: where the words stand, for messages.
+    as the launcher has set it.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parts: dict[str, Any] = {}
@@ -83,7 +82,7 @@ def parse_args(
         parser = extra_args_provider(parser) or parser
     plain, left_over = parser.parse_known_args(words)  # which asks for every name whether it is there
     args = Args(**vars(plain))
-    _check_words(words, left_over, script)
+    _check_words(words, left_over)
     args.given = tuple(dict.fromkeys(_destination(word) for word in words if word.startswith("--")))
     args.extra = tuple(sorted(set(vars(args)) - {flag.destination for flag in FLAGS.values()} - {"given"}))
     for name, value in (args_defaults or {}).items():
@@ -148,7 +147,7 @@ def _destination(word: str) -> str:
     return FLAGS[name].destination if name in FLAGS else name.lstrip("-").replace("-", "_")
 
 
-def _check_words(words: Sequence[str], left_over: Sequence[str], script: Path | None) -> None:
+def _check_words(words: Sequence[str], left_over: Sequence[str]) -> None:
     """Raise an error for words that the parser left over, and for a flag that is given twice with two values."""
     for word in left_over:
         name = word.partition("=")[0]
@@ -162,14 +161,14 @@ def _check_words(words: Sequence[str], left_over: Sequence[str], script: Path | 
             raise SystemExit(0)
         if word.startswith("-"):
             raise TesseraError(f"unknown flag {name}", where=WHERE, nearest=nearest(name, FLAGS))
-        raise _several_words(words, word, script)
+        raise _several_words(words, word)
     values: dict[str, str] = {}
     for word, value in zip(words, [*words, ""][1:], strict=True):
         if word.startswith("--") and not value.startswith("--") and values.setdefault(word, value) != value:
             raise TesseraError(f"{word} is given twice: {values[word]} and {value}", where=WHERE, fix="give it once")
 
 
-def _several_words(words: Sequence[str], extra: str, script: Path | None) -> TesseraError:
+def _several_words(words: Sequence[str], extra: str) -> TesseraError:
     """Return the error for a word that no flag takes: most often one of a placeholder, such as `your path to data`."""
     end = words.index(extra)
     start = max((at for at in range(end) if words[at].startswith("-")), default=None)
@@ -178,11 +177,9 @@ def _several_words(words: Sequence[str], extra: str, script: Path | None) -> Tes
     while end < len(words) and not words[end].startswith("-"):
         end += 1
     flag, value = words[start], " ".join(words[start + 1 : end])
-    lines = [] if script is None else script.read_text(encoding="utf-8").splitlines()
-    line = next((number for number, text in enumerate(lines, 1) if value in text), None)
     return TesseraError(
         f"{flag} takes one value, and is given several words: {value}",
-        where=WHERE if line is None else f"{script}:{line}",
+        where=WHERE,
         fix=f'write the path in the place of {value!r} in the script, or put it into quotes ({flag} "{value}") '
         "where blanks belong to it",
     )

@@ -106,10 +106,12 @@ def migrate(path: Path, *, world_size: int | None = None, environment: Mapping[s
         data = apply_overrides(read_job_yaml(Path(launch.argv[0])), parse_overrides(launch.argv[1:]), launch.argv[0])
         migrated = _checked(*recipe_of_yaml(data, launch.argv[0], ranks), ranks)
     else:
-        migrated = _by_flags(launch.argv, ranks, path)
+        migrated = _by_flags(launch.argv, ranks)
     _report_rest(migrated.report, job, launch)
+    lines = path.read_text(encoding="utf-8").splitlines()
     for flag, value in joined.items():
-        note = "a placeholder of several words, taken as one value: write what belongs there"
+        at = next((f" in line {number}" for number, text in enumerate(lines, 1) if value in text), "")
+        note = f"a placeholder of several words{at}, taken as one value: write what belongs there"
         migrated.report.add("script", flag, value, "differs", note)
     migrated = migrated if migrated.commands else _with_environment(migrated, launch)
     return replace(migrated, machines=max(1, machines), port=launch.port)
@@ -196,8 +198,8 @@ def _with_environment(migrated: MigratedJob, launch: Launch) -> MigratedJob:
     return replace(_checked(recipe, migrated.report, migrated.world_size), environment=kept)
 
 
-def _by_flags(argv: list[str], world_size: int, script: Path | None = None) -> MigratedJob:
-    args = parse_args(argv, allow_refused=True, world_size=world_size, script=script)
+def _by_flags(argv: list[str], world_size: int) -> MigratedJob:
+    args = parse_args(argv, allow_refused=True, world_size=world_size)
     return _checked(*recipe_of(args), world_size)
 
 
