@@ -157,6 +157,8 @@ class DataSection(Section):
             raise ValueError(
                 f"`stream` is for conversations and pairs of answers, and has no effect with kind {self.kind}"
             )
+        if not self.stream and self.stream_cache_gib != type(self).model_fields["stream_cache_gib"].default:
+            raise ValueError("`stream_cache_gib` has no effect without stream: true; set that too, or leave it out")
         if self.kind == "custom" and (self.train or self.eval):
             raise ValueError(
                 "`train` and `eval` have no effect with kind custom; data.options says what the data is, and "

@@ -82,7 +82,7 @@ def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
                 raise TesseraError(f"this is {_kind(found.st_mode)}, not a regular file", where=str(path))
             if found.st_size > limit:
                 raise TesseraError(f"far too large ({found.st_size} bytes)", where=str(path))
-            return file.read(limit)
+            return file.read(min(limit, found.st_size + 1))  # reserves so many bytes before it reads any
     except OSError as error:
         raise TesseraError(f"cannot be opened: {error.strerror}", where=str(path)) from None
 

@@ -251,7 +251,15 @@ def build_rows(
     if setup.spec.work is not None:
         work = functools.partial(setup.spec.work, setup.config, training=setup.training)
     request = RowRequest(config.data, split, processor, config.train.seed, config.folder / "index", work, given, step)
-    return KINDS.get(config.data.kind)(request)
+    rows = KINDS.get(config.data.kind)(request)
+    if not isinstance(rows, RowSource):
+        raise TesseraError(
+            f"{config.data.kind} returned a {type(rows).__name__}, which is no source of rows",
+            where="data.kind",
+            fix="return an object of a class derived from tessera.core.types.RowSource; a torch Dataset or DataLoader "
+            "is given with data.kind=custom",
+        )
+    return rows
 
 
 def _step_size(config: RunConfig, mesh: Mesh) -> StepSize | None:

@@ -101,6 +101,11 @@ class Chats(Dataset[Any]):
         return self.items[number]
 
 
+def rows_of_no_source(request: Any) -> Any:
+    """Answer as a data kind does, with something that is no `RowSource`."""
+    return [1, 2, 3]
+
+
 class Spoiled(Digits):
     """Digits of which some are no numbers."""
 

@@ -306,6 +306,14 @@ def recipe(out: Path, name: str, options: dict[str, Any], **train: Any) -> dict[
     }
 
 
+def test_a_data_kind_that_gives_no_source_of_rows_is_refused(tmp_path: Path) -> None:
+    made = recipe(tmp_path, "kind", {})
+    made["data"]["kind"] = f"{TOYS}:rows_of_no_source"
+    with pytest.raises(TesseraError, match="list") as raised:
+        tessera.train(made)
+    assert raised.value.where == "data.kind"
+
+
 def losses(folder: Path) -> list[float]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["kind"] == "train"]

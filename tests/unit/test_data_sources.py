@@ -122,6 +122,19 @@ def test_a_line_that_is_not_json_is_one_bad_row(tmp_path: Path) -> None:
     assert outcomes[6].startswith("not readable as JSON")
 
 
+def test_a_row_with_a_key_twice_is_bad(tmp_path: Path) -> None:
+    path = tmp_path / "twice.jsonl"
+    turns = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'
+    inside = turns.replace('"content": "b"', '"content": "b", "content": "c"')
+    path.write_text(f'{{"messages": {turns}}}\n{{"messages": {turns}, "messages": []}}\n{{"messages": {inside}}}\n')
+    first, *twice = all_of(opened(path))
+    assert isinstance(first, Sample)
+    assert [(one.id, one.reason.split("'")[1]) for one in twice if isinstance(one, RecordError)] == [
+        ("twice.jsonl:2", "messages"),
+        ("twice.jsonl:3", "content"),
+    ]
+
+
 def test_a_broken_element_of_an_array_is_one_bad_row(tmp_path: Path) -> None:
     good = json.dumps(row("a", "b"))
     (tmp_path / "a.json").write_text(f'[{good}, {{"b": }}, {good}]')

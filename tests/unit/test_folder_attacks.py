@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,17 @@ def with_split(folder: Path, pattern: str) -> None:
     data = json.loads((folder / "tokenizer.json").read_text())
     data["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": pattern}
     (folder / "tokenizer.json").write_text(json.dumps(data))
+
+
+def test_a_small_file_reserves_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "small.json").write_bytes(b"{}")
+    tracemalloc.start()
+    try:
+        assert read_bytes(tmp_path / "small.json") == b"{}"
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 def test_a_regular_expression_without_end_in_a_tokenizer_is_refused(folder: Path) -> None:

@@ -89,13 +89,22 @@ class TextFile(Container):
 def load_object(data: bytes, location: str) -> dict[str, Any]:
     """Return the JSON object in `data`, or raise `RecordError`."""
     try:
-        content = json.loads(data.decode())
+        content = json.loads(data.decode(), object_pairs_hook=_unique_keys)
     except UnicodeDecodeError as error:
         raise RecordError(location, f"not UTF-8: {error.reason} at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
         raise RecordError(location, f"not readable as JSON: {error}") from None
     if not isinstance(content, dict):
         raise RecordError(location, f"a record is a JSON object, this is a {type(content).__name__}")
+    return content
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raise ValueError for a key that stands twice: which of its values is meant is not known."""
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r:.80} stands twice")
     return content
 
 
