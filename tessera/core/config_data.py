@@ -106,7 +106,7 @@ class DataSection(Section):
         "auto", description="loader processes; 0 loads in the training process; auto: as many as keep the device busy"
     )
     prefetch: int = Field(2, gt=0, le=10**4, description="batches each worker keeps ready")
-    sample_timeout_s: Seconds = Field(60, description="a sample that takes longer to read counts as bad")
+    sample_timeout_s: Seconds = Field(60, description="a sample that twice takes longer to read counts as bad")
     on_bad_sample: Literal["skip", "fail"] = Field("skip", description="skip: counted and listed in quarantine.jsonl")
     train_on: list[str] = Field(default_factory=lambda: ["assistant"], description="roles whose words are trained on")
     mask_history: bool = Field(False, description="train only on the last turn of each conversation")

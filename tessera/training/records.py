@@ -11,9 +11,10 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tessera.core.callback import Callback, StepResult, TrainerHandle
+from tessera.core.errors import few_names
 from tessera.core.files import (
     JsonLines,
     check_regular,
@@ -24,6 +25,7 @@ from tessera.core.files import (
     step_of,
     truncate_after,
 )
+from tessera.core.types import Batch
 
 log = logging.getLogger("tessera")
 
@@ -31,6 +33,7 @@ log = logging.getLogger("tessera")
 Row = tuple[int, list[str]]  # number of a row, ids of its samples
 SEGMENT_BYTES = 4 << 20  # a rank's file of that size is compressed and closed: about a tenth of it remains
 Segment = tuple[Path, int, int]  # file, first step, last step
+Span = tuple[int, int]  # first step, last step
 _OPEN = re.compile(r"(rank-\d+)\.jsonl")
 _SEGMENT = re.compile(r"(rank-\d+)\.(\d+)-(\d+)\.jsonl\.gz")
 
@@ -40,11 +43,13 @@ class Ledger(Callback):
 
     Together the files prove that a resume lost nothing and repeated nothing, on any number of ranks: see `read_ledger`.
     A file that has grown to `segment_bytes` becomes `rank-N.FIRST-LAST.jsonl.gz`, named by its steps. So a resume of a
-    long run reads the end of one file of each rank, and never rewrites more than one segment of each.
+    long run reads the end of one file of each rank, and never rewrites more than one segment of each. Samples that a
+    step had and did not train on, because they could not be read or were left out, are named under `masked`.
     """
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._segment_bytes = segment_bytes
+        self._examined = False
         self._record = JsonLines(Path())  # `on_start` knows the folder
 
     def on_start(self, trainer: TrainerHandle) -> None:
@@ -56,9 +61,14 @@ class Ledger(Callback):
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
         # The first step opens the file, after the first collective of the run: the main rank has trimmed it by now.
+        if not self._examined:
+            self._examined = True
+            _report_damage(self._record.path, result.step - 1)
         ids = [list(batch.sample_ids) for batch in result.microbatches]
         rows = [batch.rows for batch in result.microbatches]
-        self._record.write({"step": result.step, "samples": ids, "rows": rows})
+        masked = [id for batch in result.microbatches for id in masked_samples(batch)]
+        line = {"step": result.step, "samples": ids, "rows": rows}
+        self._record.write({**line, "masked": masked} if masked else line)
         if self._record.bytes >= self._segment_bytes:
             self._record.close()
             _compress(self._record.path)
@@ -135,27 +145,116 @@ def _unpacked(segment: Path) -> bytes:
     return b"".join(parts)
 
 
+class LedgerLine(NamedTuple):
+    """Hold what one rank read in one step."""
+
+    step: int
+    rows: list[Row]
+    masked: list[str]  # ids of samples that the step did not train on
+
+
 def read_ledger(folder: Path) -> dict[int, list[Row]]:
     """Return the samples of each step over all ranks, in the order of rows: the same for every layout.
 
     `folder` is that of the run. Samples of a data set that does not number its rows stand by themselves, in row -1.
+    Lines that are no records, and steps that a rank has no line of, are passed over and logged.
     """
     steps: dict[int, list[Row]] = {}
-    for name, segments in _ranks_in(folder / "ledger").items():
-        closed = 0
-        for segment, _, last in segments:
-            for line in _unpacked(segment).splitlines():
-                _add_line(steps, parse_row(line) or {}, after=closed)
-            closed = max(closed, last)
-        for row in read_jsonl(folder / "ledger" / f"{name}.jsonl"):
-            _add_line(steps, row, after=closed)
+    ranks: dict[int, list[int]] = {}
+    for rank, line in _lines_of_run(folder):
+        steps.setdefault(line.step, []).extend(line.rows)
+        ranks.setdefault(line.step, []).append(rank)
+    complete = [(step, step) for step, some in ranks.items() if len(set(some)) > max(some)]  # ranks count from 0
+    _report_holes(folder / "ledger", _gaps(complete, min(steps, default=1), max(steps, default=0)))
     return {step: sorted(steps[step]) for step in sorted(steps)}
 
 
-def _add_line(steps: dict[int, list[Row]], line: Mapping[str, Any], after: int) -> None:
-    step = step_of(dict(line))
-    if step is not None and step > after and "samples" in line:
-        steps.setdefault(step, []).extend(_rows_of(line))
+def read_masked(folder: Path) -> dict[int, list[str]]:
+    """Return the ids of samples that a step had and did not train on, by step, for the steps that have any."""
+    steps: dict[int, list[str]] = {}
+    for _, line in _lines_of_run(folder):
+        if line.masked:
+            steps.setdefault(line.step, []).extend(line.masked)
+    return {step: sorted(steps[step]) for step in sorted(steps)}
+
+
+def masked_samples(batch: Batch) -> list[str]:
+    """Return the ids of the samples of a batch that are masked."""
+    bad = {id for id, _ in batch.problems}
+    return [id for id in batch.sample_ids if id in bad] if bad else []
+
+
+def _lines_of_run(folder: Path) -> Iterator[tuple[int, LedgerLine]]:
+    """Yield (rank, line) of all ranks. Steps of a segment are not read again from the file it was made of."""
+    for name, segments in _ranks_in(folder / "ledger").items():
+        closed = 0
+        for segment, _, last in segments:
+            lines = _unpacked(segment).split(b"\n")[:-1]  # the last one has no end where the segment is damaged
+            yield from ((int(name[5:]), line) for line in _parsed(lines, segment) if line.step > closed)
+            closed = max(closed, last)
+        open_file = folder / "ledger" / f"{name}.jsonl"
+        yield from ((int(name[5:]), line) for line in _parsed(_open_lines(open_file), open_file) if line.step > closed)
+
+
+def _open_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a rank's open file, but for a last one that a kill has torn."""
+    if path.exists():
+        check_regular(path)
+        with path.open("rb") as file:
+            yield from (line for line in file if line.endswith(b"\n"))
+
+
+def _parsed(lines: Iterable[bytes], path: Path) -> Iterator[LedgerLine]:
+    """Yield the lines that are records of a ledger, and log how many are not."""
+    broken = 0
+    for text in lines:
+        line = _parse_line(text)
+        if line is None:
+            broken += 1
+        else:
+            yield line
+    if broken:
+        log.warning("%s: %d lines are no records of a ledger and are passed over", path, broken)
+
+
+def _parse_line(text: bytes) -> LedgerLine | None:
+    content = parse_row(text)
+    step = step_of(content)
+    if content is None or step is None:
+        return None
+    try:
+        masked = content.get("masked", [])
+        if not isinstance(masked, list):
+            raise TypeError
+        return LedgerLine(step, list(_rows_of(content)), [str(id) for id in masked])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _report_damage(path: Path, step: int) -> None:
+    """Log what the ledger of a rank lacks, of its open file and up to `step`, which a run goes on from."""
+    segments = _ranks_in(path.parent).get(path.stem, [])
+    steps = {line.step for line in _parsed(_open_lines(path), path)}
+    spans = [*((first, last) for _, first, last in segments), *((one, one) for one in steps)]
+    if path.stem == "rank-00000" and spans:  # the others are not there where a run had fewer ranks for a while
+        _report_holes(path, _gaps(spans, min(spans)[0], step))
+
+
+def _gaps(spans: Iterable[Span], first: int, last: int) -> list[Span]:
+    """Return the parts of first..last that no span covers."""
+    gaps: list[Span] = []
+    at = first - 1
+    for begin, end in sorted(spans):
+        if begin > at + 1:
+            gaps.append((at + 1, begin - 1))
+        at = max(at, end)
+    return [*gaps, (at + 1, last)] if at < last else gaps
+
+
+def _report_holes(path: Path, holes: Sequence[Span]) -> None:
+    if holes:
+        names = [str(first) if first == last else f"{first} to {last}" for first, last in holes]
+        log.warning("%s is damaged: it does not tell all samples of step %s", path, few_names(names))
 
 
 def digest(ledger: Mapping[int, list[Row]]) -> str:
@@ -165,12 +264,14 @@ def digest(ledger: Mapping[int, list[Row]]) -> str:
 
 def _rows_of(line: Mapping[str, Any]) -> Iterator[Row]:
     for ids, rows in zip(line["samples"], line.get("rows") or [()] * len(line["samples"]), strict=True):
-        at = 0
+        if not isinstance(ids, list):
+            raise TypeError
+        names, at = [str(id) for id in ids], 0
         for row, count in rows:
-            yield row, ids[at : at + count]
-            at += count
-        for id in ids[at:]:
-            yield -1, [id]
+            yield int(row), names[at : at + int(count)]
+            at += int(count)
+        for name in names[at:]:
+            yield -1, [name]
 
 
 class Quarantine(Callback):
@@ -196,16 +297,18 @@ class Quarantine(Callback):
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
         for batch in result.microbatches:
             for sample, reason in batch.problems:
-                self.note(sample, reason)
+                self.note(sample, reason, result.step)
 
-    def note(self, sample: str, reason: str) -> None:
-        """Write a sample to the file, unless it is there."""
+    def note(self, sample: str, reason: str, step: int | None = None) -> None:
+        """Write a sample to the file, unless it is there. `step`: the first that had it; None: the
+        index left it out."""
         if sample not in self._known:
             self._catch_up()
         if sample in self._known:
             return
         self._known.add(sample)
-        self._record.write({"id": sample, "reason": reason})
+        row = {"id": sample, "reason": reason}
+        self._record.write(row if step is None else {**row, "step": step})
         if len(self._known) <= 5:
             log.warning("skipped sample %s: %s", sample, reason)
 

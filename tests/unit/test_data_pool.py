@@ -47,6 +47,10 @@ def do(item: Any, note: Note) -> Any:
     elif what == "hang":
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         ctypes.CDLL(None).sleep(1000)
+    elif isinstance(what, Path):  # a marker: only the first process that comes here is stopped
+        with contextlib.suppress(FileExistsError):
+            what.touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "dawdle":
         with time_limit(0.1):
             while True:
@@ -226,6 +230,11 @@ def test_a_server_that_is_ended_from_outside_is_replaced_and_no_item_blamed() ->
         assert len(set(end_servers(pool, at=25))) == 3
     with Pool(server_of, 2) as pool, pytest.raises(TesseraError, match="ended from outside, again and again"):
         end_servers(pool, at=10)
+
+
+def test_what_a_stopped_worker_was_at_is_tried_in_another(pool: Pool, tmp_path: Path) -> None:
+    assert numbers(pool, [("nap", 1), (tmp_path / "stopped", 2), ("nap", 3)]) == [1, 2, 3]
+    assert (tmp_path / "stopped").exists()
 
 
 def test_a_worker_stuck_in_c_is_ended(pool: Pool) -> None:

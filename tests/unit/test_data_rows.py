@@ -225,20 +225,25 @@ def test_a_sample_that_breaks_its_reader_is_left_out_by_name(tmp_path: Path) -> 
         strict.guarded([0, 1], {bad: "crashed"}, asked.append)
 
 
-def test_a_sample_that_takes_too_long_leaves_a_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tries", [1, 2])
+def test_a_sample_that_twice_takes_too_long_leaves_a_hole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: int
+) -> None:
     rows = build(texts(tmp_path, 20), sample_timeout_s=0.2)
+    slow_tries = iter(range(tries))  # a process that was stopped for a while is slow once
     plain = rows.batch([0])
     slow = rows.order.samples(0)[0]
     encode = LetterProcessor.encode
 
     def dawdle(self: LetterProcessor, sample: Any, *media: Any) -> Any:
-        if sample.id == plain.sample_ids[0]:
+        if sample.id == plain.sample_ids[0] and next(slow_tries, None) is not None:
             time.sleep(5)
         return encode(self, sample, *media)
 
     monkeypatch.setattr(LetterProcessor, "encode", dawdle)
     assert rows.index.read(slow)[0].id == plain.sample_ids[0]
-    assert rows.batch([0]).problems == ((plain.sample_ids[0], "took longer than 0.2 s"),)
+    masked = ((plain.sample_ids[0], "took longer than 0.2 s"),)
+    assert rows.batch([0]).problems == (masked if tries == 2 else ())
 
 
 def test_sets_are_drawn_by_weight(tmp_path: Path) -> None:

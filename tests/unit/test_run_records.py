@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import tessera
 from tessera.core.callback import Callback, StepResult
 from tessera.core.files import JsonLines, last_step, read_jsonl, rows_from_end, truncate_after
 from tessera.core.types import Batch
-from tessera.training.records import Ledger, Quarantine, read_ledger
+from tessera.training.records import Ledger, Quarantine, read_ledger, read_masked
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -225,6 +226,53 @@ def test_a_damaged_segment_costs_itself(tmp_path: Path, caplog: pytest.LogCaptur
     assert "is damaged" in caplog.text
     record(tmp_path, 90, 110)
     assert max(read_ledger(tmp_path)) == 110
+
+
+@pytest.mark.parametrize("damage", [b"", b"nonsense\n", b'{"step": 5}\n', b'{"step": 5, "samples": 7}\n'])
+def test_a_ledger_that_lacks_a_step_says_so_when_it_is_read_and_at_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
+) -> None:
+    record(tmp_path, 0, 10, segment_bytes=1 << 20)
+    assert list(read_ledger(tmp_path)) == list(range(1, 11))
+    record(tmp_path, 10, 11)
+    assert not caplog.messages
+    path = tmp_path / "ledger" / "rank-00000.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:4], damage, *lines[5:]]))
+    assert 5 not in read_ledger(tmp_path)
+    read = list(caplog.messages)
+    caplog.clear()
+    record(tmp_path, 11, 12)
+    for messages in (read, caplog.messages):
+        assert len(messages) == (2 if damage else 1)
+        assert "step 5" in messages[-1]
+
+
+def test_a_step_that_one_rank_has_no_line_of_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for rank in (0, 1):
+        ledger = Ledger()
+        ledger.on_start(trainer_at(tmp_path, 0, rank))
+        for step in range(1, 6):
+            if rank or step != 3:
+                ledger.on_step_end(trainer_at(tmp_path, step, rank), result(step))
+        ledger.on_end(trainer_at(tmp_path, 5, rank))
+    assert list(read_ledger(tmp_path)) == [1, 2, 3, 4, 5]
+    assert ["step 3" in message for message in caplog.messages] == [True]
+
+
+def test_the_ledger_and_the_quarantine_tell_masked_samples_and_their_step(tmp_path: Path) -> None:
+    batch = Batch({}, sample_ids=("a", "b"), rows=((0, 2),), problems=(("b", "torn"), ("of the index", "too long")))
+    numbers: Any = dict
+    ledger, quarantine, trainer = Ledger(), Quarantine([("early", "empty")]), trainer_at(tmp_path, 0)
+    for callback in (ledger, quarantine):
+        callback.on_start(trainer)
+        callback.on_step_end(trainer, StepResult(1, numbers, 0.1, [batch]))
+        callback.on_step_end(trainer, StepResult(2, numbers, 0.1, [replace(batch, problems=())]))
+        callback.on_end(trainer)
+    assert read_masked(tmp_path) == {1: ["b"]}
+    assert read_ledger(tmp_path) == {1: [(0, ["a", "b"])], 2: [(0, ["a", "b"])]}
+    listed = {row["id"]: row.get("step") for row in read_jsonl(tmp_path / "quarantine.jsonl")}
+    assert listed == {"early": None, "b": 1, "of the index": 1}
 
 
 def test_the_main_rank_cuts_the_ledgers_of_ranks_that_are_gone(tmp_path: Path) -> None:

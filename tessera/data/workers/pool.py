@@ -59,11 +59,11 @@ class _PendingItem:
     def settle(self, value: Any, failed: bool = False) -> None:
         self.done, self.failed, self.value, self.item = True, failed, value, None
 
-    def lose(self, lost: Lost, once_more: bool) -> None:
+    def lose(self, lost: Lost, once_more: bool = True) -> None:
         """Settle an item whose process ended, or have it tried again.
 
-        `once_more`: a process may die of what it cannot help (memory that ran out, someone's kill), so the item is
-        tried in a fresh one before it is blamed.
+        `once_more`: a process may end for what its item cannot help (memory that ran out, someone's kill, a stop for
+        longer than the time limit, a file system that hung), so the item is tried in a fresh one before it is blamed.
         """
         if once_more and lost.at not in self.blamed:
             self.blamed.add(lost.at)
@@ -89,9 +89,9 @@ class Pool:
     """Do `work(item, note)` for many items in `workers` processes; with none, in this one.
 
     A worker that dies is replaced, and what it was at is tried once more; if that ends its worker too, the result is a
-    `Lost`. A worker that is silent for `timeout_s` + `grace_s` after a note is ended, and what it was at is lost at
-    once: a second try would take as long. That is the last resort, for work that is stuck in C: use `time_limit` inside
-    the work. Work that makes no notes has no time-out. To be used by one thread at a time; `stop` may be called by any.
+    `Lost`. A worker that is silent for `timeout_s` + `grace_s` after a note is ended, too. That is the last resort, for
+    work that is stuck in C and for a process that was stopped: use `time_limit` inside the work. Work that makes no
+    notes has no time-out. To be used by one thread at a time; `stop` may be called by any.
     """
 
     def __init__(
@@ -321,7 +321,6 @@ class Pool:
         assert self._server is not None
         self._selector.unregister(worker.connection)
         self._workers.remove(worker)
-        silent = worker.killed_for is not None and reason is None  # by `_end_silent`
         try:
             self._server.kill(worker, reason)
             reason = self._server.exit_reason(worker)
@@ -334,7 +333,7 @@ class Pool:
             if pending is None:
                 continue
             if number == begun:
-                pending.lose(Lost(worker.state.noted, reason), once_more=not silent)
+                pending.lose(Lost(worker.state.noted, reason))
             elif begun is None and number == first:  # it ended while it took this item over, or sent its result
                 pending.lose_untold(reason)
             if not pending.done:
