@@ -108,6 +108,13 @@ class DataSection(Section):
     prefetch: int = Field(2, gt=0, le=10**4, description="batches each worker keeps ready")
     sample_timeout_s: Seconds = Field(60, description="a sample that twice takes longer to read counts as bad")
     on_bad_sample: Literal["skip", "fail"] = Field("skip", description="skip: counted and listed in quarantine.jsonl")
+    max_bad_share: float = Field(
+        0.05,
+        gt=0,
+        le=1,
+        description="with on_bad_sample skip: a data set with a larger share of samples that cannot be used, and more "
+        "than one, is refused, and a run that meets so many ends; those longer than a row do not count. 1: any share",
+    )
     train_on: list[str] = Field(default_factory=lambda: ["assistant"], description="roles whose words are trained on")
     mask_history: bool = Field(False, description="train only on the last turn of each conversation")
     max_image_pixels: int = Field(
@@ -157,6 +164,8 @@ class DataSection(Section):
             raise ValueError(
                 f"`stream` is for conversations and pairs of answers, and has no effect with kind {self.kind}"
             )
+        if self.on_bad_sample == "fail" and self.max_bad_share != type(self).model_fields["max_bad_share"].default:
+            raise ValueError("`max_bad_share` has no effect with on_bad_sample: fail, which allows no bad sample")
         if not self.stream and self.stream_cache_gib != type(self).model_fields["stream_cache_gib"].default:
             raise ValueError("`stream_cache_gib` has no effect without stream: true; set that too, or leave it out")
         if self.kind == "custom" and (self.train or self.eval):

@@ -119,7 +119,10 @@ def build_trainer(
     frozen = frozen_source(config, setup)
     checkpoints = CheckpointManager(config.folder / "checkpoints", config.checkpoint.keep, frozen_source=frozen)
     fill = initial_weights(module, config, setup, world.device)
-    callbacks = _callbacks(config, setup, processor, source, ema)
+    quarantine = Quarantine(
+        source.bad_samples, source.bad_count, config.data.max_bad_share, guarded=lambda: guard.left_out
+    )
+    callbacks = _callbacks(config, setup, processor, quarantine, ema)
     if config.train.generate_every:
         if setup.spec.generation is not None:
             form = setup.spec.generation(setup.config)
@@ -348,13 +351,13 @@ def _loader_from(
 
 
 def _callbacks(
-    config: RunConfig, setup: ModelSetup, processor: Processor | None, source: RowSource, ema: Ema | None
+    config: RunConfig, setup: ModelSetup, processor: Processor | None, quarantine: Quarantine, ema: Ema | None
 ) -> list[Callback]:
     live = LiveReport()
     callbacks: list[Callback] = [live, StopOnSignal(), Meter(config.log.every)]
     if config.log.trackers:
         callbacks.append(Trackers(config.log))
-    callbacks += [Ledger(), Quarantine(source.bad_samples, source.bad_count)]
+    callbacks += [Ledger(), quarantine]
     if ema is not None:
         callbacks.append(ema)
     if config.checkpoint.export:

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from tessera.core.files import (
     truncate_after,
 )
 from tessera.core.types import Batch
+from tessera.data.bad_share import check_read
 
 log = logging.getLogger("tessera")
 
@@ -277,13 +278,24 @@ def _rows_of(line: Mapping[str, Any]) -> Iterator[Row]:
 class Quarantine(Callback):
     """Write samples that could not be used to `quarantine.jsonl`, with the reason, and report their number at the end.
 
-    All ranks write to one file, so each reads what the others have written before it adds or counts.
+    All ranks write to one file, so each reads what the others have written before it adds or counts. A run that cannot
+    use too many of the samples that it reads ends: see `tessera.data.bad_share`.
     """
 
-    def __init__(self, from_index: Iterable[tuple[str, str]] = (), in_all: int = 0) -> None:
-        """Make the callback. `in_all`: how many samples the index left out; it lists only the first of very many."""
+    def __init__(
+        self,
+        from_index: Iterable[tuple[str, str]] = (),
+        in_all: int = 0,
+        max_bad_share: float = 1.0,
+        guarded: Callable[[], Container[str]] = tuple,
+    ) -> None:
+        """Make the callback. `in_all`: how many samples the index left out; it lists only the first of very many.
+        `guarded`: returns the samples that the guard leaves out, which are no fault of the files."""
         self._from_index = list(from_index)  # found before training, from headers
         self._unlisted = max(0, in_all - len(self._from_index))
+        self._max_bad_share, self._guarded = max_bad_share, guarded
+        self._samples = 0  # that this rank has read since the start, also those of a second epoch
+        self._unusable: set[str] = set()  # among them
         self._known: set[str] = set()
         self._read = 0  # bytes of the file
         self._record = JsonLines(Path())  # `on_start` knows the folder
@@ -298,6 +310,9 @@ class Quarantine(Callback):
         for batch in result.microbatches:
             for sample, reason in batch.problems:
                 self.note(sample, reason, result.step)
+            self._samples += len(batch.sample_ids)
+            self._unusable.update(id for id in masked_samples(batch) if id not in self._guarded())
+        check_read(len(self._unusable), self._samples, self._max_bad_share)
 
     def note(self, sample: str, reason: str, step: int | None = None) -> None:
         """Write a sample to the file, unless it is there. `step`: the first that had it; None: the

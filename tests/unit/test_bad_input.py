@@ -174,6 +174,9 @@ def test_bad_samples_are_counted_listed_and_skipped(run: Any, tmp_path: Path) ->
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     code, said = run("train", path)
+    assert code == 2
+    assert f"tessera data doctor {data / 'train.jsonl'}" in said
+    code, said = run("train", path, "data.max_bad_share=1")
     assert code == 0, said
     listed = [json.loads(line) for line in (tmp_path / "runs/chat/quarantine.jsonl").read_text().splitlines()]
     reasons = {item["id"]: item["reason"] for item in listed}
@@ -186,6 +189,37 @@ def test_bad_samples_are_counted_listed_and_skipped(run: Any, tmp_path: Path) ->
     code, said = run("train", path, "data.on_bad_sample=fail", "name=strict")
     assert code == 2
     assert "data.on_bad_sample=skip" in said
+
+
+def damaged(data: Path, name: str, copies: int) -> Path:
+    """Write rows whose images have a good header and are cut off behind it, which only decoding shows."""
+    rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    shown = [row for row in rows if '"image"' in json.dumps(row)][:4]
+    for picture in sorted((data / "pictures").iterdir()):
+        (data / "torn").mkdir(exist_ok=True)
+        (data / "torn" / picture.name).write_bytes(picture.read_bytes()[:60])
+    torn = json.loads(json.dumps(shown).replace("pictures/", "torn/"))
+    rows = [{**row, "id": f"{copy}-{at}"} for copy in range(copies) for at, row in enumerate(torn)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (data / name).write_text(text)
+    return data / name
+
+
+def test_a_run_that_cannot_use_what_it_reads_ends_and_so_does_one_without_a_held_out_sample(
+    run: Any, tmp_path: Path
+) -> None:
+    data = write_chat_set(tmp_path / "data", samples=9)
+    recipe = chat_recipe(data, tmp_path / "runs", steps=12, eval_every=1)
+    path = tmp_path / "recipe.yaml"
+    torn = damaged(data, "torn.jsonl", copies=8)
+    path.write_text(yaml.safe_dump(recipe))
+    code, said = run("train", path, f"data.train={torn}", "data.eval=[]", "train.eval_every=0", "guard.coverage=off")
+    assert code == 2
+    assert "data.max_bad_share" in said
+    assert 12 <= len((tmp_path / "runs/chat/quarantine.jsonl").read_text().splitlines()) <= 32
+    code, said = run("train", path, f"data.eval={torn}", "name=held-out")
+    assert code == 2
+    assert "where:   data.eval" in said
 
 
 def test_more_placeholders_than_pictures(run: Any, data: Path, tmp_path: Path) -> None:

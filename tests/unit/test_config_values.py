@@ -315,6 +315,7 @@ def test_a_run_s_own_copy_keeps_words_that_look_like_numbers(tmp_path: Path) -> 
         {"data.kind": "custom", "data.options": {"dataset": "a:b"}},
         {"optim.schedule.kind": "constant", "optim.schedule.final": 0.5},
         {"data.stream_cache_gib": 5},
+        {"data.on_bad_sample": "fail", "data.max_bad_share": 0.5},
     ],
 )
 def test_a_key_without_effect_is_an_error(changes: dict[str, Any]) -> None:

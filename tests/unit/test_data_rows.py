@@ -127,7 +127,7 @@ def test_bad_samples_are_listed_and_left_out(tmp_path: Path) -> None:
     pictures(tmp_path, ["good.png"])
     bad = bad_rows(tmp_path)
     path = write_jsonl(tmp_path / "l.jsonl", [*bad[:4], seen("good.png", id="good"), *bad[4:]])
-    rows = build(path)
+    rows = build(path, max_bad_share=1)
     assert epoch_ids(rows, 0) == ["good"]
     reasons = dict(rows.bad_samples)
     assert set(reasons) == set(BAD)
@@ -150,7 +150,7 @@ def test_by_policy_a_bad_sample_ends_the_run(tmp_path: Path, which: int) -> None
 def test_when_nothing_is_left_the_reasons_are_told(tmp_path: Path) -> None:
     pictures(tmp_path, ["good.png"])
     with pytest.raises(TesseraError, match="no usable sample is left of 11") as raised:
-        build(write_jsonl(tmp_path / "l.jsonl", bad_rows(tmp_path)))
+        build(write_jsonl(tmp_path / "l.jsonl", bad_rows(tmp_path)), max_bad_share=1)
     assert "missing: no such file" in raised.value.what
     with pytest.raises(TesseraError, match="no data files"):
         build([])
@@ -251,7 +251,7 @@ def test_sets_are_drawn_by_weight(tmp_path: Path) -> None:
     few = write_jsonl(tmp_path / "few.jsonl", [row("q", "a" * (i % 5), id=f"few-{i}") for i in range(1, 11)])
     many_words = [i for i in range(1, 31) if i % 7]
     few_words = [i for i in range(1, 11) if i % 5]
-    rows = build([many, few], weights=(1.0, 1.0))
+    rows = build([many, few], weights=(1.0, 1.0), max_bad_share=1)
     size = len(many_words) + len(few_words)
     for epoch in range(3):
         drawn = Counter(id.split("-")[0] for id in epoch_ids(rows, epoch))

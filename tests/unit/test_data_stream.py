@@ -173,7 +173,7 @@ def test_samples_that_are_left_out_and_those_that_crash_are_told_by_file(hub: Hu
     made = publish(hub)
     for number in range(FILES):
         made.files[f"data/train-{number:05d}.jsonl"] += b'{"id": "bad", "messages": 3}\n'
-    rows = streamed(tmp_path / "index")
+    rows = streamed(tmp_path / "index", max_bad_share=1)
     length = epoch_of(rows)
     problems = [one for row in range(2 * length) for one in rows.batch([row]).problems]
     assert [name for name, _ in problems] == ["bad"] * FILES
@@ -202,7 +202,21 @@ def test_a_file_without_a_usable_sample_is_passed_over(
     for number in range(FILES):
         made.files[f"data/train-{number:05d}.jsonl"] = b'{"id": "bad", "messages": 3}\n'
     with pytest.raises(TesseraError, match="no file of the data has a usable sample"):
-        streamed(tmp_path / "index").batch([0])
+        streamed(tmp_path / "index", max_bad_share=1).batch([0])
+
+
+def test_a_stream_ends_where_too_many_samples_of_its_files_so_far_are_bad(hub: HubServer, tmp_path: Path) -> None:  # noqa: F811
+    made = publish(hub)
+    made.files["data/train-00003.jsonl"] += b'{"id": "bad", "messages": 3}\n' * 3
+    for folder in (tmp_path / "index", None):
+        rows = streamed(folder, shuffle=False)
+        length = epoch_of(streamed(tmp_path / "another", shuffle=False, max_bad_share=1))
+        rows.batch(range(length // 2))
+        with pytest.raises(TesseraError, match="3 of") as raised:
+            rows.batch(range(length))
+        assert "tessera data doctor" in str(raised.value.fix)
+    with pytest.raises(TesseraError, match="3 of"):  # what is known of the files holds after a resume
+        streamed(tmp_path / "index", shuffle=False).batch(range(length))
 
 
 def test_a_shard_is_verified_and_asked_for_again(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811

@@ -396,7 +396,7 @@ def test_bad_samples_are_named_with_the_reason(tmp_path: Path, pipeline: Path) -
     rows = [{**row, "id": name} for name, (row, _) in cases.items()]
     rows += [{"path": "good.png", "cap": "red", "id": "fine"}, {"path": "good.mp4", "cap": "red", "id": "moving"}]
     path = str(write_jsonl(tmp_path / "s.jsonl", rows))
-    made = rows_of(processor_of(pipeline, min_frames=5), path, length=16)
+    made = rows_of(processor_of(pipeline, min_frames=5), path, length=16, max_bad_share=1)
     found = dict(made.bad_samples)
     assert {name: found[name] for name in cases if cases[name][1] not in found.get(name, "")} == {}
     assert len(made.index) == 2

@@ -21,6 +21,7 @@ import numpy as np
 
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import SourceSection
+from tessera.data.bad_share import check_measured, doctor_command
 from tessera.data.index.measure import COMMON, Measured, MeasureRows, Workers, bad_rows, measure_all
 from tessera.data.index.split import (
     SourceIndex,
@@ -59,24 +60,31 @@ def build_index(
     workers: Workers = "auto",
     timeout_s: float = 60.0,
     report: bool = True,
+    max_bad_share: float = 1.0,
 ) -> SplitIndex:
     """Return the index of a split. Samples that are unusable or too long are left out and listed, or end the run.
 
     `workers`: processes that measure records; 0: this one does; auto: this one does when that takes few seconds.
-    `report`: whether to log that a data set was measured, also where it took no time.
+    `report`: whether to log that a data set was measured, also where it took no time. `max_bad_share`: of a data set.
     """
     if not sections:
         raise TesseraError("no data files are given", where="data", fix="list them under data.train")
-    maker = _Maker(processor, length, truncate, limits, on_bad_sample, cache_folder, workers, timeout_s, report)
+    maker = _Maker(
+        processor, length, truncate, limits, on_bad_sample, cache_folder, workers, timeout_s, report, max_bad_share
+    )
     parts = tuple(maker.part(section) for section in sections)
     starts = np.cumsum([0, *(len(part) for part in parts)])
     if starts[-1] == 0:
         count = sum(part.bad_count for part in parts)
         reasons = [f"\n    {id}: {reason}" for part in parts for id, reason in part.bad[:5]]
-        raise NothingUsable(
+        nothing = NothingUsable(
             f"no usable sample is left of {count}; the first reasons:{''.join(reasons[:5])}",
             where=", ".join(str(section.path) for section in sections),
+            fix=f"{doctor_command(sections)} lists all reasons",
         )
+        nothing.samples = sum(len(part.source) for part in parts)
+        nothing.unusable = sum(part.unusable_count for part in parts)
+        raise nothing
     identity = _digest([[part.tables.about["key"], part.tables.about["digest"]] for part in parts])
     content = _digest([processor.fingerprint, *(_content(part.tables) for part in parts)])
     return SplitIndex(parts, starts, maker.repeats(parts, identity), identity, content)
@@ -93,6 +101,7 @@ class _Maker:
     workers: Workers
     timeout_s: float
     report: bool
+    max_bad_share: float
 
     def part(self, section: SourceSection) -> SourceIndex:
         """Return the index of one data set."""
@@ -108,6 +117,8 @@ class _Maker:
         )
         tables = self._measured(work)
         self._check_bad(source, tables)
+        bad = int(tables.about["bad_count"])
+        check_measured(bad, len(source), self.max_bad_share, [section], [one[1:] for one in bad_rows(tables)[:3]])
         part = SourceIndex(source, self._fitted(work, tables))
         self._check_bad(source, part.tables)
         return part

@@ -194,6 +194,11 @@ class SourceIndex:
     def bad_count(self) -> int:
         return int(self.tables.about["bad_count"])
 
+    @property
+    def unusable_count(self) -> int:
+        """Return how many samples are bad for another reason than that they are longer than a row."""
+        return self.bad_count - int(self.tables.about.get("dropped", 0))
+
     def read(self, at: int) -> Sample:
         """Return the sample at a position of `rows`, truncated as indexed. Raise `RecordError` if it has changed."""
         row = int(self.rows[at])

@@ -85,6 +85,7 @@ def pack_rows(
         workers=section.workers,
         timeout_s=section.sample_timeout_s,
         report=report,
+        max_bad_share=section.max_bad_share,
     )
     seed = request.seed if request.split == "train" else 0
     pack = section.pack

@@ -46,6 +46,8 @@ def bad_sample_error(id: str, reason: str, where: str, others: int = 0) -> Tesse
 class NothingUsable(TesseraError):
     """Say that data has no sample to train on."""
 
+    samples = unusable = 0  # all, and those that are bad otherwise than by their length; not known in another process
+
 
 class RawRecord(NamedTuple):
     """Hold a record as it was found. `members`: media in the same archive, by each name that a record may call them."""

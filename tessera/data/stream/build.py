@@ -82,7 +82,8 @@ class FilePacker:
     def __call__(self, number: int, shard: StreamFile, path: Path) -> PackedRows:
         assert isinstance(shard, (HubStreamFile, LocalStreamFile))
         source = shard.section.model_copy(update={"path": path, "hub_id": None})
-        section = self.section.model_copy(update={"train": [source], "workers": 0, "stream": False})
+        of_file = {"train": [source], "workers": 0, "stream": False, "max_bad_share": 1.0}  # the stream counts for all
+        section = self.section.model_copy(update=of_file)
         return self.pack(section, mix(self.seed, _SHARD, number) >> 1)
 
 
@@ -94,7 +95,8 @@ def stream_rows(section: DataSection, seed: int, pack: Pack, fingerprint: str, f
     keep = None if section.stream_cache_gib is None else int(section.stream_cache_gib * 2**30)
     shards = [shard for source in section.train for shard in _shards(source, keep)]
     packing = [fingerprint, section.length, section.truncate, section.pack, section.balance]
-    return StreamedRows(shards, FilePacker(section, seed, pack), StreamSettings(seed, section.shuffle, packing), folder)
+    settings = StreamSettings(seed, section.shuffle, packing, section.max_bad_share)
+    return StreamedRows(shards, FilePacker(section, seed, pack), settings, folder)
 
 
 def _shards(source: SourceSection, keep: int | None) -> list[HubStreamFile | LocalStreamFile]:

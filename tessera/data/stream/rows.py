@@ -24,7 +24,9 @@ from typing import Any, NamedTuple, Protocol
 from tessera.core.errors import TesseraError
 from tessera.core.files import read_json_mapping, replace_file
 from tessera.core.locks import locked
+from tessera.core.run_config import SourceSection
 from tessera.core.types import ENDLESS, Batch, RowSource
+from tessera.data.bad_share import check_measured
 from tessera.data.order.mixture import Shuffle
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.container import NothingUsable
@@ -47,6 +49,11 @@ class StreamFile(Protocol):
         """Return JSON that changes whenever the content may have changed."""
         ...
 
+    @property
+    def section(self) -> SourceSection:
+        """Return the data set that the file belongs to."""
+        ...
+
     @abstractmethod
     def fetch(self) -> Path:
         """Return where the file lies on this machine."""
@@ -66,13 +73,20 @@ class _Found(NamedTuple):
     row: int  # of the file, counted over epochs
 
 
+class _FileCounts(NamedTuple):
+    rows: int
+    samples: int  # of all its records
+    unusable: int  # of these
+
+
 @dataclass(frozen=True)
 class StreamSettings:
-    """Hold what the order of streamed rows depends on besides the files."""
+    """Hold what the order of streamed rows depends on besides the files, and which share of samples may be bad."""
 
     seed: int
     shuffle: bool
     packing: Any  # JSON: all that decides which samples share a row
+    max_bad_share: float = 1.0
 
 
 class StreamedRows(RowSource):
@@ -89,7 +103,7 @@ class StreamedRows(RowSource):
         self._key = hashlib.sha256(key.encode()).hexdigest()
         self._folder = None if folder is None else folder.absolute() / f"stream-{self._key[:32]}"
         self.left_out: dict[str, str] = {}
-        self._counts: dict[int, int] = {}
+        self._counts: dict[int, _FileCounts] = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -154,7 +168,7 @@ class StreamedRows(RowSource):
     def _at(self, row: int) -> _Found:
         """Return where a row lies. Files before it whose rows were never counted are opened for that."""
         epoch, left = 0, row
-        if len(self._counts) == len(self.shards) and (length := sum(self._counts.values())):
+        if len(self._counts) == len(self.shards) and (length := sum(counts.rows for counts in self._counts.values())):
             epoch, left = divmod(row, length)
         while True:
             passed = 0
@@ -178,33 +192,41 @@ class StreamedRows(RowSource):
 
     def _count(self, shard: int) -> int:
         if shard not in self._counts:
-            kept = self._kept_count(shard)
-            self._counts[shard] = self._counted(shard) if kept is None else kept
-        return self._counts[shard]
+            self._counts[shard] = self._kept_counts(shard) or self._counted(shard)
+            self._check_share(shard)
+        return self._counts[shard].rows
 
-    def _counted(self, shard: int) -> int:
-        """Return the rows of a file by opening it. One without a usable sample has none, and a run goes past it."""
+    def _check_share(self, shard: int) -> None:
+        """Raise if too many samples of all files so far cannot be used. How many there will be is not known."""
+        samples = sum(counts.samples for counts in self._counts.values())
+        unusable = sum(counts.unusable for counts in self._counts.values())
+        check_measured(unusable, samples, self.settings.max_bad_share, [self.shards[shard].section])
+
+    def _counted(self, shard: int) -> _FileCounts:
+        """Count the rows of a file by opening it. One without a usable sample has none, and a run goes past it."""
         try:
-            return len(self._rows(shard))
+            return _counts_of(self._rows(shard))
         except NothingUsable as error:
             log.warning("%s is passed over: %s", self.shards[shard].name, error.what)
-            self._keep_count(shard, 0)
-            return 0
+            counts = _FileCounts(0, error.samples, error.unusable)
+            self._keep_counts(shard, counts)
+            return counts
 
-    def _keep_count(self, shard: int, rows: int) -> None:
+    def _keep_counts(self, shard: int, counts: _FileCounts) -> None:
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            said = {"file": self.shards[shard].name, "rows": rows}
+            said = {"file": self.shards[shard].name, **counts._asdict()}
             replace_file(self._count_file(shard), json.dumps(said).encode())
 
-    def _kept_count(self, shard: int) -> int | None:
+    def _kept_counts(self, shard: int) -> _FileCounts | None:
         if self._folder is None or not (file := self._count_file(shard)).is_file():
             return None
         try:
-            found = read_json_mapping(file)["rows"]
+            said = read_json_mapping(file)
+            counts = _FileCounts(said["rows"], said.get("samples", 0), said.get("unusable", 0))
         except (TesseraError, KeyError):
             return None
-        return found if isinstance(found, int) and found >= 0 else None
+        return counts if all(isinstance(count, int) and count >= 0 for count in counts) else None
 
     def _count_file(self, shard: int) -> Path:
         assert self._folder is not None
@@ -247,15 +269,15 @@ class StreamedRows(RowSource):
                     where=str(path),
                     fix="put the file back as it was, and resume; or begin another run",
                 )
-            kept = self._kept_count(shard)
-            if kept is not None and kept != len(made):
+            kept = self._kept_counts(shard)
+            if kept is not None and kept.rows != len(made):
                 raise TesseraError(
-                    f"{one.name} had {kept} rows and has {len(made)} now: the place of the run would mean nothing",
+                    f"{one.name} had {kept.rows} rows and has {len(made)} now: the place of the run would mean nothing",
                     where=str(self._folder),
                     fix="put the data or the settings back as they were; or begin another run",
                 )
             if kept is None:
-                self._keep_count(shard, len(made))
+                self._keep_counts(shard, _counts_of(made))
         self._tell(made)
         return made
 
@@ -266,7 +288,8 @@ class StreamedRows(RowSource):
             log.info("rows: %s, in %s", made.order.stats.summary(), files if len(self.shards) > 1 else "one file")
             self._told = True
         elif not self._told_all and len(self._counts) == len(self.shards):
-            log.info("rows: %s in all %s files", f"{sum(self._counts.values()):,}", f"{len(self.shards):,}")
+            rows = sum(counts.rows for counts in self._counts.values())
+            log.info("rows: %s in all %s files", f"{rows:,}", f"{len(self.shards):,}")
             self._told_all = True
 
     def _look_ahead(self, epoch: int, position: int) -> None:
@@ -288,6 +311,11 @@ class StreamedRows(RowSource):
             return
         except TesseraError as error:  # it is raised when the run reaches the file, if it lasts that long
             log.warning("%s could not be prepared ahead: %s", self.shards[shard].name, error.what)
+
+
+def _counts_of(rows: PackedRows) -> _FileCounts:
+    unusable = sum(part.unusable_count for part in rows.index.parts)
+    return _FileCounts(len(rows), len(rows.index) + rows.bad_count, unusable)
 
 
 def _shared(number: int, base: int) -> int:
