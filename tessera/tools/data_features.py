@@ -32,7 +32,7 @@ from tessera.core.types import Batch
 from tessera.data.index.measure import Progress, default_workers
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import RowReader
-from tessera.data.media.stored import ABOUT, KEY
+from tessera.data.media.stored import ABOUT, CHECKSUM, KEY, checksum, sample_facts
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.features import EMPTY, MANIFEST, PROBLEMS, SAMPLES, FeatureManifest, key_of, shard_content
 from tessera.hub.config import load_local_config
@@ -100,7 +100,8 @@ def write_features(
     _keep_plan(folder, facts)
     key, starts = key_of(facts), range(0, len(rows), shard)
     if rank == 0 and not (folder / EMPTY).is_file():
-        _publish(folder / EMPTY, save(_empty_caption(encoders, device), {ABOUT: json.dumps({KEY: key})}))
+        empty = _empty_caption(encoders, device)
+        _publish(folder / EMPTY, save(empty, {ABOUT: json.dumps({KEY: key, CHECKSUM: checksum(empty)})}))
     own = {number: _kept(folder / shard_name(number), key) for number in range(rank, len(starts), ranks)}
     done = Features(folder, len(starts), bad=list(rows.bad_samples), bad_count=rows.bad_count)
     progress = Progress(f"features in {folder.name}", sum(len(_rows(starts, number, rows)) for number in own))
@@ -253,7 +254,8 @@ class Shard:
         prefix = len(self.samples)
         self.tensors |= {f"{prefix}.{name}": tensor.clone() for name, tensor in features.items()}
         shapes = {name: list(tensor.shape) for name, tensor in features.items()}
-        self.samples.append({"id": id, "grids": grids, "shapes": shapes})
+        crc = checksum(features, sample_facts(id, grids))
+        self.samples.append({"id": id, "grids": grids, "shapes": shapes, CHECKSUM: crc})
 
     def write(self, file: Path, key: str) -> None:
         """Write the shard beside its name, and give it its name when it is on the disk."""
@@ -347,7 +349,9 @@ def _finish(folder: Path, facts: Mapping[str, Any], shards: int) -> int:
     if missing or not (folder / EMPTY).is_file():
         return max(1, missing)
     key = key_of(facts)
-    listed = [(file.name, file.stat().st_size, len(shard_content(file, key)[0])) for file in files]
-    _publish(folder / MANIFEST, FeatureManifest(key, facts, tuple(listed)).text().encode())
+    samples = {file: shard_content(file, key)[0] for file in files}
+    listed = tuple((file.name, file.stat().st_size, len(some)) for file, some in samples.items())
+    checksums = all(CHECKSUM in sample for some in samples.values() for sample in some)  # not of an earlier release
+    _publish(folder / MANIFEST, FeatureManifest(key, facts, listed, checksums).text().encode())
     (folder / PLAN).unlink(missing_ok=True)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 import tessera
 from tessera.core.dist import World
@@ -276,6 +277,51 @@ def test_a_shard_that_is_lost_later_is_masked(world: Path, features: Path, tmp_p
     assert batch["text"].shape == (0, 16)
 
 
+def problems_of(rows: PackedRows) -> list[str]:
+    return sorted(id for row in range(len(rows)) for id, _ in rows.batch([row]).problems)
+
+
+def test_a_flipped_byte_costs_its_sample(world: Path, features: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "f"
+    subprocess.run(["cp", "-r", str(features), str(copy)], check=True)
+    assert problems_of(rows_of(recipe(world, copy))) == []
+    for name in ("shard-00000.safetensors", "shard-00002.safetensors"):  # the first sample and the last one
+        data = bytearray((copy / name).read_bytes())
+        data[8 + int.from_bytes(data[:8], "little") if "00000" in name else -1] ^= 1
+        (copy / name).write_bytes(data)
+    damaged = problems_of(rows_of(recipe(world, copy)))
+    assert len(damaged) == 2
+    assert damaged[1] == "s8"
+    empty = bytearray((copy / EMPTY).read_bytes())
+    empty[-1] ^= 1
+    (copy / EMPTY).write_bytes(empty)
+    with pytest.raises(TesseraError, match="damaged features"):
+        rows_of(recipe(world, copy))
+
+
+def test_features_without_checksums_are_read_and_it_is_said(
+    world: Path, features: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = tmp_path / "f"
+    subprocess.run(["cp", "-r", str(features), str(copy)], check=True)
+    for file in copy.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as shard:
+            tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
+            about = re.sub(r', "crc32": \d+', "", shard.metadata()["features"])
+        file.write_bytes(save(tensors, {"features": about}))
+    manifest = json.loads((copy / MANIFEST).read_text())
+    for entry in manifest["shards"]:
+        entry["bytes"] = (copy / entry["file"]).stat().st_size
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(TesseraError, match="cannot be used"):  # checksums that are gone are damage
+        rows_of(recipe(world, copy))
+    assert not caplog.text.count("no checksums")
+    del manifest["checksums"]
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    assert problems_of(rows_of(recipe(world, copy))) == []
+    assert caplog.text.count("no checksums") == 1
+
+
 @pytest.mark.slow
 def test_twenty_kills_lose_and_double_no_sample(world: Path, features: Path, tmp_path: Path) -> None:
     config = tmp_path / "recipe.json"
@@ -285,7 +331,12 @@ def test_twenty_kills_lose_and_double_no_sample(world: Path, features: Path, tmp
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[-1]) == 20
     assert stored_ids(tmp_path / "f") == stored_ids(features)
-    assert (tmp_path / "f" / MANIFEST).is_file()
+    write_features(recipe(world), tmp_path / "undisturbed", shard=1, batch=1)
+    killed, undisturbed = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir() if path.is_file()}
+        for name in ("f", "undisturbed")
+    )
+    assert killed == undisturbed
     assert not list((tmp_path / "f").glob("*.part"))
 
 

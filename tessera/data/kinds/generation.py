@@ -17,6 +17,7 @@ from tessera.data.kinds.chat import pack_rows
 from tessera.data.media.read import CaptionProcessor
 from tessera.data.media.stored import StoredSample
 from tessera.data.order.packed_rows import PackedRows
+from tessera.data.sources.container import RecordError
 from tessera.data.sources.features import MANIFEST, FeatureManifest, empty_caption
 
 log = logging.getLogger("tessera")
@@ -71,9 +72,15 @@ def build(request: RowRequest) -> RowSource:
 
 def _without_elements(rows: PackedRows) -> dict[str, Tensor]:
     """Return features of no elements: they tell the widths and types of all of them."""
-    stored = rows.index.read(0)[0].media()[-1].value
-    assert isinstance(stored, StoredSample)
-    return {name: tensor[:0].clone() for name, tensor in stored.load().items()}
+    for number in range(len(rows.index)):
+        try:
+            stored = rows.index.read(number)[0].media()[-1].value
+            assert isinstance(stored, StoredSample)
+            return {name: tensor[:0].clone() for name, tensor in stored.load().items()}
+        except (TesseraError, RecordError):  # a damaged sample costs itself, also where it is the first
+            if number + 1 == len(rows.index):
+                raise
+    raise AssertionError("an index has samples")
 
 
 def _feature_hole(like: Mapping[str, Tensor], id: str, length: int) -> EncodedMedia:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tessera.core.crc32 import crc32
 from tessera.core.errors import TesseraError
 from tessera.core.files import check_regular
 
 ABOUT = "features"  # the only entry of a shard's metadata; several would be written in any order
 KEY = "key"  # in it: the hash of all that the shard depends on
+CHECKSUM = "crc32"  # of a sample, or of the tensors of a file that has none
 
 
 def shard_about(shard: Any) -> dict[str, Any]:
@@ -23,6 +27,16 @@ def shard_about(shard: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("it does not say what it holds")
     return found
+
+
+def checksum(tensors: Mapping[str, Tensor], about: Any = None) -> int:
+    """Return a checksum of tensors, with their names, types and shapes, and of JSON that is stored about them."""
+    crc = crc32(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        crc = crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
+        crc = crc32(tensor.reshape(-1).view(torch.uint8).numpy(), crc)
+    return crc
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,8 @@ class StoredSample:
     prefix: str  # of the names of its tensors
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of its tensors, by their names without the prefix
     grids: tuple[tuple[int, int, int], ...]  # of the latents, in patches: what is made, then images to edit
+    id: str = ""
+    checksum: int | None = None  # None: of a release that wrote none
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return dict(self.shapes).get(name)
@@ -56,4 +72,11 @@ class StoredSample:
         for name, shape in self.shapes:
             if tuple(found[name].shape) != shape:
                 raise TesseraError(f"damaged features: {name} in {self.file.name} is {tuple(found[name].shape)}")
+        if self.checksum is not None and checksum(found, sample_facts(self.id, self.grids)) != self.checksum:
+            raise TesseraError(f"damaged features: {self.file.name} (the bytes of this sample have changed)")
         return found
+
+
+def sample_facts(id: str, grids: Any) -> list[Any]:
+    """Return what the checksum of a sample covers beside its tensors."""
+    return [id, [list(grid) for grid in grids]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.files import check_regular, read_json_mapping
-from tessera.data.media.stored import KEY, StoredSample, shard_about
+from tessera.data.media.stored import CHECKSUM, KEY, StoredSample, checksum, shard_about
 from tessera.data.sources.container import Container, RawRecord, RecordError
 
+log = logging.getLogger("tessera")
 MANIFEST = "features.json"
 EMPTY = "empty.safetensors"  # the embeddings of the empty caption, which takes the place of dropped ones
 SAMPLES = "samples"  # what a shard says of itself: the samples it holds
@@ -39,6 +41,7 @@ class FeatureManifest:
     key: str  # the hash of `facts`, which every shard repeats
     facts: Mapping[str, Any]  # the model, the encoders, the options and the data that the features are made from
     shards: tuple[tuple[str, int, int], ...]  # name, bytes, samples
+    checksums: bool = True  # every sample has one
 
     @staticmethod
     def read(folder: Path) -> FeatureManifest:
@@ -52,7 +55,7 @@ class FeatureManifest:
             )
         try:
             shards = tuple((str(one["file"]), int(one["bytes"]), int(one["samples"])) for one in data["shards"])
-            found = FeatureManifest(str(data["key"]), dict(data["facts"]), shards)
+            found = FeatureManifest(str(data["key"]), dict(data["facts"]), shards, data.get("checksums") is True)
         except (KeyError, TypeError, ValueError) as error:
             raise TesseraError(f"not readable as a list of features: {first_line(error)}", where=str(path)) from None
         for name, _, samples in found.shards:
@@ -62,7 +65,8 @@ class FeatureManifest:
 
     def text(self) -> str:
         shards = [{"file": name, "bytes": size, "samples": count} for name, size, count in self.shards]
-        return json.dumps({"version": VERSION, "key": self.key, "facts": self.facts, "shards": shards}, indent=1)
+        said = {"version": VERSION, "key": self.key, "checksums": self.checksums, "facts": self.facts, "shards": shards}
+        return json.dumps(said, indent=1)
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
@@ -96,8 +100,12 @@ def empty_caption(folder: Path, key: str) -> dict[str, Tensor]:
     check_regular(file)
     try:
         with safe_open(file, framework="pt") as opened:
-            if shard_about(opened).get(KEY) == key:
-                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            about = shard_about(opened)
+            if about.get(KEY) == key:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                if about.get(CHECKSUM, given := checksum(tensors)) != given:
+                    raise ValueError("its bytes have changed")
+                return tensors
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise TesseraError(f"damaged features: {EMPTY} ({first_line(error)})", where=str(folder)) from None
     raise TesseraError(f"{EMPTY} was made with another model or other options than the rest", where=str(folder))
@@ -117,6 +125,8 @@ class FeatureFolder(Container):
                     where=str(folder),
                     fix="remove the shard and make it again: tessera data features",
                 )
+        if not self.manifest.checksums:
+            log.warning("%s has no checksums: damage of its features is not noticed. Made again, they have", folder)
         self.starts = [0, *accumulate(count for _, _, count in self.manifest.shards)]
         count = self.starts[-1] if limit is None else min(limit, self.starts[-1])
         self._read: dict[int, list[dict[str, Any]]] = {}  # what shards say of their samples, by shard
@@ -158,7 +168,8 @@ class FeatureFolder(Container):
         try:
             shapes = tuple((str(name), tuple(map(int, shape))) for name, shape in one["shapes"].items())
             grids = tuple((int(f), int(h), int(w)) for f, h, w in one["grids"])
-            stored = StoredSample(file, self.manifest.key, f"{at}.", shapes, grids)
-            return RawRecord({"id": str(one["id"]), FEATURES: stored})
+            id, crc = str(one["id"]), int(one[CHECKSUM]) if self.manifest.checksums else None
+            stored = StoredSample(file, self.manifest.key, f"{at}.", shapes, grids, id, crc)
+            return RawRecord({"id": id, FEATURES: stored})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RecordError(self.location(number), f"damaged features: {first_line(error)}") from None
