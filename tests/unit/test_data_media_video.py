@@ -167,6 +167,23 @@ def test_frames_are_those_of_decoding_everything(tmp_path: Path, name: str, monk
         assert np.array_equal(small, resized)
 
 
+@pytest.mark.parametrize("form", ["mp4", "avi"])
+def test_a_frame_that_its_decoder_calls_corrupt_refuses_the_clip(tmp_path: Path, form: str) -> None:
+    write_clip(tmp_path / f"sound.{form}", 24, noise=True)
+    data = (tmp_path / f"sound.{form}").read_bytes()
+    everything_of = VideoSampling(fps=10, max_frames=24)
+    assert decode(Part("video", data), tmp_path, LIMITS, everything_of).shape[0] == 24
+    refused = []
+    for at in range(10):
+        flipped = bytearray(data)
+        flipped[len(data) // 4 + at * len(data) // 20] ^= 0xFF
+        try:
+            decode(Part("video", bytes(flipped)), tmp_path, LIMITS, everything_of)
+        except TesseraError as error:
+            refused.append("corrupt" in error.what)
+    assert sum(refused) >= 3
+
+
 def test_only_what_leads_to_a_chosen_frame_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("av")
     data = media_zoo.clip("mpeg4.mp4", 240)

@@ -218,17 +218,23 @@ def _decoded_parts(
         if last != index - 1:
             context.flush_buffers()
         last = index
-        yield from _wanted(context.decode(packet), numbers, frames)
-    yield from _wanted(context.decode(None), numbers, frames)
+        yield from _wanted(context.decode(packet), numbers, frames, packets.times[start])
+    yield from _wanted(context.decode(None), numbers, frames, None)
     if frames.next is not None:
         raise _FrameLostError("a frame did not appear where its packet said")
 
 
-def _wanted(decoded: list[Any], numbers: dict[int, int], frames: Frames) -> Iterator[tuple[int, Any]]:
+def _wanted(
+    decoded: list[Any], numbers: dict[int, int], frames: Frames, start: int | None
+) -> Iterator[tuple[int, Any]]:
+    """Yield the decoded frames that are chosen. `start`: when the key frame is shown from which decoding began."""
     for frame in decoded:
         number = numbers.get(frame.pts)
         if frames.next is None:
             return
+        # Frames that are shown before their key frame may need ones that were not decoded: they are not chosen.
+        if start is None or frame.pts is None or frame.pts >= start:
+            _check_sound(frame)
         if number == frames.next:
             yield number, frame
         elif number is not None and number > frames.next:
@@ -240,8 +246,15 @@ def _decoded_all(
 ) -> Iterator[tuple[int, Any]]:
     decoder(stream, max_pixels)
     for number, frame in enumerate(held.decode(stream)):
+        _check_sound(frame)
         if frames.next is not None and number >= frames.next:
             yield number, frame
+
+
+def _check_sound(frame: Any) -> None:
+    """Raise for a frame whose decoder met damage, chosen or not: others are predicted from it."""
+    if frame.is_corrupt:
+        raise ValueError("its decoder says that a frame is corrupt")
 
 
 # ---------------------------------------------------------------------------------------------- folders
