@@ -317,6 +317,14 @@ def test_csv_records_may_hold_line_breaks(tmp_path: Path) -> None:
         assert isinstance(outcomes[2], Sample)
 
 
+def test_a_csv_header_that_names_a_column_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "twice.csv").write_text("question,question,answer\na,b,c\n")
+    with pytest.raises(TesseraError, match="two columns"):
+        opened(tmp_path / "twice.csv")
+    (tmp_path / "empty.csv").write_text("question,answer,,\na,b,,\n")
+    assert len(opened(tmp_path / "empty.csv")) == 1
+
+
 def test_a_folder_of_pictures_with_words_beside(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     (folder / "deep").mkdir(parents=True)
@@ -471,6 +479,25 @@ def test_parquet_pages_that_lie_are_left_to_pyarrow(tmp_path: Path) -> None:
             for one in (0, 11, 19):
                 with contextlib.suppress(RecordError):  # no other error
                     assert file.load(one).content["text"] == "t"
+
+
+def test_a_dictionary_of_parquet_is_not_copied_for_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("tessera.data.sources.parquet.MAX_GROUP_BYTES", 8 << 20)
+    indices = arrow.array([0, 1] * 50, arrow.int32())
+    long = arrow.DictionaryArray.from_arrays(indices, arrow.array(["long " * 40_000, "short"]))
+    nested = arrow.StructArray.from_arrays([long], ["content"])
+    table = arrow.table({"text": long, "about": nested, "id": [str(number) for number in range(100)]})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", store_schema=False)
+    file = open_parquet(tmp_path / "a.parquet", "a", None)
+    before = arrow.total_allocated_bytes()
+    first, *_ = scanned = [record for _, record in file.scan(range(100))]
+    assert file._table(0, 0).nbytes < 4 << 20  # 10 MB for each column, if copied
+    assert arrow.total_allocated_bytes() - before < 1 << 20
+    assert not isinstance(first, RecordError)
+    assert first.content == {"text": "long " * 40_000, "about": {"content": "long " * 40_000}, "id": "0"}
+    assert [file.load(number) for number in (0, 1, 99)] == [scanned[number] for number in (0, 1, 99)]
 
 
 def test_parquet_that_lies(tmp_path: Path) -> None:

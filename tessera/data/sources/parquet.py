@@ -16,7 +16,7 @@ from typing import Any
 
 from tessera.core.errors import TesseraError, first_line
 from tessera.data.sources.container import Container, RawRecord, RecordError, file_facts
-from tessera.data.sources.parquet_pages import ColumnPages, large_columns
+from tessera.data.sources.parquet_pages import ColumnPages, expanding_columns, large_columns
 
 MAX_GROUP_BYTES = 4 << 30  # of one row group, unpacked: it is in memory while its rows are read
 MAX_RECORD_BYTES = 512 << 20  # with images inside
@@ -108,6 +108,8 @@ class ParquetFile(Container):
             with self.path.open("rb") as file:
                 reader = self._reader(file)
                 _check_size(reader, group, names)
+                if expanding := expanding_columns(reader, file, group, MAX_GROUP_BYTES):
+                    reader = _reader(file, self._metadata, expanding)
                 table = reader.read_row_group(group, columns=names, use_threads=False)
         except Exception as error:  # what a reader raises on foreign bytes is not listed anywhere
             raise RecordError(self.location(row), f"row group {group} cannot be read: {first_line(error)}") from None
@@ -167,7 +169,8 @@ def open_parquet(path: Path, name: str, limit: int | None) -> ParquetFile:
     return ParquetFile(path, name, groups, limit, file_facts(path))
 
 
-def _reader(file: Any, metadata: Any = None) -> Any:
+def _reader(file: Any, metadata: Any = None, dictionaries: Sequence[str] = ()) -> Any:
+    """Return a reader of a file. `dictionaries`: columns whose values are not copied out of their dictionary."""
     try:
         import pyarrow.parquet
     except ModuleNotFoundError:
@@ -175,6 +178,7 @@ def _reader(file: Any, metadata: Any = None) -> Any:
     return pyarrow.parquet.ParquetFile(
         file,
         metadata=metadata,
+        read_dictionary=list(dictionaries) or None,
         thrift_string_size_limit=_HEADER_BYTES,
         thrift_container_size_limit=_HEADER_BYTES // 64,
     )

@@ -60,6 +60,37 @@ def large_columns(reader: Any, group: int) -> list[Column]:
     return found
 
 
+def expanding_columns(reader: Any, file: BinaryIO, group: int, limit: int) -> list[str]:
+    """Return the columns that take more than `limit` bytes if every value is the longest of the column's dictionary.
+
+    A page of indices into a dictionary may stand for any number of copies of a long value, which no header tells.
+    """
+    about, expanding = reader.metadata.row_group(group), []
+    for number in range(about.num_columns):
+        chunk = about.column(number)
+        count, size = chunk.num_values, chunk.total_uncompressed_size
+        if chunk.physical_type != "BYTE_ARRAY" or not chunk.has_dictionary_page or count * size <= limit:
+            continue
+        try:
+            longest = _longest_in_dictionary(file, chunk.dictionary_page_offset, chunk.compression)
+        except Exception:  # of another form, or damaged: pyarrow shall say so
+            longest = size
+        if count * longest > limit:
+            expanding.append(chunk.path_in_schema)
+    return expanding
+
+
+def _longest_in_dictionary(file: BinaryIO, start: int, codec: str) -> int:
+    header, length = _header(file, start)
+    page = _Page(start + length, _number(header, 3), _number(header, 2), header)
+    body = _unpacked(_read(file, page), page.unpacked, codec)
+    at = longest = 0
+    while at + 4 <= len(body):
+        (size,) = struct.unpack_from("<I", body, at)
+        at, longest = at + 4 + size, max(longest, size)
+    return longest
+
+
 def _type_at(schema: Any, path: tuple[str, ...]) -> Any:
     """Return the type of a column inside of structs; None for anything else."""
     import pyarrow
@@ -124,7 +155,7 @@ class ColumnPages:
             count = sum(level == self.column.nested for level in levels)
             if encoding in _BY_DICTIONARY and self.dictionary is not None:
                 number = _hybrid(body[1:], body[0], count)[number]
-                body = self._unpacked(_read(file, self.dictionary), self.dictionary.unpacked)
+                body = _unpacked(_read(file, self.dictionary), self.dictionary.unpacked, self.column.codec)
             elif encoding != _PLAIN:
                 raise Unknown(f"encoding {encoding}")
         found = bytes(_plain(body, number))
@@ -140,23 +171,24 @@ class ColumnPages:
                 raise Unknown("repeated values")
             levels, body = data[:levels_size], data[levels_size:]
             if about.get(7, True):
-                body = self._unpacked(body, page.unpacked - levels_size)
+                body = _unpacked(body, page.unpacked - levels_size, self.column.codec)
         else:
-            body, levels = self._unpacked(data, page.unpacked), data[:0]
+            body, levels = _unpacked(data, page.unpacked, self.column.codec), data[:0]
             if nested:
                 (size,) = struct.unpack_from("<I", body)
                 levels, body = body[4 : 4 + size], body[4 + size :]
         width = nested.bit_length()
         return (_hybrid(levels, width, count) if nested else [0] * count), body
 
-    def _unpacked(self, data: memoryview, size: int) -> memoryview:
-        if not 0 <= size <= MAX_PAGE_BYTES:
-            raise Unknown(f"a page of {size} bytes")
-        if self.column.codec == "UNCOMPRESSED":
-            return data
-        import pyarrow
 
-        return memoryview(pyarrow.Codec(self.column.codec.lower()).decompress(data, decompressed_size=size))
+def _unpacked(data: memoryview, size: int, codec: str) -> memoryview:
+    if not 0 <= size <= MAX_PAGE_BYTES:
+        raise Unknown(f"a page of {size} bytes")
+    if codec == "UNCOMPRESSED":
+        return data
+    import pyarrow
+
+    return memoryview(pyarrow.Codec(codec.lower()).decompress(data, decompressed_size=size))
 
 
 def _about(header: dict[int, Any]) -> dict[int, Any]:

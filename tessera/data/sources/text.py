@@ -149,9 +149,13 @@ def _csv_header(path: Path, name: str, delimiter: str) -> list[str]:
     with path.open("rb") as file:
         file.seek(start)
         try:
-            return next(csv.reader(io.StringIO(load_text(file.read(size), name)), strict=True, delimiter=delimiter))
+            header = next(csv.reader(io.StringIO(load_text(file.read(size), name)), strict=True, delimiter=delimiter))
         except (RecordError, csv.Error) as error:
             raise TesseraError(f"the header cannot be read: {error}", where=str(path)) from None
+    names = [column for column in header if column]  # spreadsheets write empty columns at the end
+    if len(set(names)) != len(names):
+        raise TesseraError("two columns have one name", where=str(path), fix="give each column of the header its own")
+    return header
 
 
 # ---------------------------------------------------------------------------------------------- spans
