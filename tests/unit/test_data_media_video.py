@@ -326,6 +326,12 @@ def test_sound_that_is_refused(tmp_path: Path) -> None:
 
     refused(wav, "lasts 2 s, 1 are allowed", AudioSampling(max_seconds=1), probe)
     refused(flac[: len(flac) // 2], "damaged audio")
+    refused(wav[: len(wav) // 2], "damaged audio")
+    refused(wav[: len(wav) // 2], "damaged audio", what=probe)
+    at = wav.index(b"data") + 4
+    for endless in (0x7FFFF000, 0xFFFFFFFF):  # as programs write it that do not know how much follows
+        piped = wav[:at] + struct.pack("<I", endless) + wav[at + 4 :]
+        assert len(decode(Part("audio", piped), tmp_path, LIMITS, SAMPLING)) == 24_000
     refused(wav[:30], "unreadable audio")
     refused(b"", "unreadable audio")
     refused(media_zoo.clip("mpeg4.mp4", 4), "no sound in it", what=probe)

@@ -121,6 +121,17 @@ def test_sizes_that_lie(tmp_path: Path) -> None:
         outcomes(write(tmp_path / "p.tar", (info, data)))
 
 
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_a_name_record_of_gigabytes_is_not_read(tmp_path: Path, kind: bytes) -> None:
+    info = tarfile.TarInfo("record")
+    info.type, info.size = kind, 6 << 30
+    with (tmp_path / "s.tar").open("wb") as file:
+        file.write(info.tobuf(tarfile.GNU_FORMAT))
+        file.truncate(7 << 30)  # a sparse file takes no room on the disk
+    with pytest.raises(TesseraError, match="damaged header"):
+        outcomes(tmp_path / "s.tar")
+
+
 def test_mutated_tar_files_are_read_or_refused(tmp_path: Path) -> None:
     members = [member for i in range(6) for member in (plain(f"{i}.json"), plain(f"{i}.png", b"x" * 700))]
     whole = write(tmp_path / "s.tar", *members).read_bytes()

@@ -11,13 +11,15 @@ import numpy as np
 from tessera.core.errors import TesseraError
 from tessera.core.types import MediaSize
 from tessera.data.media.containers import container, decoder
-from tessera.data.media.files import Limits, Opened, refusing
+from tessera.data.media.files import Limits, Opened, refusing, size_of
 
 # Headers of these tell their length by guessing from the bit rate: packets are read (not decoded) and counted.
 _GUESSED = {"mp3", "aac", "amr", "amrnb", "amrwb", "ac3", "eac3"}
 _SLACK_SECONDS = 0.1  # encoders put a little silence before and behind
 _SLACK_SHARE = 0.005
 _RATES = range(1000, 768_001)
+_WAV_CHUNKS = 100  # before the samples
+_WAV_UNKNOWN = 0x7FFF0000  # bytes: programs that write to a pipe claim about so many, or more
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,14 @@ class AudioSampling:
 
 
 def probe(source: Opened, limits: Limits, sampling: AudioSampling) -> MediaSize:
+    _check_wav(source)
     with container(source, "audio", limits) as held:
         return MediaSize(0, 0, 0, samples=_sample_count(held, source.name, sampling))
 
 
 def decode(source: Opened, limits: Limits, sampling: AudioSampling) -> tuple[np.ndarray, MediaSize]:
     """Return float32 [samples] in -1..1, as many as `probe` says, and the size."""
+    _check_wav(source)
     with container(source, "audio", limits) as held:
         expected = _sample_count(held, source.name, sampling)
     slack = round(sampling.rate * _SLACK_SECONDS + expected * _SLACK_SHARE)
@@ -48,6 +52,24 @@ def decode(source: Opened, limits: Limits, sampling: AudioSampling) -> tuple[np.
         )
     sound = np.concatenate([*chunks, np.zeros(max(0, expected - decoded))], dtype=np.float32)[:expected]
     return sound, MediaSize(0, 0, 0, samples=expected)
+
+
+def _check_wav(source: Opened) -> None:
+    """Refuse a WAV file that ends before its samples do: FFmpeg takes what is there for all of it."""
+    source.file.seek(0)
+    head, at, size = source.file.read(12), 12, size_of(source.file)
+    if head[:4] != b"RIFF" or head[8:] != b"WAVE":
+        return
+    for _ in range(_WAV_CHUNKS):
+        source.file.seek(at)
+        name, length = source.file.read(4), int.from_bytes(source.file.read(4), "little")
+        if name == b"data" or at >= size:
+            break
+        at += 8 + length + length % 2
+    if name == b"data" and size < at + 8 + length < _WAV_UNKNOWN:
+        raise TesseraError(
+            f"damaged audio: {source.name} (its header says {length} bytes of sound, {size - at - 8} are in it)"
+        )
 
 
 def _stream(held: Any, name: str) -> Any:
