@@ -213,14 +213,15 @@ class LossTotals:
         """Return, by the name of a metric, whether anything was counted for it: one of nothing is no number."""
         return {spec.name: self.counts[spec.count] > 0 for spec in self.specs if spec.weight is None}
 
-    def check_held_out(self) -> None:
-        """Raise if nothing was counted for any term of the loss: held-out samples that are all masked have none."""
+    def held_out_loss(self) -> Tensor:
+        """Return the loss. Raise if nothing was counted for any term of it: all held-out samples were masked."""
         if not any(bool(self.counts[spec.count] > 0) for spec in self.specs if spec.weight is not None):
             raise TesseraError(
                 "no held-out sample could be used: there is nothing to compute a loss of",
                 where="data.eval",
                 fix="mend the data: `tessera data doctor --decode --recipe RECIPE` says what is wrong with it",
             )
+        return self.loss()
 
     def _mean(self, at: int) -> Tensor:
         return self.sums[at] / self.counts[self.specs[at].count].clamp(min=1)

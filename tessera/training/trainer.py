@@ -248,8 +248,7 @@ class Trainer:
                     out = self.engine.evaluate(self.task, batch.to(self.world.device), counts)
                 totals = out if totals is None else totals + out
         assert totals is not None, "held-out rows make at least one batch"
-        totals.check_held_out()
-        metrics = AsyncScalars.of({"loss": totals.loss(), **totals.metrics()}, totals.counted())()
+        metrics = AsyncScalars.of({"loss": totals.held_out_loss(), **totals.metrics()}, totals.counted())()
         self.report_eval(metrics)
         return metrics
 
