@@ -427,6 +427,19 @@ def test_minutes_of_saved_configurations_are_read_as_they_were_meant(
     assert said in "".join(notes)
 
 
+@pytest.mark.parametrize(
+    ("saved", "share"),
+    [
+        ({"kind": "chat"}, 1.0),
+        ({"kind": "chat", "max_bad_share": 0.2}, 0.2),
+        ({"kind": "chat", "on_bad_sample": "fail", "stream": False, "stream_cache_gib": 7.0}, 0.05),
+    ],
+)
+def test_runs_saved_without_a_limit_of_bad_samples_go_on_without_one(saved: dict[str, Any], share: float) -> None:
+    recipe, _ = in_keys_of_today({"data": saved, "train": {"steps": 1}, "model": {"family": "qwen2_vl"}})
+    assert load_config(recipe).data.max_bad_share == share
+
+
 # ---------------------------------------------------------------------------------------------- links in a run folder
 
 
