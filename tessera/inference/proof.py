@@ -1,7 +1,8 @@
-"""Prove that a folder computes in plain `transformers` what it computes here, on a small input in float32.
+"""Prove that a folder computes in plain `transformers` or `diffusers` what it computes here.
 
-Both sides read the folder for themselves: weights, configuration, tokenizer, chat template and preprocessor. Logits may
-differ by as much as rounding explains, which is measured: every weight of ours is moved by one rounding.
+Both sides read the folder for themselves: weights, configuration, tokenizer, chat template and preprocessor, and
+compute a small input in float32. Results may differ by as much as rounding explains, which is measured: every weight of
+ours is moved by one rounding.
 """
 
 from __future__ import annotations
@@ -22,14 +23,20 @@ from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError, few_names, first_line, nearest
+from tessera.core.generation import GenerationForm
 from tessera.core.layouts import CLASS_NAME, folder_layout
 from tessera.core.progress import human_bytes
+from tessera.core.run_config import ModelSection
 from tessera.core.types import Batch, Message, ModelSpec, Part, Sample
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
+from tessera.inference.diffusion.pack import SampleConditions, from_tokens, packed
 from tessera.inference.load import allocated
-from tessera.inference.reference import StockModel, TransformersReference
-from tessera.models import build_on_meta
+from tessera.inference.reference import DiffusersModel, StockModel, TransformersReference
+from tessera.models import build_on_meta, resolve
+from tessera.models.common.diffusers_config import DiffusersConfig
+from tessera.models.common.exported_config import config_differences
+from tessera.models.common.sample_encoders import patchify
 from tessera.models.transformers import ClassProcessor
 
 Prove = Literal["auto", "always", "never"]
@@ -38,6 +45,7 @@ _SHARE = 4  # and no more than this part of the memory that is free
 _ROUNDINGS = 8.0  # how many times the effect of one rounding of the weights two right results may be apart
 _TEXT = "What is this? Say red, 12 or tall."
 _TOKENS = 16
+_TIME = 500.0  # of 1000; a thousandth of it, as some classes of diffusers are given it, is exact
 
 
 @dataclass(frozen=True)
@@ -57,37 +65,87 @@ def check_choice(when: str) -> None:
 
 
 def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto") -> Proof:
-    """Compare the logits of both sides. One rank does it alone.
+    """Compare config.json with `config`, what was trained; and logits, or predicted latents, of both sides. One rank
+    does it alone.
 
-    `when`: "auto" leaves out what transformers has no class for, and models that take long or much memory. What keeps
+    `when`: "auto" leaves out what the library has no class for, and models that take long or much memory. What keeps
     it from comparing (a template that takes no such messages, a package that is missing) is then a warning, not a
     fault of the folder; "always" raises it.
     """
+    library = "diffusers" if CLASS_NAME in folder_layout(folder).config() else "transformers"
+    untrue = () if when == "never" else tuple(_untrue_fields(folder, spec, config))
+    if untrue:
+        return Proof("config.json compared with what was trained", untrue)
     reason = "prove=never" if when == "never" else _obstacle(folder, spec, config, when)
     if reason is not None:
         if when == "always":
             raise TesseraError(
                 f"nothing can be proved: {reason}", where=str(folder), fix="leave `prove` as it is: auto"
             )
-        return Proof(f"not compared with transformers: {reason}")
+        return Proof(f"not compared with {library}: {reason}")
     try:
-        return _compare(folder, spec, config)
+        return (_compare_latents if library == "diffusers" else _compare_logits)(folder, spec, config)
     except Exception as error:  # of the other library, a template or an image codec: it may be any
         if isinstance(error.__cause__, RuntimeError):  # shapes that do not fit
-            return Proof("compared with transformers", (first_line(error),))
+            return Proof(f"compared with {library}", (first_line(error),))
         if when == "always":
             raise
-        line = f"not compared with transformers: {first_line(error)}"
+        line = f"not compared with {library}: {first_line(error)}"
         return Proof(line, warnings=(f"the export was {line}",))
 
 
-def _compare(folder: Path, spec: ModelSpec, config: Any) -> Proof:
+def _untrue_fields(folder: Path, spec: ModelSpec, config: Any) -> list[str]:
+    """Return the fields of a folder's config.json by which the model would be another one than `config` describes."""
+    if not spec.hf_types:  # a class of the user's own, or of transformers
+        return []
+    _, stored = resolve(ModelSection(path=folder, family=spec.name))
+    trained = config.model_dump(mode="json")
+    return [f"config.json: {one}" for one in config_differences(stored.model_dump(mode="json"), trained, "training")]
+
+
+def _compare_latents(folder: Path, spec: ModelSpec, config: Any) -> Proof:
+    """Compare what both sides predict for one small sample of random latents and embeddings."""
+    form = config.generation()
+    batch = _generation_batch(spec, config, form)
+    latents = from_tokens(batch["latents"], form.patch, config.proof_grid())
+    found, moved = _Ours(folder, spec, config).results(batch)
+    stock = DiffusersModel(folder)
+    if stock.missing:  # diffusers leaves them on the meta device
+        return Proof("compared with diffusers", (f"diffusers finds no tensor for {few_names(stock.missing)}",))
+    expected = stock.predict(config.diffusers_inputs(batch, latents))
+    if expected.ndim > 2:
+        expected = expected[:, None] if expected.ndim == 3 else expected
+        expected = patchify(expected.transpose(0, 1) if form.sampling.frames_first else expected, form.patch)
+    return _judged("diffusers", "latents", stock, (found, moved, expected), f"{len(found)} tokens")
+
+
+def _generation_batch(spec: ModelSpec, config: Any, form: GenerationForm) -> Batch:
+    """Return one sample of random numbers, as large as what the family reads."""
+    assert spec.example is not None
+    widths = spec.example(config, _TOKENS).tensors
+    chance = torch.Generator().manual_seed(0)
+
+    def drawn(name: str, *rows: int) -> Tensor | None:
+        return torch.randn(*rows, widths[name].shape[-1], generator=chance) if name in widths else None
+
+    words = max(one.embeddings(one.skip + _TOKENS) for one in form.text)
+    text, pooled = drawn("text", words), drawn("pooled")
+    assert text is not None
+    embeds = drawn("image_embeds", len(widths["image_embeds"])) if "image_embeds" in widths else None
+    grid = config.proof_grid()
+    batch = packed([SampleConditions(text, pooled, embeds)], form, grid, 3.5, torch.float32).batch
+    tensors = {"latents": drawn("latents", prod(grid)), "timesteps": torch.tensor([_TIME])}
+    more = {name: tensor for name, tensor in widths.items() if name == "additional_t_cond"}
+    return batch.with_tensors(**{name: one for name, one in tensors.items() if one is not None}, **more)
+
+
+def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     ours = _Ours(folder, spec, config)
     images = ours.images()
     asked = _messages(images)
     warnings: list[str] = []
     batch = ours.example() if ours.processor is None else ours.prompt(asked)
-    found, moved = ours.logits(batch)
+    found, moved = ours.results(batch)
     inputs: dict[str, Any] = {"input_ids": _tokens(batch)[None]}
     stock = StockModel(folder) if ours.processor is None else TransformersReference(folder)
     if isinstance(stock, TransformersReference):
@@ -99,27 +157,40 @@ def _compare(folder: Path, spec: ModelSpec, config: Any) -> Proof:
             warnings.append(difference)
             batch = ours.prompt(_messages([]))
             inputs["input_ids"] = _tokens(batch)[None]
-            found, moved = _Ours(folder, spec, config).logits(batch)
+            found, moved = _Ours(folder, spec, config).results(batch)
     expected = stock.logits(inputs)
-    problems = [f"transformers finds no tensor for {few_names(stock.missing)}"] if stock.missing else []
-    problems += [f"transformers has no use for {few_names(stock.unexpected)}"] if stock.unexpected else []
+    shown = f"{len(found)} tokens" + (" with an image" if any("pixel" in name for name in inputs) else "")
+    return _judged("transformers", "logits", stock, (found, moved, expected), shown, tuple(warnings))
+
+
+def _judged(
+    library: str,
+    what: str,
+    stock: StockModel | DiffusersModel,
+    results: tuple[Tensor, Tensor, Tensor],
+    shown: str,
+    warnings: tuple[str, ...] = (),
+) -> Proof:
+    """Return what three results prove: ours, ours after every weight was moved by one rounding, and the library's."""
+    found, moved, expected = results
+    problems = [f"{library} finds no tensor for {few_names(stock.missing)}"] if stock.missing else []
+    problems += [f"{library} has no use for {few_names(stock.unexpected)}"] if stock.unexpected else []
     if found.shape != expected.shape:
-        problems.append(f"logits are {list(found.shape)} here and {list(expected.shape)} in transformers")
-        return Proof("compared with transformers", tuple(problems), tuple(warnings))
+        problems.append(f"{what} are {list(found.shape)} here and {list(expected.shape)} in {library}")
+        return Proof(f"compared with {library}", tuple(problems), warnings)
     own = torch.finfo(torch.float32).eps * float(expected.abs().max())
     apart, limit = float((found - expected).abs().max()), _ROUNDINGS * (float((moved - found).abs().max()) + own)
     if not apart <= limit:
-        problems.append(f"logits differ by {apart:.3g} from those of transformers; rounding explains {limit:.3g}")
-    shown = f"{len(found)} tokens" + (" with an image" if any("pixel" in name for name in inputs) else "")
-    line = f"transformers computes the same logits ({shown}): at most {apart:.2g} apart, rounding explains {limit:.2g}"
-    return Proof(line if not problems else "compared with transformers", tuple(problems), tuple(warnings))
+        problems.append(f"{what} differ by {apart:.3g} from those of {library}; rounding explains {limit:.3g}")
+    line = f"{library} computes the same {what} ({shown}): at most {apart:.2g} apart, rounding explains {limit:.2g}"
+    return Proof(line if not problems else f"compared with {library}", tuple(problems), warnings)
 
 
 def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | None:
     """Return why nothing is compared; None if nothing is in the way."""
     data = folder_layout(folder).config()
     if CLASS_NAME in data:
-        return "it is a model of diffusers"
+        return _no_diffusers(folder, spec) or _too_large(folder, when)
     if spec.head == "reward":
         return "a reward model has no logits of tokens"
     foreign = spec.generate is not None
@@ -135,6 +206,20 @@ def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | 
         return "the folder has no tokenizer"
     if foreign and (reason := _no_conversations(folder, spec, config)) is not None:
         return reason
+    return _too_large(folder, when)
+
+
+def _no_diffusers(folder: Path, spec: ModelSpec) -> str | None:
+    """Return why a folder of diffusers cannot be compared at all."""
+    if spec.generation is None or spec.example is None or not issubclass(spec.config, DiffusersConfig):
+        return f"the family {spec.name} has no model of its own for this folder"
+    if importlib.util.find_spec("diffusers") is None:
+        return "it is not installed (pip install tessera-mm[hf])"
+    return None if DiffusersModel.class_of(folder) is not None else "it has no class of the name in config.json"
+
+
+def _too_large(folder: Path, when: Prove) -> str | None:
+    """Return why a comparison would take too long or too much memory."""
     with FolderTensors(folder) as stored:
         size = 4 * sum(prod(shape) for shape in stored.shapes.values())
     free = devices.free_memory(torch.device("cpu"))
@@ -185,8 +270,8 @@ class _Ours:
         return batch
 
     @torch.no_grad()
-    def logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return logits, and logits after every weight was moved by one rounding, up or down.
+    def results(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return logits or predicted latents, and the same after every weight was moved by one rounding, up or down.
 
         The model is given up: the other side needs the memory.
         """
@@ -200,6 +285,9 @@ class _Ours:
         return found, self._forward(module, batch)
 
     def _forward(self, module: nn.Module, batch: Batch) -> Tensor:
+        if self._spec.generation is not None:
+            latents: Tensor = module(batch).latents
+            return latents
         logits: Tensor = module(batch).logits[0] if "input_ids" in batch else module(batch, logits=True).logits
         return logits
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tessera.core.errors import TesseraError, first_line
-from tessera.core.layouts import folder_layout
+from tessera.core.layouts import CLASS_NAME, ROOT, folder_layout
 from tessera.core.log import without_bars
 from tessera.core.types import Message
 from tessera.models.transformers.library import load_processor
@@ -48,6 +48,42 @@ class StockModel:
         """Return the logits of one prompt, [tokens, vocabulary]."""
         with _their_errors(self._folder, "compute with this folder"):
             found: Tensor = self._model(**_in_float32(inputs)).logits[0]
+        return found
+
+
+class DiffusersModel:
+    """Load the transformer of a folder by the class of diffusers that its config.json names, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        import diffusers
+
+        self._folder = folder_layout(folder).component_folder(ROOT)
+        kind = self.class_of(folder)
+        with _their_errors(folder, "load this folder", "diffusers"), without_bars(diffusers):
+            self._model, report = kind.from_pretrained(
+                self._folder,
+                torch_dtype=torch.float32,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        self._model.eval()
+        self.missing = sorted(report["missing_keys"])
+        self.unexpected = sorted(report["unexpected_keys"])
+
+    @staticmethod
+    def class_of(folder: Path) -> Any:
+        """Return the class; None if diffusers has none of that name."""
+        import diffusers
+
+        found = getattr(diffusers, str(folder_layout(folder).config().get(CLASS_NAME)), None)
+        return found if isinstance(found, type) and issubclass(found, diffusers.ModelMixin) else None
+
+    @torch.no_grad()
+    def predict(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return what it predicts for one sample: tokens [n, values], or an image or a video with channels."""
+        with _their_errors(self._folder, "compute with this folder", "diffusers"):
+            found: Tensor = self._model(**inputs, return_dict=False)[0][0]
         return found
 
 
@@ -142,12 +178,12 @@ class TransformersReference(StockModel):
 
 
 @contextlib.contextmanager
-def _their_errors(folder: Path, what: str) -> Iterator[None]:
+def _their_errors(folder: Path, what: str, library: str = "transformers") -> Iterator[None]:
     """Raise whatever their code raises, which may be anything where a file is not as expected, as `TesseraError`."""
     try:
         yield
     except Exception as error:
-        raise TesseraError(f"transformers cannot {what}: {first_line(error)}", where=str(folder)) from error
+        raise TesseraError(f"{library} cannot {what}: {first_line(error)}", where=str(folder)) from error
 
 
 def _in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:

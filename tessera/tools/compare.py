@@ -12,7 +12,7 @@ from typing import Any
 from tessera.checkpoint.export_record import SAME_NAMES, ExportRecord, changes_since, differences_from, read_record
 from tessera.checkpoint.publish import MARK
 from tessera.core.errors import TesseraError
-from tessera.core.layouts import CONFIG_FILE, detect_layout
+from tessera.core.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, folder_layout
 from tessera.core.progress import WorkProgress
 from tessera.core.run_config import ModelSection
 from tessera.data.media.files import Limits
@@ -25,6 +25,7 @@ from tessera.inference.load import load
 from tessera.inference.proof import Proof, Prove, check_choice, prove_folder
 from tessera.inference.reference import TransformersReference
 from tessera.models import resolve
+from tessera.models.common.exported_config import config_differences
 from tessera.models.common.side_files import side_file_differences
 
 _MOST = 20  # problems that are told
@@ -112,13 +113,27 @@ def _files(folder: Path, record: ExportRecord | None, base: Path | None) -> tupl
         spec, config = resolve(ModelSection(path=base))
         # What the export changed on purpose, its record says: other types of all weights, and some files.
         problems = differences_from(folder, base, spec.main.weight_map(config) or SAME_NAMES, types=record is None)
-        changed = () if record is None else [name for name, one in record.files.items() if one.base == "changed"]
+        changed = [] if record is None else [name for name, one in record.files.items() if one.base == "changed"]
+        problems += _config_differences(folder, base) if record is None else []
         problems += [
             difference for name, difference in side_file_differences(folder, base).items() if name not in changed
         ]
-        alike = "names, shapes, types" if record is None else "names, shapes"
+        alike = "names, shapes, types, config.json" if record is None else "names, shapes"
         shown += [] if problems else [f"{alike} and side files are those of {base}"]
     return shown, problems
+
+
+def _config_differences(folder: Path, base: Path) -> list[str]:
+    """Return the fields of config.json that differ from the base's, as the family reads and writes them, and those that
+    no family reads but both files have."""
+    (_, config), (_, other) = (resolve(ModelSection(path=one)) for one in (folder, base))
+    if type(config) is not type(other):
+        return [f"config.json: it is a {type(config).__name__}, and {base} has a {type(other).__name__}"]
+    known = config_differences(config.to_hf(), other.to_hf(), base.name)  # type: ignore[attr-defined]
+    here, there = (folder_layout(one).config() for one in (folder, base))
+    same = all(here.get(name) == there.get(name) for name in ("model_type", CLASS_NAME))  # else keys mean other things
+    more = config_differences(here, there, base.name, shared=True) if same and not known else []
+    return [f"config.json: {one}" for one in dict.fromkeys([*known, *more])]
 
 
 def _proof(folder: Path, prove: Prove, exported: bool) -> Proof:

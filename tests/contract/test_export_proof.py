@@ -110,7 +110,7 @@ MUTATIONS: dict[str, tuple[Callable[[Path], object], str, bool]] = {
         True,
     ),
     "a file added": (lambda folder: (folder / "processor_config.json").write_text("{}"), "was not there", False),
-    "a number of config.json": (replaced('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'), "config.json has", False),
+    "a number of config.json": (replaced('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'), "config.json has", True),
 }
 
 
@@ -125,6 +125,38 @@ def test_every_change_to_an_export_is_found(name: str, exported: Path, base: Pat
     (folder / RECORD).unlink()  # without it, what the base says of names, shapes, types and files
     found = tessera.compare(folder, base=base, prove="never")
     assert found.complete == (not seen_from_base), found.problems
+
+
+def rope_times_ten(config: dict[str, Any]) -> None:
+    rope = config if "rope_theta" in config else config["rope_parameters"]
+    rope["rope_theta"] = 10 * rope["rope_theta"]
+
+
+def swap_heads(config: dict[str, Any]) -> None:
+    """The shapes of all weights are the same with twice as many heads of half the size."""
+    config |= {name: 2 * config[name] for name in ("num_attention_heads", "num_key_value_heads")}
+
+
+@pytest.mark.parametrize(
+    ("plant", "field"),
+    [
+        (lambda config: config.update(rms_norm_eps=1e-3), "rms_norm_eps is 0.001, and 1e-06"),
+        (swap_heads, "num_attention_heads"),
+        (rope_times_ten, "rope_theta"),
+        (lambda config: config.update(max_window_layers=20), "max_window_layers"),  # which the family does not read
+    ],
+    ids=["eps", "heads", "rope_theta", "not read"],
+)
+def test_a_number_of_config_json_that_the_base_does_not_have_is_told(
+    plant: Callable[[dict[str, Any]], object], field: str, exported: Path, base: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(exported, tmp_path / "copy")
+    (folder / RECORD).unlink()
+    assert tessera.compare(folder, base=base, prove="never").complete
+    config = json.loads((folder / "config.json").read_text())
+    plant(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert field in "".join(tessera.compare(folder, base=base, prove="never").problems)
 
 
 def test_an_export_is_what_was_written_and_has_what_its_base_has(exported: Path, base: Path) -> None:

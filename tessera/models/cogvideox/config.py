@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
-from tessera.core.generation import GenerationForm, SamplingForm, TextForm
+from tessera.core.generation import GenerationForm, Grid, SamplingForm, TextForm
+from tessera.core.types import Batch
 from tessera.models.common.diffusers_config import DiffusersConfig
+
+OFFSET = 2.0  # what the published image-to-video models embed beside the time
 
 
 class CogVideoXConfig(DiffusersConfig):
@@ -85,6 +90,35 @@ class CogVideoXConfig(DiffusersConfig):
             condition="channels" if self.in_channels > self.out_channels else "none",
             sampling=SamplingForm(*size, guidance=6.0, frames_first=True),
         )
+
+    def proof_grid(self) -> Grid:
+        return (2, *self.grid[1:]) if self.use_learned_positional_embeddings else super().proof_grid()
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        frames, rows, columns = batch.shapes["latents"][0]
+        rotation = None
+        if self.use_rotary_positional_embeddings:
+            # As the pipeline of diffusers computes them, which alone tells the releases apart.
+            from diffusers.models.embeddings import get_3d_rotary_pos_embed
+            from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
+
+            _, height, width = self.grid
+            if self.patch_size_t is None:
+                options: dict[str, Any] = {
+                    "crops_coords": get_resize_crop_region_for_grid((rows, columns), width, height)
+                }
+            else:
+                options = {"crops_coords": None, "grid_type": "slice", "max_size": (height, width)}
+            rotation = get_3d_rotary_pos_embed(
+                self.attention_head_dim, grid_size=(rows, columns), temporal_size=frames, **options
+            )
+        return {
+            "hidden_states": latents.transpose(0, 1)[None],
+            "encoder_hidden_states": batch["text"][None],
+            "timestep": batch["timesteps"],
+            "ofs": None if self.ofs_embed_dim is None else torch.tensor([OFFSET]),
+            "image_rotary_emb": rotation,
+        }
 
     @model_validator(mode="after")
     def _positions_exist(self) -> CogVideoXConfig:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import Batch, Prediction, Segments
-from tessera.models.cogvideox.config import CogVideoXConfig
+from tessera.models.cogvideox.config import OFFSET, CogVideoXConfig
 from tessera.models.cogvideox.positions import rope_positions, sine_embedding
 from tessera.nn.dit import FeedForward, Projections, TimeEmbedding, by_head, spread
 from tessera.nn.layers import LayerNorm, PackedAttention
@@ -18,7 +18,6 @@ from tessera.ops.pointwise import Angles, axes_angles, rotate
 
 THETA = 10_000.0
 INITIAL_RANGE = 0.02
-OFFSET = 2.0  # what the published image-to-video models embed beside the time
 
 
 class PlainNorm(nn.Module):

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from pydantic import Field
+from torch import Tensor
 
 from tessera.core.config import Section, build
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.generation import GenerationForm, Grid
+from tessera.core.types import Batch
 from tessera.models.common.hf_text import Check, check_supported
 from tessera.ops.attention import AttentionBackend
 
@@ -46,6 +49,19 @@ class DiffusersConfig(Section):
         if not isinstance(own, Mapping) or not set(own) <= set(cls.own) - {"attention"}:
             raise TesseraError(f"{OWN} is not what an export of {cls.class_name} writes: {own}", where=where)
         return build(cls, {**{name: data[name] for name in known if name in data}, **own}, where)
+
+    def generation(self) -> GenerationForm:
+        """Return how latents and captions are read."""
+        raise NotImplementedError
+
+    def proof_grid(self) -> Grid:
+        """Return the size of a small sample that the model can be compared with diffusers on."""
+        return (1 if self.generation().sampling.frames == 1 else 2, 2, 3)
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        """Return the arguments by which diffusers' class computes what the model here predicts for a batch of one
+        sample. `latents`: those of the batch as a video, [channels, frames, rows, columns]."""
+        raise NotImplementedError
 
     def to_hf(self) -> dict[str, Any]:
         """Return the config.json that diffusers reads."""

@@ -22,6 +22,11 @@ BASE_CONFIG = "base_config.json"  # in a run's own folder: the config.json that 
 _TYPE_KEYS = ("dtype", "torch_dtype")
 # How other weights were packed, and code that is not handed on: neither is true of an export.
 _UNTRUE = ("quantization_config", "auto_map")
+# Who wrote a file and where it lay, and the implementation that computes: none of them changes numbers.
+_NO_NUMBERS = frozenset(
+    {*_TYPE_KEYS, *_UNTRUE, "transformers_version", "_diffusers_version", "_name_or_path", "_commit_hash", "use_cache"}
+    | {"attention", "_attn_implementation"}
+)
 _MAX_BYTES = 4 << 20
 
 
@@ -67,6 +72,37 @@ def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         if part.endswith("_config") and isinstance(fields, Mapping)
     }
     return {key: value for key, value in {**config, **parts, **said}.items() if key not in _UNTRUE}
+
+
+def config_differences(
+    config: Mapping[str, Any], other: Mapping[str, Any], other_name: str, *, shared: bool = False
+) -> list[str]:
+    """Return the fields of two configurations that differ and may change numbers, in words.
+
+    `shared`: compare only the fields that both have, where a field that one of them leaves out has a default.
+    """
+    here, there = dict(_fields(config)), dict(_fields(other))
+    names = [name for name in here | there if not shared or (name in here and name in there)]
+    return [
+        f"{name} is {_value(here, name)}, and {_value(there, name)} in {other_name}"
+        for name in names
+        if here.get(name) != there.get(name)
+    ]
+
+
+def _fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Return the fields of a configuration by their dotted names, without those that change no numbers."""
+    for name, value in config.items():
+        if name in _NO_NUMBERS:
+            continue
+        if isinstance(value, Mapping):
+            yield from _fields(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, list(value) if isinstance(value, tuple) else value
+
+
+def _value(fields: Mapping[str, Any], name: str) -> str:
+    return repr(fields[name])[:80] if name in fields else "missing"
 
 
 def _candidates(written: Mapping[str, Any], base: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from tessera.core.generation import GenerationForm, SamplingForm, TextForm
+from tessera.core.types import Batch
 from tessera.models.common.joint import PATCH, JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
@@ -75,3 +77,15 @@ class FluxConfig(JointConfig):
                 noise_in_float32=False,
             ),
         )
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        places = batch["positions"].T.to(latents.dtype)
+        return {
+            "hidden_states": batch["latents"][None],
+            "encoder_hidden_states": batch["text"][None],
+            "pooled_projections": batch["pooled"],
+            "timestep": batch["timesteps"] / 1000,
+            "img_ids": places[batch["latent_index"]],
+            "txt_ids": places[batch["text_index"]],
+            "guidance": batch.get("guidance"),
+        }

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from tessera.core.generation import GenerationForm, ImageCondition, SamplingForm, ShownFrame, TextForm
+from tessera.core.types import Batch
 from tessera.models.common.joint import JointConfig
 from tessera.nn.joint_attention import JointShape
-from tessera.nn.joint_transformer import TransformerShape
+from tessera.nn.joint_transformer import GUIDANCE_UNIT, TransformerShape
 
 # What the published models put around a caption; the embeddings of the words before it are left out.
 TEMPLATE = (
@@ -140,3 +143,14 @@ class HunyuanVideoConfig(HunyuanConfig):
                 left_out=4 if self.image_condition_type == "latent_concat" else 0,
             ),
         )
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        guidance = batch.get("guidance")
+        return {
+            "hidden_states": latents[None],
+            "timestep": batch["timesteps"],
+            "encoder_hidden_states": batch["text"][None],
+            "encoder_attention_mask": torch.ones(1, len(batch["text"])),
+            "pooled_projections": batch["pooled"],
+            "guidance": None if guidance is None else guidance * GUIDANCE_UNIT,
+        }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from tessera.core.generation import GenerationForm, SamplingForm, TextForm
+from tessera.core.types import Batch
 from tessera.models.hunyuan_video.config import HunyuanConfig
 from tessera.nn.joint_transformer import TransformerShape
 
@@ -59,3 +62,16 @@ class HunyuanVideo15Config(HunyuanConfig):
             image_embeds=self.task_type == "i2v",
             sampling=SamplingForm(rows, columns, 121, 24.0, guidance=6.0, even_levels=True, crop_images=True),
         )
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        text = batch["text"][None]
+        return {
+            "hidden_states": latents[None],
+            "timestep": batch["timesteps"],
+            "encoder_hidden_states": text,
+            "encoder_attention_mask": torch.ones(text.shape[:2]),
+            # No words in quotes, and no image: masked, and features of zeros.
+            "encoder_hidden_states_2": text.new_zeros(1, 1, self.text_embed_2_dim),
+            "encoder_attention_mask_2": torch.zeros(1, 1),
+            "image_embeds": text.new_zeros(1, 1, self.image_embed_dim),
+        }

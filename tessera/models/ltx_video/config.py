@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from tessera.core.generation import GenerationForm, SamplingForm, TextForm
+from tessera.core.types import Batch
 from tessera.models.common.diffusers_config import DiffusersConfig
 
 
@@ -69,6 +72,27 @@ class LTXVideoConfig(DiffusersConfig):
             token_times=self.condition == "replace",
             sampling=SamplingForm(512, 704, frames=161, fps=self.frame_rate, guidance=3.0, even_levels=True),
         )
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        frames, rows, columns = batch.shapes["latents"][0]
+        time, *space = self.vae_compression
+        places = batch["positions"].to(latents.dtype)
+        if self.coordinates == "frames":
+            first = (places[0] * self.patch_size_t * time + (1 - time)).clamp(min=0) / self.frame_rate
+            pixels = [at * self.patch_size * step for at, step in zip(places[1:], space, strict=True)]
+            positions = {"video_coords": torch.stack([first, *pixels])[None]}
+        else:
+            positions = {"rope_interpolation_scale": (time / self.frame_rate, *space)}
+        return {
+            "hidden_states": batch["latents"][None],
+            "encoder_hidden_states": batch["text"][None],
+            "timestep": batch["timesteps"],
+            "encoder_attention_mask": torch.ones(1, len(batch["text"])),
+            "num_frames": frames,
+            "height": rows,
+            "width": columns,
+            **positions,
+        }
 
     @model_validator(mode="after")
     def _widths_agree(self) -> LTXVideoConfig:

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from tessera.core.generation import EditForm, GenerationForm, SamplingForm, TextForm
+from tessera.core.types import Batch
 from tessera.models.common.joint import JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
@@ -109,3 +111,12 @@ class QwenImageConfig(JointConfig):
             ),
             positions="layered" if self.use_layer3d_rope else "centered",
         )
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        return {
+            "hidden_states": batch["latents"][None],
+            "encoder_hidden_states": batch["text"][None],
+            "timestep": batch["timesteps"] / 1000,
+            "img_shapes": [list(batch.shapes["latents"])],
+            "additional_t_cond": batch.get("additional_t_cond"),
+        }

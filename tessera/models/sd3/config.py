@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from tessera.core.generation import GenerationForm, SamplingForm, TextForm
+from tessera.core.types import Batch
 from tessera.models.common.joint import JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
@@ -84,3 +86,11 @@ class SD3Config(JointConfig):
             positions="table",
             table=self.pos_embed_max_size,
         )
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        return {
+            "hidden_states": latents[None, :, 0],
+            "encoder_hidden_states": batch["text"][None],
+            "pooled_projections": batch["pooled"],
+            "timestep": batch["timesteps"],
+        }

@@ -7,8 +7,10 @@ from math import prod
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from tessera.core.generation import GenerationForm, ImageCondition, SamplingForm, TextForm
+from tessera.core.types import Batch
 from tessera.models.common.diffusers_config import DiffusersConfig
 
 _LATENTS_22 = 48  # channels of the VAE of TI2V, the model whose tokens have times of their own
@@ -71,6 +73,17 @@ class WanConfig(DiffusersConfig):
             token_times=times,
             sampling=SamplingForm(704, 1280, 121, fps=24.0) if times else SamplingForm(480, 832, 81),
         )
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        images = batch.get("image_embeds")
+        if images is not None:  # the embeddings of a first and a last frame are two entries of a batch
+            images = images.view(1 if self.pos_embed_seq_len is None else 2, -1, images.shape[1])
+        return {
+            "hidden_states": latents[None],
+            "timestep": batch["timesteps"],
+            "encoder_hidden_states": batch["text"][None],
+            "encoder_hidden_states_image": images,
+        }
 
     @model_validator(mode="after")
     def _fits(self) -> WanConfig:
