@@ -16,6 +16,7 @@ from tessera.checkpoint.frozen import FrozenSource
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import MODEL
+from tessera.checkpoint.storage import read_table
 from tessera.core.errors import TesseraError, nearest
 from tessera.core.files import refuse_pickle
 from tessera.core.hub_ids import hub_hint
@@ -128,6 +129,15 @@ def fill_from(
         CheckpointManager(path.parent, keep=1, frozen_source=source).load(path, named)
     elif CheckpointManager(path / "checkpoints", keep=1, frozen_source=source).load_newest(named) is None:
         raise TesseraError("this run has no checkpoint yet", where=str(path))
+
+
+def newest_names(path: Path) -> list[str]:
+    """Return the names of the model's tensors in a checkpoint, or in the newest one of a run."""
+    newest = path if (path / MANIFEST).is_file() else CheckpointManager(path / "checkpoints", keep=1).latest()
+    if newest is None:
+        raise TesseraError("this run has no checkpoint yet", where=str(path))
+    stored = read_table(newest).state_dict_metadata
+    return [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
 
 
 def _nothing_here(path: Path) -> TesseraError:

@@ -16,29 +16,32 @@ from tessera.checkpoint.adapter_reading import fill_adapters, merge_into, part_o
 from tessera.checkpoint.hf import stored_dtype
 from tessera.checkpoint.peft import base_of, is_adapter_folder, read_config
 from tessera.checkpoint.state import model_tensors, tied_names
-from tessera.checkpoint.weight_source import Origin, fill_from, origin_of, saved_config
+from tessera.checkpoint.weight_source import Origin, fill_from, newest_names, origin_of, saved_config
 from tessera.checkpoint.weights import check_config_numbers, check_folder_fit
 from tessera.core import device as devices
 from tessera.core.adapters import Adapter, is_factor
 from tessera.core.config import build
 from tessera.core.dist import environment_ranks, rank_on_machine
-from tessera.core.errors import TesseraError, nearest
+from tessera.core.errors import TesseraError, few_names, nearest
 from tessera.core.generation import GenerationForm
-from tessera.core.layouts import folder_layout, pipeline_folder
+from tessera.core.layouts import detect_layout, folder_layout, pipeline_folder
 from tessera.core.modules import computed_buffers, put_back_buffers
 from tessera.core.pattern import matches
 from tessera.core.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
 from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust, check_trusted, find_code, model_code
-from tessera.core.types import ModelPlan
+from tessera.core.types import Batch, ModelPlan
 from tessera.data.media.files import Limits, limits_of
 from tessera.hub.config import local_model
 from tessera.hub.download import downloaded
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.over_ranks import ModelOverRanks
 from tessera.models import build_on_meta, for_family, fresh_names, resolve
+from tessera.models.common.foreign import Arguments, takes_batch
 from tessera.models.common.own_template import warn_of_another_template
 from tessera.models.common.side_files import side_folder
+from tessera.models.module import spec_of_object
+from tessera.models.module.config import MODEL_TYPE
 from tessera.nn.lora import add_adapters, find_adapters, trained_whole, with_adapters
 from tessera.parallel.apply import allocate, parallelize
 from tessera.parallel.mesh import CONTEXT, Mesh
@@ -103,6 +106,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     *,
+    model: nn.Module | None = None,
     adapters: AdapterPaths | None = None,
     base: str | Path | None = None,
     parallel: Mapping[str, Any] | None = None,
@@ -112,6 +116,9 @@ def load(
     """Load a model and its processor; the family is found from the folder.
 
     `device` "auto": an accelerator if there is one. `dtype` None: as stored.
+
+    `model`: a module of your own, of the class that the run was given as an object (`tessera.train(..., model=net)`).
+    The trained weights are put into it, on its device and in its type, and it is `module` of what is returned.
 
     `adapters`: LoRA files or PEFT folders that are merged into the weights: a path, several, or {path: strength}.
 
@@ -125,6 +132,13 @@ def load(
     `trust`: a run that you did not make may name code to import and call; True: you trust it.
     """
     folder = local_model(path)
+    if model is not None:
+        unused = {"adapters": adapters, "base": base, "parallel": parallel, "processor": processor}
+        for name, value in {**unused, "device": device, "dtype": dtype}.items():
+            if value is not None:
+                raise TesseraError("has no effect on a module of your own", where=name, fix="leave it out")
+        return _filled(folder, model)
+    check_class_known(folder)
     where = device if isinstance(device, torch.device) else _own_device(device or "auto", parallel is not None)
     found = find_model(folder, dtype, trust, None if base is None else local_model(base, "base"))
     origin, section, kind, files = found.origin, found.section, found.dtype, found.files
@@ -177,6 +191,44 @@ def load(
         warn_of_another_template(prepare, files)
     loaded = LoadedModel(module, spec, config, prepare, run, own, section.path, files, found.limits, saved)
     return loaded, LoadedProcessor(prepare, spec, found.limits)
+
+
+def _filled(folder: Path, module: nn.Module) -> tuple[LoadedModel, LoadedProcessor]:
+    """Put the weights of a run, a checkpoint or an export into a module of the user's own."""
+    spec, config = spec_of_object(module)
+    tensors = model_tensors(module)
+    stored = [] if detect_layout(folder) is not None else newest_names(folder)  # folders are checked when they are read
+    if unknown := [name for name in stored if name not in tensors]:
+        raise TesseraError(
+            f"{type(module).__name__} has no {few_names(unknown)}, which was trained",
+            where=str(folder),
+            nearest=nearest(unknown[0], tensors),
+            fix="give a module of the class and the sizes that were trained",
+        )
+    fill_from(folder, tensors, spec.main.weight_map(config), tied_names(module))
+    run = None if takes_batch(module) else _call_with_arguments(module)
+    return LoadedModel(module, spec, config, None, run, files=folder), LoadedProcessor(None, spec, Limits())
+
+
+def _call_with_arguments(module: nn.Module) -> Callable[[Batch], Any]:
+    arguments = Arguments(module)
+    return lambda batch: module(**arguments(batch))
+
+
+def check_class_known(folder: Path) -> None:
+    """Raise if the model of a run or an export was given as an object, whose class no file names."""
+    if (folder / RUN_CONFIG).is_file():
+        section = load_config(saved_config(folder) or read_saved(folder / RUN_CONFIG)).model
+        unknown = section.family == "module" and not section.config.get("class")
+    else:
+        layout = detect_layout(folder)
+        unknown = layout is not None and layout.config().get("model_type") == MODEL_TYPE
+    if unknown:
+        raise TesseraError(
+            "the model was given as an object, and its class is not known here",
+            where=str(folder),
+            fix="give a module of that class, which the weights are put into: tessera.load(folder, model=net)",
+        )
 
 
 def adapter_strengths(adapters: AdapterPaths | None) -> dict[Path, float]:

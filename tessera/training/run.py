@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tessera.core.saved_recipe import in_keys_of_today
 from tessera.core.task import Task
 from tessera.core.trust import Trust, check_trusted, find_code, named_code, remember
 from tessera.hub.config import with_local_folders
+from tessera.inference.load import load
 from tessera.models.common.side_files import SEAL, damaged_side_files
 from tessera.observe.report.plot import Plot, plot_run, table_of
 from tessera.training.build import build_trainer
@@ -45,6 +47,15 @@ class Run:
     checkpoint: Path | None
     stopped: str | None = None  # what stopped it before its last step; a resume goes on
     ended_early: str | None = None  # why it had nothing more to do before its last step
+    given: nn.Module | None = field(default=None, repr=False, compare=False)  # the model, where it was an object
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the trained model: `tessera.load(run.folder)` without its processor; of a module that was given as an
+        object, a copy with the trained weights. The one that was given keeps the weights that it had."""
+        if self.given is None:
+            return load(self.folder)[0]
+        return load(self.folder, model=copy.deepcopy(self.given))[0].module
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -86,8 +97,9 @@ def train(
     nothing else.
 
     Whatever a recipe names by an import path can be given as an object instead: `model` (with the weights it begins
-    with), `task`, `dataset` and `eval_dataset` (a torch Dataset or DataLoader), and `optimizer` (a function of the
-    parameter groups, such as an optimizer class). `resume` has to be given the same.
+    with, which it keeps: the trained ones are those of `run.model`), `task`, `dataset` and `eval_dataset` (a torch
+    Dataset or DataLoader), and `optimizer` (a function of the parameter groups, such as an optimizer class). `resume`
+    has to be given the same.
     """
     dataset, eval_dataset = as_records(dataset), as_records(eval_dataset, "eval_dataset")
     rows = GivenRows.of(dataset, eval_dataset)
@@ -293,4 +305,4 @@ def _run(
             done = "nothing is left of its %d steps, and config.yaml stays as it is; train.steps=%d goes on"
             log.logger().info(done, trainer.length.steps, more)
         trainer.run()
-    return Run(config.folder, trainer.checkpoints.newest, trainer.stop_reason, trainer.ended_early)
+    return Run(config.folder, trainer.checkpoints.newest, trainer.stop_reason, trainer.ended_early, objects.model)

@@ -144,3 +144,38 @@ def test_a_task_that_returns_a_tensor_is_told_what_to_return(tmp_path: Path) -> 
 
     with pytest.raises(TesseraError, match="`losses` of the task returned a Tensor"):
         tessera.train(recipe(tmp_path), model=Net(), task=Mean(), dataset=Points())
+
+
+def test_a_module_of_the_users_own_is_had_back_with_its_trained_weights(tmp_path: Path) -> None:
+    points, settings = Points(), {"checkpoint.export": True}
+    given = net()
+    run = tessera.train(recipe(tmp_path), settings, model=given, dataset=points, task=Regression())
+    trained = run.model
+    with torch.no_grad():
+        error = float((trained(points.x) - points.x.sum(1)).square().mean())
+    assert error < 0.5 * losses(run)[0]
+    assert run.checkpoint is not None
+    for folder in (run.folder, run.checkpoint, run.folder / "hf"):
+        again = net()
+        model, _ = tessera.load(folder, model=again)
+        assert model.module is again
+        assert all(torch.equal(p, dict(trained.named_parameters())[name]) for name, p in again.named_parameters())
+        assert torch.equal(model(Batch({"x": points.x})), trained(points.x))
+        with pytest.raises(TesseraError) as refused:
+            tessera.load(folder)
+        assert "tessera.load(folder, model=net)" in str(refused.value.fix)
+
+
+def test_a_module_that_other_weights_belong_to_is_refused_as_it_is(tmp_path: Path) -> None:
+    run = tessera.train(recipe(tmp_path, steps=1), model=net(), dataset=Points(), task=Regression())
+    wider, smaller, other = net(), net(), net()
+    wider.more = nn.Linear(2, 2)
+    del smaller.inner
+    other.inner = nn.Linear(4, 9)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    for module, name in ((wider, "more.weight"), (smaller, "inner.weight"), (other, "inner.weight")):
+        with pytest.raises(TesseraError, match=name):
+            tessera.load(run.folder, model=module)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    with pytest.raises(TesseraError, match="no effect"):
+        tessera.load(run.folder, model=net(), device="cpu")
