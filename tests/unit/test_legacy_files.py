@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import random
+import time
 import zipfile
 from collections import OrderedDict
 from dataclasses import replace
@@ -289,6 +290,88 @@ def test_pickles_made_to_hang_or_crash_are_refused(tmp_path: Path, pickled: byte
         archive.writestr("archive/data/0", bytes(64))
     with pytest.raises(TesseraError):
         read_torch_file(tmp_path / "a.pt")
+
+
+def long_number(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+ONE_HASH = [number * ((1 << 61) - 1) for number in range(1, 60_001)]
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        pytest.param(HEAD + b"}(" + b"".join(long_number(n) + b"N" for n in ONE_HASH) + b"u.", id="keys"),
+        pytest.param(HEAD + b"}" + b"".join(long_number(n) + b"Ns" for n in ONE_HASH) + b".", id="keys one by one"),
+        pytest.param(b"\x80\x04\x8f(" + b"".join(map(long_number, ONE_HASH)) + b"\x90.", id="elements of a set"),
+        pytest.param(
+            HEAD + b"}(" + b"".join(long_number(n) + b"\x85N" for n in ONE_HASH) + b"u.", id="keys that are tuples"
+        ),
+        pytest.param(
+            HEAD + b"}(" + b"".join(SIZE + b"(" + long_number(n) + b"t\x85RN" for n in ONE_HASH[:9999]) + b"u.",
+            id="keys that are sizes",
+        ),
+        pytest.param(HEAD + b"N" + b"".join(b"p%d\n" % n for n in ONE_HASH) + b".", id="memo"),
+    ],
+)
+def test_many_keys_of_one_hash_are_refused_at_once(tmp_path: Path, pickled: bytes) -> None:
+    """To insert 60,000 of them takes minutes to hours."""
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+    begin = time.process_time()
+    with pytest.raises(TesseraError, match=r"can be read|torch\.save"):
+        read_torch_file(tmp_path / "a.pt")
+    assert time.process_time() - begin < 5
+
+
+def test_states_by_the_numbers_of_parameters_are_read(tmp_path: Path) -> None:
+    states = {number: {"step": number} for number in range(5_000)} | {(1, "a"): 2, 0.5: 3, -1: 4, None: 5}
+    torch.save(states, tmp_path / "a.pt")
+    assert read_torch_file(tmp_path / "a.pt") == states
+
+
+def broken_bytes(chance: random.Random, data: bytes) -> bytes:
+    """Cut a file, draw it anew, or change, flip, insert, remove or turn around some of its bytes."""
+    at, end = sorted(chance.sample(range(len(data)), 2))
+    some = chance.randbytes(chance.choice((1, 2, 8, 100)))
+    flipped = bytes([data[at] ^ 1 << chance.randrange(8)])
+    wrong = (data[:at], chance.randbytes(end), data[:at] + some + data[at + len(some) :], data[:at] + some + data[at:])
+    wrong += (data[:at] + flipped + data[at + 1 :], data[:at] + data[end:], data[:at] + data[at:end][::-1] + data[end:])
+    return chance.choice(wrong)
+
+
+def check_random_metadata(folder: Path, count: int) -> None:
+    tensors = {f"layers.{n}.weight": torch.randn(4, 6) for n in range(3)}
+    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    whole, read = (folder / ".metadata").read_bytes(), 0
+    for seed in range(count):
+        (folder / ".metadata").write_bytes(broken_bytes(random.Random(seed), whole))
+        begin = time.process_time()
+        try:
+            for tensor in read_dcp(folder).values():
+                tensor.read()
+            read += 1
+        except TesseraError:
+            pass
+        assert time.process_time() - begin < 5, seed
+    assert 0 < read < count / 5, "a byte of a name that nobody asks for is no fault"
+
+
+def test_random_bytes_in_metadata_of_dcp_are_refused_or_change_nothing(tmp_path: Path) -> None:
+    check_random_metadata(tmp_path, 300)
+
+
+@pytest.mark.slow
+def test_many_random_bytes_in_metadata_of_dcp(tmp_path: Path) -> None:
+    check_random_metadata(tmp_path, 20_000)
+
+
+def test_parts_that_are_named_again_and_again_are_refused(tmp_path: Path) -> None:
+    """A list of a million empty parts, which a thousand tensors share, is a file of two megabytes."""
+    with pytest.raises(TesseraError, match="same place"):
+        check_cover("a", (0,), [((0,), (0,))] * 2, "here")
 
 
 def test_shared_parts_are_built_once_and_expanded_tensors_are_not_read(tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ def _allowed(name: Name) -> bool:
 
 
 def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
-    stored: dict[tuple[str, tuple[int, ...]], tuple[Path, int, int]] = {}
+    # Offsets as text: a file could give many tuples of numbers one hash, and dictionaries of those take hours.
+    stored: dict[tuple[str, str], tuple[Path, int, int]] = {}
     files: dict[str, Path] = {}
     for index, info in metadata.state["storage_data"].items():
         if index.state.get("offset") is None:
@@ -151,7 +152,7 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
             check_inside(folder / name, folder)
             files[name] = folder / name
         found = (files[name], _natural(where["offset"]), _natural(where["length"]))
-        stored[_text(index.state["fqn"]), _size(index.state["offset"])] = found
+        stored[_text(index.state["fqn"]), str(_size(index.state["offset"]))] = found
     tensors = {}
     for name, described in metadata.state["state_dict_metadata"].items():
         if described.name.name != "TensorStorageMetadata":
@@ -164,10 +165,10 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
         chunks = [(_size(chunk.state["offsets"]), _size(chunk.state["sizes"])) for chunk in described.state["chunks"]]
         shape = _size(described.state["size"])
         check_cover(_text(name), shape, chunks, str(folder / METADATA))
-        missing = [offsets for offsets, _ in chunks if (name, offsets) not in stored]
+        missing = [offsets for offsets, _ in chunks if (name, str(offsets)) not in stored]
         if missing:
             raise TesseraError(f"the part of {name!r} at {missing[0]} lies in no file", where=str(folder / METADATA))
-        parts = tuple(_Part(offsets, sizes, *stored[name, offsets]) for offsets, sizes in chunks)
+        parts = tuple(_Part(offsets, sizes, *stored[name, str(offsets)]) for offsets, sizes in chunks)
         spans = sorted((part.file, part.start, part.start + part.length) for part in parts)
         if any(one[0] == two[0] and one[2] > two[1] for one, two in pairwise(spans)):
             raise TesseraError(f"two parts of {name!r} are the same bytes", where=str(folder / METADATA))
@@ -182,6 +183,8 @@ def check_cover(name: str, shape: tuple[int, ...], chunks: list[Any], where: str
         and all(offset + size <= whole for offset, size, whole in zip(offsets, sizes, shape, strict=True))
         for offsets, sizes in chunks
     )
+    if len({str(offsets) for offsets, _ in chunks}) < len(chunks):  # empty parts could be named a million times
+        raise TesseraError(f"two parts of {name!r} lie at the same place", where=where)
     if not inside or sum(math.prod(sizes) for _, sizes in chunks) != math.prod(shape) or _overlap(chunks):
         raise TesseraError(f"the parts of {name!r} do not make the whole tensor {shape}", where=where)
 

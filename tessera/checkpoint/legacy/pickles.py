@@ -17,6 +17,9 @@ from tessera.core.errors import TesseraError
 # Bounds for what a file may make us hold. The tensors of a model lie outside of its pickle.
 LARGEST_PICKLE = 256 << 20
 MOST_OPCODES = 20_000_000
+MOST_CHOSEN_KEYS = 1000
+_SMALL = 1 << 20  # numbers of parameters, as optimizers keep them, are below it
+_LONGEST_KEY = 64  # elements of a tuple, and bits of a number
 _MARK = object()
 _PUSHED = frozenset(
     (
@@ -88,6 +91,7 @@ class _Machine:
         self.allowed, self.where = allowed, where
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
+        self.keys = Keys()
 
     def result(self) -> Any:
         (found,) = self.stack
@@ -157,10 +161,10 @@ class _Machine:
 
     def make_dict(self, _: Any) -> None:
         values = self.pop_to_mark()
-        self.stack.append(_dictionary(values))
+        self.stack.append(self.keys.dictionary(values))
 
     def make_frozen_set(self, _: Any) -> None:
-        self.stack.append(frozenset(map(flat_key, self.pop_to_mark())))
+        self.stack.append(frozenset(map(self.keys, self.pop_to_mark())))
 
     def append(self, _: Any) -> None:
         value = self.pop()
@@ -175,7 +179,7 @@ class _Machine:
         target = self.top()
         if not isinstance(target, set):
             raise ValueError("elements are added to something that is no set")
-        target.update(map(flat_key, values))
+        target.update(map(self.keys, values))
 
     def extend(self, target: Any, values: list[Any]) -> None:
         if isinstance(target, list):
@@ -187,11 +191,11 @@ class _Machine:
 
     def set_item(self, _: Any) -> None:
         value, key = self.pop(), self.pop()
-        self.update(self.top(), _dictionary([key, value]))
+        self.update(self.top(), self.keys.dictionary([key, value]))
 
     def set_items(self, _: Any) -> None:
         values = self.pop_to_mark()
-        self.update(self.top(), _dictionary(values))
+        self.update(self.top(), self.keys.dictionary(values))
 
     def update(self, target: Any, items: dict[Any, Any]) -> None:
         if isinstance(target, dict):
@@ -202,6 +206,8 @@ class _Machine:
             raise ValueError("items are set on something that is no dictionary")
 
     def put(self, argument: int) -> None:
+        if not 0 <= argument < MOST_OPCODES:  # larger numbers could all have one hash
+            raise ValueError("an entry of the memo beyond what is read")
         self.memo[argument] = self.top()
 
     def put_next(self, _: Any) -> None:
@@ -256,19 +262,38 @@ class _Machine:
         self.stack.append(PersistentId(self.pop()))
 
 
-def _dictionary(values: list[Any]) -> dict[Any, Any]:
-    """Return a dictionary of keys and values that follow each other."""
-    return dict(zip(map(flat_key, values[::2]), values[1::2], strict=True))
+class Keys:
+    """Check keys of dictionaries and elements of sets before they are hashed.
+
+    Hashes of strings are different in every process, and those of objects are their addresses. Those of numbers and
+    tuples are chosen by whoever makes a file: thousands with the same one would take hours to insert.
+    """
+
+    def __init__(self) -> None:
+        self._chosen = 0
+
+    def __call__(self, key: Any) -> Any:
+        """Return a key after checking it."""
+        if isinstance(key, (str, bytes, Name, Described)) or (type(key) is int and 0 <= key < _SMALL):
+            return key
+        if isinstance(key, PersistentId) or (isinstance(key, tuple) and not _flat(key)):
+            raise ValueError("a key that is nested or long")
+        if isinstance(key, int) and key.bit_length() > _LONGEST_KEY:
+            raise ValueError("a number of many digits as a key")
+        self._chosen += 1
+        if self._chosen > MOST_CHOSEN_KEYS:
+            raise ValueError(f"more than {MOST_CHOSEN_KEYS:,} keys are neither text nor numbers below {_SMALL:,}")
+        return key
+
+    def dictionary(self, values: list[Any]) -> dict[Any, Any]:
+        """Return a dictionary of keys and values that follow each other."""
+        return dict(zip(map(self, values[::2]), values[1::2], strict=True))
 
 
-def flat_key(value: Any) -> Any:
-    """Return a key, or an element of a set, after checking that it is flat: to hash tuples in tuples may take forever,
-    or more stack than there is."""
-    if isinstance(value, PersistentId) or (
-        isinstance(value, tuple) and any(isinstance(item, (tuple, PersistentId)) for item in value)
-    ):
-        raise ValueError("a key that is nested")
-    return value
+def _flat(key: tuple[Any, ...]) -> bool:
+    """Return whether a tuple is short and holds no tuples: to hash these may take forever, or more stack than there
+    is."""
+    return len(key) <= _LONGEST_KEY and not any(isinstance(item, (tuple, PersistentId)) for item in key)
 
 
 _HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {

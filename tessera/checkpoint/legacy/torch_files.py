@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Name, PersistentId, describe, flat_key
+from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Keys, Name, PersistentId, describe
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.file_plan import Extent, PlannedTensor, map_elements
 
@@ -208,6 +208,7 @@ class _TorchReader:
         self, path: Path, start: int, folder: str, entries: Mapping[str, zipfile.ZipInfo], opened: IO[bytes]
     ) -> None:
         self.path, self.start, self.folder, self.entries, self.opened = path, start, folder, entries, opened
+        self.keys = Keys()
         self.made: dict[int, Any] = {}  # by the id of what the pickle described, which outlives this reader
         self.storages: dict[str, tuple[int, int]] = {}
         self.kinds: dict[str, Name] = {}  # of storages, by their keys
@@ -230,7 +231,7 @@ class _TorchReader:
 
     def build_container(self, found: Any, depth: int) -> Any:
         if isinstance(found, dict):
-            return {flat_key(self.build(key, depth + 1)): self.build(item, depth + 1) for key, item in found.items()}
+            return {self.keys(self.build(key, depth + 1)): self.build(item, depth + 1) for key, item in found.items()}
         return type(found)(self.build(value, depth + 1) for value in found)
 
     def build_described(self, found: Described, depth: int) -> Any:
@@ -241,7 +242,7 @@ class _TorchReader:
         if found.name == ORDERED:
             pairs = found.arguments[0] if found.arguments else []
             # Not by way of `build`: this dictionary ends here, and its id would soon be that of another one.
-            given = {flat_key(key): value for key, value in pairs}
+            given = {self.keys(key): value for key, value in pairs}
             return self.build_container({**given, **found.items}, depth + 1)
         if found.name == _SIZE and len(found.arguments) == 1:
             return tuple(found.arguments[0])
