@@ -269,3 +269,14 @@ def test_a_sample_does_not_depend_on_its_batch(wan: Pipeline) -> None:
 def test_what_a_model_cannot_make_is_refused(wan: Pipeline, options: dict[str, Any], word: str) -> None:
     with pytest.raises(TesseraError, match=word):
         wan.generate("a cat", **{**SIZE, "frames": 5, "steps": 1, **options})
+
+
+def test_a_vae_that_cannot_be_read_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    write_wan(tmp_path)
+    (weights,) = (tmp_path / "vae").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
+    steps: list[tuple[int, ...]] = []
+    pipeline = tessera.pipeline(tmp_path, device="cpu")
+    with pytest.raises(TesseraError, match="vae|safetensors"):
+        pipeline.generate("a cat", frames=5, steps=2, on_step=lambda *step: steps.append(step), **SIZE)
+    assert not steps

@@ -133,6 +133,7 @@ class Pipeline:
         opened = open_images(images or request.images)
         ending = None if last is None else open_images([last])[0]
         self._check_images(opened, ending)
+        self._read_autoencoder(request)  # one that cannot be read is refused before any step, and not behind the last
         negative = request.negative if self._scales(request)[0] > 1 else None
         conditions = self._conditions(request, opened, ending)
         if self.form.text_reads_frames:
@@ -324,13 +325,17 @@ class Pipeline:
         tokens = image[:count, : self.form.patch_values].to(noise)  # a mask, if there is one, follows the latents
         return noise * (1 - share) + tokens.repeat(grid[0], 1) * share
 
-    def _autoencoder(self, request: Request) -> Autoencoder:
-        """Return the VAE on the device. One that takes tiles is another one: classes differ in what turns tiles off."""
+    def _read_autoencoder(self, request: Request) -> Autoencoder:
+        """Return the VAE. One that takes tiles is another one: classes differ in what turns tiles off."""
         spare = (request.vae_tiling, request.vae_slicing)
         if self._vae is None or self._vae_spares != spare:
             self._vae = self.parts.autoencoder(tiling=spare[0], slicing=spare[1]).eval()
             self._vae_spares = spare
-        return self._vae.to(self.device)
+        return self._vae
+
+    def _autoencoder(self, request: Request) -> Autoencoder:
+        """Return the VAE on the device."""
+        return self._read_autoencoder(request).to(self.device)
 
     def _decoded(self, latents: Sequence[Tensor], request: Request) -> list[Tensor]:
         vae = self._autoencoder(request)
