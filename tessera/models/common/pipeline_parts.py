@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from tessera.core.errors import TesseraError, first_line, foreign_values, nearest
@@ -378,10 +379,14 @@ class PipelineFolder:
                 return _on_meta(made_by, library, folder, dtype)
             layout.weight_files(name)  # refuses pickles and files outside of the folder
             word = "torch_dtype" if library == "diffusers" else "dtype"
-            with without_bars(_classes(library)):
-                made: nn.Module = made_by.from_pretrained(
-                    folder, use_safetensors=True, trust_remote_code=False, local_files_only=True, **{word: dtype}
-                )
+            try:
+                with without_bars(_classes(library)):
+                    made: nn.Module = made_by.from_pretrained(
+                        folder, use_safetensors=True, trust_remote_code=False, local_files_only=True, **{word: dtype}
+                    )
+            except (OSError, RuntimeError, SafetensorError) as error:  # files that are cut, tensors of other shapes
+                message = f"{library} cannot read the weights of {name}: {first_line(error)}"
+                raise TesseraError(message, where=str(folder), fix="download or copy this folder again") from error
             return made
 
 
