@@ -33,7 +33,7 @@ from tessera.checkpoint.peft import (
 )
 from tessera.core.adapters import Adapter, UnknownLayersError
 from tessera.core.errors import TesseraError, few_names, nearest
-from tessera.core.files import check_inside
+from tessera.core.files import PICKLE_SUFFIXES, check_inside
 from tessera.core.run_config import MAX_ADAPTER_ALPHA, MAX_ADAPTER_RANK
 from tessera.core.weightmap import WeightMap
 
@@ -68,8 +68,22 @@ def find_adapter_file(path: Path) -> Path | None:
     if path.is_file():
         return path if path.suffix == ".safetensors" and any(_KEY.fullmatch(key) for key in _keys(path)) else None
     if is_adapter_folder(path):
+        if not (path / WEIGHTS).exists():
+            _refuse_without_weights(path)
         return path / WEIGHTS
     return next((path / name for form, name in FILES.items() if form != "peft" and (path / name).is_file()), None)
+
+
+def _refuse_without_weights(folder: Path) -> None:
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    what = f"the adapters are a pickle, {pickles[0]}, which is never read" if pickles else "the adapters are missing"
+    raise TesseraError(
+        f"{what}: {WEIGHTS} is needed",
+        where=str(folder),
+        fix="where you trust the file, PEFT writes it: PeftModel.from_pretrained(model, FOLDER).save_pretrained(OTHER)"
+        if pickles
+        else "name the folder that has the file",
+    )
 
 
 def is_adapters(path: Path) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tessera.checkpoint.files import CODES, DTYPES, box_slices, data_positions, open_safetensors, stored_shape
 from tessera.checkpoint.quantized import QuantizedWeight, find_quantized
-from tessera.core.errors import TesseraError
+from tessera.core.errors import TesseraError, few_names
 from tessera.core.file_plan import Extent, PlannedTensor, map_elements
 from tessera.core.layouts import CONFIG_FILE, ROOT, folder_layout
 
@@ -49,6 +49,12 @@ class FolderTensors:
                     self.shapes[name], self.kinds[name] = stored_shape(file, name), file.get_slice(name).get_dtype()
                     self.files[name] = path.name
                     self._places[name] = path, positions[name], self.kinds[name], self.shapes[name]
+            if lost := [name for name in layout.indexed_tensors(component) if name not in self._files]:
+                raise TesseraError(
+                    f"the index lists {few_names(lost)}, which no file has",
+                    where=str(layout.component_folder(component) / layout.index_file(component)),
+                    fix="download or copy the folder again; where the tensors are meant to be gone, remove the index",
+                )
             config = layout.config(component) if (layout.component_folder(component) / CONFIG_FILE).is_file() else {}
             self._find_quantized(config)
             self._stack = opening.pop_all()

@@ -95,6 +95,11 @@ class FolderLayout(ABC):
             fix="name the model's folder",
         )
 
+    def indexed_tensors(self, component: str = ROOT) -> list[str]:
+        """Return the names of the tensors that the index of a component lists; none where it has no index."""
+        index = self.component_folder(component) / self.index_file(component)
+        return list(_weight_map(index)) if index.is_file() else []
+
     def index_file(self, component: str = ROOT) -> str:
         return f"{self.weights_stem(component)}.safetensors.index.json"
 
@@ -215,13 +220,21 @@ def pipeline_folder(place: Path) -> Path | None:
     return next((folder for folder in (place, place.parent) if DiffusersFolder.detect(folder)), None)
 
 
-def _indexed(index: Path) -> list[Path]:
-    """Return the files that an index of weights names, all of which must lie beside it."""
+def _weight_map(index: Path) -> dict[str, Any]:
+    """Return the files of tensors, by their names, as an index of weights lists them."""
     try:
-        names = sorted(set(read_json(index, _MAX_INDEX_BYTES)["weight_map"].values()))
+        return dict(read_json(index, _MAX_INDEX_BYTES)["weight_map"].items())
     except (TesseraError, KeyError, TypeError, AttributeError) as error:
         why = error.what if isinstance(error, TesseraError) else repr(error)
         raise TesseraError(f"not an index of weights: {why}", where=str(index)) from error
+
+
+def _indexed(index: Path) -> list[Path]:
+    """Return the files that an index of weights names, all of which must lie beside it."""
+    try:
+        names = sorted(set(_weight_map(index).values()))
+    except TypeError as error:
+        raise TesseraError(f"not an index of weights: {error!r}", where=str(index)) from error
     paths = []
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):

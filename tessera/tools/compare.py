@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tessera.checkpoint.adapter_files import is_adapters
 from tessera.checkpoint.export_record import SAME_NAMES, ExportRecord, changes_since, differences_from, read_record
 from tessera.checkpoint.publish import MARK
 from tessera.core.errors import TesseraError
@@ -79,6 +80,13 @@ def compare(
     folder = local_model(folder)
     base = None if base is None else local_model(base, "--base")
     check_choice(prove)
+    if detect_layout(folder) is None and is_adapters(folder):
+        raise TesseraError(
+            "these are adapters, and only whole models are compared with other libraries",
+            where=str(folder),
+            fix=f"merge them and compare the result: tessera convert {folder} MERGED, and tessera compare MERGED "
+            "--base MODEL (adapters that do not name their model: convert with --like MODEL)",
+        )
     if not folder.is_dir():
         raise TesseraError(f"no such folder: {folder}")
     if (folder / "config.yaml").is_file():

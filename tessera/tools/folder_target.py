@@ -63,7 +63,13 @@ def hf_target(
     files: Callable[[Path], object] = functools.partial(copy_side_files, folder)
     if spec.processor is not None and (original or (own and _has_processor(spec, folder))):
         read = functools.partial(spec.processor, config)
-        files = functools.partial(write_side_files, processor=read(folder), read=read, own=folder, weights=folder)
+        try:
+            files = functools.partial(write_side_files, processor=read(folder), read=read, own=folder, weights=folder)
+        except TesseraError as error:
+            if original:
+                raise
+            # Weights are converted without a prompt: a tokenizer or template that cannot be read here is handed on.
+            _log.warning("the files beside the weights are copied as they are: %s", error.what)
     return FolderTarget(table.as_stored(shapes), described, files, shards)
 
 

@@ -10,8 +10,10 @@ import torch
 from internvl_original import original_folder
 from safetensors.torch import load_file, save_file
 from small_folders import small_folder
+from tokenizers import Tokenizer, models
 
 import tessera
+from tessera.core.errors import TesseraError
 from tessera.core.weightmap import Rule, TransposeIfNeeded, WeightMap
 
 
@@ -90,3 +92,26 @@ def test_a_tied_head_that_is_stored_is_stored_again(tmp_path: Path) -> None:
     found = load_file(back / "model.safetensors")
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_a_folder_whose_conversations_no_family_knows_is_converted_with_its_files(tmp_path: Path) -> None:
+    folder = small_folder("qwen2", tmp_path / "made")
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    with pytest.raises(TesseraError):
+        tessera.load(folder)
+    for prove in ("never", "auto"):
+        out = tessera.convert(folder, tmp_path / prove, prove=prove, dtype="bfloat16")
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            assert (out / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_tensors_that_an_index_lists_and_no_file_has_are_named(tmp_path: Path) -> None:
+    folder = small_folder("qwen2", tmp_path / "made")
+    split_files(folder, load_file(folder / "model.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.layers.7.mlp.up_proj.weight"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(content))
+    for read in (tessera.load, lambda folder: tessera.convert(folder, tmp_path / "out", prove="never")):
+        with pytest.raises(TesseraError, match=r"model\.layers\.7\.mlp\.up_proj\.weight, which no file has"):
+            read(folder)

@@ -83,6 +83,14 @@ def test_folders_of_the_makers_are_read_and_converted_both_ways(case: str, tmp_p
     same_weights(again.module, model)
 
 
+def test_shards_of_tensor_ranks_that_no_job_has_are_refused_by_that_reason(tmp_path: Path) -> None:
+    config, model = drawn("text")
+    write_original(tmp_path / "made", config, model, ORIGINALS["text"]["model_type"])
+    with pytest.raises(TesseraError, match="not over tensor ranks") as refused:
+        tessera.convert(tmp_path / "made", tmp_path / "out", to="mm", layout={"tp": 2})
+    assert refused.value.allowed == ["tp=1"]
+
+
 def test_a_frame_that_is_read_as_channels_alone_has_no_weights_for_embeddings(tmp_path: Path) -> None:
     config, model = drawn("text", in_channels=9)  # Wan 2.2
     write_original(tmp_path / "made", config, model, "i2v")

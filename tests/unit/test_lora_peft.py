@@ -319,6 +319,21 @@ def test_files_that_do_not_fit_are_refused(tensors: dict[str, Tensor], told: str
         read_adapters(folder_with(tmp_path, tensors), ["text.layers.0.attn.q"], spec.main.weight_map(config))  # type: ignore[misc]
 
 
+def test_adapters_in_a_pickle_and_adapters_to_compare_are_told_the_way(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    for file, said in (("adapter_model.bin", "save_pretrained"), (None, "has the file")):
+        if file is not None:
+            (tmp_path / file).write_bytes(b"\x80\x02}.")
+        with pytest.raises(TesseraError, match=r"adapter_model\.safetensors is needed") as refused:
+            tessera.load(tmp_path)
+        assert said in str(refused.value.fix)
+        (tmp_path / "adapter_model.bin").unlink(missing_ok=True)
+    save_file({"base_model.model.a.lora_A.weight": torch.ones(1, 1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(TesseraError, match="these are adapters") as refused:
+        tessera.compare(tmp_path)
+    assert "tessera convert" in str(refused.value.fix)
+
+
 def test_adapters_alone_are_no_model_to_start_from(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, {f"{Q}.lora_A.weight": torch.zeros(2, 4)}, base_model_name_or_path="some/where")
     with pytest.raises(TesseraError, match="without the model"):

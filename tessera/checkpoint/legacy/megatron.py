@@ -80,6 +80,13 @@ def check_layout(form: MegatronForm, layout: MegatronLayout, where: str) -> None
         given = sum(layout.stages(part))
         if given != part.count or min(layout.stages(part)) < 0:
             raise TesseraError(f"layers of {part.option!r} sum to {given}; the model has {part.count}", where=where)
+    if form.kv_heads % layout.tp and not form.splits:
+        raise TesseraError(
+            f"tp {layout.tp}: this family's shards are divided over pipeline stages alone, not over tensor ranks",
+            where=where,
+            allowed=["tp=1"],
+            fix="leave out tp, or divide the layers over pp stages instead",
+        )
     if form.kv_heads % layout.tp:
         raise TesseraError(
             f"tp {layout.tp} does not divide {form.kv_heads} key-value heads",
