@@ -143,6 +143,23 @@ class WeightMap:
         skip = [name for name in self.skip if name not in twice.values()]
         return replace(self, rules=tuple(rules), skip=tuple(skip), copies=tuple(kept))
 
+    def spelled_as(self, foreign: Collection[str]) -> WeightMap:
+        """Return the table that writes names as a folder with these spells them, where `renames` knows the spelling."""
+        spellings: dict[str, set[str]] = {}
+        for name in foreign:
+            old, new = next((pair for pair in self.renames if name.startswith(pair[0])), ("", ""))
+            spellings.setdefault(new, set()).add(old)
+        # A prefix that a folder spells in two ways stays as it is in the rules.
+        known = {new: olds.pop() for new, olds in spellings.items() if len(olds) == 1}
+
+        def spelled(template: str) -> str:
+            new = max((one for one in known if template.startswith(one)), key=len, default="")
+            found = known.get(new, "") + template[len(new) :]
+            return found if self.canonical(found) == template else template
+
+        rules = [replace(one, foreign=tuple(map(spelled, one.foreign_names()))) for one in self.rules]
+        return replace(self, rules=tuple(rules))
+
     def rule_for(self, name: str) -> tuple[Rule, tuple[str, ...]] | None:
         """Return the rule for a native name and the foreign names it is made of; None when no rule matches."""
         for rule in self.rules:

@@ -17,13 +17,16 @@ from torch import Tensor, nn
 
 from tessera.checkpoint.adapters import merge_adapter
 from tessera.checkpoint.export_record import TensorNotes, write_record
+from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.fp8 import Fp8Map
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.publish import Origin
 from tessera.checkpoint.state import model_tensors
 from tessera.core.adapters import Adapters, factor_names, is_factor, weight_names
 from tessera.core.errors import TesseraError
+from tessera.core.layouts import detect_layout
 from tessera.core.types import ModelSpec, Processor
+from tessera.core.weightmap import WeightMap
 from tessera.inference.proof import Prove, prove_folder
 from tessera.models import is_original
 from tessera.models.common.exported_config import base_config, exported_config
@@ -68,6 +71,7 @@ def export_folder(
         )
     read = None if spec.processor is None else functools.partial(spec.processor, model_config)
     written = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
+    weight_map = as_in_base(weight_map, spec, base) if quantize is None else weight_map
     fp8 = None if quantize is None else Fp8Map.of(weight_map, quantize, written, PROJECTIONS, str(folder))
     described = exported_config(model_config, base_config(files), main_dtype(written), spec.head)
 
@@ -87,6 +91,17 @@ def export_folder(
         extras=finish,
         prepare=(lambda name, weight: merge_adapter(name, weight, tensors, known)) if known else None,
     )
+
+
+def as_in_base(weight_map: WeightMap, spec: ModelSpec, base: Path | None) -> WeightMap:
+    """Return the table that writes names as the folder does that the weights came from."""
+    if base is None or detect_layout(base) is None or is_original(spec, base) or not any(base.glob("*.safetensors")):
+        return weight_map
+    try:
+        with FolderTensors(base) as stored:
+            return weight_map.spelled_as(stored.shapes)
+    except TesseraError:  # it was read once; what became of it since is no fault of the export
+        return weight_map
 
 
 def seal_export(

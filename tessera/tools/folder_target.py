@@ -17,7 +17,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.layouts import detect_layout
 from tessera.core.types import ModelSpec
 from tessera.core.weightmap import WeightMap
-from tessera.inference.export import main_dtype
+from tessera.inference.export import as_in_base, main_dtype
 from tessera.inference.load import FoundModel
 from tessera.models import is_original
 from tessera.models.common.exported_config import base_config, exported_config, with_dtype
@@ -59,7 +59,7 @@ def hf_target(
     """
     described = exported_config(config, raw, main_dtype(tensors), spec.head)
     original = is_original(spec, folder)
-    shapes, shards = ({}, {}) if original else _stored(table, folder)
+    shapes, shards = ({}, {}) if original else _stored(folder)
     files: Callable[[Path], object] = functools.partial(copy_side_files, folder)
     if spec.processor is not None and (original or (own and _has_processor(spec, folder))):
         read = functools.partial(spec.processor, config)
@@ -70,7 +70,7 @@ def hf_target(
                 raise
             # Weights are converted without a prompt: a tokenizer or template that cannot be read here is handed on.
             _log.warning("the files beside the weights are copied as they are: %s", error.what)
-    return FolderTarget(table.as_stored(shapes), described, files, shards)
+    return FolderTarget(table.as_stored(shapes).spelled_as(shards), described, files, shards)
 
 
 def _has_processor(spec: ModelSpec, folder: Path) -> bool:
@@ -87,18 +87,17 @@ def trained_target(
     read = None if spec.processor is None else functools.partial(spec.processor, config)
     processor = None if read is None or found.files is None else read(found.files, **found.options)
     files = functools.partial(write_side_files, processor=processor, read=read, own=found.files, weights=found.files)
-    return FolderTarget(table, described, files, {})
+    return FolderTarget(as_in_base(table, spec, found.section.path), described, files, {})
 
 
-def _stored(table: WeightMap, folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return shapes and files of the tensors in a folder, by the names that the table has for them."""
+def _stored(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return shapes and files of the tensors in a folder, by their names there."""
     if not any(folder.glob("*.safetensors")):
         return {}, {}
     try:
         with FolderTensors(folder) as kept:
-            names = {name: table.canonical(name) for name in kept.shapes}
-            files = {names[name]: file for name, file in kept.files.items() if name in names}
-            return {names[name]: shape for name, shape in kept.shapes.items()}, files
+            files = {name: file for name, file in kept.files.items() if name in kept.shapes}
+            return dict(kept.shapes), files
     except TesseraError as error:  # its configuration and side files are enough
         _log.warning("weights are not written in the way of those in %s: %s", folder, error.what)
         return {}, {}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hub_layouts import preset_of
 from llava_cases import SHAPES, config_of
+from safetensors.torch import load_file
+from small_folders import small_folder
 
+import tessera
 from tessera.core.errors import TesseraError
 from tessera.models.llava import SPEC
 from tessera.models.llava.config import LlavaConfig
@@ -124,3 +129,20 @@ def test_the_hub_layout_is_the_preset(data: dict[str, Any], preset: str) -> None
 def test_what_we_do_not_compute_is_an_error(base: dict[str, Any], changes: dict[str, Any], told: str) -> None:
     with pytest.raises(TesseraError, match=told):
         LlavaConfig.from_hf({**base, **changes})
+
+
+def test_names_of_a_fresh_folder_of_transformers_come_back(tmp_path: Path) -> None:
+    """It writes the encoder without `vision_model`; folders that it loaded keep the names that they had."""
+    folder = small_folder("llava 1.5", tmp_path / "made")
+    model = transformers.LlavaForConditionalGeneration(transformers.AutoConfig.from_pretrained(folder))
+    model.save_pretrained(folder)
+    (folder / "tessera_export.json").unlink()
+    names = load_file(folder / "model.safetensors").keys()
+    assert not any("vision_model" in name for name in names)
+    loaded, _ = tessera.load(folder)
+    for out in (
+        tessera.convert(folder, tmp_path / "converted", prove="never"),
+        loaded.save(tmp_path / "saved", prove="never"),
+    ):
+        assert load_file(out / "model.safetensors").keys() == names
+        assert tessera.compare(out, base=folder, prove="never").complete
