@@ -174,7 +174,7 @@ def keep(folder: Path, samples: Sequence[Generated], wanted: Sequence[tuple[int,
             {
                 "group": "judged samples",
                 "question": sample.prompt,
-                "images": [str(path)],
+                "images": [str(path.relative_to(folder))],
                 "answer": seen,
                 "expected": expected,
                 "correct": seen == expected,

@@ -16,6 +16,7 @@ from tessera.core.progress import WorkProgress
 from tessera.core.run_config import SourceSection, load_config
 from tessera.core.saved_recipe import read_saved
 from tessera.core.trust import Trust
+from tessera.data.answer_images import with_copies
 from tessera.data.sources.source import Question, Source, open_source, questions
 from tessera.evaluation.benchmarks import SUFFIX, benchmark_of, score_table
 from tessera.hub.config import local_model, local_source
@@ -83,7 +84,7 @@ def evaluate(
     if not rows:
         raise TesseraError("no held-out sample could be used", where=", ".join(str(s.path) for s in sources))
     if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
-        write_jsonl(folder / "answers.jsonl", rows)
+        write_jsonl(folder / "answers.jsonl", with_copies(folder, rows))
     return Score(rows, skipped)
 
 

@@ -15,6 +15,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.files import write_jsonl
 from tessera.core.run_config import RunConfig
 from tessera.core.types import Batch, ModelSpec, Processor, RowSource
+from tessera.data.answer_images import with_copies
 from tessera.data.loader.loader import RowReader, workers_per_rank
 from tessera.data.media.files import limits_of
 from tessera.data.media.read import ChatProcessor, read_media
@@ -107,7 +108,8 @@ class GenerationEval(Callback):
                 trainer.module.train()
         exact = sum(bool(row["correct"]) for row in rows) / len(rows)
         if trainer.world.is_main:
-            write_jsonl(trainer.config.folder / f"answers-step-{trainer.step}.jsonl", rows)
+            folder = trainer.config.folder
+            write_jsonl(folder / f"answers-step-{trainer.step}.jsonl", with_copies(folder, rows))
         trainer.report_eval({"exact_match": exact})
         return exact
 

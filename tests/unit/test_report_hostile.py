@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from tessera.core.files import read_jsonl, write_jsonl
+from tessera.data.answer_images import with_copies
 from tessera.observe.report.page import write_report
 from tessera.observe.report.watch import ReportServer
 
@@ -50,3 +53,39 @@ def test_a_reader_that_goes_away_leaves_no_traceback(tmp_path: Path, capfd: pyte
                 reader.sendall(asked + b"\r\nHost: localhost\r\n\r\n")
         server.shutdown()
     assert "Traceback" not in capfd.readouterr().err
+
+
+def answer(*images: str, **more: Any) -> dict[str, Any]:
+    return {"id": "0", "question": "?", "expected": "a", "answer": "b", "correct": False, "images": [*images], **more}
+
+
+@pytest.mark.parametrize("suffix", ["png", "gif"])
+def test_images_outside_of_a_run_are_not_embedded(tmp_path: Path, suffix: str) -> None:
+    """The run may be somebody else's, and the page may be sent to them."""
+    secret = tmp_path / f"secret.{suffix}"
+    Image.new("RGB", (80, 80)).save(secret)
+    run = write_run(tmp_path / "run", {})
+    (run / f"link.{suffix}").symlink_to(secret)
+    outside = [str(secret), f"../secret.{suffix}", f"link.{suffix}", f"a\0.{suffix}", "x" * 5000 + f".{suffix}"]
+    copies = [{"file": name, "width": 80, "height": 80} for name in outside]
+    rows = [answer(*outside), answer(*["gone.png"] * len(outside), shown=copies), answer("a", shown=[7, {"file": 1}])]
+    write_jsonl(run / "answers.jsonl", rows)
+    write_jsonl(run / "previews.jsonl", [{"step": 1, "file": name} for name in outside])
+    assert "data:image" not in write_report(run).read_text(encoding="utf-8")
+    Image.new("RGB", (80, 80)).save(run / f"inside.{suffix}")
+    write_jsonl(run / "answers.jsonl", [answer(f"inside.{suffix}")])
+    assert "data:image" in write_report(run).read_text(encoding="utf-8")
+
+
+def test_the_images_of_answers_are_kept_small_in_the_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {})
+    Image.new("RGB", (1000, 500), (10, 200, 30)).save(tmp_path / "photo.png")
+    asked = answer(str(tmp_path / "photo.png"), "a\0b", "a.png in b.tar") | {"answer": "[[0, 0, 500, 1000]]"}
+    write_jsonl(run / "answers.jsonl", with_copies(run, [asked]))
+    (row,) = read_jsonl(run / "answers.jsonl")
+    assert [copy and (copy["width"], copy["height"]) for copy in row["shown"]] == [(1000, 500), None, None]
+    (copy,) = (run / "answer_images").iterdir()
+    with Image.open(copy) as image:
+        assert image.size == (420, 210)
+    (tmp_path / "photo.png").unlink()
+    assert "data:image/jpeg" in write_report(run).read_text(encoding="utf-8")

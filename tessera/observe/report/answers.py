@@ -144,26 +144,31 @@ def _folded(text: str) -> str:
 
 
 def _images(row: Mapping[str, Any], run: RecordedRun) -> str:
-    shown = "".join(_image(path, row, run) for path in row["images"][:MOST_IMAGES])
+    copies = [*row["shown"], *[None] * len(row["images"])]
+    shown = "".join(
+        _image(path, copy, row, run) for path, copy in zip(row["images"][:MOST_IMAGES], copies, strict=False)
+    )
     more = len(row["images"]) - MOST_IMAGES
     return f'<div class="images">{shown}{f"<span>and {more} more</span>" if more > 0 else ""}</div>' if shown else ""
 
 
-def _image(path: str, row: Mapping[str, Any], run: RecordedRun) -> str:
-    """Return an image with the boxes of the answer, and dashed ones of the expected text where that has others.
+def _image(path: str, copy: tuple[str, tuple[int, int]] | None, row: Mapping[str, Any], run: RecordedRun) -> str:
+    """Return an image of the run's folder, or its copy there, with the boxes of the answer, and dashed ones of the
+    expected text where that has others.
 
     Boxes do not say which image they belong to, so they are drawn only where there is one.
     """
-    file = Path(path)
-    if file.suffix == ".gif":  # as it is, so that it moves
-        uri = _media(file.parent, file.name)
+    if path.endswith(".gif"):  # as it is, so that it moves
+        uri = _media(run.folder, path)
         return "" if uri is None else f'<div class="image"><img class="tiny" alt="" src="{uri}"></div>'
-    image = _read(file)
+    file = _inside(run.folder, path if copy is None else copy[0])
+    image = None if file is None else _read(file)
     if image is None:
         return ""
+    size = image.size if copy is None else copy[1]
     boxes = ""
     if len(row["images"]) == 1:
-        model_size, pixels = _seen_size(image.size, run), "2_5" in str(run.section("model").get("family"))
+        model_size, pixels = _seen_size(size, run), "2_5" in str(run.section("model").get("family"))
         boxes = _drawn(find_boxes(row["answer"], model_size, pixels), "said")
         if not row["correct"]:
             boxes = _drawn(find_boxes(row["expected"], model_size, pixels), "wanted") + boxes
@@ -210,15 +215,24 @@ def _legend(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _media(folder: Path, name: str) -> str | None:
     """Return a file of the run as a data address; None for what is no small PNG or GIF inside the run."""
-    path = folder / name
-    kind = {".png": "png", ".gif": "gif"}.get(path.suffix)
-    if kind is None or not path.is_file() or leads_out(path, folder):
+    path = _inside(folder, name)
+    kind = None if path is None else {".png": "png", ".gif": "gif"}.get(path.suffix)
+    if path is None or kind is None:
         return None
     try:
         content = read_bytes(path, MOST_PREVIEW_BYTES)
     except TesseraError:
         return None
     return f"data:image/{kind};base64," + base64.b64encode(content).decode()
+
+
+def _inside(folder: Path, name: str) -> Path | None:
+    """Return a file of the run; None for what is no file, or lies outside: a run may be somebody else's."""
+    path = folder / name
+    try:
+        return path if path.is_file() and not leads_out(path, folder) else None
+    except (OSError, ValueError):  # a name may hold anything, such as a NUL
+        return None
 
 
 def _data_uri(image: Image.Image) -> str:

@@ -119,7 +119,17 @@ def _answers(folder: Path) -> Iterator[dict[str, Any]]:
             **{key: str(row.get(key, "")) for key in ("id", "group", "question", "expected", "answer")},
             "correct": bool(row.get("correct")),
             "images": [str(one) for one in images] if isinstance(images, list) else [],
+            "shown": [_shown_size(one) for one in shown] if isinstance(shown := row.get("shown"), list) else [],
         }
+
+
+def _shown_size(copy: object) -> tuple[str, tuple[int, int]] | None:
+    """Return the file of an image's copy in the run, and the size that the image had; None if the record has none."""
+    if not isinstance(copy, dict) or not isinstance(file := copy.get("file"), str):
+        return None
+    width, height = copy.get("width"), copy.get("height")
+    sizes = [size for size in (width, height) if type(size) is int and 0 < size < 1 << 20]
+    return (file, (sizes[0], sizes[1])) if len(sizes) == 2 else None
 
 
 def _is_number(value: object) -> bool:

@@ -1,0 +1,60 @@
+"""Keep small copies of the images that answers are about in the folder of a run, where its report finds them.
+
+A report embeds files of the run's folder alone: a run may come from somebody else, and name any file of this machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from tessera.core.errors import TesseraError
+from tessera.core.files import replace_file
+from tessera.data.media.files import Limits
+from tessera.data.media.images import read_image
+
+FOLDER = "answer_images"
+SHOWN = "shown"  # of a row: a copy of each of its images, {file, width, height}, or None
+IMAGE_PIXELS = 420  # the longer side of a copy
+TINY = 64  # an image no larger is kept exactly
+MOST_COPIES = 400
+_MOST_IMAGES = 6  # of an answer
+
+
+def with_copies(folder: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of `answers.jsonl` that name copies of their images in the folder of a run; of many rows, those with
+    mistakes and then the first ones."""
+    copies: dict[str, dict[str, Any] | None] = {}
+    for row in sorted(rows, key=lambda row: bool(row["correct"])):
+        for path in row["images"][:_MOST_IMAGES]:
+            if path not in copies and len(copies) < MOST_COPIES:
+                copies[path] = _copy(folder, path)
+    return [{**row, SHOWN: [copies.get(path) for path in row["images"]]} if row["images"] else row for row in rows]
+
+
+def _copy(folder: Path, path: str) -> dict[str, Any] | None:
+    """Write a copy of an image and return its row; None for what is no file of its own, or cannot be read."""
+    try:
+        changed = Path(path).stat().st_mtime_ns
+        image = read_image(Path(path), Limits())
+    except (TesseraError, OSError, ValueError):  # a path may hold anything
+        return None
+    width, height = image.size
+    tiny = max(width, height) <= TINY
+    name = hashlib.sha256(f"{path} {changed}".encode("utf-8", "surrogateescape")).hexdigest()[:20]
+    file = f"{FOLDER}/{name}.{'png' if tiny else 'jpg'}"
+    if not (folder / file).exists():
+        (folder / FOLDER).mkdir(exist_ok=True)
+        image.thumbnail((IMAGE_PIXELS, IMAGE_PIXELS), Image.Resampling.BICUBIC)
+        content = io.BytesIO()
+        if tiny:
+            image.save(content, "PNG")
+        else:
+            image.convert("RGB").save(content, "JPEG", quality=90)
+        replace_file(folder / file, content.getvalue())
+    return {"file": file, "width": width, "height": height}
