@@ -263,6 +263,15 @@ class CheckpointManager:
         if self._frozen_source is not None:
             self._frozen = FrozenWeights.of_source(Ranks.current(), self._frozen_source)
 
+    def protect(self, step: int) -> None:
+        """Keep the checkpoint of a step, which is written, however old it is; remove the one that was kept so before if
+        it is not among the newest."""
+        self.protected_step = step
+        stored = self._candidates() if Ranks.current().rank == 0 else []
+        newest = next((path for path, serial in stored if serial is not None), None)
+        if newest is not None:
+            self._prune(newest, [entry for entry in stored if entry[0] != newest])
+
     # ------------------------------------------------------------------------------------------ resuming
 
     def latest(self) -> Path | None:

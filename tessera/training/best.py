@@ -107,7 +107,7 @@ class KeepBest(Callback):
         # The one before is protected until the new one is written.
         if path.name.split(".")[0] != f"step-{self.best.step:08d}":
             return
-        trainer.checkpoints.protected_step = self.best.step
+        trainer.checkpoints.protect(self.best.step)
         if trainer.world.is_main:
             found = {"metric": self.best.metric, **self.best.state(), "checkpoint": f"checkpoints/{path.name}"}
             replace_file(trainer.config.folder / BEST_FILE, (json.dumps(found) + "\n").encode())

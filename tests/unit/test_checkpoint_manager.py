@@ -77,6 +77,17 @@ def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
     assert CheckpointManager(tmp_path / "none", 1).latest() is None
 
 
+def test_the_checkpoint_that_is_protected_no_longer_is_removed(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, 1)
+    save(tmp_path, 1, keep=9)
+    save(tmp_path, 2, keep=9)
+    (tmp_path / "step-00000009").mkdir()  # without a manifest: it is no newest one
+    manager.protect(1)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000002"]
+    manager.protect(2)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
+
+
 def test_keeps_the_newest(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step, keep=2)
