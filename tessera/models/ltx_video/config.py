@@ -80,7 +80,7 @@ class LTXVideoConfig(DiffusersConfig):
         if self.coordinates == "frames":
             first = (places[0] * self.patch_size_t * time + (1 - time)).clamp(min=0) / self.frame_rate
             pixels = [at * self.patch_size * step for at, step in zip(places[1:], space, strict=True)]
-            positions = {"video_coords": torch.stack([first, *pixels])[None]}
+            positions: dict[str, Any] = {"video_coords": torch.stack([first, *pixels])[None]}
         else:
             positions = {"rope_interpolation_scale": (time / self.frame_rate, *space)}
         return {
