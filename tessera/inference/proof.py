@@ -27,16 +27,16 @@ from tessera.core.generation import GenerationForm
 from tessera.core.layouts import CLASS_NAME, folder_layout
 from tessera.core.progress import human_bytes
 from tessera.core.run_config import ModelSection
-from tessera.core.types import Batch, Message, ModelSpec, Part, Sample
+from tessera.core.types import Batch, EncodedMedia, Message, ModelSpec, Part, Sample
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
-from tessera.inference.diffusion.pack import SampleConditions, from_tokens, packed
 from tessera.inference.load import allocated
 from tessera.inference.reference import DiffusersModel, StockModel, TransformersReference
 from tessera.models import build_on_meta, resolve
 from tessera.models.common.diffusers_config import DiffusersConfig
 from tessera.models.common.exported_config import config_differences
-from tessera.models.common.sample_encoders import patchify
+from tessera.models.common.generation_batches import pack
+from tessera.models.common.sample_encoders import from_tokens, patchify
 from tessera.models.transformers import ClassProcessor
 
 Prove = Literal["auto", "always", "never"]
@@ -45,6 +45,7 @@ _SHARE = 4  # and no more than this part of the memory that is free
 _ROUNDINGS = 8.0  # how many times the effect of one rounding of the weights two right results may be apart
 _TEXT = "What is this? Say red, 12 or tall."
 _TOKENS = 16
+_SCALARS = {"guidance": 3.5, "additional_t_cond": 0}  # one number of a sample
 _TIME = 500.0  # of 1000; a thousandth of it, as some classes of diffusers are given it, is exact
 
 
@@ -122,21 +123,19 @@ def _compare_latents(folder: Path, spec: ModelSpec, config: Any) -> Proof:
 def _generation_batch(spec: ModelSpec, config: Any, form: GenerationForm) -> Batch:
     """Return one sample of random numbers, as large as what the family reads."""
     assert spec.example is not None
-    widths = spec.example(config, _TOKENS).tensors
+    grid, words = config.proof_grid(), max(one.embeddings(one.skip + _TOKENS) for one in form.text)
+    example = spec.example(config, _TOKENS).tensors
+    lengths = {"text": words, "latents": prod(grid)}
     chance = torch.Generator().manual_seed(0)
-
-    def drawn(name: str, *rows: int) -> Tensor | None:
-        return torch.randn(*rows, widths[name].shape[-1], generator=chance) if name in widths else None
-
-    words = max(one.embeddings(one.skip + _TOKENS) for one in form.text)
-    text, pooled = drawn("text", words), drawn("pooled")
-    assert text is not None
-    embeds = drawn("image_embeds", len(widths["image_embeds"])) if "image_embeds" in widths else None
-    grid = config.proof_grid()
-    batch = packed([SampleConditions(text, pooled, embeds)], form, grid, 3.5, torch.float32).batch
-    tensors = {"latents": drawn("latents", prod(grid)), "timesteps": torch.tensor([_TIME])}
-    more = {name: tensor for name, tensor in widths.items() if name == "additional_t_cond"}
-    return batch.with_tensors(**{name: one for name, one in tensors.items() if one is not None}, **more)
+    drawn: dict[str, Tensor] = {
+        name: torch.randn(lengths.get(name, len(example[name])), example[name].shape[1], generator=chance)
+        for name in ("text", "pooled", "image_embeds", "latents")
+        if name in example
+    }
+    latents, text = drawn.pop("latents"), words if form.joint else 0
+    batch = pack(form, [EncodedMedia("proof", len(latents) + text, grid, text, drawn)])
+    more = {name: example[name] + value for name, value in _SCALARS.items() if name in example}
+    return batch.with_tensors(latents=latents, timesteps=torch.tensor([_TIME]), **more)
 
 
 def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:

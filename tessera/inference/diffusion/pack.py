@@ -85,10 +85,3 @@ def packed(
 
 def _embeds(sample: SampleConditions) -> int:
     return 0 if sample.image_embeds is None else len(sample.image_embeds)
-
-
-def from_tokens(tokens: Tensor, patch: Grid, grid: Grid) -> Tensor:
-    """Return the latents [C, F, H, W] of tokens: `patchify` undone."""
-    channels = tokens.shape[1] // (patch[0] * patch[1] * patch[2])
-    laid = tokens.reshape(*grid, channels, *patch).permute(3, 0, 4, 1, 5, 2, 6)
-    return laid.reshape(channels, *(count * step for count, step in zip(grid, patch, strict=True)))

@@ -20,7 +20,7 @@ from tessera.inference.diffusion.denoise import ALONE, Expert, denoise
 from tessera.inference.diffusion.files import Generated
 from tessera.inference.diffusion.guidance import Guidance
 from tessera.inference.diffusion.images import cropped, frame_condition, image_tokens, open_images, pixels_of
-from tessera.inference.diffusion.pack import SampleConditions, from_tokens, packed
+from tessera.inference.diffusion.pack import SampleConditions, packed
 from tessera.inference.diffusion.prompts import PromptEncoder, image_processor
 from tessera.inference.diffusion.request import Request
 from tessera.inference.diffusion.solver import Solver, make_solver, scheduler_config, with_shift, with_solver
@@ -28,7 +28,7 @@ from tessera.inference.over_ranks import PassRanks
 from tessera.models.common.edit_images import edit_form, reference_size
 from tessera.models.common.frame_encoder import image_processor_name
 from tessera.models.common.pipeline_parts import Autoencoder, PipelineFolder, TextEmbedding, VaeForm
-from tessera.models.common.sample_encoders import patchify
+from tessera.models.common.sample_encoders import from_tokens, patchify
 
 OnStep = Callable[[int, int, int, int], None]  # samples that are finished, samples of all, step, steps
 

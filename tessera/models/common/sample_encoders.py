@@ -47,6 +47,13 @@ def patchify(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
     return latents.reshape(channels, *pairs).permute(1, 3, 5, 0, 2, 4, 6).flatten(3).flatten(0, 2)
 
 
+def from_tokens(tokens: Tensor, patch: tuple[int, int, int], grid: tuple[int, int, int]) -> Tensor:
+    """Return the latents [C, F, H, W] of tokens: `patchify` undone."""
+    channels = tokens.shape[1] // (patch[0] * patch[1] * patch[2])
+    laid = tokens.reshape(*grid, channels, *patch).permute(3, 0, 4, 1, 5, 2, 6)
+    return laid.reshape(channels, *(count * step for count, step in zip(grid, patch, strict=True)))
+
+
 def id_names(form: GenerationForm) -> list[str]:
     """Return the batch tensors that hold the token ids of captions, one for each text encoder."""
     return ["text_ids" + (f"_{number + 1}" if number else "") for number in range(len(form.text))]
