@@ -143,6 +143,10 @@ def _try_out(path: Path) -> None:
         raise TesseraError("this tokenizer cannot encode a plain text", where=where, fix=fix)
 
 
+class UnknownConversationError(TesseraError):
+    """Report a tokenizer without the special words of the conversations that a family knows."""
+
+
 class ChatEncoder:
     """Turn rendered spans into token ids, each with its "trained on" flag.
 
@@ -195,7 +199,7 @@ class ChatEncoder:
     def id_of(self, word: str) -> int:
         found = self._text.token_to_id(word)
         if found is None:
-            raise TesseraError(
+            raise UnknownConversationError(
                 f"the tokenizer does not know {word}",
                 where="tokenizer.json",
                 fix="use the tokenizer of the model's family",

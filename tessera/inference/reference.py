@@ -64,6 +64,7 @@ class DiffusersModel:
                 self._folder,
                 torch_dtype=torch.float32,
                 use_safetensors=True,
+                trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,
             )

@@ -17,6 +17,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.layouts import detect_layout
 from tessera.core.types import ModelSpec
 from tessera.core.weightmap import WeightMap
+from tessera.data.tokenizer import UnknownConversationError
 from tessera.inference.export import as_in_base, main_dtype
 from tessera.inference.load import FoundModel
 from tessera.models import is_original
@@ -65,10 +66,10 @@ def hf_target(
         read = functools.partial(spec.processor, config)
         try:
             files = functools.partial(write_side_files, processor=read(folder), read=read, own=folder, weights=folder)
-        except TesseraError as error:
+        except UnknownConversationError as error:
             if original:
                 raise
-            # Weights are converted without a prompt: a tokenizer or template that cannot be read here is handed on.
+            # Weights are converted without a prompt: a tokenizer of other conversations is handed on.
             _log.warning("the files beside the weights are copied as they are: %s", error.what)
     return FolderTarget(table.as_stored(shapes).spelled_as(shards), described, files, shards)
 

@@ -39,7 +39,14 @@ from tessera.core.types import (
 )
 from tessera.data.chat import ChatSpan, ChatTemplate
 from tessera.data.media.video_frames import VideoSampling
-from tessera.data.tokenizer import ChatEncoder, class_for, load_tokenizer, read_chat_template, write_tokenizer
+from tessera.data.tokenizer import (
+    ChatEncoder,
+    UnknownConversationError,
+    class_for,
+    load_tokenizer,
+    read_chat_template,
+    write_tokenizer,
+)
 from tessera.models.common.media_layout import MediaLayout, collate_media, media_size, media_tensors, token_runs
 from tessera.models.common.patches import Patches
 
@@ -372,7 +379,7 @@ class TextProcessor(ConversationProcessor):
         encoder = ChatEncoder(load_tokenizer(folder))
         template = next((t for t in templates if all(encoder.find(w) is not None for w in t.special_words())), None)
         if template is None:
-            raise TesseraError(
+            raise UnknownConversationError(
                 "the tokenizer has the special words of no conversation this family knows",
                 where=str(folder / "tokenizer.json"),
                 allowed=[" ".join(one.special_words()) for one in templates],

@@ -13,11 +13,17 @@ from PIL import Image
 from pydantic import Field
 
 from tessera.core.config import build
-from tessera.core.errors import TesseraError, foreign_values
+from tessera.core.errors import foreign_values
 from tessera.core.types import MediaSize, PartKind
 from tessera.data.chat import ChatTemplate, MediaWords, Turn
 from tessera.data.media.images import to_rgb
-from tessera.data.tokenizer import ChatEncoder, load_tokenizer, read_chat_template, write_tokenizer
+from tessera.data.tokenizer import (
+    ChatEncoder,
+    UnknownConversationError,
+    load_tokenizer,
+    read_chat_template,
+    write_tokenizer,
+)
 from tessera.models.common.media_layout import MediaLayout
 from tessera.models.common.patches import Patches
 from tessera.models.common.preprocessor_files import VideoOptions
@@ -206,7 +212,7 @@ def _template(encoder: ChatEncoder, config: LlavaConfig, folder: Path) -> ChatTe
     for template in (chatml, VICUNA):
         if all(encoder.find(word) is not None for word in template.special):
             return template
-    raise TesseraError(
+    raise UnknownConversationError(
         "the tokenizer has the special words of no conversation this family knows",
         where=str(folder / "tokenizer.json"),
         allowed=[" ".join(one.special) for one in (chatml, VICUNA)],
