@@ -20,6 +20,7 @@ from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, read_dcp_safetensors
 from tessera.checkpoint.files import CODES, DTYPES, data_positions
 from tessera.checkpoint.folder_tensors import FolderTensors
+from tessera.checkpoint.job_dcp import job_tensors
 from tessera.checkpoint.legacy.dcp import METADATA, DcpTensor, read_dcp
 from tessera.checkpoint.legacy.megatron import (
     MegatronLayout,
@@ -38,7 +39,7 @@ from tessera.checkpoint.weights import (
     plan_reading,
     shapes_fit,
 )
-from tessera.core.errors import TesseraError
+from tessera.core.errors import TesseraError, nearest
 from tessera.core.file_plan import Extent, PlannedTensor
 from tessera.core.layouts import ROOT
 from tessera.core.megatron_form import MegatronForm
@@ -157,6 +158,7 @@ class DcpFolder(StoredForm):
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
         self.where = str(folder)
+        check_dcp(folder)
         found = read_dcp(folder) if (folder / METADATA).is_file() else read_dcp_safetensors(folder)
         self._found = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
         self._positions: dict[Path, Mapping[str, int]] = {}  # of tensors in safetensors files
@@ -179,6 +181,21 @@ class DcpFolder(StoredForm):
         if part.file not in self._positions:
             self._positions[part.file] = data_positions(part.file)
         return Extent(part.file, self._positions[part.file][part.key], PlannedTensor(dtype, part.sizes))
+
+
+class JobFolder(StoredForm):
+    """Read the DCP folder of a job with FSDP2 by the names of Hugging Face folders. See `checkpoint.job_dcp`."""
+
+    def __init__(self, folder: Path, weight_map: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._folder = DcpFolder(folder)
+        self.where = self._folder.where
+        self._found = job_tensors(self._folder.tensors(), weight_map, shapes)
+
+    def tensors(self) -> Mapping[str, PlannedTensor]:
+        return {name: tensor.plan for name, tensor in self._found.items()}
+
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        return self._found[name].read(self._folder, offsets, sizes)
 
 
 @dataclass(frozen=True)
@@ -307,22 +324,32 @@ def weights_folder(folder: Path) -> Path:
     return folder
 
 
-def open_form(folder: Path, shards: MegatronForm | None, prefix: str = "") -> StoredForm:
-    """Open Megatron-style shards or a DCP folder, whichever it is. `shards`: how the family keeps such shards."""
+def check_dcp(folder: Path, other: str = "") -> None:
+    """Raise unless a folder is one of torch.distributed.checkpoint. `other`: what else it could have been."""
     if not folder.is_dir():
-        raise TesseraError("there is no such folder", where=str(folder), fix="check model.weights")
+        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+        near, fix = nearest(folder.name, beside), "check model.weights" if other else None
+        raise TesseraError("there is no such folder", where=str(folder), nearest=near, fix=fix)
+    if not (folder / METADATA).is_file() and not is_dcp_safetensors(folder):
+        raise TesseraError(
+            f"here is {'neither ' + other + ' nor' if other else 'not'} a torch DCP folder ({METADATA})",
+            where=str(folder),
+            fix="a Hugging Face folder, a run or a checkpoint is named by model.path alone" if other else None,
+        )
+
+
+def open_form(
+    folder: Path, shards: MegatronForm | None, weight_map: WeightMap, shapes: Mapping[str, tuple[int, ...]]
+) -> StoredForm:
+    """Open Megatron-style shards or a DCP folder, whichever it is. `shards`: how the family keeps such shards;
+    `shapes`: of all native tensors."""
     folder = weights_folder(folder)
     if is_megatron_folder(folder):
         if shards is None:
             raise TesseraError("this family has no Megatron-style form", where=str(folder))
         return MegatronFolder(folder, shards)
-    if (folder / METADATA).is_file() or is_dcp_safetensors(folder):
-        return DcpFolder(folder, prefix)
-    raise TesseraError(
-        "here are neither Megatron-style shards nor a torch DCP folder",
-        where=str(folder),
-        fix="a Hugging Face folder, a run or a checkpoint is named by model.path alone",
-    )
+    check_dcp(folder, "Megatron-style shards")
+    return JobFolder(folder, weight_map, shapes)
 
 
 def fill_from_form(
@@ -339,7 +366,7 @@ def fill_from_form(
     """
 
     def work() -> None:
-        with open_form(folder, shards) as stored:
+        with open_form(folder, shards, weight_map, shapes) as stored:
             native = NativeTensors(stored, weight_map, shapes, tied)
             if Ranks.current().rank == 0:
                 stored.check_copies(weight_map)

@@ -19,7 +19,7 @@ from tessera.core.pattern import is_class_path
 
 TypeWord = Literal["bf16", "fp16", "fp32"]
 TYPE_NAMES: Mapping[str, str] = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
-_OURS = {
+FSDP2_KEYS: Mapping[str, str] = {  # in the file -> in a recipe
     "sharding_size": "parallel.shard",
     "param_dtype": "precision.compute",
     "reduce_dtype": "precision.reduce",
@@ -121,7 +121,7 @@ def with_fsdp2_file(recipe: Mapping[str, Any]) -> dict[str, Any]:
             "expert_parallel_size distributes all of them",
             path,
         )
-    for theirs, ours in _OURS.items():
+    for theirs, ours in FSDP2_KEYS.items():
         section, key = ours.split(".")
         own, value = sections[section], file.value(theirs)
         if theirs.endswith("_dtype") and value is not None:

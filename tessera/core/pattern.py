@@ -12,7 +12,7 @@ from functools import lru_cache
 from tessera.core.errors import TesseraError, nearest
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
-_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*\.[A-Z]\w*")
+_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[\w-]+)*\.[A-Z]\w*")  # a folder of remote code may have a dash in its name
 _MAX_RANGE = 100_000
 _EXPERTS = "experts"  # what modules of stacked experts are called in every family
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from tessera.checkpoint.adapter_files import is_adapters
 from tessera.checkpoint.adapter_reading import fill_adapters, merge_into, part_of, settled, targets_origin
+from tessera.checkpoint.forms import fill_from_form, native_shapes
 from tessera.checkpoint.hf import stored_dtype
 from tessera.checkpoint.peft import base_of, is_adapter_folder, read_config
 from tessera.checkpoint.state import model_tensors, tied_names
@@ -109,6 +110,7 @@ def load(
     model: nn.Module | None = None,
     adapters: AdapterPaths | None = None,
     base: str | Path | None = None,
+    shards: str | Path | None = None,
     parallel: Mapping[str, Any] | None = None,
     processor: Mapping[str, Any] | None = None,
     trust: Trust = False,
@@ -123,6 +125,9 @@ def load(
     `adapters`: LoRA files or PEFT folders that are merged into the weights: a path, several, or {path: strength}.
 
     `base`: where `path` is one of adapters, the folder of the model that they belong to, if they do not name it.
+
+    `shards`: Megatron-style shards or a torch DCP folder, whose weights are read in place of those of the Hugging Face
+    folder `path`.
 
     `parallel`: a layout as in a recipe ({"tp": 2, "pp": 2}), for a model that one device does not hold. Every rank of a
     process group calls this, and then everything else, together and with the same prompts; all get the answers.
@@ -154,10 +159,10 @@ def load(
     weights, part = spec.main.weight_map(config), part_of(section.path)
     own: dict[str, Adapter] = {}
     saved: Sequence[str] = ()
-    names, tied = list(model_tensors(whole)), tied_names(whole)
+    names, shapes, tied = list(model_tensors(whole)), native_shapes(model_tensors(whole)), tied_names(whole)
     # What was trained whole beside adapters, and the folder of their model does not have.
     fresh = fresh_names(section, spec) if origin != "folder" else frozenset()
-    if origin in ("folder", "adapters") and weights is not None:
+    if origin in ("folder", "adapters") and weights is not None and shards is None:
         assert section.path is not None
         stored = {name: tensor for name, tensor in model_tensors(whole).items() if name not in fresh}
         check_folder_fit(section.path, stored, weights, tied=tied)
@@ -180,6 +185,11 @@ def load(
         inside = {n: t for n, t in tensors.items() if not is_factor(n) and n not in fresh}
         fill_from(section.path, inside, weights, tied, [name for name in names if name not in fresh])
         fill_adapters(folder, tensors, own, names, weights, part)
+    elif shards is not None:
+        if origin != "folder" or weights is None:
+            raise TesseraError("shards belong to a Hugging Face folder", where=str(folder), fix="name that folder")
+        megatron = None if spec.main.megatron is None else spec.main.megatron(config)
+        fill_from_form(Path(shards), tensors, weights, megatron, shapes, tied)
     else:
         fill_from(folder, tensors, weights, tied, [name for name in names if name not in fresh], base=section.path)
     for path_of_adapters, strength in merged.items():

@@ -110,8 +110,9 @@ def _blocks(
         proposed = _select_once(model_plan.blocks, tree, "the model's plan (blocks)")
         return tuple(path for path in proposed if not home(path, ignored))
     where = "parallel.wrap"
-    blocks = _callable(_select_once(section.wrap, tree, where), tree, where)
-    for path in blocks:
+    at_root = [path for path in tree if any(matches(pattern, path) for pattern in model_plan.fsdp_root)]
+    blocks: dict[str, None] = {}
+    for path in _callable(_select_once(section.wrap, tree, where), tree, where):
         outer = home(path, ignored)
         if outer:
             raise TesseraError(
@@ -119,12 +120,19 @@ def _blocks(
                 where="parallel.wrap and parallel.ignore",
                 fix="name it in one of the two",
             )
-        if any(matches(pattern, path) for pattern in model_plan.fsdp_root):
+        if path in at_root:
             raise TesseraError(
                 f"{path} cannot be wrapped: its weights are read outside of its own forward pass",
                 where=where,
                 fix="leave it out; it is gathered with the root",
             )
+        if any(home(other, [path]) for other in at_root):
+            # A group around them would have their weights sharded when they are read: it is split into the blocks in
+            # it, and what is left of it stays with the root.
+            inside = [block for block in _select_once(model_plan.blocks, tree, where) if home(block, [path])]
+            blocks.update(dict.fromkeys(block for block in inside if not home(block, ignored)))
+        else:
+            blocks[path] = None
     return tuple(blocks)
 
 
@@ -293,16 +301,20 @@ def native_patterns(
     patterns: Sequence[str], tree: Mapping[str, nn.Module], foreign_names: Mapping[str, tuple[str, ...]]
 ) -> list[str]:
     """Return patterns in the paths of a model. A pattern that matches a path stays as it is; one that does not may be
-    a name that `foreign_names` translates, or the import path of a class, whose instances are meant. Of several classes
-    some may have no instance: published files list those of all sizes of a model."""
+    a name that `foreign_names` translates (of a class by its name alone), or the import path of a class, whose
+    instances are meant. Of several classes some may have no instance: published files list those of all sizes of a
+    model. So may of several paths that one name means some not be there."""
     found: dict[str, None] = {}
     absent: list[str] = []
     for pattern in patterns:
-        known = home(pattern, foreign_names)
+        name = pattern.rpartition(".")[2] if is_class_path(pattern) else pattern
+        known = home(name, foreign_names)
         if any(matches(pattern, path) for path in tree):
             found[pattern] = None
         elif known is not None:
-            found.update(dict.fromkeys(path + pattern[len(known) :] for path in foreign_names[known]))
+            paths = [path + name[len(known) :] for path in foreign_names[known]]
+            there = [path for path in paths if any(matches(path, other) for other in tree)]
+            found.update(dict.fromkeys(there or ([pattern] if paths else [])))
         elif instances := _instances(pattern, tree):
             found.update(dict.fromkeys(instances))
         elif is_class_path(pattern):

@@ -33,8 +33,9 @@ def check_first_weights(config: RunConfig, setup: ModelSetup) -> None:
     """Raise if the folder that the model is to be filled from does not fit it, before memory is taken for a model."""
     path, weight_map = config.model.path, setup.spec.main.weight_map(setup.config)
     if config.model.weights is not None and weight_map is not None:
-        with open_form(config.model.weights, _shards(setup)) as stored:
-            NativeTensors(stored, weight_map, _file_shapes(setup), tied_names(setup.module))
+        shapes = _file_shapes(setup)
+        with open_form(config.model.weights, _shards(setup), weight_map, shapes) as stored:
+            NativeTensors(stored, weight_map, shapes, tied_names(setup.module))
         return
     # Layers that are kept in fewer bits are read one by one, later.
     if path is None or weight_map is None or _quantizes(setup) or origin_of(path) != "folder":

@@ -23,6 +23,7 @@ from tessera.compat.mindspeed_mm.config_files import ConfigReader, MissingKeyErr
 from tessera.compat.mindspeed_mm.flags import FLAGS, Flag
 from tessera.compat.mindspeed_mm.report import JobReport
 from tessera.core.errors import TesseraError, nearest
+from tessera.core.fsdp2_file import FSDP2_KEYS
 
 WHERE = "command line"
 _TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
@@ -117,7 +118,9 @@ def given_flags(args: Args) -> list[Flag]:
 
 def flag_report(args: Args) -> JobReport:
     """Return what becomes of each flag that the command line sets."""
-    report = JobReport()
+    report = JobReport(places={"model.freeze": "freeze in model.json, or requires_grad_(False) in model_provider"})
+    if args.fsdp2_config_path is not None:
+        report.places |= {ours: f"{theirs} of {args.fsdp2_config_path}" for theirs, ours in FSDP2_KEYS.items()}
     for flag in given_flags(args):
         value = getattr(args, flag.destination)
         state, note = flag.treated(value)

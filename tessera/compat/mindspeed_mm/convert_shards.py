@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.files import Entry, SafetensorsFile, storage_order
+from tessera.checkpoint.files import MANIFEST, Entry, SafetensorsFile, storage_order
 from tessera.checkpoint.forms import SafetensorsForm
 from tessera.checkpoint.legacy.megatron import MegatronLayout, check_layout, plan_megatron, read_megatron
 from tessera.checkpoint.peft import CONFIG, WEIGHTS, is_adapter_folder
@@ -39,17 +39,26 @@ def hf_to_mm(family: str, options: Options) -> Path:
 def mm_to_hf(family: str, options: Options) -> Path:
     layout = layout_of(options, "parallel_config.", two_levels=False)
     like, source = Path(options["hf_config.hf_dir"]), Path(options["mm_dir"])
-    if run_exists(source):  # the folder of --save of a job: whole tensors, and lists that only have to fit the model
+    if is_run(source):  # whole tensors, and lists that only have to fit the model
         check_layout(_form_of(ModelSection(path=like)), parse_layout(layout), str(source))
-    form: Form = "original" if is_original(FAMILIES.get(family), like) else "hf"  # that of the folder it began from
-    return convert(source, options["save_hf_dir"], to=form, like=like, source_layout=layout)
+    return convert(source, options["save_hf_dir"], to=form_like(like), like=like, source_layout=layout)
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is that of `--save` of a job, or an iteration in it."""
+    return run_exists(folder) or (folder / MANIFEST).is_file()
+
+
+def form_like(folder: Path) -> Form:
+    """Return the form that a Hugging Face folder has: that of transformers, or of the model's makers."""
+    return "original" if any(is_original(spec, folder) for spec in FAMILIES.values()) else "hf"
 
 
 def resplit_mm(family: str, options: Options) -> Path:
     before = layout_of(options, "source_parallel_config.", two_levels=False)
     after = layout_of(options, "target_parallel_config.", two_levels=False)
     source, target, like = Path(options["source_dir"]), options["target_dir"], options.get("hf_config.hf_dir")
-    if run_exists(source):  # the folder of --save of a job
+    if is_run(source):
         return convert(source, target, to="mm", layout=after)
     return resplit(source, target, family, before, after, like=None if like is None else Path(like))
 
@@ -131,6 +140,8 @@ def lora_mm_to_hf(family: str, options: Options) -> Path:
     source, target = Path(options["mm_dir"]), Path(options["save_hf_dir"])
     check_apart(target, source, options.get("hf_config.hf_dir"))
     layout = _checked_layout(options, two_levels=False)
+    if is_run(source):
+        return convert(source, target, adapters=True)
     form = _adapter_form(family, options, layout)
     found, _ = read_megatron(source, form, layout, some_layers=True)
     names = {foreign: native for native, foreign in _names(form)}

@@ -16,10 +16,12 @@ import torch
 from tessera.compat.mindspeed_mm import convert_dcp, convert_shards
 from tessera.compat.mindspeed_mm.convert_dcp import Naming
 from tessera.compat.mindspeed_mm.convert_options import Converter, Method, Option, Options
+from tessera.compat.mindspeed_mm.convert_shards import form_like, is_run
 from tessera.compat.mindspeed_mm.convert_video_table import VIDEO_CONVERTERS
 from tessera.core.config import read_mapping
 from tessera.core.errors import TesseraError
 from tessera.core.layouts import CLASS_NAME
+from tessera.tools.convert import convert
 
 # ---------------------------------------------------------------------------------------------- options
 
@@ -192,6 +194,9 @@ def _dcp_to_hf(naming: Naming, _: str, options: Options) -> Path:
     source = options.get("load_dir") or options["dcp_dir"]
     target = options.get("save_hf_dir") or options["save_dir"]
     like = options.get("model_assets_dir") or options.get("origin_hf_dir") or options["hf_dir"]
+    if is_run(Path(source)):  # its names are those of the folder that it began from
+        dtype = "bfloat16" if options.get("to_bf16") else None
+        return convert(source, target, to=form_like(Path(like)), like=like, dtype=dtype)
     return convert_dcp.dcp_to_hf(
         Path(source),
         Path(target),
@@ -208,6 +213,8 @@ def _lora_hf_to_dcp(_: str, options: Options) -> Path:
 
 def _merge_lora(naming: Naming, _: str, options: Options) -> Path:
     base, adapters, target = (Path(options[key]) for key in ("base_hf_dir", "lora_dcp_dir", "save_merged_hf_dir"))
+    if is_run(adapters):  # it knows its layers and their scaling
+        return convert(adapters, target, to=form_like(base), like=base)
     modules, scaling = options["lora_target_modules"], float(options.get("scaling", 1.0))
     return convert_dcp.merge_lora(base, adapters, target, modules, scaling, naming)
 

@@ -16,7 +16,7 @@ from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron, re
 from tessera.checkpoint.legacy.torch_files import StoredTensor, read_torch_file
 from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.checkpoint.publish import made_from, publish
-from tessera.checkpoint.weight_source import run_exists
+from tessera.compat.mindspeed_mm.convert_shards import is_run
 from tessera.core.errors import TesseraError, first_line, nearest
 from tessera.core.file_plan import PlannedTensor
 from tessera.core.megatron_form import MegatronForm
@@ -47,7 +47,7 @@ def hf_to_mm(family: str, options: Options) -> Path:
 def mm_to_hf(family: str, options: Options) -> Path:
     """Join shards, or take the run of a job, to a transformer as diffusers keeps it."""
     source, like = Path(options["source_path"]), Path(options["hf_dir"])
-    if run_exists(source):
+    if is_run(source):
         return convert(source, options["target_path"])
     return convert(source, options["target_path"], to="hf", like=like)
 
@@ -55,7 +55,7 @@ def mm_to_hf(family: str, options: Options) -> Path:
 def resplit_mm(family: str, options: Options) -> Path:
     """Divide shards anew; how they are divided now, their files say."""
     source, target, after = Path(options["source_path"]), options["target_path"], target_layout(family, options)
-    if run_exists(source):  # the folder of --save of a job
+    if is_run(source):
         return convert(source, target, to="mm", layout=after)
     before = stored_layout(source, _form(family).parts)
     lists = {part: [list(chunk) for chunk in chunks] for part, chunks in before.layers.items()}
@@ -233,7 +233,7 @@ def merge_lora(family: str, options: Options) -> Path:
         raise TesseraError(f"adapters of rank {rank}", where="--lora_rank", allowed=["1 or more"])
     folders = {key: Path(options[key]) for key in ("source_path", "lora_path")}
     for key, folder in folders.items():
-        if run_exists(folder):
+        if is_run(folder):
             raise TesseraError(
                 f"{folder} is the run of a job, which is whole",
                 where=f"--cfg.{key}",

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 from tessera.compat.mindspeed_mm.arguments import Args
-from tessera.compat.mindspeed_mm.inference_json import folder_of, read_settings
+from tessera.compat.mindspeed_mm.inference_json import load_model, read_settings
 from tessera.compat.mindspeed_mm.report import JobReport
 from tessera.core.errors import TesseraError
 from tessera.evaluation.benchmarks import benchmark_of, score_table
-from tessera.inference.load import load
 
 OWN_KEYS = {"dataset_path", "evaluation_dataset", "evaluation_model", "result_output_path", "use_custom_prompt"}
 
@@ -24,7 +23,7 @@ def evaluate(args: Args) -> float:
     benchmark, path = benchmark_of(name, f"{source}: evaluation_dataset"), Path(str(data.get("dataset_path")))
     settings = read_settings({key: value for key, value in data.items() if key not in OWN_KEYS}, source, report)
     report.check()
-    model, processor = load(folder_of(args, settings), device="auto", processor=settings.processor)
+    model, processor = load_model(args, settings)
     records = score_table(model, processor, benchmark, path, seed=args.seed, **settings.generation)
     mean = float(sum(record["score"] for record in records) / len(records))
     folder = Path(str(data.get("result_output_path") or "evaluation_outputs"))

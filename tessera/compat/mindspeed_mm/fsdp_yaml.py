@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tessera.compat.mindspeed_mm.data_json import DataFile, read_data
@@ -12,6 +13,7 @@ from tessera.compat.mindspeed_mm.recipe_parts import (
     KEEP_ALL,
     data_section,
     family_of_folder,
+    is_foreign_checkpoint,
     lora_targets,
     note_behaviour,
     our_modules,
@@ -167,7 +169,7 @@ OWN_TRAINING_KEYS = {
 
 def recipe_of_yaml(data: Mapping[str, Any], source: str, world_size: int) -> tuple[dict[str, Any], JobReport]:
     """Return the recipe of a job of this form and what becomes of each of its keys."""
-    report = JobReport()
+    report = JobReport(places=_places(source))
     for name in data:
         if name not in (*SECTIONS, "inference") and isinstance(data[name], Mapping):
             near = nearest(name, SECTIONS)
@@ -204,6 +206,16 @@ def recipe_of_yaml(data: Mapping[str, Any], source: str, world_size: int) -> tup
     note_behaviour(report, calculates_tokens=False, pairs=file.pairs)
     report.settle(recipe)
     return recipe, report
+
+
+def _places(source: str) -> dict[str, str]:
+    """Return where a file of this form can say the keys of a recipe."""
+    tables = {"parallel.": PARALLEL_KEYS, "parallel.fsdp_plan.": FSDP_KEYS, "training.": TRAINING_KEYS}
+    targets = {rule.target: f"{at}{key}" for at, rules in tables.items() for key, rule in rules.items() if rule.target}
+    memory = {"parallel.recompute": "recompute_plan", "parallel.activation_offload": "activation_offload_plan"}
+    targets |= {ours: f"features.{theirs}.apply_modules" for ours, theirs in memory.items()}
+    targets |= {"parallel.use_reentrant": "features.recompute_plan.use_reentrant", "model.freeze": "model.freeze"}
+    return {ours: f"{theirs} of {source}" for ours, theirs in targets.items()}
 
 
 def _put_all(recipe: dict[str, Any], found: Mapping[str, Any]) -> None:
@@ -255,13 +267,15 @@ def _set_model(
         *RECOMPUTE_KEYS,
     }
     translate(section, MODEL_KEYS, source, report, "model.", own)
-    folder = training.get("load") or section.get("model_name_or_path")
+    loaded, described = training.get("load"), section.get("model_name_or_path")
+    converted = bool(loaded) and _is_converted(Path(str(loaded)), training.get("load_format"))
+    folder = described if converted else loaded or described
     if not folder:
         raise TesseraError("model.model_name_or_path names no folder", where=source)
-    model: dict[str, Any] = {"path": str(folder)}
-    report.add(source, "model.model_name_or_path", section.get("model_name_or_path"), "mapped", "model.path")
+    model: dict[str, Any] = {"path": str(folder), **({"weights": str(loaded)} if converted else {})}
+    report.add(source, "model.model_name_or_path", described, "mapped", "model.path")
     if "load" in training:
-        report.add(source, "training.load", training["load"], "mapped", "model.path")
+        report.add(source, "training.load", loaded, "mapped", "model.weights" if converted else "model.path")
     if data.processor_folder not in (None, str(folder)):
         model["tokenizer"] = data.processor_folder
     if section.get("freeze"):
@@ -281,6 +295,11 @@ def _set_model(
     elif lora:
         report.add(source, "training.lora", lora, "not needed", "off")
     recipe["model"] = {**model, **recipe.get("model", {})}
+
+
+def _is_converted(folder: Path, form: str | None) -> bool:
+    """Return whether a job loads DCP or shards. A run of an earlier job is loaded as it is, whatever it is called."""
+    return is_foreign_checkpoint(folder) or (form == "dcp" and not (folder / "config.yaml").is_file())
 
 
 def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, report: JobReport) -> None:

@@ -13,6 +13,7 @@ from tessera.compat.mindspeed_mm.recipe_parts import foreign_checkpoint, is_fore
 from tessera.compat.mindspeed_mm.report import JobReport, KeyRule, all_of, refused, sets, translate, unneeded
 from tessera.core.errors import TesseraError, nearest
 from tessera.inference.load import load
+from tessera.inference.loaded import LoadedModel, LoadedProcessor
 
 PIPELINES = ("Qwen2VlPipeline", "InternVLPipeline", "GlmPipeline")
 _TOKENS = unneeded("the model's folder has the special tokens")
@@ -145,14 +146,19 @@ def _generation(data: Mapping[str, Any], source: str, report: JobReport) -> dict
     return found
 
 
-def folder_of(args: Args, settings: AnswerSettings) -> Path:
-    """Return the folder of the model that answers."""
-    folder = args.load or next(iter(settings.folders), None)
-    if folder is None:
+def load_model(args: Args, settings: AnswerSettings) -> tuple[LoadedModel, LoadedProcessor]:
+    """Load the model that answers: that of `--load`. Converted weights belong to the folder of the tokenizer."""
+    load_path = args.load or next(iter(settings.folders), None)
+    if load_path is None:
         raise TesseraError("--load names no model", where="command line", fix="--load ckpt/hf_path/MODEL")
-    if is_foreign_checkpoint(Path(folder)):
-        raise foreign_checkpoint(folder, "--load")
-    return Path(folder)
+    if not is_foreign_checkpoint(Path(load_path)):
+        return load(load_path, device="auto", processor=settings.processor)
+    places = [Path(one) for one in settings.folders]
+    folders = [place.parent if place.is_file() else place for place in places]
+    described = next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    if described is None:
+        raise foreign_checkpoint(load_path, "--load", "as tokenizer.from_pretrained in the inference JSON")
+    return load(described, device="auto", shards=load_path, processor=settings.processor)
 
 
 def ask(args: Args) -> Iterator[tuple[str, str]]:
@@ -162,7 +168,7 @@ def ask(args: Args) -> Iterator[tuple[str, str]]:
     report = JobReport()
     asked = read_inference(args.mm.model.to_dict(), args.mm_model, report)
     report.check()
-    model, processor = load(folder_of(args, asked.settings), device="auto", processor=asked.settings.processor)
+    model, processor = load_model(args, asked.settings)
     shown: list[dict[str, Any]] = [{"type": "image", "image": image} for image in asked.images]
     for question in asked.questions:
         messages = [{"role": "user", "content": [*shown, {"type": "text", "text": question}]}]

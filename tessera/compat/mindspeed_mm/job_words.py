@@ -28,10 +28,12 @@ def in_words_of_job(report: JobReport) -> Iterator[None]:
 def flags_of(key: str, report: JobReport) -> str:
     """Return the flags or the keys of a job's files that set a key of a recipe; the key itself where none does."""
     if key == "model.freeze":  # parts that are trained have such a key, too, and it names none of a recipe
-        return ", ".join(entry.key for entry in report.entries if entry.key.endswith("freeze")) or key
+        freezes = [entry.key for entry in report.entries if entry.key.endswith("freeze")]
+        return ", ".join(freezes) or report.places.get(key, key)
     given = [(entry.key, recipe_keys(entry.note)) for entry in report.entries if entry.outcome == "mapped"]
+    other = [(place, [one]) for one, place in report.places.items()]
     known = [(flag.name, recipe_keys(flag.note)) for flag in FLAGS.values() if flag.state == "honoured"]
-    for names in (given, known):
+    for names in (given, other, known):
         exact = [name for name, keys in names if key in keys]
         around = [name for name, keys in names if any(f"{key}.".startswith(f"{one}.") for one in keys)]
         inside = [name for name, keys in names if any(one.startswith(f"{key}.") for one in keys)]

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors
+from tessera.checkpoint.legacy.dcp import METADATA
+from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.compat.mindspeed_mm.data_json import DataFile
 from tessera.compat.mindspeed_mm.model_json import COMPARED, TEXT, VISION, ModelFile
 from tessera.compat.mindspeed_mm.report import JobReport, part_of, put
@@ -246,17 +249,19 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_foreign_checkpoint(folder: Path) -> bool:
-    """Return whether a folder holds weights in Megatron's form: shards by rank under release/ or iter_*/."""
+    """Return whether a folder holds weights of a job: shards by rank under release/ or iter_*/, or DCP."""
     if (folder / "config.json").is_file() or (folder / "config.yaml").is_file():
         return False
-    return (folder / "latest_checkpointed_iteration.txt").is_file() or any(folder.glob("*/mp_rank_*"))
+    if (folder / METADATA).is_file() or is_dcp_safetensors(folder):
+        return True
+    return (folder / LATEST).is_file() or any(folder.glob("*/mp_rank_*"))
 
 
-def foreign_checkpoint(folder: str, where: str) -> TesseraError:
+def foreign_checkpoint(folder: str, where: str, named: str = "as tokenizer in data.json") -> TesseraError:
     return TesseraError(
         f"{folder} holds shards, which do not say which model they are of",
         where=where,
-        fix="name the Hugging Face folder that they were converted from: as tokenizer in data.json, or in place of "
+        fix=f"name the Hugging Face folder that they were converted from: {named}, or in place of "
         "them (LOAD_PATH=ckpt/hf_path/...); or convert them back with mm-convert CONVERTER mm_to_hf",
     )
 

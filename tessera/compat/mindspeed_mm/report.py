@@ -35,6 +35,7 @@ class JobReport:
     """Collect the entries for all flags and keys of a job."""
 
     entries: list[ReportEntry] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)  # keys of a recipe -> where else the job can say them
 
     def add(self, source: str, key: str, value: Any, outcome: Outcome, note: str) -> None:
         self.entries.append(ReportEntry(source, key, value, outcome, note))

@@ -223,18 +223,14 @@ def write_videos(
     report, source = JobReport(), args.mm_model or "section model"
     asked = read_videos(args.mm.model.to_dict(), source, report)
     report.check()
-    model = args.load or asked.parts
+    shards = args.load if args.load is not None and is_foreign_checkpoint(Path(args.load)) else None
+    model = asked.parts if shards is not None else args.load or asked.parts
     if model is None:
-        raise TesseraError("--load names no model", where="command line", fix="--load FOLDER/transformer")
-    if is_foreign_checkpoint(Path(model)):
-        raise TesseraError(
-            f"{model} holds shards, which do not say which model they are of",
-            where="--load",
-            fix="mm-convert WanConverter mm_to_hf writes a folder that does",
-        )
+        fix = "--load FOLDER/transformer" if shards is None else "name the diffusers folder as ae.from_pretrained"
+        raise TesseraError("nothing names a folder that says which model it is", where="--load", fix=fix)
     _check_experts(asked, source)
     check_out(asked.folder / "video_0.mp4", asked.options.get("frames", 2))
-    pipeline = load_pipeline(model, "auto", asked.dtype, parts=asked.parts, parallel=parallel)
+    pipeline = load_pipeline(model, "auto", asked.dtype, shards=shards, parts=asked.parts, parallel=parallel)
     seed = asked.options.pop("seed", args.seed)
     for number, (prompt, images) in enumerate(zip(asked.prompts, asked.images, strict=True)):
         shown = [str(Path(image).absolute()) for image in images]

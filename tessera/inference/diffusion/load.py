@@ -45,6 +45,7 @@ def load_pipeline(
     adapters: AdapterPaths | None = None,
     adapters_2: AdapterPaths | None = None,
     base: str | Path | None = None,
+    shards: str | Path | None = None,
     parts: str | Path | None = None,
     parallel: Mapping[str, Any] | None = None,
     trust: Trust = False,
@@ -66,16 +67,17 @@ def load_pipeline(
             f"{spec.name} generates text", where=str(folder), fix="use tessera.load, or tessera generate"
         )
     home = _home(found, None if parts is None else Path(parts))
+    how: dict[str, Any] = {"base": base, "shards": shards, "parallel": parallel, "trust": trust}
     boundary = DiffusersFolder(home).index.get("boundary_ratio")
     if not (SECOND in DiffusersFolder(home).components() and isinstance(boundary, (int, float))):
         if adapters_2 is not None:
             raise TesseraError("this model has one expert", where="adapters_2", fix="give them as adapters")
-        model, _ = load(folder, device, found.dtype, adapters=adapters, base=base, parallel=parallel, trust=trust)
+        model, _ = load(folder, device, found.dtype, adapters=adapters, **how)
         return Pipeline([(model, 0.0)], spec.generation(config), home, model.device, found.dtype, model.passes)
     second = part_of(found.section.path) == SECOND
     first_merged, second_merged = _by_expert(adapter_strengths(adapters), adapter_strengths(adapters_2))
     own, others = (second_merged, first_merged) if second else (first_merged, second_merged)
-    model, _ = load(folder, device, found.dtype, adapters=own, base=base, parallel=parallel, trust=trust)
+    model, _ = load(folder, device, found.dtype, adapters=own, **how)
     other, _ = load(
         home / (FIRST if second else SECOND), device, found.dtype, adapters=others, parallel=parallel, trust=trust
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 Names = Mapping[str, tuple[str, ...]]
-TRANSFORMER_LAYER = "megatron.core.transformer.transformer_layer.TransformerLayer"  # selected by its class
+_LAYERS, _BLOCKS = ("text.layers.{*}",), ("vision.blocks.{*}",)
 
 
 def _decoder(layers: str, embedding: str, norm: str, rotary: str) -> dict[str, tuple[str, ...]]:
@@ -18,64 +18,82 @@ def _decoder(layers: str, embedding: str, norm: str, rotary: str) -> dict[str, t
 
 def _in_megatron(prefix: str) -> dict[str, tuple[str, ...]]:
     parts = (f"{prefix}{name}" for name in ("decoder.layers", "embedding", "decoder.final_layernorm", "rotary_pos_emb"))
-    return {**_decoder(*parts), f"{prefix}output_layer": ("head",)}
+    container = {f"{prefix}decoder": (*_LAYERS, "text.norm")}
+    return {**container, **_decoder(*parts), f"{prefix}output_layer": ("head",)}
 
 
 def _in_transformers(prefix: str) -> dict[str, tuple[str, ...]]:
     return _decoder(*(f"{prefix}{name}" for name in ("layers", "embed_tokens", "norm", "rotary_emb")))
 
 
-_MEGATRON_CLASSES: Names = {
-    "megatron.core.models.common.embeddings.language_model_embedding.LanguageModelEmbedding": ("text.embed",),
-    "megatron.core.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding": (),
+# Classes by their name: files give the import path, which may hold the name of a folder (transformers_modules.FOLDER).
+_CLASSES: Names = {
+    "LanguageModelEmbedding": ("text.embed",),
+    "RotaryEmbedding": (),
+    "TransformerLayer": (*_BLOCKS, *_LAYERS),  # of Megatron
+    "VisionModel": ("vision", "projector"),  # of MindSpeed-MM
+    **dict.fromkeys(("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3MoeDecoderLayer"), _LAYERS),
+    **dict.fromkeys(("Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer"), _LAYERS),
+    **dict.fromkeys(("Qwen3VLMoeTextDecoderLayer", "Glm4vTextDecoderLayer"), _LAYERS),
+    **dict.fromkeys(("Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisionBlock"), _BLOCKS),
+    **dict.fromkeys(("Qwen3VLMoeVisionBlock", "Glm4vVisionBlock", "CLIPEncoderLayer", "SiglipEncoderLayer"), _BLOCKS),
+    **dict.fromkeys(("InternVisionEncoderLayer", "InternVLVisionLayer"), _BLOCKS),
 }
 TEXT_NAMES: Names = {
     **_in_megatron(""),
+    "model": ("text",),
     **_in_transformers("model."),
     "lm_head": ("head",),
-    **_MEGATRON_CLASSES,
-    TRANSFORMER_LAYER: ("text.layers.{*}",),
+    **_CLASSES,
 }
-
-# Model types of transformers -> its classes of vision blocks and of decoder layers.
-_LAYER_CLASSES = {
-    "qwen2_vl": ("Qwen2VLVisionBlock", "Qwen2VLDecoderLayer"),
-    "qwen2_5_vl": ("Qwen2_5_VLVisionBlock", "Qwen2_5_VLDecoderLayer"),
-    "qwen3_vl": ("Qwen3VLVisionBlock", "Qwen3VLTextDecoderLayer"),
-    "qwen3_vl_moe": ("Qwen3VLMoeVisionBlock", "Qwen3VLMoeTextDecoderLayer"),
-    "glm4v": ("Glm4vVisionBlock", "Glm4vTextDecoderLayer"),
-}
-_LAYERS = ("vision.blocks.{*}", "text.layers.{*}")
 _VISION = {
     "": ("vision", "projector"),
     ".blocks": ("vision.blocks",),
+    ".pos_embed": ("vision.table",),
     ".merger": ("projector",),
     ".deepstack_merger_list": ("projector.taps",),
 }
+# Encoders of InternVL and LLaVA, as the original classes and those of transformers nest them.
+_TOWERS = {
+    "": ("vision",),
+    ".embeddings": ("vision.patch_embed", "vision.table"),
+    ".encoder": _BLOCKS,
+    **dict.fromkeys((".encoder.layers", ".encoder.layer"), ("vision.blocks",)),
+}
+_TOWER_PATHS = ("vision_model", "vision_tower", "vision_tower.vision_model")
 VISION_LANGUAGE_NAMES: Names = {
+    "text_decoder": ("text", "head"),
     **_in_megatron("text_decoder."),
     "image_encoder": ("vision", "projector"),
     "image_encoder.encoder": ("vision",),
+    "image_encoder.encoder.blocks": _BLOCKS,
     "image_encoder.encoder.blocks.layers": ("vision.blocks",),
-    "image_encoder.encoder.encoder.layers": ("vision.blocks",),  # InternVL
+    "image_encoder.encoder.encoder": _BLOCKS,  # InternVL
+    "image_encoder.encoder.encoder.layers": ("vision.blocks",),
     "image_encoder.projector": ("projector",),
     **_in_transformers("model."),
-    **_in_transformers("model.language_model."),
+    "language_model": ("text", "head"),
+    "language_model.model": ("text",),
+    "language_model.lm_head": ("head",),
+    **_in_transformers("language_model."),
+    **_in_transformers("language_model.model."),
     "model.language_model": ("text",),
+    **_in_transformers("model.language_model."),
+    **dict.fromkeys(("mlp1", "multi_modal_projector", "model.multi_modal_projector"), ("projector",)),
     "lm_head": ("head",),
     **{f"{prefix}visual{part}": paths for prefix in ("", "model.") for part, paths in _VISION.items()},
-    **_MEGATRON_CLASSES,
-    TRANSFORMER_LAYER: _LAYERS,
-    "mindspeed_mm.models.vision.vision_model.VisionModel": ("vision", "projector"),
     **{
-        f"transformers.models.{kind}.modeling_{kind}.{name}": (path,)
-        for kind, classes in _LAYER_CLASSES.items()
-        for name, path in zip(classes, _LAYERS, strict=True)
+        f"{prefix}{tower}{part}": paths
+        for prefix in ("", "model.")
+        for tower in _TOWER_PATHS
+        for part, paths in _TOWERS.items()
     },
+    **_CLASSES,
 }
 
 # A generation job of MindSpeed-MM has the transformer as `predictor`, beside encoders that are no part of a model here.
 GENERATION_NAMES: Names = {
+    "predictor": ("blocks.{*}", "single_blocks.{*}"),
     "predictor.blocks": ("blocks",),  # Wan
     "predictor.head": ("head",),
     "predictor.double_blocks": ("blocks",),  # HunyuanVideo
