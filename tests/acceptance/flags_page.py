@@ -83,7 +83,10 @@ def sections() -> dict[str, dict[str, str]]:
         **_generation_sections(),
         "tools.json": tools,
         "inference JSON, generation_config": generation,
-        "YAML of the FSDP2 trainer, parallel": key_states({**fsdp_yaml.PARALLEL_KEYS, **fsdp_yaml.FSDP_KEYS}),
+        "YAML of the FSDP2 trainer, parallel": {
+            **key_states({**fsdp_yaml.PARALLEL_KEYS, **fsdp_yaml.FSDP_KEYS}),
+            **own(*fsdp_yaml.RECOMPUTE_KEYS),
+        },
         "YAML of the FSDP2 trainer, model": {**key_states(fsdp_yaml.MODEL_KEYS), **own("model_name_or_path", "freeze")},
         "YAML of the FSDP2 trainer, features": key_states(fsdp_yaml.FEATURE_KEYS),
         "YAML of the FSDP2 trainer, training": {

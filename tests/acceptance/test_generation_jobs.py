@@ -263,6 +263,15 @@ def test_a_job_trains_and_samples(here: Path, capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().out
     assert "wrote samples/wan2.1/video_1.mp4" in told
     described = json.loads(Path("samples/wan2.1/video_1.json").read_text())
+    # Converted weights: the JSON names the diffusers folder that they are of.
+    back = ["--cfg.source_path", "ckpt/wan/transformer", "--cfg.target_path", "ckpt/asked"]
+    mm_convert(["WanConverter", "hf_to_mm", *back])
+    digests = []
+    for load in ("ckpt/wan/transformer", "ckpt/asked"):
+        asked |= {"prompt": ["the dog"], "save_path": f"samples/{Path(load).name}"}
+        inference_sora(["--mm-model", put(here / "asked.json", asked), "--load", load])
+        digests.append(json.loads(Path(asked["save_path"], "video_0.json").read_text())["samples"])
+    assert digests[0] == digests[1]
     assert described["request"]["seed"] == 4
     assert (described["request"]["shift"], described["request"]["guidance"]) == (3.0, 5.0)
 

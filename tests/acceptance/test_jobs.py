@@ -33,9 +33,11 @@ from typer.testing import CliRunner
 import tessera
 from tessera.cli.main import app
 from tessera.compat.mindspeed_mm.arguments import parse_args
+from tessera.compat.mindspeed_mm.config_files import read_job_yaml
 from tessera.compat.mindspeed_mm.continued import changes_of_job
 from tessera.compat.mindspeed_mm.convert import run as mm_convert
 from tessera.compat.mindspeed_mm.entry_points import evaluate, inference, pretrain
+from tessera.compat.mindspeed_mm.fsdp_yaml import recipe_of_yaml
 from tessera.compat.mindspeed_mm.inference_json import read_inference
 from tessera.compat.mindspeed_mm.job import recipe_of
 from tessera.compat.mindspeed_mm.job_words import in_words_of_job
@@ -677,11 +679,18 @@ def test_inference_json_is_answered(tiny: Path, monkeypatch: pytest.MonkeyPatch,
     data["tokenizer"]["from_pretrained"] = str(folder / "hf")
     data["generation_config"] |= {"do_sample": False, "max_new_tokens": 3}
     Path("ask.json").write_text(json.dumps(data))
-    inference(["--mm-model", "ask.json", "--load", str(folder / "hf")])
-    printed = capsys.readouterr().out
     image = "data/COCO2017/train2017/000000000003.jpg"
     expected = tessera.generate(folder / "hf", data["prompts"], images=[image], max_new_tokens=3)
-    assert printed == f"{data['prompts']}\n{expected}\n"
+    loads = [folder / "hf"]
+    for to in ("mm", "dcp"):  # converted weights: the JSON names the folder that they are of
+        loads.append(tessera.convert(folder / "hf", tiny / "ckpt" / f"ask-{to}", to=to, overwrite=True))
+    for load in loads:
+        inference(["--mm-model", "ask.json", "--load", str(load)])
+        assert capsys.readouterr().out == f"{data['prompts']}\n{expected}\n"
+    Path("ask.json").write_text(json.dumps({**data, "tokenizer": {}, "image_processer_path": None}))
+    with pytest.raises(TesseraError, match="do not say which model they are of") as caught:
+        inference(["--mm-model", "ask.json", "--load", str(loads[1])])
+    assert "tokenizer.from_pretrained in the inference JSON" in str(caught.value.fix)
 
 
 def test_inference_settings_that_change_the_answer_are_refused(here: Path) -> None:
@@ -792,6 +801,62 @@ def test_modules_that_published_files_wrap_are_known(here: Path, tmp_path: Path)
     recipe = migrate(job, world_size=8).recipe
     assert "config" not in recipe["model"]
     assert tessera.plan(recipe, world=8).describe()
+
+
+def yaml_job(**sections: dict[str, Any]) -> tuple[dict[str, Any], JobReport]:
+    """Translate a published file of six sections with other keys."""
+    data = read_job_yaml(Path("examples/qwen3vl/qwen3vl_8b_v1.yaml"))
+    for name, keys in sections.items():
+        data[name] = {key: value for key, value in {**(data.get(name) or {}), **keys}.items() if value is not ...}
+    return recipe_of_yaml(data, "job.yaml", 2)
+
+
+def test_recompute_stands_where_the_version_of_the_file_has_it(here: Path) -> None:
+    """Files of 26.0.0 have it in the section parallel, with a list."""
+    layers, blocks = "model.language_model.layers.{*}", "model.visual.blocks.{*}"
+    off = {"recompute": ..., "recompute_plan": ...}
+    recipe, report = yaml_job(parallel={"recompute": True, "recompute_plan": [layers]}, features=off)
+    assert (report.refused, recipe["parallel"]["recompute"]) == ([], [layers])
+    recipe, report = yaml_job(parallel={"recompute": False, "recompute_plan": [layers]}, features=off)
+    assert (report.refused, "recompute" in recipe["parallel"]) == ([], False)
+    newer = {"recompute": True, "recompute_plan": {"apply_modules": [blocks]}}
+    recipe, report = yaml_job(parallel={"recompute": True, "recompute_plan": [layers]}, features=newer)
+    assert (report.refused, recipe["parallel"]["recompute"]) == ([], [blocks])
+
+
+def test_dcp_weights_of_a_yaml_job_are_weights_and_no_folder_of_a_model(here: Path, tmp_path: Path) -> None:
+    described = yaml_job()[0]["model"]["path"]
+    (tmp_path / "release").mkdir()
+    (tmp_path / "release" / ".metadata").touch()
+    for load, form in ((tmp_path / "nowhere", "dcp"), (tmp_path / "release", "auto"), (tmp_path / "release", None)):
+        model = yaml_job(training={"load": str(load), "load_format": form})[0]["model"]
+        assert (model["path"], model["weights"]) == (described, str(load))
+    model = yaml_job(training={"load": "ckpt/hf_path/Other", "load_format": "hf"})[0]["model"]
+    assert (model["path"], "weights" in model) == ("ckpt/hf_path/Other", False)
+
+
+def test_errors_of_a_job_name_its_own_files_and_keys(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny)
+    Path("trained.yaml").write_text("ignored_modules: [image_encoder]\n")
+    words = "--mm-model jobs/model.json --mm-data jobs/data.json --load ckpt/tiny/hf --lr 1e-4 --train-iters 1"
+    words += " --micro-batch-size 1 --global-batch-size 2 --use-torch-fsdp2 --fsdp2-config-path trained.yaml"
+    with pytest.raises(TesseraError, match="would not be summed over the ranks") as caught:
+        pretrain(words.split())
+    assert "parallel.ignore is ignored_modules of trained.yaml" in str(caught.value.where)
+    assert "model.freeze is image_encoder.vision_encoder.freeze" in str(caught.value.where)
+    job = read_job_yaml(Path("jobs/trainer_ulysses.yaml"))
+    job["parallel"]["fsdp_plan"]["apply_modules"] = ["model.language_model.layer.{*}"]
+    job["training"] |= {"load": "ckpt/nowhere", "load_format": "dcp"}
+    recipe, report = recipe_of_yaml(job, "job.yaml", 2)
+    with pytest.raises(TesseraError, match="matches nothing") as caught, in_words_of_job(report):
+        tessera.plan(recipe, world=2)
+    assert "parallel.wrap is parallel.fsdp_plan.apply_modules" in str(caught.value.where)
+    for key, place in (
+        ("model.weights", "training.load"),
+        ("parallel.ignore", "fsdp_plan.ignored_modules of job.yaml"),
+    ):
+        with pytest.raises(TesseraError, match=place), in_words_of_job(report):
+            raise TesseraError("no", where=key)
 
 
 @pytest.mark.slow

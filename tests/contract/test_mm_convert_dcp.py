@@ -261,3 +261,14 @@ def test_adapters_become_shards_and_come_back(tmp_path: Path) -> None:
     assert "base_model.model." in str(raised.value)
     with pytest.raises(TesseraError, match="layers as the folder has them"):
         run(["Qwen2_5_VLConverter", "lora_hf_to_mm", *words[:4], *lists])
+
+
+def test_a_folder_that_is_no_dcp_folder_is_named(tmp_path: Path) -> None:
+    folder = write(tmp_path / "hf", {"a": numbers(2)}, model_type="x")
+    (tmp_path / "trained").mkdir()
+    for name, said in (("trainde", "there is no such folder"), ("trained", "not a torch DCP folder")):
+        words = ["--load_dir", str(tmp_path / name), "--save_dir", str(tmp_path / "no")]
+        with pytest.raises(TesseraError, match=said) as caught:
+            run(["GenericDCPConverter", "dcp_to_hf", *words, "--model_assets_dir", str(folder)])
+        assert caught.value.where == str(tmp_path / name)
+        assert caught.value.nearest == ("trained" if name == "trainde" else None)

@@ -10,7 +10,9 @@ import yaml
 
 from tessera.core.config import dump_yaml, read_mapping
 from tessera.core.errors import TesseraError
-from tessera.core.run_config import ParallelSection, PrecisionSection, RunConfig, load_config
+from tessera.core.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
+from tessera.models import build_on_meta, resolve
+from tessera.parallel.plan import Plan, make_plan
 
 # As the published example has it, tabs at the ends of lines included.
 EXAMPLE = """sharding_size: auto\t
@@ -137,3 +139,58 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
                 "parallel": {"fsdp2_config": str(tmp_path / "none.yaml")},
             }
         )
+
+
+# ---------------------------------------------------------------------------------------------- names of other systems
+
+REMOTE = "transformers_modules.InternVL3_5-30B-A3B-Instruct.modeling_intern_vit.InternVisionEncoderLayer"
+LAYERS, BLOCKS = ["text.layers.0", "text.layers.1"], ["vision.blocks.0", "vision.blocks.1"]
+
+
+def plan_of(family: str, **keys: list[str]) -> Plan:
+    spec, config = resolve(ModelSection(family=family, preset="quickstart"))
+    freeze = keys.pop("freeze", [])
+    section = ParallelSection.model_validate(keys)
+    return make_plan(section, spec.main.plan(config), build_on_meta(spec, config), 2, freeze=freeze)
+
+
+@pytest.mark.parametrize(
+    ("family", "named", "blocks"),
+    [
+        ("internvl", "vision_model.encoder.layers.{*}", BLOCKS),  # as the published file has them
+        ("internvl", "vision_model.embeddings", ["vision.patch_embed", "vision.table"]),
+        ("internvl", "language_model.model.layers.{0-1}", LAYERS),
+        ("internvl", "model.vision_tower.encoder.layer.{*}", BLOCKS),  # as transformers has them
+        ("internvl", REMOTE, BLOCKS),
+        ("internvl", "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer", LAYERS),
+        ("internvl", "vision_model", ["vision"]),
+        ("internvl", "vision_model.encoder", BLOCKS),
+        ("internvl", "mlp1", ["projector"]),
+        ("internvl", "language_model", LAYERS),  # the head and the embedding are the root's
+        ("qwen2_vl", "model.language_model", LAYERS),
+        ("qwen2_vl", "text", LAYERS),
+        ("qwen2_vl", "text_decoder", LAYERS),
+        ("qwen2_vl", "text_decoder.decoder", [*LAYERS, "text.norm"]),
+        ("qwen2_vl", "image_encoder.encoder.blocks", BLOCKS),
+        ("qwen2_vl", "visual", ["vision", "projector"]),
+        ("llava", "vision_tower.vision_model.encoder.layers.{*}", BLOCKS),
+        ("llava", "multi_modal_projector", ["projector"]),
+        ("qwen3", "model", LAYERS),
+        ("wan", "predictor", ["blocks.0", "blocks.1"]),
+    ],
+)
+def test_modules_are_found_by_their_names_in_other_systems(family: str, named: str, blocks: list[str]) -> None:
+    found = plan_of(family, wrap=[named]).blocks
+    assert [path for path in found if not path.endswith(tuple("23456789"))] == blocks  # the first two layers
+
+
+def test_containers_are_ignored_and_recomputed_by_their_names_in_other_systems() -> None:
+    tower = ["vision", "projector"]
+    plan = plan_of("internvl", ignore=["vision_model", "mlp1"], recompute=["language_model.model"], freeze=tower)
+    assert plan.ignored == ("vision", "projector")
+    assert [part.path for part in plan.recompute] == ["text"]
+
+
+def test_a_name_that_nothing_has_is_said_as_it_was_written() -> None:
+    with pytest.raises(TesseraError, match=r"'vision_model\.encoder\.layer\.{\*}\.moe' matches nothing"):
+        plan_of("internvl", wrap=["vision_model.encoder.layer.{*}.moe"])

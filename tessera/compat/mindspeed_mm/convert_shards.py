@@ -51,7 +51,7 @@ def is_run(folder: Path) -> bool:
 
 def form_like(folder: Path) -> Form:
     """Return the form that a Hugging Face folder has: that of transformers, or of the model's makers."""
-    return "original" if any(is_original(spec, folder) for spec in FAMILIES.values()) else "hf"
+    return "original" if any(is_original(FAMILIES.get(name), folder) for name in FAMILIES.names()) else "hf"
 
 
 def resplit_mm(family: str, options: Options) -> Path:

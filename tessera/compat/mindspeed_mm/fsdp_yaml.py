@@ -118,7 +118,7 @@ TRAINING_KEYS: dict[str, KeyRule] = {
     "val_interval": sets("train.eval_every"),
     **all_of(unneeded("all updates run in one kernel where the device has it"), "adam_fused clip_grad_foreach"),
     **all_of(_BUILT, "init_model_with_meta_device load_rank0_and_broadcast"),
-    **all_of(unneeded("folders and runs are told apart by what they hold"), "load_format load_strict"),
+    **all_of(unneeded("folders and runs are told apart by what they hold"), "load_strict"),
     **all_of(unneeded("a Hugging Face folder holds neither"), "no_load_optim no_load_rng no_save_rng"),
     "save_format": unneeded("checkpoints have one format; tessera convert writes Hugging Face folders"),
     "save_ckpt_dtype": unneeded("tessera convert --dtype says it"),
@@ -161,6 +161,7 @@ OWN_TRAINING_KEYS = {
     "adam_beta1",
     "adam_beta2",
     "load",
+    "load_format",
     "save",
     "lora",
     "lr_scaling_plan",
@@ -276,6 +277,11 @@ def _set_model(
     report.add(source, "model.model_name_or_path", described, "mapped", "model.path")
     if "load" in training:
         report.add(source, "training.load", loaded, "mapped", "model.weights" if converted else "model.path")
+    if "load_format" in training:
+        note = "model.weights" if converted else "folders and runs are told apart by what they hold"
+        report.add(
+            source, "training.load_format", training["load_format"], "mapped" if converted else "not needed", note
+        )
     if data.processor_folder not in (None, str(folder)):
         model["tokenizer"] = data.processor_folder
     if section.get("freeze"):
