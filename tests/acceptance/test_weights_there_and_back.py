@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 from generation_cases import (
     COG,
@@ -39,7 +40,7 @@ from tessera.compat.mindspeed_mm.entry_points import pretrain, pretrain_fsdp2
 from tessera.compat.mindspeed_mm.migrate import lay_out
 from tessera.compat.state import destroy
 from tessera.core.config import read_mapping
-from tests.toys.chat_set import write_chat_set
+from tests.toys.hf_folders import IMAGE_TOKEN, TEXT
 
 FLAGS = "--lr 1e-3 --train-iters 2 --micro-batch-size 1 --global-batch-size 2 --num-workers 0 --log-interval 1"
 Words = Callable[[Path, Path, Path], list[str]]  # source, target, the Hugging Face folder
@@ -114,7 +115,7 @@ def video_shards(converter: str) -> tuple[Words, Words]:
 # ---------------------------------------------------------------------------------------------- jobs
 
 
-def by_yaml(load: Path, described: Path, save: Path) -> None:
+def by_yaml(load: Path, described: Path, save: Path, **training: Any) -> None:
     """Train as the FSDP2 trainer does, by a file of six sections."""
     sees = "vision_config" in read_mapping(described / "config.json")
     attr = {"messages": "messages", "role_tag": "role", "content_tag": "content"}
@@ -126,7 +127,10 @@ def by_yaml(load: Path, described: Path, save: Path) -> None:
             "dataset_param": {
                 "dataset_type": "huggingface",
                 "attr": attr,
-                "preprocess_parameters": {"model_name_or_path": str(described), "image_max_pixels": 4096},
+                "preprocess_parameters": {
+                    "model_name_or_path": str(described),
+                    **({"image_max_pixels": 4096} if sees else {}),
+                },
                 "basic_parameters": {"dataset": f"./data/{data}.json", "cutoff_len": 384},
             },
             "dataloader_param": {
@@ -140,6 +144,7 @@ def by_yaml(load: Path, described: Path, save: Path) -> None:
         "training": {
             **{"micro_batch_size": 1, "gradient_accumulation_steps": 2, "lr": 1e-3, "lr_decay_style": "constant"},
             **{"train_iters": 2, "save_interval": 2, "save": str(save), "load": str(load), "load_format": "auto"},
+            **training,
         },
     }
     file = save.with_suffix(".yaml")
@@ -177,15 +182,15 @@ def by_recipe(load: Path, described: Path, save: Path) -> None:
     model: dict[str, Any] = {"family": "transformers", "path": str(described)}
     if load != described:
         model["weights"] = str(load)
-    rows = write_chat_set(save.parent / "rows")
     tessera.train(
         {
-            **{"name": save.name, "out": str(save.parent), "model": model, "log": {"every": 1}},
-            "data": {"kind": "chat", "train": str(rows / "text.jsonl"), "length": 64, "workers": 0},
-            "train": {"steps": 2, "global_batch": 2, "task": "sft"},
+            **{"name": save.name, "out": str(save.parent), "model": model, "guard": {"coverage": "warn"}},
+            "data": {"kind": "tests.toys.keyword_rows", "options": {"make": "words"}, "workers": 0},
+            "train": {"steps": 2, "global_batch": 2, "task": "returns_loss"},
             "optim": {"lr": 1e-3},
         }
     )
+    (save / "iter_0000002").symlink_to(next((save / "checkpoints").glob("step-*2")).absolute())  # as jobs have it
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -193,6 +198,18 @@ def by_recipe(load: Path, described: Path, save: Path) -> None:
 
 def small(name: str) -> Callable[[Path], Path]:
     return lambda root: small_folder(name, root)
+
+
+def library(kind: str, **fields: Any) -> Callable[[Path], Path]:
+    """Return a function that writes a folder of a class of transformers."""
+
+    def folder(root: Path) -> Path:
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**fields)
+        getattr(transformers, f"{kind}ForConditionalGeneration")(config).save_pretrained(root / "hf")
+        return root / "hf"
+
+    return folder
 
 
 def transformer(write: Callable[[Path], Any]) -> Callable[[Path], Path]:
@@ -203,6 +220,7 @@ def transformer(write: Callable[[Path], Any]) -> Callable[[Path], Path]:
     return folder
 
 
+EYE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 HUNYUAN = {"in_channels": 4, "out_channels": 4, "num_heads": 2, "head_dim": 16, "text_states_dim": [16, 16]}
 HUNYUAN |= {"mm_double_blocks_depth": 1, "mm_single_blocks_depth": 1, "rope_dim_list": [4, 6, 6]}
 
@@ -247,6 +265,33 @@ CASES = [
         small("qwen3 experts"),
         *dcp("ExpertMergeDcpConverter", assets="hf_dir", to="save_dir", source="dcp_dir"),
         by_yaml,
+    ),
+    Case(
+        "Mistral3Converter",
+        library(
+            "Mistral3",
+            text_config={**TEXT, "model_type": "mistral", "head_dim": 8},
+            vision_config={**EYE, "model_type": "pixtral", "image_size": 28, "patch_size": 14},
+            image_token_index=IMAGE_TOKEN,
+        ),
+        *dcp("Mistral3Converter"),
+        by_recipe,
+    ),
+    Case(
+        "Qwen35Converter",
+        library(
+            "Qwen3_5",
+            text_config={**TEXT, "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+            | {
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+            vision_config={**EYE, "depth": 1, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4},
+            image_token_id=IMAGE_TOKEN,
+        ),
+        *dcp("Qwen35Converter", assets="origin_hf_dir", source="dcp_dir", target="save_hf_dir"),
+        by_recipe,
     ),
     Case("Qwen2VLConverter", small("qwen2_vl"), *shards("Qwen2VLConverter"), by_flags("qwen2vl", "7b")),
     Case("Qwen2_5_VLConverter", small("qwen2_5_vl"), *shards("Qwen2_5_VLConverter"), by_flags("qwen2.5vl", "7b")),
@@ -304,3 +349,25 @@ def test_weights_are_converted_loaded_trained_and_converted_back(case: Case, her
     same(*trained)
     assert trained[0].keys() == before.keys()
     assert any(not trained[0][name].equal(before[name]) for name in before)
+
+
+@pytest.mark.slow
+def test_adapters_that_a_job_saved_become_a_folder_of_peft(here: Path) -> None:
+    folder = small_folder("qwen2_5_vl", here / "model")
+    lora = {"enable": True, "rank": 2, "alpha": 4, "target_modules": "q_proj,v_proj"}
+    try:
+        by_yaml(folder, folder, here / "run", lora=lora)
+    finally:
+        destroy()
+    text, vision = layers_of(folder)
+    lists = {"llm_pp_layers": [text], "vit_pp_layers": [vision]}
+    words = [word for key, value in lists.items() for word in (f"--cfg.parallel_config.{key}", json.dumps(value))]
+    words += ["--cfg.common_model_config.enable_canonical_hf_struct", "true"]
+    for number, saved in enumerate((here / "run", here / "run" / "iter_0000002")):
+        target = here / f"peft{number}"
+        places = ["--cfg.mm_dir", str(saved), "--cfg.save_hf_dir", str(target)]
+        mm_convert(["Qwen2_5_VLConverter", "lora_mm_to_hf", *places, *words])
+        expected = hub_weights(tessera.convert(here / "run", here / f"expected{number}", adapters=True))
+        same(hub_weights(target), expected)
+        assert len(expected) == 2 * 2 * text
+        assert json.loads((target / "adapter_config.json").read_text())["r"] == 2
