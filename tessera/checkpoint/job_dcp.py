@@ -112,7 +112,7 @@ def _merged(
             continue
         plan, number = stored[inside[home]], int(match[2])
         (outputs, inputs), first = shape, shape[0] if match[3] == "up_proj" else 0
-        box = ((number, 0, first), (1, inputs, outputs))
+        box: tuple[Shape, Shape] = ((number, 0, first), (1, inputs, outputs))
         if len(plan.shape) == 2:
             box = ((number * inputs, first), (inputs, outputs))
         tensor = JobTensor(inside[home], PlannedTensor(plan.dtype, (outputs, inputs)), box=box)

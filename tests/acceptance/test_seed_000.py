@@ -230,6 +230,15 @@ def test_30_ignored_modules(tmp_path: Path) -> None:
     with pytest.raises(TesseraError, match="would not be summed over the ranks"):
         plan_of(tmp_path, trained)
     assert plan_of(tmp_path, trained, freeze=["text_decoder.embedding"]).ignored == ("text_decoder.embedding",)
+    # A script is told in its own words: it has neither a recipe nor model.freeze.
+    file = tmp_path / "trained.yaml"
+    file.write_text("ignored_modules: [inner]\n")
+    words = toy.flags(None, "--use-torch-fsdp2", "--fsdp2-config-path", str(file))
+    with toy.command_line(*words), pytest.raises(TesseraError, match="would not be summed") as caught:
+        pretrain(toy.loaders_provider, toy.model_provider, 1, toy.forward_step)
+    assert caught.value.where == f"{file}: ignored_modules"
+    assert "requires_grad_(False) in model_provider" in str(caught.value.fix)
+    assert "parallel." not in str(caught.value)
 
 
 def test_31_recompute_modules(tmp_path: Path) -> None:
