@@ -7,6 +7,7 @@ by the line that the guides print, from the folder of `--save` or from an iterat
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from generation_cases import (
 from internvl_original import original_folder
 from job_cases import EXAMPLES, tiny_data_json, tiny_model_json, write_mllm_data
 from small_folders import small_folder
+from test_jobs import environment
 from test_megatron_forms import hub_weights
 
 import tessera
@@ -40,6 +42,9 @@ from tessera.compat.mindspeed_mm.entry_points import pretrain, pretrain_fsdp2
 from tessera.compat.mindspeed_mm.migrate import lay_out
 from tessera.compat.state import destroy
 from tessera.core.config import read_mapping
+from tessera.core.dist import free_port
+from tessera.core.files import read_metrics
+from tests.dist.layouts import LIMIT
 from tests.toys.hf_folders import IMAGE_TOKEN, TEXT
 
 FLAGS = "--lr 1e-3 --train-iters 2 --micro-batch-size 1 --global-batch-size 2 --num-workers 0 --log-interval 1"
@@ -117,12 +122,16 @@ def video_shards(converter: str) -> tuple[Words, Words]:
 
 def by_yaml(load: Path, described: Path, save: Path, **training: Any) -> None:
     """Train as the FSDP2 trainer does, by a file of six sections."""
+    pretrain_fsdp2([str(yaml_job(load, described, save, {}, training))])
+
+
+def yaml_job(load: Path, described: Path, save: Path, parallel: dict[str, Any], training: dict[str, Any]) -> Path:
     sees = "vision_config" in read_mapping(described / "config.json")
     attr = {"messages": "messages", "role_tag": "role", "content_tag": "content"}
     attr |= {"user_tag": "user", "assistant_tag": "assistant", **({"images": "images"} if sees else {})}
     data = "mllm_format_llava_instruct_data" if sees else "talks"
     job = {
-        "parallel": {"fully_shard_parallel_size": "auto", "fsdp_plan": {"param_dtype": "fp32"}},
+        "parallel": {"fully_shard_parallel_size": "auto", "fsdp_plan": {"param_dtype": "fp32"}, **parallel},
         "data": {
             "dataset_param": {
                 "dataset_type": "huggingface",
@@ -149,7 +158,7 @@ def by_yaml(load: Path, described: Path, save: Path, **training: Any) -> None:
     }
     file = save.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(job))
-    pretrain_fsdp2([str(file)])
+    return file
 
 
 def by_flags(folder: str, size: str) -> Callable[[Path, Path, Path], None]:
@@ -247,13 +256,16 @@ def wan_job() -> Callable[[Path, Path, Path], None]:
 
 GENERIC = dcp("GenericDCPConverter")
 CASES = [
-    Case("Qwen3VLConverter, experts", small("qwen3_vl experts"), *dcp("Qwen3VLConverter"), by_yaml, slow=False),
+    Case("Qwen3VLConverter, experts", small("qwen3_vl experts"), *dcp("Qwen3VLConverter"), by_yaml),
     Case("Qwen3VLConverter", small("qwen3_vl"), *dcp("Qwen3VLConverter"), by_yaml),
     *(
         Case(f"GenericDCPConverter, {name}", small(name), *GENERIC, by_yaml)
         for name in ("qwen2_vl", "qwen2_5_vl", "internvl", "glm4v", "llava one vision", "llava 1.5")
     ),
-    *(Case(f"GenericDCPConverter, {name}", small(name), *GENERIC, by_yaml) for name in ("qwen2", "qwen3", "llama")),
+    *(
+        Case(f"GenericDCPConverter, {name}", small(name), *GENERIC, by_yaml, slow=name != "llama")
+        for name in ("qwen2", "qwen3", "llama")
+    ),
     Case(
         "GenericDCPConverter, InternVL of its makers",
         lambda root: original_folder("qwen2", root / "hf"),
@@ -371,3 +383,26 @@ def test_adapters_that_a_job_saved_become_a_folder_of_peft(here: Path) -> None:
         same(hub_weights(target), expected)
         assert len(expected) == 2 * 2 * text
         assert json.loads((target / "adapter_config.json").read_text())["r"] == 2
+
+
+@pytest.mark.slow
+def test_the_modules_of_a_published_file_train_on_two_ranks_as_on_one(here: Path) -> None:
+    """From DCP, with groups around both towers and recomputation where 26.0.0 has it."""
+    folder = small_folder("qwen3_vl experts", here / "model")
+    dcp_folder = mm_convert(dcp("Qwen3VLConverter")[0](folder, here / "dcp", folder))
+    assert dcp_folder is not None
+    towers = {"visual": ["blocks.{*}", "merger", "deepstack_merger_list.{*}"], "language_model": ["layers.{*}"]}
+    named = [f"model.{tower}.{part}" for tower, parts in towers.items() for part in parts]
+    wrapped = [*named, "model.visual", "model.language_model.embed_tokens", "model.language_model", "lm_head"]
+    plan = {"fsdp_plan": {"param_dtype": "fp32", "apply_modules": wrapped}}
+    plan |= {"recompute": True, "recompute_plan": ["model.language_model.layers.{*}"]}
+    losses = []
+    for ranks, load in ((1, folder), (2, dcp_folder)):
+        save = here / f"ranks-{ranks}"
+        file = yaml_job(load, folder, save, plan, {"gradient_accumulation_steps": 4 // ranks})
+        words = ["torchrun", "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
+        words += ["mindspeed_mm/fsdp/train/trainer.py", str(file)]
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        losses.append([row["loss"] for row in read_metrics(save / "metrics.jsonl") if row["kind"] == "train"])
+    assert losses[1] == pytest.approx(losses[0], rel=LIMIT)
