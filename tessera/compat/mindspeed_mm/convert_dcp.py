@@ -21,6 +21,7 @@ from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.forms import DcpFolder, NativeTensors, SafetensorsForm, StoredForm, weights_folder
 from tessera.checkpoint.hf import plan_folder
+from tessera.checkpoint.job_dcp import EXPERT
 from tessera.checkpoint.legacy.dcp import plan_dcp
 from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.checkpoint.publish import made_from, staging_of
@@ -37,7 +38,6 @@ from tessera.models.common.side_files import copy_side_files
 from tessera.tools.conversion import check_apart
 
 JOB = "model."  # names of a job's model begin so, before every other prefix
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _MERGED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _LORA_NAME = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 _SAME = WeightMap((), same_names=True)
@@ -132,7 +132,7 @@ def _experts(stored: Mapping[str, PlannedTensor], where: str) -> dict[str, tuple
     """Return the names of stacked tensors -> the tensors of the experts in order."""
     found: dict[str, dict[int, set[str]]] = {}
     for name in stored:
-        match = _EXPERT.fullmatch(name)
+        match = EXPERT.fullmatch(name)
         if match is not None:
             found.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
     made: dict[str, tuple[str, ...]] = {}
