@@ -138,7 +138,7 @@ def load(
     """
     folder = local_model(path)
     if model is not None:
-        unused = {"adapters": adapters, "base": base, "parallel": parallel, "processor": processor}
+        unused = {"adapters": adapters, "base": base, "shards": shards, "parallel": parallel, "processor": processor}
         for name, value in {**unused, "device": device, "dtype": dtype}.items():
             if value is not None:
                 raise TesseraError("has no effect on a module of your own", where=name, fix="leave it out")
