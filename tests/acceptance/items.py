@@ -169,7 +169,7 @@ ITEMS: list[Item] = [
             ("`cast_forward_inputs`", OPEN),
             (
                 "`sub_modules_to_wrap`",
-                _lacks("a group around a whole decoder on several ranks, and names of InternVL's own classes"),
+                _by("unit/test_parallel_fsdp2_file.py", "dist/test_layouts.py"),
             ),
             ("`ignored_modules`", OPEN),
             ("`recompute_modules`", OPEN),
@@ -370,9 +370,10 @@ ITEMS: list[Item] = [
             ),
             (
                 "`LOAD_PATH` of converted weights",
-                _lacks(
-                    "DCP folders of FSDP2 jobs, and inference",
+                _by(
                     "acceptance/test_jobs.py::test_the_seeds_script_runs",
+                    "acceptance/test_weights_there_and_back.py",
+                    "acceptance/test_jobs.py::test_inference_json_is_answered",
                 ),
             ),
             ("layers by tower and pipeline stage", OPEN),
@@ -392,8 +393,7 @@ ITEMS: list[Item] = [
             ),
             (
                 "`inference_qwen2vl_7b.json` and `.sh`: `from_pretrained`, `image_processer_path`",
-                _lacks(
-                    "converted weights as LOAD_PATH, which the guide demands",
+                _by(
                     "acceptance/test_jobs.py::test_inference_json_is_answered",
                     "acceptance/test_migrate_scripts.py::test_an_inference_script_becomes_a_command_for_each_question",
                 ),
@@ -565,8 +565,8 @@ ITEMS: list[Item] = [
             ),
             (
                 "FSDP2 for Qwen3-VL",
-                _lacks(
-                    "published YAML files on several ranks (a group around the decoder), weights in DCP",
+                _by(
+                    "acceptance/test_weights_there_and_back.py",
                     "contract/test_qwen3_vl_parallel.py",
                     "acceptance/test_migrate_scripts.py::test_the_switches_that_came_in_2026",
                 ),
