@@ -359,6 +359,20 @@ def test_what_is_off_or_not_needed_keeps_no_job_out(here: Path) -> None:
     assert [entry.key for entry in job_of(MODEL, data, "--pref-ftx", "0.5")[1].refused] == ["--pref-ftx"]
 
 
+def test_a_job_whose_load_and_save_hold_no_run_yet_begins(here: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    recipe, report = job_of(MODEL, DATA, "--load", folder, "--save", folder)
+    assert report.refused == []
+    assert recipe["model"]["family"] == "qwen2_vl"
+    assert recipe["model"].get("path") != folder
+
+
+def test_stochastic_depth_is_said_to_be_left_out(here: Path) -> None:
+    model = edited(MODEL, lambda data: data["image_encoder"]["vision_encoder"].update(drop_path_rate=0.4))
+    outcomes = {entry.key: entry.outcome for entry in job_of(model)[1].entries}
+    assert outcomes["image_encoder.vision_encoder.drop_path_rate"] == "differs"
+
+
 def test_errors_of_a_recipe_name_the_flags_and_keys_of_the_job(here: Path) -> None:
     report = job_of(MODEL, DATA, "--global-batch-size", "2")[1]
 

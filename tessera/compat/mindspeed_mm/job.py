@@ -11,7 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tessera.checkpoint.weight_source import run_exists
 from tessera.compat.mindspeed_mm.arguments import Args, flag_report
+from tessera.compat.mindspeed_mm.callback_recipe import resumes
 from tessera.compat.mindspeed_mm.data_json import DataFile, read_data
 from tessera.compat.mindspeed_mm.memory_flags import set_memory
 from tessera.compat.mindspeed_mm.model_json import ModelFile, read_model
@@ -59,6 +61,9 @@ _SHELL_SIZES = {
 def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     """Return the recipe of a job and what becomes of each of its flags and keys."""
     report = flag_report(args)
+    if resumes(args) and not _has_weights(Path(args.load)):
+        report.change("--load", "no run there yet: this one begins")
+        args.load = None
     if is_generation(args.mm.model.to_dict()):
         return generation_recipe(args, report), report
     model_source, data_source = args.mm_model or "section model", args.mm_data or "section data"
@@ -82,6 +87,10 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     note_behaviour(report, calculates_tokens=by_tokens, pairs=data.pairs)
     report.settle(recipe)
     return recipe, report
+
+
+def _has_weights(folder: Path) -> bool:
+    return run_exists(folder) or is_foreign_checkpoint(folder) or (folder / "config.json").is_file()
 
 
 def _drop_named_twice(section: dict[str, Any], args: Args, model: ModelFile, report: JobReport) -> None:

@@ -103,12 +103,12 @@ def _has(tree: Any, dotted: str) -> bool:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """State how to translate one key: it sets a target, is fixed to some values, is not needed, or is refused."""
+    """State how to translate one key: it sets a target, is fixed to some values, or has an outcome with a note."""
 
     target: str = ""  # dotted path of what it sets
     allowed: tuple[Any, ...] = ()  # the values it may have
     note: str = ""
-    refuse: bool = False  # unless it is off: null, false, 0 or empty
+    outcome: Outcome = "not needed"  # any other: unless the key is off: null, false, 0 or empty
     convert: Callable[[Any], Any] | None = None
     yields: bool = False  # another key with the same target wins
 
@@ -126,7 +126,11 @@ def unneeded(note: str) -> KeyRule:
 
 
 def refused(note: str) -> KeyRule:
-    return KeyRule(note=note, refuse=True)
+    return KeyRule(note=note, outcome="not supported")
+
+
+def differs(note: str) -> KeyRule:
+    return KeyRule(note=note, outcome="differs")
 
 
 def all_of(rule: KeyRule, names: str) -> dict[str, KeyRule]:
@@ -165,11 +169,10 @@ def translate(
             outcome: Outcome = "not needed" if value in rule.allowed else "not supported"
             words = " or ".join(map(str, rule.allowed))
             report.add(source, name, value, outcome, f"always {words} here")
-        elif rule.refuse:
-            off = value in (False, 0, "", [], {})
-            report.add(source, name, value, "not needed" if off else "not supported", "off" if off else rule.note)
+        elif rule.outcome != "not needed" and value in (False, 0, "", [], {}):
+            report.add(source, name, value, "not needed", "off")
         else:
-            report.add(source, name, value, "not needed", rule.note)
+            report.add(source, name, value, rule.outcome, rule.note)
     return found
 
 
