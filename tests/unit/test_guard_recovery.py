@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tessera.core.config import parse_overrides
 from tessera.core.run_config import GuardSection, load_config
 from tessera.observe.anomaly.attribution import GuardStop, ProbeReader
 from tessera.observe.anomaly.guard import Guard
+from tessera.observe.report.history import read_sessions
 from tests.toys.chat_set import write_chat_set
 from tests.unit.test_guard_runs import BAD, STEPS, events, held_out, recipe, train_steps
 
@@ -159,6 +161,37 @@ def test_nan_in_every_sample_is_not_blamed_on_one(data: Path, tmp_path: Path) ->
     assert "every sample of the step" in caught.value.what
     assert "optim.lr" in str(caught.value.fix)
     assert all(event["samples"] == [] and event["every_sample"] for event in events(tmp_path / "chat"))
+
+
+def test_a_run_whose_every_step_was_skipped_ends_as_failed(data: Path, tmp_path: Path) -> None:
+    lines = (data / "train.jsonl").read_text().splitlines()
+    pictured = [line for number, line in enumerate(lines) if number % 3]
+    (data / "damaged.jsonl").write_text("\n".join(pictured) + "\n")
+    names = [json.loads(line)["id"] for line in pictured]
+    settings = recipe(data, tmp_path, {"nan_pixels": names})
+    settings["data"]["train"] = [{"path": str(data / "damaged.jsonl")}]
+    settings["train"]["steps"] = 3
+    with pytest.raises(GuardStop, match="nothing was trained") as caught:
+        tessera.train(settings)
+    assert caught.value.exit_code == 3
+    assert "guard.jsonl" in str(caught.value.where)
+    assert read_sessions(tmp_path / "chat")[-1].how == "failed"
+    assert not list((tmp_path / "chat").glob("checkpoints/step-*"))
+
+
+@pytest.mark.parametrize("applied", [[True, False], [False, True], [False, False]])
+def test_one_applied_update_of_all_is_enough(applied: list[bool]) -> None:
+    """Whatever was skipped before or after it, and over a resume."""
+    guard = Guard(GuardSection(), ProbeReader(None))  # type: ignore[arg-type]  # nothing is read
+    trainer: Any = SimpleNamespace(step=2, config=SimpleNamespace(folder=Path("run")))
+    for outcome in applied:
+        guard.on_step_end(trainer, SimpleNamespace(applied=outcome))  # type: ignore[arg-type]
+        state = guard.state_dict()
+        guard = Guard(GuardSection(), ProbeReader(None))  # type: ignore[arg-type]
+        guard.load_state_dict(state)
+    guard._not_finite = 1  # the last step was not finite
+    with contextlib.nullcontext() if any(applied) else pytest.raises(GuardStop):
+        guard.check_trained(trainer)
 
 
 def test_weights_that_were_never_finite_are_told_at_once(data: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.state import MODEL
 from tessera.core import rng
-from tessera.core.callback import OptimizerStep, StepOutcome, TrainerHandle
+from tessera.core.callback import OptimizerStep, StepOutcome, StepResult, TrainerHandle
 from tessera.core.files import JsonLines, read_jsonl
 from tessera.core.gradients import LossScale
 from tessera.core.modules import clean_name
@@ -66,6 +66,7 @@ class Guard(OptimizerStep):
         self._divergence = DivergenceDetector()
         self._spikes = 0  # in a row
         self._not_finite = 0  # in a row
+        self._updates = 0  # that were applied, since the run began
         self._dropped: list[int] = []  # recent spikes whose updates were dropped
         self._investigated: list[int] = []  # recent steps that were run again
         self._left: set[int] = set()  # steps from which the run went back
@@ -102,6 +103,21 @@ class Guard(OptimizerStep):
         if not (self._spikes or self._not_finite or self._divergence.lost):  # only of a state before the first alarm
             self._rollback.take_copy(trainer)
 
+    def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
+        self._updates += result.applied
+
+    def check_trained(self, trainer: TrainerHandle) -> None:
+        """Raise if every update was dropped. Overflows of float16 do not count: a short run may have nothing else."""
+        if self._updates or not self._not_finite:
+            return
+        raise GuardStop(
+            f"nothing was trained: the update of every step up to step {trainer.step} was skipped, because its loss or "
+            "gradient was not finite",
+            where=str(trainer.config.folder / RECORD),
+            fix="that file names module and samples of each step: look at the data (`tessera data doctor`) and at "
+            "features made beforehand, then train again",
+        )
+
     def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
         self.on_end(trainer)
 
@@ -118,6 +134,7 @@ class Guard(OptimizerStep):
             "norm": self._norm.state(),
             "trend": self._divergence.state(),
             "spikes": self._spikes,
+            "updates": self._updates,
             "dropped": list(self._dropped),
             "lr_share": self.lr_factor,
             "slowed_at": self._slowed_at,
@@ -130,6 +147,7 @@ class Guard(OptimizerStep):
         self._norm.restore(state.get("norm", {}))
         self._divergence.restore(state.get("trend", {}))
         self._spikes = int(state.get("spikes", 0))
+        self._updates = int(state.get("updates", bool(state)))  # an older state does not tell: it counts as trained
         self._not_finite = 0  # a run that is resumed may have as many again
         self._dropped = list(state.get("dropped", []))
         if self.lr_factor == 1.0:
