@@ -17,10 +17,9 @@ from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import MODEL
 from tessera.checkpoint.storage import read_table
-from tessera.core.errors import TesseraError, nearest
+from tessera.core.errors import TesseraError
 from tessera.core.files import refuse_pickle
-from tessera.core.hub_ids import hub_hint
-from tessera.core.layouts import detect_layout
+from tessera.core.layouts import detect_layout, no_such_folder
 from tessera.core.run_config import load_config
 from tessera.core.saved_recipe import read_saved
 from tessera.core.weightmap import WeightMap
@@ -30,7 +29,6 @@ RUN_FILE = "run.json"
 REPLACING = ".replacing"  # files of the old run are on their way aside
 REPLACED = ".replaced"  # all of the old run is here, and the new one has not proved itself
 RESTORING = ".restoring"  # files of the old run are on their way back
-_MOST_LISTED = 20  # folders that an error lists
 ASIDE = (RESTORING, REPLACED, REPLACING)
 
 _log = logging.getLogger("tessera")
@@ -145,16 +143,7 @@ def _nothing_here(path: Path) -> TesseraError:
         refuse_pickle(path)
         return TesseraError(f"this is a file: {path}", fix="name the folder that it lies in")
     if not path.is_dir():
-        beside = sorted(p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else []
-        near = nearest(path.name, beside)
-        # A name under a folder that is here is no name on a hub: what lies in that folder was meant.
-        listed = beside if path.parent.name and len(beside) <= _MOST_LISTED else []
-        return TesseraError(
-            f"no such folder: {path}",
-            allowed=[path.parent / name for name in listed] or None,
-            nearest=None if near is None else str(path.parent / near),
-            fix=hub_hint(path) or "name a folder on this machine, or a model on a hub: hf://org/name",
-        )
+        return no_such_folder(path)
     return TesseraError(
         "no model here",
         where=str(path),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tessera.cli.run import TrustFlag
+from tessera.cli.run import TrustFlag, check_path
 from tessera.core.errors import TesseraError, nearest
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def chat(
 
     Without a terminal, each line of standard input is a question.
     """
+    check_path(model)
     from tessera.inference.chat import Chat
     from tessera.inference.generate import Sampling
     from tessera.inference.load import load

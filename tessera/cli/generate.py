@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tessera.cli.run import TrustFlag, check_output
+from tessera.cli.run import TrustFlag, check_output, check_path
 from tessera.core.errors import TesseraError
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def generate(
         return
     if model is None:
         raise TesseraError("no model is named", where="tessera generate", fix="tessera generate MODEL ...")
+    check_path(model)
     from tessera.inference.diffusion.load import generates_media
 
     merged = _strengths(adapter, strength, "--strength")

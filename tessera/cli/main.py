@@ -20,7 +20,7 @@ from tessera.cli.data import data_app
 from tessera.cli.generate import generate
 from tessera.cli.hub import download, push
 from tessera.cli.migrate import migrate
-from tessera.cli.run import Overrides, TrustFlag, check_output, write_output
+from tessera.cli.run import Overrides, TrustFlag, check_output, check_path, write_output
 from tessera.core.errors import TesseraError, reported
 from tessera.core.foreign_keys import find_foreign
 from tessera.core.log import quiet_libraries
@@ -92,10 +92,11 @@ def plan(
     """
     from tessera.core.config import parse_overrides
     from tessera.core.run_config import load_config
+    from tessera.training.early_checks import check_model_names
 
     check_output(json_file, "--json")
     changes = parse_overrides(overrides or [])
-    load_config(recipe, changes)  # before torch is imported
+    check_model_names(load_config(recipe, changes))  # before torch is imported
     from tessera.api import dry_run as run_dry
     from tessera.api import plan as make
     from tessera.core import log
@@ -172,6 +173,7 @@ def convert(
     trust: TrustFlag = False,
 ) -> None:
     """Write a model in another form; as a Hugging Face folder, with its adapters merged into it, by default."""
+    check_path(source)
     from tessera.core import log
     from tessera.core.config import parse_yaml
     from tessera.tools.convert import convert as run
@@ -217,6 +219,7 @@ def evaluate(
     trust: TrustFlag = False,
 ) -> None:
     """Generate answers to held-out samples and count exact matches, or score those to a benchmark's table."""
+    check_path(model)
     from tessera.core import log
     from tessera.evaluation.evaluate import evaluate as run
 
@@ -248,6 +251,7 @@ def compare(
 
     Exit code 1 if anything is wrong.
     """
+    check_path(folder)
     from tessera.core import log
     from tessera.tools.compare import compare as run
 

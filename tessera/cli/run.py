@@ -61,12 +61,15 @@ def train(
     from tessera.cli.cluster import parse_cluster
     from tessera.core.config import parse_overrides
     from tessera.core.run_config import load_config
+    from tessera.training.early_checks import check_run_names
 
     cluster = parse_cluster(
         nproc=nproc, nnodes=nnodes, node_rank=node_rank, master=master, rdzv=rdzv, restarts=restarts, port=port
     )
     given = parse_overrides(overrides or [])
-    load_config(recipe, given)  # before torch is imported and any rank starts: a misspelt key should cost a second
+    named = load_config(recipe, given)  # before torch is imported and any rank starts: a mistake should cost a second
+    if not or_resume:  # a run that goes on may do without what its recipe names
+        check_run_names(named)
     settings = {**given, **_read_environment(cluster)}
     config = load_config(recipe, settings)
     if overwrite and (or_resume or cluster.elastic or restarts):
@@ -114,6 +117,10 @@ def resume(
     """Go on with a run from its newest good checkpoint, on any number of ranks."""
     from tessera.cli.cluster import parse_cluster
     from tessera.core.config import parse_overrides
+    from tessera.core.run_paths import no_run
+
+    if not run.is_dir():  # before torch is imported
+        raise no_run(run, "config.yaml")
     from tessera.training.run import resume as go_on
     from tessera.training.run import resume_config
 
@@ -145,9 +152,11 @@ def preflight(
     from tessera.cli.cluster import parse_cluster
     from tessera.core.config import parse_overrides
     from tessera.core.run_config import load_config
+    from tessera.training.early_checks import check_model_names
 
     settings = parse_overrides(overrides or [])
     config = load_config(recipe, settings)
+    check_model_names(config)
     cluster = parse_cluster(nproc=nproc, nnodes=nnodes, node_rank=node_rank, master=master, rdzv=rdzv, port=port)
     if cluster.launches:
         from tessera.cli.launch import launch
@@ -277,6 +286,13 @@ def run_script(
         )
     log.setup(environment_ranks()[0])
     run_script(script, context.args)
+
+
+def check_path(path: Path) -> None:
+    """Refuse a model that is not there, before torch is imported."""
+    from tessera.training import early_checks
+
+    early_checks.check_path(path)
 
 
 def check_output(path: Path | None, option: str) -> None:

@@ -12,7 +12,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 HOVERED = 100  # strips of a line chart that show their values
 COLUMNS = 800  # of a line chart: each shows the lowest and the highest point of its range
@@ -169,6 +169,7 @@ class Frame:
     top: int = 14
     bottom: int = 30
     x_name: str = ""  # before the label of x where the pointer is
+    x_whole: bool = True  # x counts something: an axis of 5 steps has no tick at 1.25
     x_label: Callable[[float], str] = lambda x: f"{round(x):,}"
     y_label: Callable[[float], str] = lambda y: short_number(y)
     tip_label: Callable[[float], str] = lambda y: f"{y:.5g}"  # of y where the pointer is
@@ -220,12 +221,13 @@ def line_chart(
         for band in bands
     ]
     for i in range(5):
-        value, x = y_low + i / 4 * (y_high - y_low), x_low + i / 4 * (x_high - x_low)
+        value = y_low + i / 4 * (y_high - y_low)
         y = down(value)
         label = frame.y_label(10**value if frame.log_scale else value)
         right = frame.width - frame.right
         parts.append(f'<line class="grid" x1="{frame.left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(_text(frame.left - 6, y + 4, label, "end"))
+    for x in _ticks(x_low, x_high, frame.x_whole):
         parts.append(_text(across(x), frame.height - 10, frame.x_label(x), "middle"))
     for one in shown:
         drawn = [(across(x), down(frame.up(y))) for x, y in _thin(one.points, x_low, x_high)]
@@ -245,6 +247,15 @@ def line_chart(
     note = f" ({lost} non-finite values left out)" if lost else ""
     legend = f'<div class="legend">{"".join(keys)}</div>'
     return _figure(title + note, "", _svg(frame.width, frame.height, title, parts), legend)
+
+
+def _ticks(low: float, high: float, whole: bool) -> list[float]:
+    """Return evenly spaced numbers of an axis, at most 6; `whole`: multiples of 1, 2, 5, 10, 20, ..."""
+    if not whole:
+        return [low + i / 4 * (high - low) for i in range(5)]
+    steps = (factor * 10**digits for digits in count() for factor in (1, 2, 5))
+    step = next(step for step in steps if high - low <= 5 * step)
+    return [float(tick) for tick in range(math.ceil(low / step) * step, math.floor(high) + 1, step)]
 
 
 def bar_chart(

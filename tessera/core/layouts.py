@@ -21,8 +21,43 @@ from tessera.core.hub_ids import hub_hint
 CONFIG_FILE = "config.json"
 CLASS_NAME = "_class_name"  # in the config.json of a component of diffusers
 ROOT = ""  # the name of the only component of a folder without sub-folders
+_MOST_LISTED = 20  # folders that an error lists
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_INDEX_BYTES = 256 << 20
+
+
+def nearest_folder(path: Path) -> str | None:
+    """Return the existing folder whose name is nearest to that of a missing one, which may be mistyped further up."""
+    existing, missing = path.parent, path.name
+    while not existing.is_dir() and existing != existing.parent:
+        existing, missing = existing.parent, existing.name
+    name = nearest(missing, _folders_in(existing))
+    if name is None:
+        return None
+    whole = existing / name / path.relative_to(existing / missing)
+    return str(whole if whole.is_dir() else existing / name)
+
+
+def no_such_folder(path: Path, where: str | None = None) -> TesseraError:
+    """Return the error for a folder that is not there, with the nearest one that is and the few beside it."""
+    near, beside = nearest_folder(path), _folders_in(path.parent)
+    # A name under a folder that is here is no name on a hub: what lies in that folder was meant.
+    listed = beside if path.parent.name and len(beside) <= _MOST_LISTED else []
+    named = "name a folder on this machine" + ("" if path.is_absolute() else ", or a model on a hub: hf://org/name")
+    return TesseraError(
+        f"no such folder: {path}",
+        where=where,
+        allowed=[path.parent / name for name in listed] or None,
+        nearest=near,
+        fix=("" if near else hub_hint(path)) or named,
+    )
+
+
+def _folders_in(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    except OSError:
+        return []
 
 
 class FolderLayout(ABC):
@@ -58,12 +93,13 @@ class FolderLayout(ABC):
     def config(self, component: str = ROOT) -> dict[str, Any]:
         """Return the config.json of a component."""
         folder = self.component_folder(component)
+        if not folder.is_dir():
+            raise no_such_folder(folder, "model.path")
         if not (folder / CONFIG_FILE).is_file():
-            hint = hub_hint(folder)
             raise TesseraError(
-                f"no {CONFIG_FILE} in {folder}" if folder.is_dir() else f"no such folder: {folder}",
+                f"no {CONFIG_FILE} in {folder}",
                 where="model.path",
-                fix=f"give the folder that holds {CONFIG_FILE} and weights" + (f"; {hint}" if hint else ""),
+                fix=f"give the folder that holds {CONFIG_FILE} and weights",
             )
         return read_json_mapping(folder / CONFIG_FILE, _MAX_CONFIG_BYTES)
 
@@ -73,7 +109,7 @@ class FolderLayout(ABC):
         if folder.is_file():
             refuse_pickle(folder)
         if not folder.is_dir():
-            raise TesseraError(f"no such folder: {folder}")
+            raise no_such_folder(folder)
         index, single = self.index_file(component), self.shard_file(1, 1, component)
         if (folder / index).is_file():
             found = _indexed(folder / index)

@@ -14,16 +14,16 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import pkgutil
 import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
+from tessera.core.built_ins import BuiltIns
 from tessera.core.errors import TesseraError, first_line, nearest
 
 T = TypeVar("T")
@@ -38,30 +38,25 @@ _LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
 class Registry(Generic[T]):
     """Find a built-in by its name, or a user's own by its import path."""
 
-    kind: str  # what an error calls it: "model family"
-    package: str  # where the built-in ones live
-    attribute: str  # what each module exposes
-    key: str  # of a recipe, that names one
+    built_ins: BuiltIns
     accepts: Maker | Instance  # what a user's own must be
-    renamed: Mapping[str, str] = field(default_factory=dict)  # name that a built-in once had -> its name now
 
     def names(self) -> list[str]:
-        package = importlib.import_module(self.package)
-        names = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
-        return sorted(n for n in names if hasattr(importlib.import_module(f"{self.package}.{n}"), self.attribute))
+        return self.built_ins.names()
 
     def get(self, name: str) -> T:
+        named = self.built_ins
         path, _, attribute = name.partition(":")
         if not _NAME.fullmatch(name):
-            raise self._unknown(name)
+            raise named.unknown(name)
         external = "." in path or bool(attribute)
-        module_name = path if external else f"{self.package}.{path}"
+        module_name = path if external else f"{named.package}.{path}"
         if external:
-            refuse_standard_library(name, self.key)
+            refuse_standard_library(name, named.key)
         try:
             module = importlib.import_module(module_name)
-            found = getattr(module, attribute or self.attribute)
-            self.accepts.check(found, name, self.key)
+            found = getattr(module, attribute or named.attribute)
+            self.accepts.check(found, name, named.key)
             return cast(T, found)
         except ModuleNotFoundError as error:
             if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
@@ -69,20 +64,11 @@ class Registry(Generic[T]):
         except AttributeError:
             if external:
                 raise TesseraError(
-                    f"{module_name} has no attribute {attribute or self.attribute!r} to use as a {self.kind}",
-                    where=self.key,
-                    fix=f"define {attribute or self.attribute} in that module, or name it as {path}:NAME",
+                    f"{module_name} has no attribute {attribute or named.attribute!r} to use as a {named.kind}",
+                    where=named.key,
+                    fix=f"define {attribute or named.attribute} in that module, or name it as {path}:NAME",
                 ) from None
-        raise self._unknown(name)
-
-    def _unknown(self, name: str) -> TesseraError:
-        names = self.names()
-        return TesseraError(
-            f"unknown {self.kind}: {name[:200]!r}",
-            where=self.key,
-            allowed=[*names, "or an import path like my_package.my_module or my_module:NAME"],
-            nearest=self.renamed.get(name) or nearest(name, names),
-        )
+        raise named.unknown(name)
 
 
 def import_object(path: str, where: str) -> Any:

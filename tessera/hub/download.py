@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from tessera.core.errors import TesseraError
 from tessera.core.files import check_inside, leads_out, replace_file
 from tessera.core.hub_ids import HUBS, HubId
+from tessera.core.layouts import nearest_folder
 from tessera.core.locks import locked
 from tessera.core.progress import human_bytes
 from tessera.hub.files import DataFiles, Split, data_files, model_files
@@ -385,6 +386,7 @@ def _without_network(
     raise TesseraError(
         f"{path}{id} is not on this machine, and {HUBS[id.hub]} cannot be asked: {why}",
         where=where,
+        nearest=nearest_folder(Path(id.name)) if id.looks_like_path else None,
         fix=f"on a machine with a network: tessera download {replace(id, inside='')}{data} --to FOLDER; copy that "
         f"folder here, and give {key}",
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from tessera.core.errors import TesseraError, first_line
 from tessera.core.hub_ids import HubId
+from tessera.core.layouts import nearest_folder
 from tessera.hub.bounded import bounded, remove_oversized
 from tessera.hub.download import Listing, RemoteFile, Unreachable
 
@@ -148,6 +149,7 @@ class HuggingFace:
                 (f"there is no folder {id.name} here, and " if id.looks_like_path else "")
                 + f"Hugging Face has no {what} {id.name}, or it is private",
                 where=self.where,
+                nearest=nearest_folder(Path(id.name)) if id.looks_like_path else None,
                 fix=f"for a private one log in with `hf auth login` or set HF_TOKEN; for a {what} on this machine name "
                 "a folder that exists",
             ) from None

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tessera.core.adapters import UnknownLayersError
+from tessera.core.built_ins import FAMILY_NAMES
 from tessera.core.config import Section, apply_overrides, build
 from tessera.core.errors import TesseraError, first_line, foreign_values, nearest
 from tessera.core.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, folder_layout
@@ -26,9 +27,7 @@ from tessera.core.weightmap import WeightMap
 from tessera.models.common.hf_text import UnsupportedValueError
 from tessera.models.common.reward import HEAD, is_classifier, number_of_classes, with_reward_head
 
-FAMILIES: Registry[ModelSpec] = Registry(
-    "model family", "tessera.models", "SPEC", key="model.family", accepts=Instance(ModelSpec)
-)
+FAMILIES: Registry[ModelSpec] = Registry(FAMILY_NAMES, Instance(ModelSpec))
 
 
 FOREIGN = "transformers"  # the family that runs the library's own classes

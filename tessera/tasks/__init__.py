@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tessera.core.built_ins import TASK_NAMES
 from tessera.core.errors import TesseraError
 from tessera.core.registry import Maker, Registry, check_arguments
 from tessera.core.task import Task
 
 REFERENCE_MODEL = "reference"  # the frozen component that is a copy of the model with its initial weights
 
-TASKS: Registry[Callable[..., Task]] = Registry(
-    "task", "tessera.tasks", "TASK", key="train.task", accepts=Maker("task", bases=(Task,))
-)
+TASKS: Registry[Callable[..., Task]] = Registry(TASK_NAMES, Maker("task", bases=(Task,)))
 
 
 def build_task(name: str, options: Mapping[str, Any]) -> Task:

@@ -13,7 +13,7 @@ from tessera.checkpoint.adapter_files import is_adapters
 from tessera.checkpoint.export_record import SAME_NAMES, ExportRecord, changes_since, differences_from, read_record
 from tessera.checkpoint.publish import MARK
 from tessera.core.errors import TesseraError
-from tessera.core.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, folder_layout
+from tessera.core.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, folder_layout, no_such_folder
 from tessera.core.progress import WorkProgress
 from tessera.core.run_config import ModelSection
 from tessera.data.media.files import Limits
@@ -88,7 +88,7 @@ def compare(
             "--base MODEL (adapters that do not name their model: convert with --like MODEL)",
         )
     if not folder.is_dir():
-        raise TesseraError(f"no such folder: {folder}")
+        raise no_such_folder(folder)
     if (folder / "config.yaml").is_file():
         raise TesseraError(
             "this is a run or a checkpoint, which transformers cannot load",

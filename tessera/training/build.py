@@ -47,6 +47,7 @@ from tessera.parallel.sequence_sharding import RankDataset
 from tessera.training.best import best_callbacks
 from tessera.training.callbacks import named_callbacks
 from tessera.training.checks import Coverage, KeepLossScale
+from tessera.training.early_checks import has_held_out
 from tessera.training.ema import Ema
 from tessera.training.export import Export
 from tessera.training.held_out import GenerationEval, HeldOut, generating_model
@@ -85,7 +86,7 @@ def build_trainer(
     if world.is_main and config.model.tokenizer != own_copy:
         keep_side_files(config, setup, processor, own_copy)
     mesh = Mesh(plan.axes, world.device)
-    has_eval = bool(config.data.eval or config.data.options.get("eval") or objects.eval_dataset is not None)
+    has_eval = has_held_out(config) or objects.eval_dataset is not None
     with main_rank_first(world):  # it builds the index, which may take long; the others find it
         step = _step_size(config, mesh)
         source = _local(build_rows(config, setup, "train", processor, objects.dataset, step), setup, mesh)

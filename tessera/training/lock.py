@@ -69,6 +69,14 @@ class FolderLock:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def refuse_running(self) -> None:
+        """Raise if another process is running in the folder. Nothing is locked: ranks of one run may ask together."""
+        present = FolderOwner.read(self._folder / OWNER)
+        if present is None or present.process == self._owner.process:
+            return
+        if present.process.alive() if present.process.visible() else self._is_alive(present):
+            raise self._in_use(present)
+
     def acquire(self) -> None:
         present = FolderOwner.read(self._folder / OWNER)
         if present is not None and present.process == self._owner.process and self._is_alive(present):

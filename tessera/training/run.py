@@ -32,6 +32,7 @@ from tessera.models.common.side_files import SEAL, damaged_side_files
 from tessera.observe.report.plot import Plot, plot_run, table_of
 from tessera.training.build import build_trainer
 from tessera.training.callbacks import named_callbacks
+from tessera.training.early_checks import check_evaluated
 from tessera.training.given_rows import KINDS, GivenRows, as_records
 from tessera.training.init_weights import check_first_weights
 from tessera.training.run_folder import PublishRun, RunFolder, check_fresh, given_objects, writable
@@ -116,6 +117,8 @@ def train(
             allowed=[f"data.kind={kind}" for kind in KINDS],
             fix="name the data in the recipe, or give a torch Dataset",
         )
+    if eval_dataset is None:
+        check_evaluated(config)
     check_fresh(config.folder, overwrite)  # again when the folder is locked; here before anything is built
     config = with_local_folders(config)
     return _run(config, resume=False, overwrite=overwrite, callbacks=callbacks, objects=objects, rows=rows)
@@ -144,6 +147,8 @@ def resume(
     left = {"train": dataset, "eval": eval_dataset} | dict.fromkeys(rows.splits)
     objects = Objects(model, task, left["train"], left["eval"], optimizer)
     config = resume_config(run, overrides, trust)
+    if eval_dataset is None and "train.eval_every" in (overrides or {}):  # a saved recipe of an older run may have it
+        check_evaluated(config)
     objects.check_resumed(given_objects(Path(run)))
     kept = find_file(Path(run), CONFIG)
     saved, notes = in_keys_of_today(read_mapping(kept)) if kept.is_file() else ({}, [])

@@ -185,7 +185,8 @@ class RunFolder:
 
 
 def check_fresh(folder: Path, overwrite: bool) -> None:
-    """Refuse to begin a run where there is one, or to replace what is not a run."""
+    """Refuse to begin a run where one is running or has ended, or to replace what is not a run."""
+    FolderLock(folder).refuse_running()
     if not run_exists(folder):
         return
     if not overwrite:

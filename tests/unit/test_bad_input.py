@@ -86,7 +86,7 @@ def test_where_nothing_can_be_written(run: Any, recipe: Path, data: Path) -> Non
         ("train.steps=soon", "train.steps"),
         ("data.train.0.path=missing.jsonl", "missing.jsonl\n"),
         ("data.train.0.path=README.mdd", "did you mean: README.md"),
-        ("model.tokenizer=nowhere", "no tokenizer.json"),
+        ("model.tokenizer=nowhere", "no such folder: nowhere"),
         ("model.path=nowhere", "nowhere"),
         ("train.device=gpu", "unknown device"),
         ("data.kind=chats", "did you mean: chat"),

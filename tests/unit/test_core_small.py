@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tessera.core import device as devices
+from tessera.core.built_ins import TASK_NAMES
 from tessera.core.dist import environment_ranks, fake_world, free_port, port_is_free
 from tessera.core.errors import TesseraError
 from tessera.core.registry import Maker, Registry
@@ -30,8 +31,7 @@ def test_error_shows_all_it_knows_and_survives_a_process_border() -> None:
 
 
 def test_registry_finds_built_ins_and_import_paths() -> None:
-    accepts = Maker("task", bases=(Task,))
-    tasks: Registry[object] = Registry("task", "tessera.tasks", "TASK", key="train.task", accepts=accepts)
+    tasks: Registry[object] = Registry(TASK_NAMES, Maker("task", bases=(Task,)))
     assert "language" in tasks.names()
     assert tasks.get("language") is tasks.get("tessera.tasks.language") is tasks.get("tessera.tasks.language:TASK")
     with pytest.raises(TesseraError) as caught:

@@ -6,6 +6,8 @@ import math
 import re
 from html.parser import HTMLParser
 
+import pytest
+
 from tessera.core import html
 
 
@@ -61,6 +63,26 @@ def test_a_line_chart_leaves_out_what_it_cannot_draw_and_keeps_peaks() -> None:
     assert min(heights) == html.Frame().top  # the peak reaches the top
     assert Tags(chart).found["line"] == 6  # five of the grid and the mark
     assert "nothing recorded" in html.line_chart("empty", [html.Series("loss", [(0.0, math.inf)])])
+
+
+@pytest.mark.parametrize(
+    ("last", "ticks"),
+    [
+        (1, [0, 1]),
+        (5, [0, 1, 2, 3, 4, 5]),
+        (7, [0, 2, 4, 6]),
+        (48, [0, 10, 20, 30, 40]),
+        (1000, [0, 200, 400, 600, 800, 1000]),
+    ],
+)
+def test_an_axis_of_steps_has_whole_evenly_spaced_ticks_in_their_places(last: int, ticks: list[int]) -> None:
+    frame = html.Frame()
+    chart = html.line_chart("Loss", [html.Series("loss", [(step, step) for step in range(1, last + 1)])], frame)
+    labels = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="middle">([\d,]+)</text>', chart)
+    assert [int(text.replace(",", "")) for _, text in labels] == ticks
+    width = frame.width - frame.left - frame.right
+    for (x, _), tick in zip(labels, ticks, strict=True):
+        assert float(x) == pytest.approx(frame.left + width * tick / last, abs=0.06)
 
 
 def test_bars_have_heights_in_proportion_and_the_smallest_is_seen() -> None:

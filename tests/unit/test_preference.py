@@ -32,6 +32,7 @@ from tests.close import assert_within_rounding, move_by_a_rounding, with_moved_w
 from tests.toys.callbacks import StopAt
 from tests.toys.pair_set import pair_recipe, write_pair_set
 
+ANSWER = {"role": "assistant", "content": "I."}
 ASK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Who?"}]
 SPELLINGS: dict[str, dict[str, Any]] = {
     "prompt": {"system": "Be kind.", "prompt": "Who?", "chosen": "I.", "rejected": "You."},
@@ -154,6 +155,29 @@ def test_a_row_without_its_pair_or_label_is_a_bad_row_among_others_and_a_wrong_s
     path.write_text(json.dumps(plain))
     with pytest.raises(TesseraError, match="has the format 'messages'"):
         open_source(SourceSection(path=path, format=format)).read(0)
+
+
+@pytest.mark.parametrize(
+    ("format", "row", "kind"),
+    [
+        (
+            "preference",
+            {"messages": [*ASK, {"role": "assistant", "content": "I."}], "label": True},
+            "unpaired_preference",
+        ),
+        ("preference", {"prompt": "Who?", "completion": "I.", "label": False}, "unpaired_preference"),
+        ("preference", {"messages": [*ASK, ANSWER]}, "chat"),
+        ("unpaired_preference", {"messages": ASK, "chosen": "I.", "rejected": "You."}, "preference"),
+    ],
+)
+def test_rows_of_another_kind_are_told_the_kind_that_trains_on_them(
+    tmp_path: Path, format: RecordFormat, row: dict[str, Any], kind: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(TesseraError) as caught:
+        open_source(SourceSection(path=path, format=format)).read(0)
+    assert str(caught.value.fix).startswith(f"data.kind={kind} ")
 
 
 # ---------------------------------------------------------------------------------------------- operation

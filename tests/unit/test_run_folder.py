@@ -221,6 +221,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_a_killed_one_goes_on(dat
             time.sleep(0.05)
         for attempt in (
             lambda: tessera.resume(folder),
+            lambda: tessera.train(recipe),  # neither a resume nor --overwrite would help
             lambda: tessera.train(recipe, overwrite=True),
             lambda: tessera.train(recipe | {"name": "chat"}, overwrite=True),
         ):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tessera.core.built_ins import KIND_NAMES
 from tessera.core.registry import Maker, Registry
 from tessera.core.run_config import DataSection
 from tessera.core.types import Processor, RowSource
@@ -31,11 +32,4 @@ class RowRequest:
     step: StepSize | None = None  # where a step is a number of samples
 
 
-KINDS: Registry[Callable[[RowRequest], RowSource]] = Registry(
-    "data kind",
-    "tessera.data.kinds",
-    "KIND",
-    key="data.kind",
-    accepts=Maker("source of rows", bases=(RowSource,)),
-    renamed={"own": "custom"},
-)
+KINDS: Registry[Callable[[RowRequest], RowSource]] = Registry(KIND_NAMES, Maker("source of rows", bases=(RowSource,)))

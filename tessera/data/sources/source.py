@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import glob
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from tessera.core.errors import TesseraError, nearest
+from tessera.core.errors import TesseraError
 from tessera.core.run_config import RecordFormat, SourceSection
 from tessera.core.types import Message, Part, Sample
 from tessera.data.media.files import ArchiveMember, resolve
@@ -29,13 +27,17 @@ from tessera.data.sources.file_groups import (
     suffix_of,
     walk,
 )
+from tessera.data.sources.file_names import source_files
 from tessera.data.sources.formats import RecordSchema, parse
 from tessera.data.sources.parquet import open_parquet
 from tessera.data.sources.text import TextKind, open_text_file
 from tessera.hub.config import local_source
 
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_MAX_FILES = 1_000_000
+# Formats that data.kind decides, and what to say where records are of that one.
+_OF_A_KIND: dict[str, str] = {
+    "preference": "data.kind=preference trains on pairs of answers, with train.task=dpo, orpo, simpo or reward",
+    "unpaired_preference": "data.kind=unpaired_preference trains on rated answers, with train.task=kto",
+}
 _FIRST_RECORDS = 1000  # records at the beginning whose keys are asked for the format
 _LATER_RECORDS = 16  # and so many of the rest
 _RECORD_FILES = ("json", "jsonl", "parquet", "csv", "tsv", "tar")
@@ -94,7 +96,7 @@ class Source:
     @cached_property
     def _others_fit(self) -> bool:
         """Return whether a record without its pair or label is a fault of that record alone: others have theirs."""
-        if not self.format_given or self.record_format not in ("preference", "unpaired_preference"):
+        if not self.format_given or self.record_format not in _OF_A_KIND:
             return False
         records = (record for _, record in _some(self.records) if not isinstance(record, RecordError))
         return any(self.schema.fits(record.content, self.record_format) for record in records)
@@ -102,13 +104,17 @@ class Source:
     def _parse(self, number: int, record: RawRecord) -> Sample:
         content, chosen, names = record.content, self.record_format, self.schema.names[self.record_format]
         found = self.schema.decide(content)
+        if chosen in _OF_A_KIND and not self.schema.fits(content, chosen):
+            found = next((other for other in _OF_A_KIND if self.schema.fits(content, other)), found)
         fits = found is None or found == chosen or (self.format_given and self.schema.fits(content, chosen))
         if not fits and not self._others_fit:
             raise TesseraError(
                 f"this record has the format {found!r}, the data set was read as {chosen!r}",
                 where=f"{self.path}, {self.location(number)}",
-                fix=f"keep one format per data set and list several under data.train; or say `format: {found}` if all "
-                "its records are of that format",
+                fix=_OF_A_KIND.get(found or "", "data.kind=chat trains on conversations")
+                if chosen in _OF_A_KIND
+                else "keep one format per data set and list several under data.train; or say "
+                f"`format: {found}` if all its records are of that format",
             )
         given = content.get(names.id)
         has_id = isinstance(given, (str, int)) and not isinstance(given, bool) and given != ""
@@ -151,48 +157,6 @@ def open_source(section: SourceSection, cache_folder: Path | None = None) -> Sou
     schema = RecordSchema(section.columns)
     record_format = _detect(section.path, records, schema) if section.format == "auto" else section.format
     return Source(section.path, root, records, record_format, schema, format_given=section.format != "auto")
-
-
-def source_files(path: Path) -> tuple[list[Path], Path]:
-    """Return the files (or the one folder) that a path means, and the folder they have in common."""
-    if path.exists():
-        return [path], path if path.is_dir() else path.parent
-    text = str(path)
-    patterns = _ranges(text) if _RANGE.search(text) else [text]
-    found: list[Path] = []
-    for pattern in patterns:
-        if "*" in pattern:
-            found += map(Path, sorted(glob.glob(re.sub(r"([\[?])", r"[\1]", pattern), recursive=True)))
-        else:
-            found.append(Path(pattern))
-    missing = [one for one in found if not one.is_file()]
-    if not found or missing:
-        _no_such(path, missing)
-    return found, Path(re.split(r"[*{]", text)[0] + "x").parent  # up to the last folder before anything that varies
-
-
-def _ranges(text: str) -> list[str]:
-    """Return shard-{000..127}.tar as 128 names. The digits of the first number say how many there are."""
-    found = _RANGE.search(text)
-    if found is None:
-        return [text]
-    first, last = int(found[1]), int(found[2])
-    if last < first or last - first >= _MAX_FILES:
-        raise TesseraError(f"not a range of files: {found[0]}", where=text, fix="write it as {000..127}")
-    numbers = (f"{number:0{len(found[1])}d}" for number in range(first, last + 1))
-    return [name for number in numbers for name in _ranges(text[: found.start()] + number + text[found.end() :])]
-
-
-def _no_such(path: Path, missing: list[Path]) -> NoReturn:
-    one = missing[0] if missing else path
-    beside = [entry.name for entry in one.parent.iterdir()] if one.parent.is_dir() else []
-    more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-    raise TesseraError(
-        f"no such data file: {one}{more}",
-        where="data",
-        nearest=nearest(one.name, beside),
-        fix="give the path of a JSON, JSONL, Parquet, CSV, TSV or text file, of tar shards, or of a folder",
-    )
 
 
 def _open_all(paths: list[Path], base: Path, section: SourceSection, cache_folder: Path | None) -> Container:

@@ -14,7 +14,7 @@ from tessera.core.run_config import DataSection, SourceSection
 from tessera.data.order.mixture import mix
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.container import file_facts
-from tessera.data.sources.source import source_files
+from tessera.data.sources.file_names import source_files
 from tessera.data.stream.rows import StreamedRows, StreamFile, StreamSettings
 from tessera.hub.download import RemoteFile
 from tessera.hub.shards import fetch_shard, held_shard, remote_shards

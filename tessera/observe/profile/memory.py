@@ -151,6 +151,7 @@ def memory_page(timeline: Timeline, title: str, sentences: Sequence[str]) -> str
         height=360,
         left=70,
         x_label=lambda ms: f"{ms:.4g} ms",
+        x_whole=False,
         y_label=lambda size: f"{size / unit:.3g} {name}",
         tip_label=lambda size: f"{size / unit:.5g} {name}",
         y_from_zero=True,

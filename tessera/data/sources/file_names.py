@@ -1,0 +1,55 @@
+"""Find the files that the path of a data set means: one, all that match a pattern, or a range of numbers."""
+
+from __future__ import annotations
+
+import glob
+import re
+from pathlib import Path
+from typing import NoReturn
+
+from tessera.core.errors import TesseraError, nearest
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MAX_FILES = 1_000_000
+
+
+def source_files(path: Path) -> tuple[list[Path], Path]:
+    """Return the files (or the one folder) that a path means, and the folder they have in common."""
+    if path.exists():
+        return [path], path if path.is_dir() else path.parent
+    text = str(path)
+    patterns = _ranges(text) if _RANGE.search(text) else [text]
+    found: list[Path] = []
+    for pattern in patterns:
+        if "*" in pattern:
+            found += map(Path, sorted(glob.glob(re.sub(r"([\[?])", r"[\1]", pattern), recursive=True)))
+        else:
+            found.append(Path(pattern))
+    missing = [one for one in found if not one.is_file()]
+    if not found or missing:
+        _no_such(path, missing)
+    return found, Path(re.split(r"[*{]", text)[0] + "x").parent  # up to the last folder before anything that varies
+
+
+def _ranges(text: str) -> list[str]:
+    """Return shard-{000..127}.tar as 128 names. The digits of the first number say how many there are."""
+    found = _RANGE.search(text)
+    if found is None:
+        return [text]
+    first, last = int(found[1]), int(found[2])
+    if last < first or last - first >= _MAX_FILES:
+        raise TesseraError(f"not a range of files: {found[0]}", where=text, fix="write it as {000..127}")
+    numbers = (f"{number:0{len(found[1])}d}" for number in range(first, last + 1))
+    return [name for number in numbers for name in _ranges(text[: found.start()] + number + text[found.end() :])]
+
+
+def _no_such(path: Path, missing: list[Path]) -> NoReturn:
+    one = missing[0] if missing else path
+    beside = [entry.name for entry in one.parent.iterdir()] if one.parent.is_dir() else []
+    more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+    raise TesseraError(
+        f"no such data file: {one}{more}",
+        where="data",
+        nearest=nearest(one.name, beside),
+        fix="give the path of a JSON, JSONL, Parquet, CSV, TSV or text file, of tar shards, or of a folder",
+    )

@@ -1,0 +1,63 @@
+"""Refuse what a recipe or a command names and is not there, without torch: a mistyped name costs no second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tessera.core.built_ins import FAMILY_NAMES, KIND_NAMES, TASK_NAMES
+from tessera.core.errors import TesseraError
+from tessera.core.hub_ids import find_hub_id
+from tessera.core.layouts import no_such_folder
+from tessera.core.run_config import RunConfig
+from tessera.data.sources.file_names import source_files
+
+_KINDS_WITH_FILES = ("chat", "preference", "unpaired_preference", "generation", "generation_preference")
+
+
+def check_model_names(config: RunConfig) -> None:
+    """Raise for a task, a family, or a folder of the model that does not exist."""
+    for built_ins, name in ((TASK_NAMES, config.train.task), (FAMILY_NAMES, config.model.family)):
+        if name is not None:
+            built_ins.check(name)
+    lora = config.model.lora
+    folders = {
+        "model.path": None if config.model.hub_id else config.model.path,
+        "model.weights": config.model.weights,
+        "model.tokenizer": config.model.tokenizer,
+        "model.lora.path": None if lora is None else lora.path,
+    }
+    for key, path in folders.items():
+        if path is not None:
+            check_path(path, key)
+
+
+def check_run_names(config: RunConfig) -> None:
+    """Raise for what `check_model_names` refuses, and for data that does not exist."""
+    check_model_names(config)
+    KIND_NAMES.check(config.data.kind)
+    check_evaluated(config)
+    if config.data.kind in _KINDS_WITH_FILES:
+        for section in (*config.data.train, *config.data.eval):
+            if section.hub_id is None and find_hub_id(section.path, "dataset", "data") is None:
+                source_files(section.path)
+
+
+def check_path(path: Path, where: str | None = None) -> None:
+    """Raise if a model is neither a file or folder of this machine nor a name on a hub."""
+    if find_hub_id(path, "model", where or "model") is None and not path.exists():
+        raise no_such_folder(path, where)
+
+
+def has_held_out(config: RunConfig) -> bool:
+    """Return whether a recipe names held-out data; its caller may also hand over some."""
+    return bool(config.data.eval or config.data.options.get("eval"))
+
+
+def check_evaluated(config: RunConfig) -> None:
+    """Raise for a recipe that says how often to evaluate and not on what."""
+    if config.train.eval_interval and not has_held_out(config):
+        raise TesseraError(
+            f"train.eval_every={config.train.eval_every} has no effect: there is no held-out data",
+            where="train.eval_every",
+            fix="name held-out samples in data.eval, or leave train.eval_every out",
+        )
