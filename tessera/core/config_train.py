@@ -163,7 +163,7 @@ class OptimSection(Section):
         description="muon: for weights of linear layers and experts, and adamw for all others; adafactor: `lr` is "
         "relative to the size of the weights",
     )
-    lr: Rate = 1e-5
+    lr: Rate = Field(1e-5, description="learning rate; where model.lora is set, the default is 1e-4")
     betas: tuple[Beta, Beta] = Field(
         (0.9, 0.95), description="of adamw and lion; lion is mostly used with 0.9 and 0.99"
     )

@@ -49,6 +49,7 @@ from tessera.core.config_train import (
 from tessera.core.fsdp2_file import with_fsdp2_file
 
 NAME_PATTERN, NAME_LENGTH = r"^[^\W_][\w.\-]*$", 128  # of runs: a name is a folder's, and not .. or -rf
+ADAPTER_LR = 1e-4
 
 __all__ = [
     "MAX_ADAPTER_ALPHA",
@@ -111,6 +112,17 @@ class RunConfig(Section):
         parallel = data.get("parallel") if isinstance(data, Mapping) else None
         if isinstance(parallel, Mapping) and parallel.get("fsdp2_config") is not None:
             return with_fsdp2_file(data)
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapters_learn_faster(cls, data: Any) -> Any:
+        """Fill in the learning rate of adapters where none is given: that of whole models is too low for them."""
+        if not isinstance(data, Mapping):
+            return data
+        model, optim = data.get("model"), data.get("optim", {})
+        if isinstance(model, Mapping) and model.get("lora") is not None and isinstance(optim, Mapping):
+            return {**data, "optim": {"lr": ADAPTER_LR, **optim}}
         return data
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.core.config import build
-from tessera.core.errors import TesseraError
+from tessera.core.errors import TesseraError, first_line
 from tessera.core.files import write_jsonl
 from tessera.core.progress import WorkProgress
 from tessera.core.run_config import SourceSection, load_config
@@ -22,6 +22,7 @@ from tessera.evaluation.benchmarks import SUFFIX, benchmark_of, score_table
 from tessera.hub.config import local_model, local_source
 from tessera.inference.load import load
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
+from tessera.observe.report.page import write_report
 
 log = logging.getLogger("tessera")
 
@@ -63,8 +64,8 @@ def evaluate(
 ) -> Score:
     """Generate an answer to each sample of `data`, by default the held-out set of a run, and return the marked answers.
 
-    They are also written to `answers.jsonl` if `model` is the folder of a run. `data` may be a benchmark's table
-    (AI2D_TEST.tsv), whose answers are scored by its own rule.
+    If `model` is the folder of a run, they are also written to its `answers.jsonl`, and its report is drawn again.
+    `data` may be a benchmark's table (AI2D_TEST.tsv), whose answers are scored by its own rule.
     """
     folder = local_model(model)
     if data is not None and Path(data).suffix.lower() == SUFFIX:
@@ -85,6 +86,10 @@ def evaluate(
         raise TesseraError("no held-out sample could be used", where=", ".join(str(s.path) for s in sources))
     if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
         write_jsonl(folder / "answers.jsonl", with_copies(folder, rows))
+        try:
+            write_report(folder)
+        except (OSError, TesseraError) as error:  # the answers matter more
+            log.warning("report.html was not written: %s", first_line(error))
     return Score(rows, skipped)
 
 

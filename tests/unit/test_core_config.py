@@ -46,6 +46,17 @@ def test_wrong_values_are_named(overrides: dict[str, object], words: str) -> Non
         load_config(BASE, overrides)
 
 
+def test_adapters_learn_faster_by_default_and_a_saved_rate_stays() -> None:
+    adapted = load_config(BASE, {"model.lora": {}})
+    assert (load_config(BASE).optim.lr, adapted.optim.lr) == (1e-5, 1e-4)
+    assert load_config(BASE, {"model.lora": {}, "optim.lr": 2e-5, "optim.weight_decay": 0.1}).optim.lr == 2e-5
+    assert load_config(BASE, {"model.lora": {}, "optim.weight_decay": 0.1}).optim.lr == 1e-4
+    saved = parse_yaml(dump_yaml(adapted), "config.yaml")
+    assert saved["optim"]["lr"] == 1e-4
+    saved["optim"]["lr"] = 1e-5  # as an earlier version has written it
+    assert load_config(saved).optim.lr == 1e-5
+
+
 def test_all_problems_are_listed_at_once() -> None:
     with pytest.raises(TesseraError) as caught:
         load_config(BASE, {"optm.lr": 1, "train.steps": 0, "data.length": "long"})

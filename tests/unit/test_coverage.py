@@ -88,10 +88,8 @@ def test_the_table_and_an_idle_encoder(tmp_path: Path, capsys: pytest.CaptureFix
     table = [line.split() for line in said[start + 2 : start + 8]]
     text = [row for row in table if row[0] == "text"]
     assert [row[1:3] for row in text] == [["0.0001", "0.1"], ["0.0001", "0"]]
-    assert all(row[3] == row[4] and row[5] == "0" for row in text)
-    vision = [row for row in table if row[0] == "vision"]
-    assert vision
-    assert all(row[3] == row[4] == row[5] for row in vision)
+    assert {"text", "vision"} <= {row[0] for row in table}
+    assert all(row[3:] == [row[3]] * 2 for row in table if row[0] in ("text", "vision"))  # all received one
     assert any("gradient of zeros" in line and "vision" in line for line in said)
 
 

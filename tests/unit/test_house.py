@@ -32,7 +32,7 @@ MAY_IMPORT = {
         *("core", "hub", "models", "nn", "data", "parallel", "checkpoint", "optim"),
         *("tasks", "inference", "observe"),
     },
-    "evaluation": {"core", "hub", "data", "inference"},
+    "evaluation": {"core", "hub", "data", "inference", "observe"},
     "tools": {
         *("core", "hub", "data", "models", "checkpoint", "optim", "parallel"),
         *("tasks", "training", "inference", "evaluation", "observe"),

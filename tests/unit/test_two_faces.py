@@ -87,7 +87,7 @@ def test_evaluate_writes_answers_and_the_report_shows_them(run: tessera.Run) -> 
     score = tessera.evaluate(run.folder, max_new_tokens=4)
     assert len(score.rows) == 6
     assert set(score.groups()) == {"text only", "1 image", "2 images"}
-    page = tessera.report(run.folder).read_text()
+    page = (run.folder / "report.html").read_text()
     assert "Held-out answers" in page
     assert "data:image/png;base64" in page
     assert not re.search(r"(?:src|href)=[\"']https?:", page), "the report needs nothing from elsewhere"
