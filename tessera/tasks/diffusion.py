@@ -32,7 +32,7 @@ from tessera.core.run_config import RunConfig
 from tessera.core.task import Counts, FrozenModule, FrozenPart, Losses, LossTerm, Metric, Task
 from tessera.core.types import Batch, ModelSpec, Prediction, Stream
 from tessera.models.common.edit_images import EMPTY_IDS, SHOWN, EditImages, edit_form
-from tessera.models.common.feature_facts import reads_features
+from tessera.models.common.feature_facts import reads_features, reads_media
 from tessera.models.common.frame_encoder import IMAGE_ENCODER
 from tessera.models.common.noise_levels import TIMES, NoiseLevel, NoiseLevels, training_target
 from tessera.models.common.pipeline_parts import VAE, PipelineFolder
@@ -44,7 +44,7 @@ from tessera.models.common.sample_encoders import (
     latent_lengths,
     without_captions,
 )
-from tessera.tasks.diffusion_options import DTYPES, DiffusionOptions, SampleSegment
+from tessera.tasks.diffusion_options import DTYPES, DiffusionOptions, EncoderOptions, SampleSegment
 
 log = logging.getLogger("tessera")
 LATENTS = "latents"  # the count: numbers in the latents that are trained on
@@ -123,8 +123,6 @@ class DiffusionTask(Task):
                     where=f"train.task_options.{key}",
                     fix=f"leave {key} out: it is for models such as CogVideoX I2V",
                 )
-        if self.options.encoders is None:
-            self._check_features()
         always = self.form.condition == "replace" and not self.form.token_times  # first frames have the time 0
         always |= (self.form.joint and self.form.image_embeds) or self.form.text_reads_frames
         if given == "none" and (self.form.condition in ("mask_channels", "channels") or always):
@@ -149,13 +147,22 @@ class DiffusionTask(Task):
     def _reads_last(self) -> bool:
         return self.form.condition == "mask_channels"
 
+    def _choose_encoders(self, config: RunConfig) -> EncoderOptions | None:
+        """Return the encoders of the recipe; if it names none, for media those of the model's folder."""
+        folder = None if config.model.path is None else pipeline_folder(config.model.path)
+        given = "encoders" in self.options.model_fields_set
+        if not given and folder is not None and (folder / VAE).is_dir() and reads_media(config):
+            self.options = self.options.model_copy(update={"encoders": EncoderOptions()})
+        return self.options.encoders
+
     def frozen_parts(self, config: RunConfig) -> Mapping[str, FrozenPart]:
-        chosen = self.options.encoders
+        chosen = self._choose_encoders(config)
         self._online = chosen is not None and not reads_features(config)
+        if not self._online:
+            self._check_features()
         if chosen is None:
             return {}
         if not self._online:
-            self._check_features()
             self._previews = config.train.generate_every > 0
             return {}
         folder = chosen.folder or config.model.path
@@ -361,8 +368,8 @@ class DiffusionTask(Task):
             raise TesseraError(
                 "the batch has images or videos, and no latents of them",
                 where="train.task_options.encoders",
-                fix="train.task_options.encoders={} encodes them in every step, with the parts of a diffusers folder; "
-                "`tessera data features` writes latents once",
+                fix="train.task_options.encoders.folder=FOLDER encodes them in every step, with the VAE and text "
+                "encoders of a diffusers folder; `tessera data features` writes latents once",
             )
         values, found = self.form.patch_values, batch["clean"].shape[1]
         if found != values:

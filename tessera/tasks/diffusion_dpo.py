@@ -87,11 +87,12 @@ class DiffusionDpoTask(DiffusionTask):
                 where="parallel.cp",
                 allowed=[1],
             )
-        if self.options.encoders is None:
+        if self._choose_encoders(config) is None:
             raise TesseraError(
                 "pairs are read as images and videos, not as features",
                 where="train.task_options.encoders",
-                fix="train.task_options.encoders={} encodes them in every step",
+                fix="train.task_options.encoders.folder=FOLDER encodes them in every step, with the parts of a "
+                "diffusers folder",
             )
 
     def frozen_components(self, config: RunConfig) -> Sequence[str]:

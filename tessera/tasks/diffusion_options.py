@@ -76,7 +76,9 @@ class DiffusionOptions(TimeOptions):
     )
     guidance: float = Field(1.0, ge=0, le=100, description="guidance scale that a distilled model reads")
     encoders: EncoderOptions | None = Field(
-        None, description="encode images, videos and captions in every step; default: the data are features of them"
+        None,
+        description="encode images, videos and captions in every step; default: with the parts of the diffusers folder "
+        "that model.path names, unless the data are features",
     )
 
 

@@ -92,6 +92,7 @@ def test_training_from_pixels_and_captions_resumes_bit_by_bit(data: Path, pipeli
     made = [recipe(data, pipeline, tmp_path / name, **options) for name in ("whole", "part")]
     for one in made:
         one["model"] = {"path": str(pipeline)}  # which has the encoders as well
+    del made[1]["train"]["task_options"]["encoders"]  # so they are the default
     whole = tessera.train(made[0])
     part = tessera.train(made[1], callbacks=[StopAt(2)])
     resumed = tessera.resume(part.folder)

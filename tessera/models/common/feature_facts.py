@@ -17,6 +17,7 @@ from tessera.data.sources.features import MANIFEST
 from tessera.models.common.frame_encoder import IMAGE_ENCODER
 from tessera.models.common.pipeline_parts import VAE
 
+_KINDS = ("generation", "generation_preference")
 _BLOCK, _BLOCKS = 1 << 16, 128  # bytes, and how many of them are read of a file of weights
 
 
@@ -103,3 +104,9 @@ def reads_features(config: RunConfig) -> bool:
     """Return whether all that a run reads are features."""
     sets = [*config.data.train, *(config.data.eval if config.train.eval_interval else [])]
     return bool(sets) and all((source.path / MANIFEST).is_file() for source in sets)
+
+
+def reads_media(config: RunConfig) -> bool:
+    """Return whether a run reads images or videos. A folder that is not on this machine may hold either."""
+    sets = [source.path for source in config.data.train if not (source.path / MANIFEST).is_file()]
+    return config.data.kind in _KINDS and any(path.suffix or path.exists() for path in sets)
