@@ -338,12 +338,23 @@ def main() -> None:
     try:
         with reported():
             quiet_libraries()
-            _refuse_foreign_options(sys.argv[1:])
-            app()
+            try:
+                _refuse_foreign_options(sys.argv[1:])
+                app()
+            except TesseraError as error:
+                _tell_other_ranks(error)
+                raise
     except SystemExit as end:
         if end.code in (None, 0) and "TORCHELASTIC_RUN_ID" in os.environ:
             _leave()
         raise
+
+
+def _tell_other_ranks(error: TesseraError) -> None:
+    if os.environ.get("WORLD_SIZE", "1") != "1" and sys.argv[1:2] in (["train"], ["resume"], ["preflight"]):
+        from tessera.core.rendezvous import report_refusal
+
+        report_refusal(error)
 
 
 def _refuse_foreign_options(words: list[str]) -> None:

@@ -30,6 +30,8 @@ from tessera.core.errors import TesseraError, first_line
 JOIN_TIMEOUT_S = 30.0
 _POLL_S = 0.05
 _VERDICT_MARGIN_S = 5.0  # the others wait this much longer than the main rank, which is the one to decide
+_REFUSAL_S = 10.0  # a rank that refuses to start tries to reach the others for so long
+_INFOS, _REFUSED = "infos", "refused"  # keys of the store: the former followed by /RANK, the latter of any rank
 _MUST_AGREE = {
     "size": "world size",
     "python": "Python version",
@@ -184,7 +186,7 @@ def check_ranks(
     share it."""
     deadline = time.monotonic() + timeout_s
     exchange = RankExchange(store, info, timeout_s)
-    infos = [RankInfo.load(text) for text in exchange.gather("infos", info.dump(), _differences, deadline)]
+    infos = [RankInfo.load(text) for text in exchange.gather(_INFOS, info.dump(), _differences, deadline)]
     if folder is not None:
         token = exchange.broadcast("token", _make_token(folder) if info.rank == 0 else None, deadline)
         try:
@@ -193,6 +195,27 @@ def check_ranks(
             if info.rank == 0 and token:  # an empty one would name the whole folder
                 shutil.rmtree(folder / token, ignore_errors=True)
     return infos
+
+
+def report_refusal(error: TesseraError, env: Mapping[str, str] = os.environ) -> None:
+    """Tell the other ranks why this one does not come, so that they say it and do not wait.
+
+    A rank that has come already says nothing: the others hear of its end. Where the ranks cannot be reached, nothing is
+    told, and the error of this rank is all there is."""
+    with contextlib.suppress(
+        TesseraError, RuntimeError, ValueError, KeyError
+    ):  # every error of a store is a RuntimeError
+        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        store = open_store(rank, size, _REFUSAL_S, env)
+        if store.check([f"{_INFOS}/{rank}"]):
+            return
+        where = f" (where: {error.where})" if error.where else ""
+        refusal = f"rank {rank} on {socket.gethostname()} refused to start: {error.what}{where}"
+        store.set(f"{_INFOS}/verdict" if rank == 0 else _REFUSED, refusal)
+        # Rank 0 may be serving the store: then it stays until the others have heard.
+        deadline = time.monotonic() + (_VERDICT_MARGIN_S if rank == 0 else 0)
+        while time.monotonic() < deadline and store.add(f"{_INFOS}/heard", 0) < size - 1:
+            time.sleep(_POLL_S)
 
 
 class RankExchange:
@@ -230,6 +253,8 @@ class RankExchange:
 
     def _missing(self, keys: Sequence[str], deadline: float) -> str:
         while not self.store.check(list(keys)):
+            if self.store.check([_REFUSED]):
+                return self._values([_REFUSED])[0]
             if time.monotonic() > deadline:
                 absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 return self._name_missing(absent, keys) if absent else ""
@@ -242,7 +267,7 @@ class RankExchange:
         if self.info.local_size:
             nodes = sorted({rank // self.info.local_size for rank in absent})
             text += f"; missing ranks belong to node {spans(nodes)} of {self.info.size // self.info.local_size}"
-        if keys[0].startswith("infos"):
+        if keys[0].startswith(_INFOS):
             hosts: dict[str, list[int]] = {}
             for rank in here:
                 hosts.setdefault(RankInfo.load(self._values([keys[rank]])[0]).host, []).append(rank)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,8 @@ from tessera.cli import launch as launching
 from tessera.cli.cluster import Cluster
 from tessera.core import device as devices
 from tessera.core.dist import free_port, is_peer_error, rank_on_machine, world
-from tessera.core.rendezvous import open_store
+from tessera.core.errors import TesseraError
+from tessera.core.rendezvous import RankInfo, check_ranks, open_store, rank_info, report_refusal
 
 
 def listens_at(port: int) -> set[str]:
@@ -44,6 +47,35 @@ def test_the_main_rank_serves_one_machine_on_loopback_alone() -> None:
     other = open_store(1, 2, 5, {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
     other.set("word", "heard")
     assert store.get("word") == b"heard"
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_rank_that_refuses_to_start_is_quoted_by_the_others(refusing: int) -> None:
+    """At once, and not as a missing rank at the end of the time to join."""
+    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    error = TesseraError("unknown key: optim.weight_deccay", where="recipe.yaml")
+    waits = 1 - refusing
+
+    def join() -> list[RankInfo]:
+        return check_ranks(open_store(waits, 2, 20, env), rank_info(waits, 2, waits, torch.device("cpu")), 20)
+
+    with ThreadPoolExecutor(1) as pool:
+        began = time.monotonic()
+        joined = pool.submit(join)
+        report_refusal(error, {**env, "RANK": str(refusing)})
+        with pytest.raises(TesseraError, match=f"rank {refusing} on .* refused to start: unknown key") as caught:
+            joined.result()
+    assert "recipe.yaml" in caught.value.what
+    assert time.monotonic() - began < 10
+
+
+def test_a_rank_that_has_come_and_one_that_is_alone_tell_nothing() -> None:
+    env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    store = open_store(0, 2, 5, env)
+    store.set("infos/1", "here")
+    report_refusal(TesseraError("later"), {**env, "RANK": "1"})
+    assert not store.check(["refused"])
+    report_refusal(TesseraError("alone"), {})
 
 
 def test_the_launcher_serves_one_machine_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
