@@ -30,7 +30,6 @@ from tessera.core.errors import TesseraError, first_line
 JOIN_TIMEOUT_S = 30.0
 _POLL_S = 0.05
 _VERDICT_MARGIN_S = 5.0  # the others wait this much longer than the main rank, which is the one to decide
-_REFUSAL_S = 10.0  # a rank that refuses to start tries to reach the others for so long
 _INFOS, _REFUSED = "infos", "refused"  # keys of the store: the former followed by /RANK, the latter of any rank
 _MUST_AGREE = {
     "size": "world size",
@@ -206,7 +205,7 @@ def report_refusal(error: TesseraError, env: Mapping[str, str] = os.environ) -> 
         TesseraError, RuntimeError, ValueError, KeyError
     ):  # every error of a store is a RuntimeError
         rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-        store = open_store(rank, size, _REFUSAL_S, env)
+        store = open_store(rank, size, JOIN_TIMEOUT_S, env)
         if store.check([f"{_INFOS}/{rank}"]):
             return
         where = f" (where: {error.where})" if error.where else ""
