@@ -26,6 +26,7 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.most = 0
+        self.begun = 0  # a mark of whoever measures a part: what lived when it began
         self._known: dict[int, StorageWeakRef] = {}
         self._sizes: dict[int, int] = {}  # of what is counted
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}

@@ -49,8 +49,8 @@ class _Search:
         self._usable = size.usable(world)
 
     def fit(self, config: RunConfig) -> DeviceFit:
-        log.logger().info("running a step without memory, as on %s", self._size.name)
-        first = self._count(config)
+        log.logger().info("counting a step on tensors without memory, as on %s", self._size.name)
+        first = self._count(config, f"a step on {self._size.name}")
         made = DeviceFit(
             self._size.name, self._size.total, self._usable, first.held, first.total, uncounted=first.uncounted
         )
@@ -59,8 +59,8 @@ class _Search:
     def _changes(self, first: _Count) -> list[FitChange]:
         """Return one change that is enough, the cheapest, or those that are enough together."""
         keys = memory_keys(first.config, self._world, first.plan.blocks)
-        for key in keys:
-            tried = self._try(key, first, alone=True)
+        for number, key in enumerate(keys, 1):
+            tried = self._try(key, first, f"change {number} of {len(keys)}", alone=True)
             if tried is not None and tried.total <= self._usable:
                 return [_describe(key, first, tried)]
         found: list[FitChange] = []
@@ -68,7 +68,11 @@ class _Search:
         for key in _in_turn(keys):
             again: MemoryKey | None = key
             for _ in range(_TIMES):
-                tried = None if again is None or at.total <= self._usable else self._try(again, at, alone=False)
+                tried = (
+                    None
+                    if again is None or at.total <= self._usable
+                    else self._try(again, at, f"change {len(found) + 1} of several", alone=False)
+                )
                 if again is None or tried is None or at.total - tried.total < _WORTH * first.total:
                     break
                 found.append(_describe(again, at, tried))
@@ -76,7 +80,7 @@ class _Search:
                 again = _of_kind(again, memory_keys(at.config, self._world, at.plan.blocks))
         return found
 
-    def _try(self, key: MemoryKey, at: _Count, *, alone: bool) -> _Count | None:
+    def _try(self, key: MemoryKey, at: _Count, phase: str, *, alone: bool) -> _Count | None:
         """Return what a recipe needs with a change; None if it cannot have it, or if it could not be enough alone."""
         try:
             config = _changed(at.config, dict(key.settings))
@@ -85,10 +89,10 @@ class _Search:
             return None
         if alone and max(device_bytes(plan, position) for position in range(len(plan.memory))) > self._usable:
             return None
-        log.logger().info("trying %s", key.text)
-        return self._count(config, plan)
+        log.logger().info("%s: trying %s", phase, key.text)
+        return self._count(config, phase, plan)
 
-    def _count(self, config: RunConfig, plan: Plan | None = None) -> _Count:
+    def _count(self, config: RunConfig, phase: str, plan: Plan | None = None) -> _Count:
         plan = plan or build_meta_model(config, self._world).plan
         held = max(device_bytes(plan, position) for position in range(len(plan.memory)))
         if plan.pipeline is None and plan.microbatches > 2 and config.train.samples_per_step is None:
@@ -98,7 +102,7 @@ class _Search:
         else:
             shorter = config
         try:
-            roles = run_roles(shorter, self._world)
+            roles = run_roles(shorter, self._world, phase)
         except Uncountable as error:
             gradients = 0 if plan.offload else plan.heaviest.gradients
             return _Count(config, plan, held, held + gradients, error.what)

@@ -11,11 +11,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -40,15 +43,18 @@ from tessera.parallel.experts import RankDispatch
 from tessera.parallel.live_memory import LiveMemory
 from tessera.parallel.memory_estimate import shards_of_stage
 from tessera.parallel.mesh import PP, Mesh
+from tessera.parallel.modules import present
 from tessera.parallel.pipeline_engine import PipelineEngine
 from tessera.parallel.plan import Plan
 from tessera.parallel.plan_text import estimate_communication
 from tessera.parallel.sequence_sharding import RankDataset
 from tessera.tasks.answers import AnswerTask
+from tessera.tools.repeated_blocks import RepeatedBlocks
 from tessera.training.run import fingerprint, join
 from tessera.training.setup import ModelSetup, build_meta_model
 
 _SHOW_EVERY = 0.5  # seconds between two looks at what has ended
+_PASSED, _ANSWER = "passed\n", "answer "  # lines of a process that runs a role
 
 
 @dataclass(frozen=True)
@@ -107,8 +113,8 @@ class Uncountable(TesseraError):
     """Say that a step of a recipe cannot be run without memory."""
 
 
-def run_roles(config: RunConfig, world: int) -> list[Role]:
-    """Run one step of each role of a recipe, as `dry_run` does."""
+def run_roles(config: RunConfig, world: int, phase: str = "running a step") -> list[Role]:
+    """Run one step of each role of a recipe, as `dry_run` does. `phase`: what the line of progress calls it."""
     setup = build_meta_model(config, world)
     if setup.spec.example is None:
         raise Uncountable(
@@ -120,13 +126,15 @@ def run_roles(config: RunConfig, world: int) -> list[Role]:
     for position in range(plan.axes.size(PP)):
         alike.setdefault(_stage_key(plan, position), []).append(position)
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
-    with pool, WorkProgress("running a step without memory", len(alike), "kinds of ranks") as shown:
-        left = {pool.submit(_in_new_process, config, world, positions) for positions in alike.values()}
+    passes = plan.microbatches * len(plan.blocks) * len(alike) // plan.axes.size(PP)
+    with pool, WorkProgress(f"{phase}, without memory", passes, "passes of blocks") as shown:
+        told: SimpleQueue[int] = SimpleQueue()  # passes that a process has done: only this thread writes the line
+        left = {pool.submit(_in_new_process, config, world, positions, told.put) for positions in alike.values()}
         found: list[Role] = []
         while left:
             ended, left = wait(left, timeout=_SHOW_EVERY, return_when=FIRST_COMPLETED)
             found += [role.result() for role in ended]
-            shown.count(len(ended))
+            shown.count(sum(told.get() for _ in range(told.qsize())))
     return sorted(found, key=lambda role: role.positions)
 
 
@@ -146,37 +154,69 @@ def _stage_key(plan: Plan, position: int) -> object:
     return repr(found)
 
 
-def _in_new_process(config: RunConfig, world: int, positions: Sequence[int]) -> Role:
+def _in_new_process(config: RunConfig, world: int, positions: Sequence[int], passed: Callable[[int], None]) -> Role:
     asked = json.dumps({"recipe": dump_yaml(config), "world": world, "position": positions[0]})
     path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # families and tasks of the user's own
-    done = subprocess.run(
-        [sys.executable, "-m", "tessera.tools.dry_run"],
-        input=asked,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        lines = [line for line in lines if re.match(r"[\w.]+(?:Error|Exception|Interrupt)\b", line)] or lines
-        raise Uncountable(
-            f"a step at {positions[0]} of the pipeline failed in the dry run: {lines[-1] if lines else 'no output'}",
-            fix="`tessera plan` without --dry-run forecasts the same from the plan",
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tessera.tools.dry_run"],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
-    answer = json.loads(done.stdout.splitlines()[-1])
+        assert child.stdin is not None
+        assert child.stdout is not None
+        with child.stdin:
+            child.stdin.write(asked)
+        answer: dict[str, Any] = {}
+        for line in child.stdout:
+            if line == _PASSED:
+                passed(1)
+            elif line.startswith(_ANSWER):
+                answer = json.loads(line.removeprefix(_ANSWER))
+        if child.wait():
+            errors.seek(0)
+            raise _uncounted(positions[0], errors.read())
     volumes = tuple(CommVolume(**line) for line in answer["volumes"])
     memory = {name: answer[name] for name in ("held", "activations", "encoding")}
     return Role(tuple(positions), len(positions) * answer["ranks"], volumes, answer["seconds"], **memory)
 
 
+def _uncounted(position: int, said: str) -> Uncountable:
+    lines = said.strip().splitlines()
+    lines = [line for line in lines if re.match(r"[\w.]+(?:Error|Exception|Interrupt)\b", line)] or lines
+    return Uncountable(
+        f"a step at {position} of the pipeline failed in the dry run: {lines[-1] if lines else 'no output'}",
+        fix="`tessera plan` without --dry-run forecasts the same from the plan",
+    )
+
+
 def main() -> None:
     """Run the role that `_in_new_process` asks for."""
     asked = json.load(sys.stdin)
-    role = run_role(load_config(parse_yaml(asked["recipe"], "recipe")), asked["world"], asked["position"])
-    print(json.dumps(asdict(role)))
+    config = load_config(parse_yaml(asked["recipe"], "recipe"))
+    role = run_role(config, asked["world"], asked["position"], passed=partial(print, end=_PASSED, flush=True))
+    print(_ANSWER + json.dumps(asdict(role)))
 
 
-def run_role(config: RunConfig, world: int, position: int) -> Role:
+def _blocks_are_alone(plan: Plan) -> bool:
+    """Return whether a block can be measured apart from the others: it shares no work and no memory with them."""
+    joined = plan.pipeline, plan.tensor, plan.experts, plan.context
+    return all(part is None for part in joined) and not (plan.offload or plan.activation_offload or plan.block_offload)
+
+
+def run_role(
+    config: RunConfig,
+    world: int,
+    position: int,
+    *,
+    repeated: bool = True,
+    passed: Callable[[], None] = lambda: None,
+) -> Role:
+    """Run a step of the ranks at a position of the pipeline. `repeated`: blocks that are alike run once, where that
+    counts the same. `passed`: see `RepeatedBlocks`."""
     began = time.perf_counter()
     setup = build_meta_model(config, world)  # used up below
     plan = setup.plan
@@ -190,7 +230,10 @@ def run_role(config: RunConfig, world: int, position: int) -> Role:
             materialize(module, plan, cpu)
             engine = build_engine(module, plan, mesh, cpu, pipeline=_DryPipeline)
             _route_evenly(module)
-            with LiveMemory() as memory, CommCounter(mesh) as counted:  # the counter sees all, as without the other
+            memory, counted = LiveMemory(), CommCounter(mesh)
+            blocks = RepeatedBlocks(memory, counted, passed)
+            blocks.attach(module, present(module, plan.blocks), repeated and _blocks_are_alone(plan))
+            with memory, counted:  # the counter sees all, as without the other
                 if plan.offload:
                     _leave_gradients_out(module, memory)
                 engine.step(setup.task, [_without_memory(batch, shapes_only) for batch in batches])

@@ -66,7 +66,7 @@ class Counted:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def __call__(self, config: Any, world: int) -> list[Role]:
+    def __call__(self, config: Any, world: int, phase: str) -> list[Role]:
         self.asked.append(config)
         plan = device_fit.build_meta_model(config, world).plan
         step = config.train.micro_batch * config.data.length * (100 if config.parallel.recompute else 4000)
@@ -116,7 +116,7 @@ def test_a_step_of_many_micro_batches_is_counted_by_two(counted: Counted, monkey
 
 
 def test_what_cannot_be_counted_is_said_and_its_weights_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(config: Any, world: int) -> list[Role]:
+    def refuse(config: Any, world: int, phase: str) -> list[Role]:
         raise Uncountable("there is no example")
 
     monkeypatch.setattr(device_fit, "run_roles", refuse)
