@@ -68,12 +68,10 @@ class _Search:
         for key in _in_turn(keys):
             again: MemoryKey | None = key
             for _ in range(_TIMES):
-                tried = (
-                    None
-                    if again is None or at.total <= self._usable
-                    else self._try(again, at, f"change {len(found) + 1} of several", alone=False)
-                )
-                if again is None or tried is None or at.total - tried.total < _WORTH * first.total:
+                if again is None or at.total <= self._usable:
+                    break
+                tried = self._try(again, at, f"change {len(found) + 1}", alone=False)
+                if tried is None or at.total - tried.total < _WORTH * first.total:
                     break
                 found.append(_describe(again, at, tried))
                 at = tried

@@ -17,13 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tessera.core.torch_internals import tree_flatten, tree_unflatten
 from tessera.parallel.communication import CommCounter, CommVolume
 from tessera.parallel.live_memory import LiveMemory
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
+
+_OF_SHARDING = "__composable_api"  # what fully_shard keeps on a module: it works around the call of a block
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,12 @@ class RepeatedBlocks:
         self._anchor = torch.empty((), requires_grad=True)
 
     def attach(self, module: nn.Module, paths: Iterable[str], repeated: bool) -> None:
-        """Take over the calls of these blocks; `repeated` False: all of them run."""
+        """Take over the calls of these blocks; `repeated` False: all of them run. So do those of which parts are
+        sharded by themselves: their weights would be gathered and freed while one is measured."""
         for path in paths:
             block = module.get_submodule(path)
-            called = self._call if repeated else self._run
+            nested = any(isinstance(part, FSDPModule) for part in block.modules() if part is not block)
+            called = self._call if repeated and not nested else self._run
             block.forward = partial(called, block, block.forward)  # type: ignore[method-assign]
 
     def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -218,6 +223,7 @@ def _call_key(block: nn.Module, arguments: Any) -> str:
     modules = []
     for name, part in block.named_modules():
         settings = {key: value for key, value in vars(part).items() if key not in _OF_EVERY_MODULE}
+        settings = {key: value for key, value in settings.items() if not key.startswith(_OF_SHARDING)}
         modules.append((name, type(part), _described(settings)))
     weights = [(name, _described(p), p.grad is None) for name, p in (*block.named_parameters(), *block.named_buffers())]
     return repr((torch.is_grad_enabled(), block.training, modules, weights, _described(arguments)))

@@ -161,4 +161,6 @@ def test_blocks_that_run_once_count_as_if_all_of_them_ran(
     ran.clear()
     once = run_role(config, world, 0)
     assert (once.held, once.activations, once.volumes) == (whole.held, whole.activations, whole.volumes)
-    assert len(ran) <= all_of_them / 2  # of four layers and two micro-batches, one layer in each
+    assert (
+        len(ran) < all_of_them / 2
+    )  # of four layers one in each micro-batch, and a first one without a gradient below
