@@ -76,7 +76,7 @@ class RepeatedBlocks:
             block = module.get_submodule(path)
             nested = any(isinstance(part, FSDPModule) for part in block.modules() if part is not block)
             called = self._call if repeated and not nested else self._run
-            block.forward = partial(called, block, block.forward)  # type: ignore[method-assign]
+            block.forward = partial(called, block, block.forward)
 
     def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
@@ -91,7 +91,7 @@ class RepeatedBlocks:
             return self._run(block, forward, *args, **kwargs)
         tensors = _tensors_in((args, kwargs))
         trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
-        outputs = _StandIn.apply(self, figures, len(tensors), *tensors, *trained)
+        outputs = _StandIn.apply(self, figures, len(tensors), *tensors, *trained)  # type: ignore[no-untyped-call]
         self.passed()
         return tree_unflatten(list(outputs), figures.tree)
 
@@ -114,7 +114,9 @@ class RepeatedBlocks:
         results = [_Storage(one) for one in outputs if isinstance(one, Tensor)]
         if len(results) == len({one.number for one in (*results, *storages)}) - len(storages) == len(outputs):
             layouts = [_Layout.of(one) for one in outputs]
-            last = _BackwardBegin.apply(memory, *(one for one in outputs if one.requires_grad))
+            trained = [one for one in outputs if one.requires_grad]
+            last = _BackwardBegin.apply(memory, *trained)  # type: ignore[no-untyped-call]
+            trained.clear()
             outputs.clear()
             alive = [one.bytes for one in (*storages, *results) if one.alive]
             kept = memory.live - live - sum(alive) - last.nbytes
@@ -138,19 +140,22 @@ class RepeatedBlocks:
     def _like(self, tensor: Tensor) -> Tensor:
         """Return a tensor of its own memory, with a gradient where the other has one. No leaf: a graph keeps those."""
         layout = _Layout.of(tensor)
-        return _Argument.apply(self._anchor, layout) if layout.gradient else layout.allocate()
+        if not layout.gradient:
+            return layout.allocate()
+        argument: Tensor = _Argument.apply(self._anchor, layout)  # type: ignore[no-untyped-call]
+        return argument
 
 
 class _Storage:
     """Follow the memory of a tensor without keeping it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._reference = StorageWeakRef(tensor.untyped_storage())
+        self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.number, self.bytes = self._reference.cdata, tensor.untyped_storage().nbytes()
 
     @property
     def alive(self) -> bool:
-        return not self._reference.expired()
+        return not self._reference.expired()  # type: ignore[no-untyped-call]
 
 
 class _Argument(torch.autograd.Function):

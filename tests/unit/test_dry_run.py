@@ -163,4 +163,4 @@ def test_blocks_that_run_once_count_as_if_all_of_them_ran(
     assert (once.held, once.activations, once.volumes) == (whole.held, whole.activations, whole.volumes)
     assert (
         len(ran) < all_of_them / 2
-    )  # of four layers one in each micro-batch, and a first one without a gradient below
+    )  # of four layers one for each micro-batch, and the first one if it has no gradient

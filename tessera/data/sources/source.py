@@ -34,7 +34,7 @@ from tessera.data.sources.text import TextKind, open_text_file
 from tessera.hub.config import local_source
 
 # Formats that data.kind decides, and what to say where records are of that one.
-_OF_A_KIND: dict[str, str] = {
+_OF_A_KIND: dict[RecordFormat, str] = {
     "preference": "data.kind=preference trains on pairs of answers, with train.task=dpo, orpo, simpo or reward",
     "unpaired_preference": "data.kind=unpaired_preference trains on rated answers, with train.task=kto",
 }
