@@ -23,6 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tessera.cli.cluster import Cluster
 from tessera.core.dist import RankFailure, free_port, port_is_free
 from tessera.core.errors import TesseraError, first_line
+from tessera.core.launcher import announce_launcher
 from tessera.core.rendezvous import reach, serve_store, spans
 from tessera.core.run_config import RunConfig
 from tessera.observe.watchdog.watchdog import FAILURE_FILE
@@ -43,6 +44,7 @@ def launch(words: Sequence[str], cluster: Cluster, config: RunConfig) -> None:
 def start_ranks(words: Sequence[str], cluster: Cluster, join_timeout_s: float, folder: Path | None = None) -> None:
     """Run `tessera WORDS` on the ranks of this machine, as `launch` does. `folder`: of a run, which can be resumed."""
     _quiet_launcher()
+    announce_launcher()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // cluster.nproc)))
     began = time.time()
     rendezvous_store = None

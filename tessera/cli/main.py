@@ -23,6 +23,7 @@ from tessera.cli.migrate import migrate
 from tessera.cli.run import Overrides, TrustFlag, check_output, check_path, write_output
 from tessera.core.errors import TesseraError, reported
 from tessera.core.foreign_keys import find_foreign
+from tessera.core.launcher import launcher_blamed
 from tessera.core.log import quiet_libraries
 
 app = typer.Typer(
@@ -336,7 +337,7 @@ def config_vscode(
 
 def main() -> None:
     try:
-        with reported():
+        with reported(), launcher_blamed():
             quiet_libraries()
             try:
                 _refuse_foreign_options(sys.argv[1:])

@@ -76,6 +76,10 @@ def train(
         raise TesseraError(
             "a run that goes on by itself would be replaced each time", where="--overwrite", fix="leave --overwrite out"
         )
+    if or_resume:  # also before ranks look whether there is a checkpoint: a run that ends may write one
+        from tessera.training.lock import wait_for_owner
+
+        wait_for_owner(config.folder)
     if cluster.launches:
         from tessera.cli.launch import launch
         from tessera.training.run_folder import check_fresh

@@ -19,6 +19,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from tessera.core import device as devices
 from tessera.core.errors import TesseraError
+from tessera.core.launcher import watch_launcher
 from tessera.core.rendezvous import JOIN_TIMEOUT_S, check_ranks, open_store, rank_info
 from tessera.core.torch_internals import default_store, fake_store
 
@@ -74,6 +75,7 @@ def world(
     A group that the caller has set up already (tests, a user's own program) is used and left alone. Ranks that do not
     come within `join_timeout_s`, or that differ in `config` or in the shared `folder`, are named in an error.
     """
+    watch_launcher()
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         local = 0 if device == "cpu" else rank_on_machine()

@@ -16,6 +16,7 @@ _PROC = Path("/proc")
 # Fields of /proc/PID/stat after the name, counted from the state, in clock ticks.
 _USED = 11  # in user mode; the next one: in system mode
 _STARTED = 19  # from boot to the start
+_PARENT = 1  # number of the parent process
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,12 @@ class Process:
 
     @staticmethod
     def this() -> Process:
-        return Process(socket.gethostname(), _realm(), os.getpid(), _stat(os.getpid())[_STARTED])
+        return Process.of(os.getpid())
+
+    @staticmethod
+    def of(pid: int) -> Process:
+        """Identify the process that has a number now."""
+        return Process(socket.gethostname(), _realm(), pid, _stat(pid)[_STARTED])
 
     @staticmethod
     def load(fields: dict[str, Any]) -> Process:
@@ -45,6 +51,10 @@ class Process:
         as dead."""
         stat = _stat(self.pid)
         return stat[_STARTED] == self.started and stat[0] not in ("Z", "X")
+
+    def parent(self) -> int:
+        """Return the number of a visible process's parent; 0 if it has none or has ended."""
+        return int(_stat(self.pid)[_PARENT] or 0)
 
     def effort_s(self) -> float:
         """Return the seconds that a visible process has computed in all of its threads, plus those its main thread

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import secrets
 import threading
@@ -30,7 +31,10 @@ LOCK = ".lock"
 OWNER = ".owner.json"
 _STALE_HEARTBEATS = 12  # an owner whose last heartbeat is older than so many intervals is dead
 _WATCHED_HEARTBEATS = 3
+ENDING_S = 40.0  # torch's launcher kills ranks 30 s after the signal that ends them
 _RECORD_BYTES = 1024  # written in place with one call, always of one length: no reader sees a part of it
+
+log = logging.getLogger("tessera")
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,31 @@ class FolderOwner:
             return None
 
 
+class FolderInUse(TesseraError):
+    """Say that another run uses a folder. It may end soon, so the exit code is the one that means: try again later."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
+
+
+def wait_for_owner(folder: Path, seconds: float = ENDING_S) -> None:
+    """Wait until the run of this machine that uses a folder has ended, for so long at most.
+
+    It may be about to end: it saves after a signal, or has lost its launcher. Owners elsewhere are not waited for:
+    `FolderLock.acquire` finds out about them.
+    """
+    owner = FolderOwner.read(folder / OWNER)
+    if owner is None or not owner.process.visible() or not owner.process.alive():
+        return
+    log.warning("%s is in use by process %d: waiting %.0f s for its end", folder, owner.process.pid, seconds)
+    deadline = time.monotonic() + seconds
+    while owner.process.alive() and FolderOwner.read(folder / OWNER) is not None and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 class FolderLock:
     """Lock an existing folder for this process.
 
-    `acquire` raises `OSError` where nothing can be written, and `TesseraError` where another run uses the folder.
+    `acquire` raises `OSError` where nothing can be written, and `FolderInUse` where another run uses the folder.
     """
 
     def __init__(self, folder: Path, *, heartbeat_s: float = 5.0) -> None:
@@ -145,15 +170,15 @@ class FolderLock:
             time.sleep(self._heartbeat_s / 20)
         return False
 
-    def _in_use(self, present: FolderOwner | None) -> TesseraError:
+    def _in_use(self, present: FolderOwner | None) -> FolderInUse:
         if present is None:
-            return TesseraError(
+            return FolderInUse(
                 f"{self._folder} is in use: another process has just begun to write to it",
                 where=str(self._folder),
                 fix="wait until it has ended, or choose another name",
             )
         host, pid = present.process.host, present.process.pid
-        return TesseraError(
+        return FolderInUse(
             f"{self._folder} is in use: process {pid} on {host} is running in it",
             where=str(self._folder / OWNER),
             fix=f"wait until it has ended, or stop it there (kill {pid}: it saves and ends); name=NEW starts another "

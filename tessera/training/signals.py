@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from tessera.core.callback import Callback, TrainerHandle, WaitEnded
+from tessera.core.launcher import outlive_launcher
 from tessera.core.log import is_terminal
 from tessera.core.types import Batch
 
@@ -35,6 +36,7 @@ class StopOnSignal(Callback):
             twice = self._answers is not None and self._answers.asked > 1
             if number == signal.SIGINT and (twice or trainer.stop_reason is not None):
                 raise KeyboardInterrupt
+            outlive_launcher()
             trainer.request_stop(signal.Signals(number).name)
             if trainer.awaits_data:
                 trainer.awaits_data = False

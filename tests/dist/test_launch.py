@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tessera.core.dist import free_port
+from tessera.core.process import Process
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,8 +35,8 @@ def recipe(folder: Path, **train: Any) -> Path:
     return path
 
 
-def start(*words: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tessera.cli.main", *map(str, words)]
+def start(*words: object, module: str = "tessera.cli.main") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", module, *map(str, words)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -91,3 +92,49 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(tmp_path: Path) -> N
     assert "died" in said
     assert "resumed from" in said
     assert sorted(losses(folder)) == list(range(1, steps + 1))
+
+
+def await_ranks(launcher: subprocess.Popen[str], count: int) -> list[Process]:
+    """Return the processes of the ranks as soon as all have been started."""
+    while len(ranks := ranks_of(launcher)) < count:
+        assert launcher.poll() is None
+        time.sleep(0.01)
+    return [Process.of(pid) for pid in ranks]
+
+
+def seconds_to_end(processes: list[Process], limit: float) -> float:
+    began = time.monotonic()
+    while any(process.alive() for process in processes) and time.monotonic() < began + limit:
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def test_ranks_of_a_killed_launcher_end_while_they_start(tmp_path: Path) -> None:
+    launcher = start("train", recipe(tmp_path), "--nproc", 2)
+    ranks = await_ranks(launcher, 2)
+    launcher.kill()
+    assert seconds_to_end(ranks, 10) < 2
+    assert "the launcher (process" in finish(launcher)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", ["tessera", "torchrun"])
+def test_a_run_whose_launcher_was_killed_goes_on_at_once(agent: str, tmp_path: Path) -> None:
+    path, folder, steps = recipe(tmp_path, steps=400), tmp_path / "runs/denoise", ["checkpoint.keep=1000"]
+    if agent == "tessera":
+        launcher = start("train", path, *steps, "--nproc", 2)
+    else:
+        words = ["--nproc-per-node=2", "-m", "tessera.cli.main", "train", path, *steps]
+        launcher = start(*words, module="torch.distributed.run")
+    ranks = await_ranks(launcher, 2)
+    while not list(folder.glob("checkpoints/step-*")):
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    launcher.kill()
+    again = start("train", path, *steps, "train.steps=12", "--nproc", 2, "--or-resume")  # the lock is still held
+    assert seconds_to_end(ranks, 10) < 2
+    assert "the launcher (process" in finish(launcher)
+    assert again.poll() is None
+    said = finish(again)
+    assert again.returncode == 0, said
+    assert "resumed from" in said

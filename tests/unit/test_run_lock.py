@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from tessera.core.errors import TesseraError
 from tessera.core.process import Process
 from tessera.training import lock as locks
-from tessera.training.lock import LOCK, OWNER, FolderLock, FolderOwner
+from tessera.training.lock import LOCK, OWNER, FolderLock, FolderOwner, wait_for_owner
 
 BEAT = 0.2
 HOLDER = """
@@ -74,7 +75,7 @@ def test_the_second_is_refused_with_host_and_pid_and_a_killed_owner_is_replaced_
     try:
         with pytest.raises(TesseraError, match=f"process {process.pid} on {Process.this().host}") as raised:
             take(tmp_path)
-        assert raised.value.exit_code == 2
+        assert raised.value.exit_code == 75  # schedulers may try again
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         began = time.monotonic()
@@ -82,6 +83,22 @@ def test_the_second_is_refused_with_host_and_pid_and_a_killed_owner_is_replaced_
         assert time.monotonic() - began < 5
     finally:
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_run_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+    process = holder(tmp_path)
+    try:
+        wait_for_owner(tmp_path, seconds=0.3)  # no longer than it was asked to
+        assert process.poll() is None
+        threading.Timer(0.3, process.kill).start()
+        began = time.monotonic()
+        wait_for_owner(tmp_path, seconds=60)
+        assert 0.2 < time.monotonic() - began < 30
+        process.wait()
+        take(tmp_path)
+        wait_for_owner(tmp_path, seconds=60)
+    finally:
+        process.kill()
 
 
 def test_a_second_run_of_the_same_process_is_refused_and_takes_nothing_away(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from tessera.core import log as logs
 from tessera.core.callback import Callback, TrainerHandle
 from tessera.core.dist import OutOfStep, RankFailure, World, barrier, is_peer_error
 from tessera.core.errors import first_line
+from tessera.core.launcher import end_without_launcher
 from tessera.core.modules import clean_name
 from tessera.core.process import Process
 from tessera.core.run_config import ParallelSection
@@ -258,6 +259,7 @@ class Watchdog(Callback):
         """Report the verdict, kill lost processes of this machine and exit. Any thread may call it."""
         assert self._channel is not None
         self._ending.acquire()
+        end_without_launcher()
         verdict = self._channel.publish(verdict)
         logs.to_file(logging.ERROR, verdict.text)
         if self._channel.rank == self._channel.lowest_survivor(verdict.ranks):
