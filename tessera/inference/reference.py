@@ -15,7 +15,8 @@ from tessera.core.errors import TesseraError, first_line
 from tessera.core.layouts import CLASS_NAME, ROOT, folder_layout
 from tessera.core.log import without_bars
 from tessera.core.types import Message
-from tessera.models.transformers.library import load_processor
+from tessera.models.transformers.library import chat_template, load_processor
+from tessera.models.transformers.rendering import TemplateLimit, render
 
 
 class StockModel:
@@ -104,7 +105,8 @@ class TransformersReference(StockModel):
         super().__init__(folder)
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
         self._decode = tokenizer.batch_decode
-        self._template = getattr(self.processor, "chat_template", None) or tokenizer.chat_template
+        self._template = chat_template(self.processor, tokenizer) or ""
+        self._special = tokenizer.special_tokens_map
         self._sees = tokenizer is not self.processor
         # Greedy, whatever the folder sets for sampling: only the end of an answer is taken from its settings.
         advised = self._model.generation_config
@@ -167,11 +169,11 @@ class TransformersReference(StockModel):
                 {"role": message.role, "content": _joined(one) if whole and _only_text(one) else one}
                 for message, one in zip(messages, parts, strict=True)
             ]
-            try:
-                prompt = self.processor.apply_chat_template(
-                    chat, chat_template=self._template, add_generation_prompt=True, tokenize=False
-                )
-            except Exception:  # a template may do anything with what it does not expect
+            try:  # in a process of its own before `apply_chat_template` runs it in this one
+                prompt = render(self._template, chat, self._special, answer=True)
+            except TemplateLimit:
+                raise
+            except TesseraError:  # a template may do anything with what it does not expect
                 continue
             if all(text.strip() in prompt for text in texts) and "{'type'" not in prompt:
                 return chat

@@ -20,10 +20,16 @@ from tessera.cli.main import app
 from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
+from tessera.data.chat import ChatTemplate
 from tessera.models import resolve
-from tessera.models.transformers import ClassProcessor
+from tessera.models.glm4v.processor import GLM4V
+from tessera.models.internvl.processor import INTERNLM
+from tessera.models.llama import LLAMA3
+from tessera.models.llava.processor import VICUNA
+from tessera.models.transformers import ClassProcessor, rendering
 from tessera.models.transformers.library import checked_processor
 from tessera.models.transformers.marks import BEGIN, END, Encoding, generation_marks, marked, with_marks, without_marks
+from tessera.models.transformers.rendering import TemplateLimit, render
 from tests.toys.text_classes import tokenizer, write_text_class
 from tests.toys.vision_classes import CLASSES, VOCABULARY, write_class
 
@@ -367,3 +373,60 @@ def test_samples_and_prompts_beyond_a_table_of_positions_are_refused(tmp_path: P
             refused()
     done = CliRunner().invoke(app, ["generate", str(folder), "What? " * 20])
     assert isinstance(done.exception, TesseraError), "exit code 2"
+
+
+# What templates use: loops with controls, macros, namespaces, dictionaries, JSON, generation blocks, white space.
+FEATURES = """{% macro turn(m) %}{{ bos_token }}[{{ m.role | upper }}]{{ m['content'] | trim }}{% endmacro %}
+{%- set ns = namespace(count=0, self=dict(a=1)) %}
+    {% for m in messages %}
+        {% if loop.first and m.role == 'system' %}{% continue %}{% endif %}
+        {% set ns.count = ns.count + 1 %}
+        {% generation %}{{ turn(m) }}{% endgeneration %}
+        {{ {"n": ns.count, "é": [1, 2]} | tojson(indent=2) }}{{ ns.self | tojson }}
+        {% if ns.count > 2 %}{% break %}{% endif %}
+    {% endfor %}
+{{ messages[-1].content.split('l') | join('-') }}{{ tools }}{% if add_generation_prompt %}<|answer|>{% endif %}
+"""
+
+
+@pytest.mark.parametrize("template", [ChatTemplate(), LLAMA3, VICUNA, INTERNLM, GLM4V])
+def test_templates_are_rendered_as_transformers_does(template: ChatTemplate, folder: Path) -> None:
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    asked = [{"role": "system", "content": "Be \ud800 brief."}, {"role": "user", "content": " Hi\u2028 "}]
+    whole = [*asked, {"role": "assistant", "content": "hello\n"}]
+    for jinja in (template.jinja(), FEATURES):
+        for chat, answer in ((asked, True), (whole, False)):
+            expected = words.apply_chat_template(
+                chat, chat_template=jinja, tokenize=False, add_generation_prompt=answer
+            )
+            assert render(jinja, chat, words.special_tokens_map, answer=answer) == expected
+
+
+EXPLODING = {
+    "takes too long": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "memory, when it is compiled": "{{ 'a' * 10 ** 10 }}",
+    "memory, by doubling": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s * 2 %}{% endfor %}",
+    "memory, by a method": "{{ messages[0].role.center(10 ** 10) }}",
+    "memory, by a filter": "{{ messages | tojson(indent=10 ** 9) }}",
+    "writes more than": "{% for i in range(90000) %}{{ messages[0].role * 1000 }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("kind", EXPLODING)
+def test_a_template_that_explodes_is_refused_at_the_start(
+    kind: str, with_template: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "takes too long":
+        monkeypatch.setattr(rendering, "_SECONDS", 0.2)
+    processor = processor_of(with_template(EXPLODING[kind]))
+    with pytest.raises(TemplateLimit, match=kind.partition(",")[0]):
+        processor.library.check()
+
+
+def test_a_template_that_explodes_for_one_conversation_alone_spoils_that_one(with_template: Any) -> None:
+    bomb = "{% if 'boom' in messages[0].content %}{{ 'a' * (10 ** 10 + messages | length) }}{% endif %}"
+    processor = processor_of(with_template(bomb + ANSWER))
+    processor.library.check()
+    with pytest.raises(TemplateLimit, match="memory"):
+        processor.encode(sample(("user", "boom"), ("assistant", "red")), [])
+    assert processor.encode(TALK, []).counts["trained"]

@@ -52,8 +52,10 @@ class Library:
         return self.turns.sees
 
     def check(self) -> None:
-        """Raise where conversations cannot be written: no template, or one that writes no image."""
+        """Raise where conversations cannot be written: no template, one that does not end, or one that writes no
+        image."""
         assert self.turns.jinja
+        self.turns.stop_words()
         if self.sees:
             assert self._blank.images
 

@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from tessera.core.errors import TesseraError
 from tessera.core.types import PLAIN, Message, Part
-from tessera.models.transformers.library import chat_template, library_errors
+from tessera.models.transformers.library import chat_template
 from tessera.models.transformers.marks import Span, generation_marks, has_marks, marked, with_marks, without_marks
+from tessera.models.transformers.rendering import TemplateLimit, render
 
 Chat = list[dict[str, Any]]
 # How the content of a message is given to a template: as a list of parts; as one string where it is text alone; as one
@@ -143,12 +144,7 @@ class Turns:
         ]
 
     def _render(self, chat: Chat, *, jinja: str | None = None, answer: bool = False) -> str:
-        with library_errors("the folder's chat template refuses this conversation"):
-            return str(
-                self.processor.apply_chat_template(
-                    chat, chat_template=jinja or self.jinja, add_generation_prompt=answer, tokenize=False
-                )
-            )
+        return render(jinja or self.jinja, chat, self.tokenizer.special_tokens_map, answer=answer)
 
     def _form(self, messages: Sequence[Message], answer: bool = False) -> Form:
         """Return the first form in which the template writes everything that is said, and every image."""
@@ -156,6 +152,8 @@ class Turns:
         for form in _FORMS if self.sees else ("strings", "parts"):
             try:
                 text = self._render(self._chat(messages, form), answer=answer)
+            except TemplateLimit:
+                raise
             except TesseraError as error:
                 refusals.append((1, error))
                 continue
@@ -267,6 +265,8 @@ class Turns:
         said = [Message("user", (Part("text", "a"),)), Message("assistant", (Part("text", "b"),))]
         try:
             text, spans = without_marks(self.write(said, ("assistant",)))
+        except TemplateLimit:
+            raise
         except TesseraError:
             return []
         return [found[0] for found in self._control.finditer(text[spans[-1][0] : spans[-1][1]])]

@@ -1,0 +1,102 @@
+"""Render the chat template of a folder, in a process of its own with limits of time, memory and length."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tessera.core.errors import TesseraError
+from tessera.models.transformers import render_process
+
+# A template writes what is said once, and its own words: no published one comes near this.
+_MOST_CHARACTERS = 1 << 20
+_MOST_TIMES = 16  # as long as what is said
+_SECONDS = 5.0  # of computing: a busy machine does not shorten it
+_ATTEMPTS = 2  # something else than the template may have ended the process
+
+
+class TemplateLimit(TesseraError):
+    """Say that a chat template takes more time or memory, or writes more, than any conversation needs."""
+
+    def __init__(self, what: str, **details: Any) -> None:
+        super().__init__(what, **({"where": "chat_template"} | details))
+
+
+def render(template: str, messages: list[dict[str, Any]], special: Mapping[str, str], *, answer: bool = False) -> str:
+    """Return a conversation as `apply_chat_template` of transformers writes it. `special`: words of the tokenizer by
+    their names; `answer`: with the words that begin an answer."""
+    variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer, **special}
+    characters = sum(len(str(message["content"])) for message in messages)
+    request = {"template": template, "variables": variables, "seconds": _SECONDS}
+    request["most"] = _MOST_CHARACTERS + _MOST_TIMES * characters
+    reply = _process_of(os.getpid()).ask(json.dumps(request, default=lambda value: f"<{type(value).__name__}>"))
+    if "text" in reply:
+        return reply["text"]
+    if "error" in reply:
+        raise TesseraError(f"the folder's chat template refuses this conversation: {reply['error'].splitlines()[0]}")
+    raise TemplateLimit(
+        f"the folder's chat template {reply['limit']} for one conversation",
+        fix="use the chat template that the model's makers publish",
+    )
+
+
+class _RenderProcess:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.close)
+
+    def ask(self, request: str) -> dict[str, str]:
+        with self._lock:
+            for _ in range(_ATTEMPTS):
+                process = self._process = self._process or _start()
+                assert process.stdin is not None
+                assert process.stdout is not None
+                try:
+                    process.stdin.write(f"{request}\n".encode())
+                    process.stdin.flush()
+                    line = process.stdout.readline()
+                except BrokenPipeError:
+                    line = b""
+                if line.endswith(b"\n"):
+                    reply: dict[str, str] = json.loads(line)
+                    return reply
+                code = self.close()
+                if code == -signal.SIGPROF:
+                    return {"limit": "takes too long"}
+            return {"limit": f"ends the process that renders it (exit code {code})"}
+
+    def close(self) -> int | None:
+        process, self._process = self._process, None
+        return None if process is None else _end(process)
+
+
+def _start() -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(folder for folder in sys.path if folder)
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(render_process.__file__))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    with process:  # closes its pipes, upon which it ends, and waits for it
+        pass
+    return process.returncode
+
+
+@functools.cache
+def _process_of(process: int) -> _RenderProcess:
+    """Return the renderer of a process: a forked child must not speak through the pipes of its parent."""
+    return _RenderProcess()
