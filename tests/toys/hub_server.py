@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -40,6 +40,7 @@ class HubServer:
     requests: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=lambda: {"good"})
     uploads: dict[str, bytes] = field(default_factory=dict)
+    on_request: Callable[[str], None] = str  # called with each request, and once more in the middle of each file
 
     def add(self, name: str, files: dict[str, bytes], **settings: Any) -> Repository:
         self.repositories[name] = Repository(files, **settings)
@@ -94,6 +95,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
+        self.hub.on_request(f"{self.command} {path}")
         content = self.body()
         if path == "/api/whoami-v2":
             self.tell({"name": "me", "type": "user"}) if self.has_token() else self.refuse(401, None)
@@ -188,7 +190,12 @@ class Handler(BaseHTTPRequestHandler):
             return
         if fault == "slow":
             time.sleep(0.3)
-        self.wfile.write(sent[first:])
+        half = (first + len(sent)) // 2
+        self.wfile.write(sent[first:half])
+        self.wfile.flush()
+        self.hub.on_request(f"half of {file}")
+        with suppress(OSError):  # whoever asked may have been killed
+            self.wfile.write(sent[half:])
 
     def send_without_end(self) -> None:
         chunk = bytes(1 << 14)
