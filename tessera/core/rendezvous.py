@@ -53,7 +53,7 @@ class RankInfo:
     python: str
     torch: str
     tessera: str
-    config: str  # a hash: what matters is whether it is the same
+    config: str  # "name=hash" of each section: what matters is whether they are the same
     device: str
     device_count: int
 
@@ -294,9 +294,13 @@ def _differences(texts: Sequence[str]) -> str:
     for field, label in _MUST_AGREE.items():
         other = [info for info in infos if getattr(info, field) != getattr(first, field)]
         if other:
+            theirs, ours = getattr(other[0], field), getattr(first, field)
+            if field == "config":
+                sections = sorted({word.partition("=")[0] for word in {*theirs.split()} ^ {*ours.split()}})
+                label, theirs, ours = f"configuration ({', '.join(sections)})", "another one", "this one"
             return (
-                f"not the same {label} everywhere: {getattr(other[0], field)} on {name_ranks([c.rank for c in other])} "
-                f"({other[0].host}), {getattr(first, field)} on rank 0 ({first.host})"
+                f"not the same {label} everywhere: {theirs} on {name_ranks([info.rank for info in other])} "
+                f"({other[0].host}), {ours} on rank 0 ({first.host})"
             )
     owners: dict[tuple[str, int], int] = {}
     for info in infos:

@@ -27,6 +27,7 @@ _SPLIT = (
 )
 
 _MAX_BYTES = 256 << 20  # of a tokenizer.json
+_MOST_IDS = 1 << 24  # published vocabularies end below 2**20; the library ends the process for the sake of some ids
 _SHORT, _MANY = 64, 4096  # texts that are kept with their tokens: characters of one, and how many
 
 
@@ -41,11 +42,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             fix="give a folder with a tokenizer.json, such as a downloaded Hugging Face model",
         )
     data = read_json_mapping(path, _MAX_BYTES)
-    with _library_errors(f"not readable as a tokenizer ({path})"):
-        tokenizer = Tokenizer.from_file(str(path))
+    if (highest := _highest_id(data)) > _MOST_IDS:
+        raise TesseraError(f"a word of this tokenizer has the number {highest}", where=str(path), fix=_PUBLISHED)
     if _may_take_long(data):
         _try_out(path)
-    return tokenizer
+    with _library_errors(f"not readable as a tokenizer ({path})"):
+        return Tokenizer.from_file(str(path))
 
 
 def _from_merges(folder: Path) -> Tokenizer:
@@ -101,16 +103,30 @@ _MOST_STEPS = 10  # of one normalizer or pre-tokenizer: each may double a text
 _TRIED = tuple(
     many * 60 + end for many in ("a", "A", "1", " ", "\n", ".", "a1", "a ", "\u00e9", "\u4e2d") for end in "!z\n"
 )
+_MOST_LENGTH = 1 << 16  # of the tokens of such a text, and of the text that they become again
+_MOST_COUNT = 1 << 20  # lengths and repetitions that a step may name
 _TRY_SECONDS = 30.0
 _PUBLISHED = "use the tokenizer that the model's makers publish"
 
 
+def _highest_id(data: Mapping[str, Any]) -> int:
+    """Return the highest number of a word in a tokenizer.json; what is no number is left to the library."""
+    model, added = data.get("model"), data.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids: list[Any] = [*vocab.values()] if isinstance(vocab, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    return max((number for number in ids if isinstance(number, int)), default=0)
+
+
 def _may_take_long(data: Any) -> bool:
     if isinstance(data, dict):
-        own, content = data.get("Regex"), data.get("content")
+        own = data.get("Regex")
         if isinstance(own, str) and _may_backtrack(own):
             return True
-        if data.get("type") == "Replace" and isinstance(content, str) and len(content) > 1:  # a few, and texts explode
+        written = [data.get("content") if data.get("type") == "Replace" else None, data.get("prepend")]
+        if any(isinstance(text, str) and len(text) > 1 for text in written):  # a few, and texts explode
+            return True
+        if any(isinstance(value, int) and value > _MOST_COUNT for value in data.values()):
             return True
         return any(
             _may_take_long(value) for key, value in data.items() if key not in ("vocab", "merges", "added_tokens")
@@ -128,11 +144,13 @@ def _may_backtrack(pattern: str) -> bool:
 
 
 def _try_out(path: Path) -> None:
-    """Encode plain texts in a process that is ended when it takes too long or too much memory: nothing else ends a
-    match."""
+    """Encode and decode plain texts in a process that is ended when it takes too long or too much memory: nothing else
+    ends a match."""
     code = (
         "import resource as r, sys, tokenizers as t; r.setrlimit(r.RLIMIT_AS, (1 << 32, 1 << 32)); "
-        "file, *texts = sys.argv[1:]; [*map(t.Tokenizer.from_file(file).encode, texts)]"
+        "file, *texts = sys.argv[1:]; it = t.Tokenizer.from_file(file)\n"
+        "for ids in (it.encode(text).ids for text in texts):\n"
+        f"    if max(len(ids), len(it.decode(ids, skip_special_tokens=False))) > {_MOST_LENGTH}: sys.exit(1)"
     )
     command, where, fix = [sys.executable, "-P", "-c", code, str(path), *_TRIED], str(path), _PUBLISHED
     try:
@@ -295,11 +313,13 @@ class ChatEncoder:
         return tokens, token_offsets
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._text.decode(list(tokens), skip_special_tokens=True))
+        with _library_errors("the tokenizer cannot decode these tokens"):
+            return str(self._text.decode(list(tokens), skip_special_tokens=True))
 
     def spell(self, tokens: Sequence[int]) -> str:
         """Return the text with special words, for people who want to see what a model sees."""
-        return str(self._text.decode(list(tokens), skip_special_tokens=False))
+        with _library_errors("the tokenizer cannot decode these tokens"):
+            return str(self._text.decode(list(tokens), skip_special_tokens=False))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> Tokenizer:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.core.adapters import is_factor
 from tessera.core.callback import Callback
 from tessera.core.dist import World, main_rank_first
 from tessera.core.errors import TesseraError
 from tessera.core.gradients import LossScale
+from tessera.core.rendezvous import name_ranks
 from tessera.core.run_config import RunConfig
 from tessera.core.run_length import RunLength
 from tessera.core.task import FrozenModule, Task
@@ -87,13 +90,15 @@ def build_trainer(
         keep_side_files(config, setup, processor, own_copy)
     mesh = Mesh(plan.axes, world.device)
     has_eval = has_held_out(config) or objects.eval_dataset is not None
-    with main_rank_first(world):  # it builds the index, which may take long; the others find it
-        step = _step_size(config, mesh)
-        source = _local(build_rows(config, setup, "train", processor, objects.dataset, step), setup, mesh)
-        held_out = None
-        if has_eval:
-            rows = build_rows(config, setup, "eval", processor, objects.eval_dataset)
-            held_out = _local(rows, setup, mesh)
+
+    def read_rows() -> tuple[RowSource, RowSource | None]:
+        with main_rank_first(world):  # it builds the index, which may take long; the others find it
+            step = _step_size(config, mesh)
+            rows = build_rows(config, setup, "train", processor, objects.dataset, step)
+            eval_rows = build_rows(config, setup, "eval", processor, objects.eval_dataset) if has_eval else None
+        return _local(rows, setup, mesh), None if eval_rows is None else _local(eval_rows, setup, mesh)
+
+    source, held_out = _same_on_all_ranks(read_rows)
     config = _with_rows_per_step(config, plan, source)
     length = run_length(config, source)
     if world.is_main:
@@ -264,6 +269,30 @@ def build_rows(
             "is given with data.kind=custom",
         )
     return rows
+
+
+def _same_on_all_ranks(read: Callable[[], tuple[RowSource, RowSource | None]]) -> tuple[RowSource, RowSource | None]:
+    """Return what `read` returns. Raise on all ranks what it raises on one, and where one has other data than the rest:
+    it would train on samples of which the order of the others knows nothing."""
+    box: list[tuple[RowSource, RowSource | None]] = []
+
+    def identify() -> tuple[str, list[str]]:
+        box.append(read())
+        return socket.gethostname(), ["" if rows is None else rows.identity for rows in box[0]]
+
+    found = Ranks.current().on_all(identify)
+    host, identities = found[0]
+    for number, key in enumerate(("data.train", "data.eval")):
+        expected = set(identities[number].split("/"))
+        other = [rank for rank, (_, theirs) in enumerate(found) if not expected & set(theirs[number].split("/"))]
+        if other:
+            raise TesseraError(
+                f"not the same data everywhere: {name_ranks(other)} (on {found[other[0]][0]}) read other samples than "
+                f"rank 0 (on {host})",
+                where=key,
+                fix="give every rank the same files, or a folder that all of them share",
+            )
+    return box[0]
 
 
 def _step_size(config: RunConfig, mesh: Mesh) -> StepSize | None:

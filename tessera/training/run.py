@@ -221,8 +221,12 @@ def _folder_before(folder: Path) -> Path | None:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """Return a short hash of the configuration, which ranks compare at the rendezvous."""
-    return hashlib.sha256(dump_yaml(config).encode()).hexdigest()[:12]
+    """Return a short hash of the configuration, by which people compare those of two machines."""
+    return _short_hash(dump_yaml(config))
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def join(config: RunConfig) -> AbstractContextManager[dist.World]:
@@ -231,7 +235,7 @@ def join(config: RunConfig) -> AbstractContextManager[dist.World]:
         config.train.device,
         config.parallel.timeout_s,
         join_timeout_s=config.parallel.join_timeout_s,
-        config=fingerprint(config),
+        config=" ".join(f"{name}={_short_hash(str(value))}" for name, value in config.model_dump(mode="json").items()),
         folder=config.folder,
     )
 

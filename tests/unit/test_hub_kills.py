@@ -1,4 +1,4 @@
-"""Downloads and pushes that are killed: the same command again completes them, and nothing partial is taken for whole."""
+"""Downloads and pushes that are killed are completed by the same command."""
 
 from __future__ import annotations
 
