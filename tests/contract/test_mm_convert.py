@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tessera.core.errors import TesseraError
 from tessera.core.run_config import ModelSection
 from tessera.inference.export import export_folder
 from tessera.models import resolve
+from tests.dist.spawn import fork_context
 
 # As the guide (seed 001) has them, but that one size of the model stands for both.
 HF_TO_MM = r"""
@@ -94,6 +97,34 @@ def test_the_lines_of_the_guide_and_back(folder: Path, capsys: pytest.CaptureFix
     found, expected = hub_weights(Path("ckpt/mm_to_hf/Qwen2-VL-7B-Instruct")), hub_weights(folder)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def convert_at(words: list[str], place: str) -> None:
+    os.chdir(place)
+    run(words)
+
+
+@pytest.mark.slow
+def test_a_killed_conversion_is_completed_by_the_same_line(folder: Path, tmp_path: Path) -> None:
+    """Ours alone: the converter of MindSpeed-MM leaves what it has written so far."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for place in (whole, killed):
+        shutil.copytree(tmp_path / "ckpt", place / "ckpt")
+    target = Path("ckpt/mm_path/Qwen2-VL-7B-Instruct")
+    convert_at(typed(HF_TO_MM), str(whole))
+    for delay in (0.0, 0.05, 0.2):
+        process = fork_context().Process(target=convert_at, args=(typed(HF_TO_MM), str(killed)))
+        process.start()
+        while not list((killed / target).parent.glob(".staging-*")) and process.exitcode is None:
+            time.sleep(0.01)
+        time.sleep(delay)
+        process.kill()
+        process.join()
+    convert_at(typed(HF_TO_MM), str(killed))
+    files = [sorted(path.relative_to(place) for path in (place / target).rglob("*.*")) for place in (whole, killed)]
+    assert files[0] == files[1]
+    assert all((whole / target / name).read_bytes() == (killed / target / name).read_bytes() for name in files[0])
+    assert [path.name for path in (killed / target).parent.iterdir()] == [target.name]
 
 
 def test_dcp_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

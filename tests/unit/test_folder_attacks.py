@@ -241,6 +241,38 @@ def test_texts_that_explode_in_a_tokenizer_are_refused(folder: Path, monkeypatch
     assert not tokenizer._may_take_long({"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "_"}})
 
 
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+HOSTILE: dict[str, dict[str, Any]] = {
+    "an id that ends the process": {"added_tokens": [{"id": 2**31, "content": "<x>", "special": True}]},
+    "a text before each text": {"normalizer": {"type": "Prepend", "prepend": "a" * 10**6}},
+    "a decoder without end": {
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 60,
+        }
+    },
+    "a decoder that strips more than there is": {
+        "decoder": {"type": "Strip", "content": "a", "start": 2**40, "stop": 2**40}
+    },
+    "padding": {
+        "padding": {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+        | {"pad_type_id": 0, "pad_token": "a"}
+    },
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_tokenizer_that_would_end_or_fill_the_process_is_refused(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "_TRY_SECONDS", 2.0)
+    data = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**data, **HOSTILE[kind]}))
+    with pytest.raises(TesseraError) as refused:
+        load_tokenizer(folder)
+    assert refused.value.fix == tokenizer._PUBLISHED
+
+
 def test_patterns_of_published_tokenizers_need_no_trial() -> None:
     o200k = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{M}]*[\p{Ll}\p{Lm}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|\s+"
     assert not any(map(tokenizer._may_backtrack, [tokenizer._SPLIT, o200k, r"\s?[!-/:-~+*]+", r"[一-龥]+"]))
