@@ -106,27 +106,21 @@ def convert_at(words: list[str], place: str) -> None:
 
 @pytest.mark.slow
 def test_a_killed_conversion_is_completed_by_the_same_line(folder: Path, tmp_path: Path) -> None:
-    """Ours alone: the converter of MindSpeed-MM leaves what it has written so far."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for place in (whole, killed):
-        shutil.copytree(tmp_path / "ckpt", place / "ckpt")
-    target = Path("ckpt/mm_path/Qwen2-VL-7B-Instruct")
-    convert_at(typed(HF_TO_MM), str(whole))
+    target, whole = tmp_path / "ckpt/mm_path/Qwen2-VL-7B-Instruct", tmp_path / "whole"
+    convert_at(typed(HF_TO_MM), str(tmp_path))
+    target.rename(whole)
     for delay in (0.0, 0.05, 0.2):
-        process = fork_context().Process(target=convert_at, args=(typed(HF_TO_MM), str(killed)))
+        process = fork_context().Process(target=convert_at, args=(typed(HF_TO_MM), str(tmp_path)))
         process.start()
-        while not list((killed / target).parent.glob(".staging-*")) and process.exitcode is None:
+        while not list(target.parent.glob(".staging-*")) and process.exitcode is None:
             time.sleep(0.01)
         time.sleep(delay)
         process.kill()
         process.join()
-    convert_at(typed(HF_TO_MM), str(killed))
-    files = [
-        {path.relative_to(place): path.read_bytes() for path in (place / target).rglob("*.*")}
-        for place in (whole, killed)
-    ]
+    convert_at(typed(HF_TO_MM), str(tmp_path))
+    files = [{path.relative_to(top): path.read_bytes() for path in top.rglob("*.*")} for top in (whole, target)]
     assert files[0] == files[1]
-    assert [path.name for path in (killed / target).parent.iterdir()] == [target.name]
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
 def test_dcp_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
