@@ -246,7 +246,7 @@ def _inside(value: Any) -> dict[Any, Any] | None:
     """Return what a container or a dataclass holds; None if it is neither."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return dict(enumerate(value))
     return dict(value) if isinstance(value, dict) else None
 
@@ -266,7 +266,7 @@ def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
         return value
     changed = {key: _with_tensors(one, tensors) for key, one in inside.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(*changed.values()) if hasattr(value, "_fields") else type(value)(changed.values())
+        return type(value)(changed.values())
     if isinstance(value, dict):
         return changed
     copied = copy.copy(value)

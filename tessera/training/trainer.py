@@ -102,10 +102,8 @@ class Trainer:
             self._open_loader()
             before = self.step
             self._loop()
-            if self.stop_reason is None:
-                self.optimizer_step.check_trained(self)
-            stopped = self.stop_reason is not None or self.ended_early is not None
-            if self.step > before and not stopped and self._eval_batches is not None:
+            self.optimizer_step.check_trained(self)
+            if self.step > before and not (self.stop_reason or self.ended_early) and self._eval_batches is not None:
                 self.evaluate()
             if self.config.checkpoint.at_end or self._save_requested:
                 self.save()

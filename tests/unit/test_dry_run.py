@@ -161,6 +161,4 @@ def test_blocks_that_run_once_count_as_if_all_of_them_ran(
     ran.clear()
     once = run_role(config, world, 0)
     assert (once.held, once.activations, once.volumes) == (whole.held, whole.activations, whole.volumes)
-    assert (
-        len(ran) < all_of_them / 2
-    )  # of four layers one for each micro-batch, and the first one if it has no gradient
+    assert len(ran) <= all_of_them / 2  # one layer of four for each micro-batch, two where the first has no gradient

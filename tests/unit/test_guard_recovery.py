@@ -183,7 +183,7 @@ def test_a_run_whose_every_step_was_skipped_ends_as_failed(data: Path, tmp_path:
 def test_one_applied_update_of_all_is_enough(applied: list[bool]) -> None:
     """Whatever was skipped before or after it, and over a resume."""
     guard = Guard(GuardSection(), ProbeReader(None))  # type: ignore[arg-type]  # nothing is read
-    trainer: Any = SimpleNamespace(step=2, config=SimpleNamespace(folder=Path("run")))
+    trainer: Any = SimpleNamespace(step=2, stop_reason=None, config=SimpleNamespace(folder=Path("run")))
     for outcome in applied:
         guard.on_step_end(trainer, SimpleNamespace(applied=outcome))  # type: ignore[arg-type]
         state = guard.state_dict()

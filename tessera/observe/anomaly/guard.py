@@ -108,7 +108,7 @@ class Guard(OptimizerStep):
 
     def check_trained(self, trainer: TrainerHandle) -> None:
         """Raise if every update was dropped. Overflows of float16 do not count: a short run may have nothing else."""
-        if self._updates or not self._not_finite:
+        if self._updates or not self._not_finite or trainer.stop_reason is not None:  # a resume goes on after a stop
             return
         raise GuardStop(
             f"nothing was trained: the update of every step up to step {trainer.step} was skipped, because its loss or "
