@@ -76,7 +76,7 @@ def train(
         raise TesseraError(
             "a run that goes on by itself would be replaced each time", where="--overwrite", fix="leave --overwrite out"
         )
-    if or_resume:  # also before ranks look whether there is a checkpoint: a run that ends may write one
+    if or_resume and os.environ.get("RANK", "0") == "0":  # the others may find the lock of their own main rank
         from tessera.training.lock import wait_for_owner
 
         wait_for_owner(config.folder)

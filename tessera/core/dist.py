@@ -55,6 +55,11 @@ def environment_ranks(env: Mapping[str, str] = os.environ) -> tuple[int, int, in
         raise TesseraError("RANK, WORLD_SIZE and LOCAL_RANK must be numbers", where="environment") from None
 
 
+def expected_rank() -> int:
+    """Return the rank that this process has or will have."""
+    return dist.get_rank() if dist.is_initialized() else environment_ranks()[0]
+
+
 def expected_world_size() -> int:
     """Return the size of the world that `world` will join, before it does."""
     return dist.get_world_size() if dist.is_initialized() else environment_ranks()[1]

@@ -24,7 +24,7 @@ def launch_rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, pairs: bool,
     half = cos.shape[-1]
     width = triton.next_power_of_2(half)
     block = max(1, min(triton.next_power_of_2(heads), _TILE // width))
-    rotate_kernel[(tokens, triton.cdiv(heads, block))](
+    rope_kernel[(tokens, triton.cdiv(heads, block))](
         *(x, cos, sin, out, heads, x.stride(0), x.stride(1), half if cos.shape[0] == tokens else 0, sign),
         SIZE=size,
         HALF=half,
@@ -65,7 +65,7 @@ def swiglu_backward_kernel(grad_at, gate_at, up_at, of_gate_at, of_up_at, numel,
 
 
 @triton.jit
-def rotate_kernel(
+def rope_kernel(
     x_at,
     cos_at,
     sin_at,

@@ -95,7 +95,7 @@ class FolderLock:
         self._thread: threading.Thread | None = None
 
     def refuse_running(self) -> None:
-        """Raise if another process is running in the folder. Nothing is locked: ranks of one run may ask together."""
+        """Raise if another process is running in the folder, and lock nothing. For the main rank alone."""
         present = FolderOwner.read(self._folder / OWNER)
         if present is None or present.process == self._owner.process:
             return

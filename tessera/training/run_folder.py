@@ -25,6 +25,7 @@ from tessera.checkpoint.files import read_manifest, remove_folder
 from tessera.checkpoint.weight_source import ASIDE, CONFIG, REPLACED, REPLACING, RESTORING, RUN_FILE, find_file
 from tessera.checkpoint.weight_source import run_exists as run_exists  # the command line asks here
 from tessera.core.callback import Callback, StepResult, TrainerHandle
+from tessera.core.dist import expected_rank
 from tessera.core.errors import TesseraError
 from tessera.core.files import read_json_mapping, replace_file
 from tessera.core.run_config import CheckpointSection, RunConfig
@@ -186,7 +187,8 @@ class RunFolder:
 
 def check_fresh(folder: Path, overwrite: bool) -> None:
     """Refuse to begin a run where one is running or has ended, or to replace what is not a run."""
-    FolderLock(folder).refuse_running()
+    if expected_rank() == 0:  # the others may find the lock of their own main rank
+        FolderLock(folder).refuse_running()
     if not run_exists(folder):
         return
     if not overwrite:

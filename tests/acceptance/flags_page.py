@@ -38,10 +38,8 @@ micro-batch, unless `--calculate-per-token-loss`); samples that are too long are
 
 def key_states(rules: Mapping[str, KeyRule]) -> dict[str, str]:
     """Return the state of each key of a table: honoured, one value alone, meaningless or refused."""
-    return {
-        name: "honoured" if rule.target or rule.allowed else "refused" if rule.refuse else "meaningless"
-        for name, rule in rules.items()
-    }
+    states = {"not needed": "meaningless", "not supported": "refused", "differs": "meaningless"}
+    return {name: "honoured" if rule.target or rule.allowed else states[rule.outcome] for name, rule in rules.items()}
 
 
 def own(*names: str) -> dict[str, str]:

@@ -558,7 +558,10 @@ FAMILIES = {
 
 
 def environment(**variables: str) -> dict[str, str]:
-    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    paths = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     own = {"OMP_NUM_THREADS": "1", "CPU_AFFINITY_CONF": "0", "MASTER_PORT": str(free_port()), **variables}
     return {**os.environ, **paths, **own}
 

@@ -140,6 +140,8 @@ def test_a_llava_with_another_decoder_is_trained_and_exported_as_the_refusal_say
 def test_a_class_without_sdpa_is_trained_and_exported_as_the_refusal_says(tmp_path: Path) -> None:
     fields = {**SIZES, "query_pre_attn_scalar": 8, "sliding_window": 8, "attn_logit_softcapping": 0.5}
     folder = write_text_class("Gemma2ForCausalLM", fields, tmp_path / "folder")
+    if transformers.Gemma2ForCausalLM._supports_sdpa:
+        pytest.skip("this version of transformers has sdpa for Gemma 2")
     with pytest.raises(TesseraError, match="sdpa") as caught:
         train(folder, tmp_path)
     keys = advised(caught.value)

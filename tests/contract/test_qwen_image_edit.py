@@ -166,7 +166,8 @@ def test_rows_that_cannot_be_edits_are_left_out_with_the_reason(world: tuple[Pat
     }
     rows = [{"id": id, "path": "0.png", "cap": "a kite", "references": names} for id, names in named.items()]
     rows.append({"id": "word", "path": "0.png", "cap": "a <|image_pad|>", "references": ["1.png"]})
-    found = rows_of(processor_of(world[0] / "model"), str(write_jsonl(tmp_path / "e.jsonl", rows)), length=400)
+    data = str(write_jsonl(tmp_path / "e.jsonl", rows))
+    found = rows_of(processor_of(world[0] / "model"), data, length=400, max_bad_share=1.0)
     bad = bad_of(found)
     assert set(bad) == {"none", "two", "broken", "narrow", "gone", "word"}
     assert bad["none"] == "no images to edit: this model edits 1"

@@ -113,7 +113,11 @@ def test_mistakes_in_a_recipe(run: Any, recipe: Path, override: str, words: str)
         (4, ["parallel.tp=4"], "heads"),
         (2, ["parallel.pp=2", "parallel.layers={vision: [2, 0], text: [1, 3]}"], "adds up to 4 layers, text has 2"),
         (4, ["parallel.pp=4", "parallel.virtual=2"], "8 stages, and the model has 4 layers"),
-        (4, ["parallel.pp=4", "train.global_batch=2"], "2 micro-batches in a step do not serve schedule 1f1b"),
+        (
+            4,
+            ["parallel.pp=4", "parallel.schedule=1f1b", "train.global_batch=2"],
+            "2 micro-batches in a step do not serve schedule 1f1b",
+        ),
         (2, ["parallel.cp=2", "parallel.encoders={audio: {tp: 1}}"], "no encoder 'audio'"),
         (2, ["parallel.ep=2"], "the model has none"),
     ],

@@ -20,7 +20,7 @@ ELASTIC = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "MASTE
 # A process that starts a rank and waits, as an agent of torch does; `env` is what it sets for the rank.
 AGENT = "import os, subprocess, sys, time; "
 AGENT += "subprocess.run(sys.argv[2:], env={**os.environ, **eval(sys.argv[1])}); time.sleep(30)"
-ENDS_S = 2.0
+ENDS_S = 15.0
 
 
 def start_agent(*rank: str, env: dict[str, str]) -> tuple[subprocess.Popen[str], int]:

@@ -197,7 +197,7 @@ def test_only_a_run_is_replaced_and_never_where_we_stand(
 
 
 def command(*words: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    root = str(Path(__file__).parents[2])
+    root = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [sys.executable, "-m", "tessera.cli.main", *map(str, words)],
         cwd=cwd,
