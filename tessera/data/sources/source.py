@@ -108,10 +108,11 @@ class Source:
             found = next((other for other in _OF_A_KIND if self.schema.fits(content, other)), found)
         fits = found is None or found == chosen or (self.format_given and self.schema.fits(content, chosen))
         if not fits and not self._others_fit:
+            assert found is not None, "a record of no known format fits any"
             raise TesseraError(
                 f"this record has the format {found!r}, the data set was read as {chosen!r}",
                 where=f"{self.path}, {self.location(number)}",
-                fix=_OF_A_KIND.get(found or "", "data.kind=chat trains on conversations")
+                fix=_OF_A_KIND.get(found, "data.kind=chat trains on conversations")
                 if chosen in _OF_A_KIND
                 else "keep one format per data set and list several under data.train; or say "
                 f"`format: {found}` if all its records are of that format",
