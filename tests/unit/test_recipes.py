@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tessera.core.config import dump_yaml, parse_yaml
+from tessera.core.device_sizes import find_size
 from tessera.core.run_config import RunConfig, load_config
 from tessera.parallel.plan import Plan
 from tessera.tools.dry_run import run_role
@@ -90,6 +92,24 @@ def test_a_step_of_adapters_of_14b_fits_into_24_gb_with_activations_and_encoders
     assert role.activations > 40 * config.data.length * 5120 * 2  # the input of every block is kept
     assert role.encoding > 5e9 * 2  # the text encoder, in bfloat16
     assert role.total < 24e9
+
+
+SIZES = (24, 40, 48, 80)  # GB of devices that a recipe for one of them may name
+
+
+@pytest.mark.slow  # a step of each, on tensors without memory
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if meant_for(path)[1] and meant_for(path)[0] == 1], ids=named
+)
+def test_a_recipe_for_one_device_names_the_smallest_that_a_step_fits_on(recipe: Path, whole: Path) -> None:
+    config = prepared(recipe, whole, layers=None)
+    if config.train.task == "diffusion_dpo":
+        pytest.skip("no example of a pair of images is there to run a step on")
+    # From the second micro-batch on all are alike.
+    few = load_config(parse_yaml(dump_yaml(config), "recipe"), {"train.global_batch": 2 * config.train.micro_batch})
+    total = run_role(few, 1, 0).total
+    fits = [size for size in SIZES if total <= find_size(f"{size}g").usable()]
+    assert meant_for(recipe)[1] == fits[0] * 1e9
 
 
 def begins_from_nothing(recipe: Path) -> bool:
