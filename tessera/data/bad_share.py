@@ -14,6 +14,7 @@ from tessera.core.run_config import SourceSection
 
 KEY = "data.max_bad_share"
 _MIN_READ = 20  # samples: a few bad ones in a row say little where data is not shuffled
+_MIN_UNUSED = 5  # samples in a row from the start
 _DOUBT = math.log(1e6)  # a share at its limit ends one run in so many by chance
 
 
@@ -54,6 +55,16 @@ def check_read(bad: int, read: int, limit: float) -> None:
             where="quarantine.jsonl in the run's folder, which lists them with the reasons",
             fix="mend the data, for which `tessera data doctor --decode --recipe RECIPE` reads all of it, and resume; "
             f"or resume with {KEY}={_above(share):g}",
+        )
+
+
+def check_any_used(read: int) -> None:
+    """Raise if `read` samples, none of which could be used, are enough to say that the data cannot be."""
+    if read >= _MIN_UNUSED:
+        raise TesseraError(
+            f"none of the {read} samples that were read so far could be used: nothing is trained",
+            where="quarantine.jsonl in the run's folder, which lists them with the reasons",
+            fix="mend the data; `tessera data doctor --decode --recipe RECIPE` reads all of it",
         )
 
 

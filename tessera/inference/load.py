@@ -205,6 +205,13 @@ def load(
 
 def _filled(folder: Path, module: nn.Module) -> tuple[LoadedModel, LoadedProcessor]:
     """Put the weights of a run, a checkpoint or an export into a module of the user's own."""
+    if not isinstance(module, nn.Module):
+        fix = f"model={module.__name__}(...)" if isinstance(module, type) else "model=net, an object of its class"
+        raise TesseraError(f"not a torch.nn.Module: {str(module)[:100]}", where="model", fix=fix)
+    if any(tensor.is_meta for tensor in model_tensors(module).values()):
+        raise TesseraError(
+            "the module has no memory yet", where="model", fix="net.to_empty(device='cpu') gives it some"
+        )
     spec, config = spec_of_object(module)
     tensors = model_tensors(module)
     stored = [] if detect_layout(folder) is not None else newest_names(folder)  # folders are checked when they are read

@@ -24,6 +24,10 @@ from tessera.tasks import REFERENCE_MODEL
 
 REFERENCE = "reference_log_probs"
 PAIRS = "pairs"  # the count
+_KINDS = {  # of data that has answers, and the tasks that learn from them
+    "preference": "train.task=dpo, orpo, simpo or reward",
+    "unpaired_preference": "train.task=kto",
+}
 
 
 class AnswerTask(Task):
@@ -46,6 +50,12 @@ class AnswerTask(Task):
             )
 
     def check(self, config: RunConfig, module: nn.Module) -> None:
+        if config.data.kind in _KINDS and config.data.kind != self.kind:
+            raise TesseraError(
+                f"{self.name} does not learn from data of the kind {config.data.kind}",
+                where="train.task and data.kind",
+                fix=f"data.kind={self.kind}, or {_KINDS[config.data.kind]}",
+            )
         if any(part.coefficient > 0 for part in module.modules() if isinstance(part, Balance)):
             raise TesseraError(
                 f"{self.name} has no loss that keeps experts evenly used",

@@ -26,7 +26,7 @@ from tessera.core.files import (
     truncate_after,
 )
 from tessera.core.types import Batch
-from tessera.data.bad_share import check_read
+from tessera.data.bad_share import check_any_used, check_read
 
 log = logging.getLogger("tessera")
 
@@ -295,7 +295,8 @@ class Quarantine(Callback):
         self._unlisted = max(0, in_all - len(self._from_index))
         self._max_bad_share, self._guarded = max_bad_share, guarded
         self._samples = 0  # that this rank has read since the start, also those of a second epoch
-        self._unusable: set[str] = set()  # among them
+        self._used = 0  # those that were trained on
+        self._unusable: set[str] = set()
         self._known: set[str] = set()
         self._read = 0  # bytes of the file
         self._record = JsonLines(Path())  # `on_start` knows the folder
@@ -303,6 +304,8 @@ class Quarantine(Callback):
     def on_start(self, trainer: TrainerHandle) -> None:
         self._record = JsonLines(trainer.config.folder / "quarantine.jsonl")
         if trainer.world.is_main:
+            if trainer.step == 0:  # what lies there is of a run that failed before its first checkpoint
+                self._record.path.unlink(missing_ok=True)
             for sample, reason in self._from_index:
                 self.note(sample, reason)
 
@@ -311,7 +314,11 @@ class Quarantine(Callback):
             for sample, reason in batch.problems:
                 self.note(sample, reason, result.step)
             self._samples += len(batch.sample_ids)
-            self._unusable.update(id for id in masked_samples(batch) if id not in self._guarded())
+            masked = [id for id in masked_samples(batch) if id not in self._guarded()]
+            self._used += len(batch.sample_ids) - len(masked)
+            self._unusable.update(masked)
+        if not self._used:  # one of several ranks may read the same few samples again and again
+            check_any_used(self._samples if trainer.world.size == 1 else len(self._unusable))
         check_read(len(self._unusable), self._samples, self._max_bad_share)
 
     def note(self, sample: str, reason: str, step: int | None = None) -> None:

@@ -39,7 +39,7 @@ _TRASH = ".trash-"
 _OF_A_RUN = frozenset(
     {RUN_FILE, CONFIG, "run-id", "checkpoints", "ledger", "logs", "index", "processor", "hf", "hf-ema", "adapter"}
     | {f"{name}.jsonl" for name in ("metrics", "history", "quarantine", "guard", "answers", "previews")}
-    | {"best.json", "report.html", "profile", "previews"}
+    | {"best.json", "report.html", "profile", "previews", "answer_images"}
 )
 # Errors of the system that mean: the folder cannot be written to, and the user has to change that.
 _UNWRITABLE = frozenset(

@@ -179,3 +179,7 @@ def test_a_module_that_other_weights_belong_to_is_refused_as_it_is(tmp_path: Pat
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
     with pytest.raises(TesseraError, match="no effect"):
         tessera.load(run.folder, model=net(), device="cpu")
+    for model in (nn.Linear, "net", net().to("meta")):
+        with pytest.raises(TesseraError) as refused:
+            tessera.load(run.folder, model=model)
+        assert refused.value.where == "model"

@@ -383,6 +383,7 @@ def test_without_a_reference_there_is_no_copy_and_a_pipeline_refuses_one(data: P
     ("settings", "told"),
     [
         ({"data.kind": "chat", "data.train.0.format": "preference"}, "no conversations"),
+        ({"data.kind": "unpaired_preference"}, "does not learn from data of the kind"),
         ({"data.truncate": "turns"}, "cannot be cut"),
         ({"train.task_options.beta": 0}, "beta"),
         ({"train.task_options.label_smoothing": 0.5}, "label_smoothing"),

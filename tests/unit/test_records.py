@@ -21,7 +21,7 @@ from tessera.training.records import Quarantine
 
 
 def rank(folder: Path, main: bool) -> Any:
-    return SimpleNamespace(config=SimpleNamespace(folder=folder), world=SimpleNamespace(is_main=main))
+    return SimpleNamespace(config=SimpleNamespace(folder=folder), world=SimpleNamespace(is_main=main, size=1), step=0)
 
 
 def test_ranks_list_a_sample_once_and_count_what_all_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -66,6 +66,26 @@ def test_a_share_at_its_limit_is_no_alarm_in_a_long_run_and_a_larger_one_soon_is
     assert max(first_alarm(2 / 3, 100, seed) or 101 for seed in range(20)) <= 60
     assert max(first_alarm(0.1, 5000, seed) or 5001 for seed in range(20)) <= 5000
     check_read(10**6, 10**6, 1.0)
+
+
+@pytest.mark.parametrize("limit", [0.05, 1.0])
+def test_a_run_that_uses_none_of_its_first_samples_ends(limit: float, tmp_path: Path) -> None:
+    numbers: Any = dict
+    quarantine = Quarantine((), 0, limit)
+    quarantine.on_start(rank(tmp_path, True))
+    torn = [Batch({}, sample_ids=(id,), problems=((id, "torn"),)) for id in "abcab"]
+    for step, batch in enumerate(torn[:4], 1):
+        quarantine.on_step_end(rank(tmp_path, True), StepResult(step, numbers, 0.1, [batch]))
+    with pytest.raises(TesseraError, match="none of the 5 samples"):
+        quarantine.on_step_end(rank(tmp_path, True), StepResult(5, numbers, 0.1, torn[4:]))
+
+
+def test_a_new_run_begins_with_an_empty_quarantine(tmp_path: Path) -> None:
+    for reason in ("torn", "missing"):
+        quarantine = Quarantine([("a", reason)], 1)
+        quarantine.on_start(rank(tmp_path, True))
+        quarantine.on_end(rank(tmp_path, True))
+    assert [row["reason"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == ["missing"]
 
 
 def test_samples_that_the_guard_leaves_out_are_no_bad_files(tmp_path: Path) -> None:
