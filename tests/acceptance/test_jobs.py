@@ -592,7 +592,7 @@ def run_script(root: Path, script: str, ranks: int, stages: int, **more: str) ->
     variables = {
         **{"NPUS_PER_NODE": str(ranks), "PP": str(stages), "LOAD_PATH": str(hf), "SAVE_PATH": str(save)},
         **{"MM_MODEL": str(at / "tiny_model.json"), "MM_DATA": str(at / "tiny_data.json"), "TRAIN_ITERS": "2"},
-        **{"GRAD_ACC_STEP": "2", "SEQ_LENGTH": "384", "NUM_WORKERS": "0", "SAVE_INTERVAL": "2", "PRECISION": " "},
+        **{"GRAD_ACC_STEP": "2", "SEQ_LENGTH": "384", "NUM_WORKERS": "0", "SAVE_INTERVAL": "2", "PRECISION": ""},
     }
     return run_command(root, ["bash", f"examples/{script}"], save, **{**variables, **more})
 

@@ -35,7 +35,7 @@ MORE='--note $TP'
 torchrun $DISTRIBUTED_ARGS pretrain_vlm.py \
     $GPT_ARGS $MORE \
     --save "$SAVE" \
-    ${PRECISION:---bf16} \
+    ${PRECISION---bf16} \
     2>&1 | tee logs/train_${stamp}.log
 chmod 440 logs/train_${stamp}.log
 """
@@ -61,7 +61,7 @@ def test_a_script_is_read_as_bash_would_start_it(tmp_path: Path) -> None:
 
 
 def test_variables_of_the_environment_come_first(tmp_path: Path) -> None:
-    job = read(tmp_path, SCRIPT, NNODES="1", PRECISION=" ")
+    job = read(tmp_path, SCRIPT, NNODES="1", PRECISION="")
     assert job.world_size == 4
     assert "--bf16" not in job.argv
 

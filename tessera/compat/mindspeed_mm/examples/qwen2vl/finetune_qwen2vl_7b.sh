@@ -75,7 +75,7 @@ GPT_ARGS="
     --num-workers $NUM_WORKERS \
     --distributed-timeout-minutes 20 \
     --use-distributed-optimizer \
-    ${PRECISION:---bf16}
+    ${PRECISION---bf16}
 "
 
 MM_ARGS="

@@ -79,7 +79,7 @@ GPT_ARGS="
     --lora-r 8 \
     --lora-alpha 16 \
     --lora-register-forward-hook word_embeddings input_layernorm \
-    ${PRECISION:---bf16}
+    ${PRECISION---bf16}
 "
 
 MM_ARGS="

@@ -78,7 +78,7 @@ GPT_ARGS="
     --dpo-beta 0.1 \
     --dpo-loss-type sigmoid \
     --dpo-label-smoothing 0.0 \
-    ${PRECISION:---bf16}
+    ${PRECISION---bf16}
 "
 
 MM_ARGS="

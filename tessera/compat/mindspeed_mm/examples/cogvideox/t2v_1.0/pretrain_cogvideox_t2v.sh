@@ -72,7 +72,7 @@ GPT_ARGS="
     --overlap-grad-reduce \
     --overlap-param-gather \
     --attention-mask-type general \
-    ${PRECISION:---bf16}
+    ${PRECISION---bf16}
 "
 
 MM_ARGS="

@@ -34,7 +34,7 @@ GPT_ARGS="
     --no-load-optim \
     --no-load-rng \
     --load $LOAD_PATH \
-    ${PRECISION:---bf16}
+    ${PRECISION---bf16}
 "
 
 MM_ARGS="
