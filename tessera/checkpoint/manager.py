@@ -325,7 +325,8 @@ class CheckpointManager:
             raise TesseraError(
                 f"{path.name} holds weights alone, without the optimizer: the run cannot be resumed from it",
                 where=str(path),
-                fix=f"begin another run from these weights: model.path={path}",
+                fix=f"begin another run with these weights: model.path={path} name=ANOTHER; a run that is "
+                "to go on needs checkpoint.weights_only=false",
             )
         stored = {*read_table(path).state_dict_metadata}
         asked = ranks.on_all(lambda: {name.split(".")[0] for name in (*tensors, *(may_lack or ()))})

@@ -92,7 +92,7 @@ def test_the_recipe_says_what_the_files_say(here: Path) -> None:
     assert (round(low, 3), high) == (0.875, 1.0)
     assert (options["shift"], options["weighting"], options["steps"]) == (5.0, "gaussian", 1000)
     assert [entry.note for entry in report.entries if entry.key == "predictor.pipeline_num_layers"] == [
-        "no effect in this job (parallel.layers.latents)"
+        "this job needs no parallel.layers.latents"
     ]
     assert {entry.outcome for entry in report.entries if entry.source == "behaviour"} == {"differs"}
 

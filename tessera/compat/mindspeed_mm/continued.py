@@ -12,6 +12,7 @@ from typing import Any
 
 from tessera.compat.mindspeed_mm.job_words import flags_of
 from tessera.compat.mindspeed_mm.report import JobReport
+from tessera.core.callback import Callback, TrainerHandle
 from tessera.core.errors import TesseraError
 from tessera.core.pattern import matches
 from tessera.core.run_config import LoraSection, RunConfig
@@ -30,16 +31,14 @@ _FIXED = {
 }
 
 
-def changes_of_job(folder: Path, job: RunConfig, report: JobReport, *, say: bool) -> dict[str, Any]:
-    """Return the settings to resume the run in a folder with, as a job states them now; print what changes."""
+def changes_of_job(folder: Path, job: RunConfig, report: JobReport) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings to resume the run in a folder with, as a job states them now, and words for each of them."""
     saved = resume_config(folder)
     changes = changed_settings(saved, job)
     differs = {"model.freeze": _freezes_others, "model.lora": _adapts_others}
     for key in (*changes, *(key for key, check in differs.items() if check(saved, job))):
         refuse_change(saved, key, report, folder)
-    if say:
-        print_changes(described_changes(saved, job, changes, report))
-    return changes
+    return changes, described_changes(saved, job, changes, report)
 
 
 def changed_settings(saved: RunConfig, job: RunConfig) -> dict[str, Any]:
@@ -73,6 +72,17 @@ def print_changes(changes: Sequence[str]) -> None:
     """Print one line with all changes, if there are any."""
     if changes:
         print(f"changed since the run was saved: {', '.join(changes)}", flush=True)
+
+
+class ChangesLog(Callback):
+    """Print what a job changes in its run, once the run goes on."""
+
+    def __init__(self, changes: Sequence[str]) -> None:
+        self.changes = changes
+
+    def on_start(self, trainer: TrainerHandle) -> None:
+        if trainer.world.is_main:
+            print_changes(self.changes)
 
 
 def _resolved(config: RunConfig) -> RunConfig:

@@ -17,7 +17,7 @@ from tessera.compat.environment import begin_job
 from tessera.compat.mindspeed_mm.arguments import Args, parse_args
 from tessera.compat.mindspeed_mm.callback_recipe import check_save_folder, resumes
 from tessera.compat.mindspeed_mm.config_files import read_job_yaml
-from tessera.compat.mindspeed_mm.continued import changes_of_job
+from tessera.compat.mindspeed_mm.continued import ChangesLog, changes_of_job
 from tessera.compat.mindspeed_mm.evaluation_json import evaluate as run_benchmark
 from tessera.compat.mindspeed_mm.fsdp_yaml import recipe_of_yaml
 from tessera.compat.mindspeed_mm.inference_json import ask
@@ -187,8 +187,8 @@ def _train(args: Args, recipe: Mapping[str, Any], report: JobReport) -> None:
     callbacks = [IterationLog(args), SaveLog(args), *job.callbacks]
     with in_words_of_job(report):
         if resumes(args) and run_exists(Path(args.save)):
-            changes = changes_of_job(Path(args.save), load_config(recipe, job.settings), report, say=args.rank == 0)
-            resume(str(args.save), changes, callbacks=callbacks)
+            settings, changes = changes_of_job(Path(args.save), load_config(recipe, job.settings), report)
+            resume(str(args.save), settings, callbacks=[ChangesLog(changes), *callbacks])
         else:
             train(recipe, job.settings, overwrite=args.save is None, callbacks=callbacks)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tessera.compat.mindspeed_mm.flags import FLAGS
 from tessera.compat.mindspeed_mm.report import JobReport, recipe_keys
 from tessera.core.errors import TesseraError
+
+_NEW_RUN = re.compile(r"model\.path=(.+?) name=(\w+)")  # how a recipe begins a run with the weights of another
 
 
 @contextmanager
@@ -16,12 +19,13 @@ def in_words_of_job(report: JobReport) -> Iterator[None]:
     try:
         yield
     except TesseraError as error:
+        error.fix = _NEW_RUN.sub(r"--load \1 --save \2", error.fix) if error.fix else None
         keys = dict.fromkeys(recipe_keys(f"{error.where or ''} {error.what} {error.fix or ''}"))
         names = {key: flags_of(key, report) for key in keys}
         words = [f"{key} is {name}" for key, name in names.items() if name != key]
         if words:
             error.where = f"{error.where or 'recipe'} (in this job {'; '.join(words)})"
-            error.args = (error.render(),)
+        error.args = (error.render(),)
         raise
 
 

@@ -55,7 +55,7 @@ class JobReport:
             keys = recipe_keys(entry.note)
             if entry.outcome != "mapped" or not keys or any(_has(recipe, key) for key in keys):
                 continue
-            note = f"no effect in this job ({entry.note})"
+            note = f"this job needs no {keys[0]}"
             if keys[0].startswith("model.config."):
                 note = f"the folder of the weights decides {keys[0].removeprefix('model.config.')}"
             elif keys[0] == "model.freeze":
