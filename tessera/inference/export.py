@@ -126,7 +126,7 @@ def seal_export(
             fix="nothing was published, and the checkpoints are untouched; `tessera convert RUN FOLDER --prove never` "
             "writes the folder as it is, to look at",
         )
-    for warning in proof.warnings:
+    for warning in (*proof.warnings, *filter(None, [proof.obstacle])):
         _log.warning("%s", warning)
     weight_map = spec.main.weight_map(config)
     assert weight_map is not None, "a family with Hugging Face folders has a weight map"

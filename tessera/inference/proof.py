@@ -31,7 +31,7 @@ from tessera.core.types import Batch, EncodedMedia, Message, ModelSpec, Part, Sa
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.inference.load import allocated
-from tessera.inference.reference import DiffusersModel, StockModel, TransformersReference
+from tessera.inference.reference import DiffusersModel, StockModel, TransformersReference, UnreadableError
 from tessera.models import build_on_meta, resolve
 from tessera.models.common.diffusers_config import DiffusersConfig
 from tessera.models.common.exported_config import config_differences
@@ -56,6 +56,7 @@ class Proof:
     line: str  # what was shown, or why nothing was
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()  # what is not as it should be, and not the fault of the weights
+    obstacle: str | None = None  # what kept from comparing, and is no fault of the folder
 
 
 def check_choice(when: str) -> None:
@@ -92,7 +93,8 @@ def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto
         if when == "always":
             raise
         line = f"not compared with {library}: {first_line(error)}"
-        return Proof(line, warnings=(f"the export was {line}",))
+        told = f"the export was {line}"
+        return Proof(line, warnings=(told,)) if isinstance(error, UnreadableError) else Proof(line, obstacle=told)
 
 
 def _untrue_fields(folder: Path, spec: ModelSpec, config: Any) -> list[str]:
@@ -158,7 +160,7 @@ def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
             inputs["input_ids"] = _tokens(batch)[None]
             found, moved = _Ours(folder, spec, config).results(batch)
     expected = stock.logits(inputs)
-    shown = f"{len(found)} tokens" + (" with an image" if any("pixel" in name for name in inputs) else "")
+    shown = f"{len(_tokens(batch))} tokens" + (" with an image" if any("pixel" in name for name in inputs) else "")
     return _judged("transformers", "logits", stock, (found, moved, expected), shown, tuple(warnings))
 
 
@@ -199,11 +201,13 @@ def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | 
         return "it computes with weights in fewer bits in a way of its own"
     if importlib.util.find_spec("transformers") is None:
         return "it is not installed (pip install tessera-mm[hf])"
-    if StockModel.class_of(folder) is None:
+    if (kind := StockModel.class_of(folder)) is None:
         return f"it has no class {data.get('architectures')}"
+    if not foreign and not kind.can_generate():
+        return f"the family {spec.name} has no model of the class {kind.__name__}"
     if spec.processor is not None and _sees(spec, config) and not (folder / "tokenizer.json").is_file():
         return "the folder has no tokenizer"
-    if foreign and (reason := _no_conversations(folder, spec, config)) is not None:
+    if foreign and kind.can_generate() and (reason := _no_conversations(folder, spec, config)) is not None:
         return reason
     return _too_large(folder, when)
 
@@ -240,9 +244,14 @@ class _Ours:
         names, tied = list(model_tensors(whole)), tied_names(whole)
         module = allocated(whole, torch.device("cpu"), torch.float32)
         self._module: nn.Module | None = module
-        load_folder(folder, model_tensors(module), weights, tied=tied, expected=names, ranks=Ranks(0, 1))
+        try:
+            load_folder(folder, model_tensors(module), weights, tied=tied, expected=names, ranks=Ranks(0, 1))
+        except TesseraError as error:
+            raise UnreadableError(error.what, where=error.where, fix=error.fix) from error
         self._spec, self._config = spec, config
-        made = spec.processor(config, folder) if spec.processor and (folder / "tokenizer.json").is_file() else None
+        talks = spec.generate is None or module.can_generate()  # type: ignore[operator]  # of a class of transformers
+        reads = talks and spec.processor is not None and (folder / "tokenizer.json").is_file()
+        made = spec.processor(config, folder) if reads and spec.processor is not None else None
         self.processor = made if isinstance(made, ChatProcessor) else None
 
     def images(self) -> list[Any]:
@@ -262,10 +271,12 @@ class _Ours:
 
     def example(self) -> Batch:
         """Return tokens of the whole vocabulary: without a tokenizer, none is known to be special."""
+        if self._spec.generate is not None:  # a class of transformers that classifies
+            words = self._module.get_input_embeddings().weight  # type: ignore[union-attr, operator]
+            return Batch({"input_ids": _spread(len(words))[None]})
         assert self._spec.example is not None
         batch = self._spec.example(self._config, _TOKENS)
-        vocabulary = self._config.text.vocab_size
-        batch["tokens"].copy_(torch.arange(_TOKENS) * (vocabulary // _TOKENS) % vocabulary)
+        batch["tokens"].copy_(_spread(self._config.text.vocab_size))
         return batch
 
     @torch.no_grad()
@@ -289,6 +300,10 @@ class _Ours:
             return latents
         logits: Tensor = module(batch).logits[0] if "input_ids" in batch else module(batch, logits=True).logits
         return logits
+
+
+def _spread(vocabulary: int) -> Tensor:
+    return torch.arange(_TOKENS) * (vocabulary // _TOKENS) % vocabulary
 
 
 def _tokens(batch: Batch) -> Tensor:

@@ -18,6 +18,12 @@ from tessera.core.types import Message
 from tessera.models.transformers.library import chat_template, load_processor
 from tessera.models.transformers.rendering import TemplateLimit, render
 
+_FAULTS = ("load this folder", "compute with this folder")
+
+
+class UnreadableError(TesseraError):
+    """Say that a folder cannot be loaded or computed with, and that no missing package is the reason."""
+
 
 class StockModel:
     """Load the model of a folder by the class of transformers that its config.json names, in float32."""
@@ -170,7 +176,8 @@ class TransformersReference(StockModel):
                 for message, one in zip(messages, parts, strict=True)
             ]
             try:  # in a process of its own before `apply_chat_template` runs it in this one
-                prompt = render(self._template, chat, self._special, answer=True)
+                where = f"chat_template of {self._folder}"
+                prompt = render(self._template, chat, self._special, answer=True, where=where)
             except TemplateLimit:
                 raise
             except TesseraError:  # a template may do anything with what it does not expect
@@ -186,7 +193,8 @@ def _their_errors(folder: Path, what: str, library: str = "transformers") -> Ite
     try:
         yield
     except Exception as error:
-        raise TesseraError(f"{library} cannot {what}: {first_line(error)}", where=str(folder)) from error
+        kind = UnreadableError if what in _FAULTS and not isinstance(error, ImportError) else TesseraError
+        raise kind(f"{library} cannot {what}: {first_line(error)}", where=str(folder)) from error
 
 
 def _in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:

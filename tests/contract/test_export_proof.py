@@ -31,6 +31,8 @@ from tessera.models import resolve
 from tessera.models.common.exported_config import exported_config
 from tessera.models.transformers.library import load_processor
 from tests.toys.chat_set import chat_recipe, write_chat_set
+from tests.toys.text_classes import SIZES, write_text_class
+from tests.toys.vision_classes import VOCABULARY
 
 Q, GATE = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.gate_proj.weight"
 WEIGHTS, RECORD = "model.safetensors", "tessera_export.json"
@@ -313,7 +315,9 @@ def test_a_template_that_reads_otherwise_elsewhere_is_told(base: Path, tmp_path:
     (told,) = found.problems
     assert "chat template gives other tokens in transformers than here, from position 0 on" in told
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
-    assert "chat template does not write these messages" in "".join(tessera.compare(folder).problems)
+    found = tessera.compare(folder)
+    assert found.complete, "what keeps from comparing is no fault"
+    assert "not compared with transformers: the folder's chat template does not write" in found.lines()[-1]
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": 7}')
     assert "transformers cannot load this folder" in "".join(tessera.compare(folder).problems)
 
@@ -334,6 +338,27 @@ def test_what_keeps_from_comparing_does_not_stop_an_export(
     assert (tmp_path / "out" / WEIGHTS).is_file()
     with pytest.raises(TesseraError):
         export_folder(module, spec, config, processor, tmp_path / "other", files=folder, prove="always")
+
+
+@pytest.mark.parametrize("name", ["Qwen2ForSequenceClassification", "BertForSequenceClassification"])
+def test_classifiers_are_compared_without_conversations(name: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    folder = write_text_class(name, sizes | heads, tmp_path / "model")
+    found = CliRunner().invoke(app, ["compare", str(folder), "--base", str(folder)])
+    assert found.exit_code == 0, found.output
+    assert "transformers computes the same logits (16 tokens)" in found.output
+
+
+def test_a_folder_of_unknown_conversations_is_not_wrong(tmp_path: Path) -> None:
+    folder = write_text_class("LlamaForCausalLM", SIZES, tmp_path / "model")
+    words = folder / "tokenizer.json"
+    words.write_text(words.read_text().replace("<|im_", "<|other_").replace("</s>", "<end>"))
+    found = CliRunner().invoke(app, ["compare", str(folder), "--base", str(folder)])
+    assert found.exit_code == 0, found.output
+    assert "not compared with transformers: the tokenizer has the special words of no" in found.output
+    weights(lambda tensors: tensors.pop(Q))(folder)
+    assert not tessera.compare(folder).complete, "a missing tensor is a fault"
 
 
 def test_weights_that_exist_nowhere_else_are_exported_as_they_are(
