@@ -409,6 +409,8 @@ EXPLODING = {
     "memory, by doubling": "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s * 2 %}{% endfor %}",
     "memory, by a method": "{{ messages[0].role.center(10 ** 10) }}",
     "memory, by a filter": "{{ messages | tojson(indent=10 ** 9) }}",
+    "calls itself, in a macro": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "calls itself, in a loop": "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
     "writes more than": "{% for i in range(90000) %}{{ messages[0].role * 1000 }}{% endfor %}",
 }
 
@@ -420,8 +422,21 @@ def test_a_template_that_explodes_is_refused_at_the_start(
     if kind == "takes too long":
         monkeypatch.setattr(rendering, "_SECONDS", 0.2)
     processor = processor_of(with_template(EXPLODING[kind]))
-    with pytest.raises(TemplateLimit, match=kind.partition(",")[0]):
+    with pytest.raises(TemplateLimit, match=kind.partition(",")[0]) as refused:
         processor.library.check()
+    assert str(processor.folder) in str(refused.value.where)
+
+
+def test_the_first_limit_that_a_template_exceeds_ends_a_start(
+    with_template: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit counts for a start, and not for each place that asks the template for something."""
+    monkeypatch.setattr(rendering, "_SECONDS", 0.1)
+    asked, ask = [], rendering._RenderProcess.ask
+    monkeypatch.setattr(rendering._RenderProcess, "ask", lambda self, request: asked.append(1) or ask(self, request))
+    with pytest.raises(TemplateLimit, match="takes too long"):
+        start(with_template(EXPLODING["takes too long"]), tmp_path)
+    assert len(asked) == 1
 
 
 def test_a_template_that_explodes_for_one_conversation_alone_spoils_that_one(with_template: Any) -> None:

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +163,11 @@ def write_side_files(
         copy_side_files(weights, target, lambda name: name == GENERATION or is_legal(name))
     if processor is None:
         return
+    # Before files are compared: a chat template that exceeds its limits is found out by it, once.
+    stops = list(processor.stop_tokens) if isinstance(processor, LanguageProcessor) else []
     processor.save(target)
     if own is None or not own.is_dir() or own.resolve() == target.resolve():
-        _stop_where_trained(target / GENERATION, processor)
+        _stop_where_trained(target / GENERATION, stops)
         return
     made = {path.name: path.read_bytes() for path in target.iterdir() if path.suffix in (".json", ".jinja")}
     copied = copy_side_files(own, target)
@@ -174,7 +176,7 @@ def write_side_files(
         writer.write(*choice)
         if read is None or _means_the_same(processor, read, target):
             break
-    _stop_where_trained(target / GENERATION, processor)
+    _stop_where_trained(target / GENERATION, stops)
 
 
 # Whose files are tried in turn, (preprocessors, template), until what they say together is what was trained with.
@@ -267,9 +269,8 @@ def _fingerprint(processor: Processor) -> str:
     return processor.training_on(()).fingerprint if isinstance(processor, ChatProcessor) else ""
 
 
-def _stop_where_trained(path: Path, processor: Processor) -> None:
+def _stop_where_trained(path: Path, stops: Sequence[int]) -> None:
     """Add the words that end a trained turn to the generation settings, unless these know one of them."""
-    stops = list(processor.stop_tokens) if isinstance(processor, LanguageProcessor) else []
     if not stops:
         return
     settings = read_json(path) if path.is_file() else {}

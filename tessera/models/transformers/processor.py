@@ -30,6 +30,7 @@ from tessera.models.transformers.classes import has_prefix_types, packs
 from tessera.models.transformers.config import TransformersConfig
 from tessera.models.transformers.library import ImageBackend, checked_processor
 from tessera.models.transformers.model import TransformersBuilder, longest_sample
+from tessera.models.transformers.rendering import TemplateLimit
 from tessera.models.transformers.turns import Turns
 
 VERSION = "transformers 1"  # the number is raised when the same files and options give other tokens than before
@@ -216,6 +217,8 @@ class ClassProcessor:
         """Return the tokens that end an answer; none where the folder has no template to write one with."""
         try:
             self.library.check()
+        except TemplateLimit:
+            raise
         except TesseraError:
             return ()
         return self.library.stop_tokens

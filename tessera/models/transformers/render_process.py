@@ -107,6 +107,8 @@ def _answer(request: dict[str, Any]) -> dict[str, str]:
                 return {"limit": f"writes more than {request['most']} characters"}
     except MemoryError:
         return {"limit": f"needs more than {_MEMORY_BYTES >> 20} MiB of memory"}
+    except RecursionError:
+        return {"limit": "calls itself without an end"}
     except Exception as error:
         return {"error": str(error) or type(error).__name__}
     return {"text": "".join(pieces)}

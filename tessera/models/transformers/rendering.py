@@ -27,13 +27,20 @@ _ATTEMPTS = 2  # something else than the template may have ended the process
 class TemplateLimit(TesseraError):
     """Say that a chat template takes more time or memory, or writes more, than any conversation needs."""
 
-    def __init__(self, what: str, **details: Any) -> None:
-        super().__init__(what, **({"where": "chat_template"} | details))
 
+def render(
+    template: str,
+    messages: list[dict[str, Any]],
+    special: Mapping[str, str],
+    *,
+    answer: bool = False,
+    where: str = "chat_template",
+) -> str:
+    """Return a conversation as `apply_chat_template` of transformers writes it.
 
-def render(template: str, messages: list[dict[str, Any]], special: Mapping[str, str], *, answer: bool = False) -> str:
-    """Return a conversation as `apply_chat_template` of transformers writes it. `special`: words of the tokenizer by
-    their names; `answer`: with the words that begin an answer."""
+    `special`: words of the tokenizer by their names; `answer`: with the words that begin an answer; `where`: what the
+    template is called if it exceeds a limit.
+    """
     variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer, **special}
     characters = sum(len(str(message["content"])) for message in messages)
     request = {"template": template, "variables": variables, "seconds": _SECONDS}
@@ -45,6 +52,7 @@ def render(template: str, messages: list[dict[str, Any]], special: Mapping[str, 
         raise TesseraError(f"the folder's chat template refuses this conversation: {reply['error'].splitlines()[0]}")
     raise TemplateLimit(
         f"the folder's chat template {reply['limit']} for one conversation",
+        where=where,
         fix="use the chat template that the model's makers publish",
     )
 

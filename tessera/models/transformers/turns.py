@@ -144,7 +144,8 @@ class Turns:
         ]
 
     def _render(self, chat: Chat, *, jinja: str | None = None, answer: bool = False) -> str:
-        return render(jinja or self.jinja, chat, self.tokenizer.special_tokens_map, answer=answer)
+        where = f"chat_template of {self.tokenizer.name_or_path}"
+        return render(jinja or self.jinja, chat, self.tokenizer.special_tokens_map, answer=answer, where=where)
 
     def _form(self, messages: Sequence[Message], answer: bool = False) -> Form:
         """Return the first form in which the template writes everything that is said, and every image."""
