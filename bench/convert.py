@@ -31,9 +31,9 @@ import tessera
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.publish import MARK
 from tessera.checkpoint.state import model_tensors
-from tessera.core import device as devices
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
 from tessera.models import build_on_meta, resolve
+from tessera.runtime import device as devices
 
 CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (  # source, target, options
     ("hf", "mm", {"to": "mm", "layout": {"tp": 2}}),

@@ -29,8 +29,10 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from tessera.core.run_config import DataSection, ModelSection, SourceSection
-from tessera.core.types import Part, Processor, RowSource
+from tessera.config.run_config import DataSection, ModelSection, SourceSection
+from tessera.core.row_source import RowSource
+from tessera.core.sample import Part
+from tessera.core.spec import Processor
 from tessera.data.index.build import build_index
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader

@@ -27,8 +27,9 @@ from torch import Tensor
 from vlm import BF16, matmul_peak
 
 import tessera
-from tessera.core.run_config import ModelSection
-from tessera.core.types import Batch, ModelSpec
+from tessera.config.run_config import ModelSection
+from tessera.core.batch import Batch
+from tessera.core.spec import ModelSpec
 from tessera.models import resolve
 
 EVERY, WARM_UP, STEPS = 2, 4, 10

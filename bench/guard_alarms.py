@@ -243,8 +243,8 @@ def recipe(case: Case, data: Path, out: Path, policy: str) -> dict[str, Any]:
 def run_once(settings: dict[str, Any], callbacks: list[Any] | None = None) -> dict[str, Any]:
     """Train; return the exit code, the losses and what the guard recorded."""
     import tessera
-    from tessera.core.errors import TesseraError
-    from tessera.core.files import read_jsonl
+    from tessera.errors import TesseraError
+    from tessera.runtime.files import read_jsonl
 
     folder = Path(settings["out"]) / settings["name"]
     changes = settings.pop("changes", {})

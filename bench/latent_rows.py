@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from tessera.core.types import Batch, ModelSpec, RowSource
+from tessera.core.batch import Batch
+from tessera.core.row_source import RowSource
+from tessera.core.spec import ModelSpec
 
 TEXT = 512  # tokens of a caption
 

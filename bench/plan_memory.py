@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tessera.core import device as devices
-from tessera.core import dist
-from tessera.core.run_config import RunConfig, load_config
+from tessera.config.run_config import RunConfig, load_config
 from tessera.optim.optimizer import build_optimizer, total_norm
 from tessera.parallel.apply import build_engine, materialize, parallelize_on_meta
 from tessera.parallel.mesh import Mesh
+from tessera.runtime import device as devices
+from tessera.runtime import distributed as dist
 from tessera.tools.dry_run import example_batch, run_role
 from tessera.training.setup import build_meta_model
 

@@ -32,8 +32,8 @@ def train(seed: int, data: Path, changes: list[str], out: Path) -> dict[str, Any
     import torch
 
     import tessera
-    from tessera.core.config import parse_overrides
-    from tessera.core.files import read_jsonl
+    from tessera.config.reader import parse_overrides
+    from tessera.runtime.files import read_jsonl
 
     torch.set_num_threads(1)
     settings = {

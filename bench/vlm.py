@@ -24,8 +24,8 @@ import torch
 from conversations import SIDE, SPECIAL, VOCABULARY, apart, model_section, write_even, write_mixed, write_tokenizer
 
 import tessera
+from tessera.config.run_config import ModelSection
 from tessera.core.callback import Callback, StepResult
-from tessera.core.run_config import ModelSection
 from tessera.models import resolve
 
 FAMILY = "qwen2_5_vl"

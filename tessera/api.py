@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tessera.compat.mindspeed_mm.migrate import migrate
-from tessera.core.errors import TesseraError
-from tessera.core.recipe_patterns import without_patterns
+from tessera.config.recipe_patterns import without_patterns
+from tessera.errors import TesseraError
 from tessera.evaluation.evaluate import evaluate
 from tessera.hub.config import load_local_config
 from tessera.inference.chat import Chat
-from tessera.inference.diffusion.load import load_pipeline as pipeline
 from tessera.inference.load import generate, load
+from tessera.inference.load_pipeline import load_pipeline as pipeline
 from tessera.observe.report.page import report
 from tessera.parallel.plan import Plan
 from tessera.tools.compare import compare
@@ -27,6 +26,7 @@ from tessera.tools.push import push
 from tessera.training.generation_model import GenerationModel
 from tessera.training.run import Run, resume, train
 from tessera.training.setup import build_meta_model, check_rows, precision_guess
+from tessera_compat.mindspeed_mm.migrate import migrate
 
 __all__ = [
     "GenerationModel",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tessera.core.trust import STATE_VARIABLE
+from tessera.config.trust import STATE_VARIABLE
 
 # Files with several ranks take longest; begun last, one of them would leave the other worker with nothing to do.
 FOLDERS = ("dist", "contract", "unit")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tessera
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "choose-a-layout.md"
 BEGIN, END = "<!-- coupling: begin -->", "<!-- coupling: end -->"

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessera.core.batch import Batch
 from tessera.core.task import Task
-from tessera.core.types import Batch
 
 
 def sum_and_count(task: Task, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:

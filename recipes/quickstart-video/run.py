@@ -23,10 +23,10 @@ import parts
 import torch
 
 import tessera
-from tessera.core.config import parse_overrides
-from tessera.core.run_config import load_config
-from tessera.inference.diffusion.files import Generated
-from tessera.models.common.pipeline_parts import Autoencoder, PipelineFolder
+from tessera.config.reader import parse_overrides
+from tessera.config.run_config import load_config
+from tessera.diffusion.pipeline_parts import Autoencoder, PipelineFolder
+from tessera.diffusion.sampling.files import Generated
 from tessera.tools.data_features import write_features
 
 HERE = Path(__file__).parent

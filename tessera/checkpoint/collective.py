@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from tessera.checkpoint.files import free_bytes
-from tessera.core.errors import TesseraError
-from tessera.core.progress import human_bytes
+from tessera.errors import TesseraError
+from tessera.runtime.progress import human_bytes
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -20,10 +20,10 @@ from tessera.checkpoint.legacy.dcp import METADATA, check_cover
 from tessera.checkpoint.legacy.torch_files import MOST_AXES
 from tessera.checkpoint.planned_folder import plan_safetensors
 from tessera.checkpoint.storage import KeyedPart, SplitTensor
-from tessera.core.errors import TesseraError
-from tessera.core.file_plan import FolderPlan, PlannedTensor
-from tessera.core.files import check_inside
-from tessera.core.layouts import CONFIG_FILE
+from tessera.errors import TesseraError
+from tessera.runtime.files import check_inside
+from tessera.weights.file_plan import FolderPlan, PlannedTensor
+from tessera.weights.layouts import CONFIG_FILE
 
 _PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 _VERSION = {"DCP_VERSION": "1.0"}

@@ -41,15 +41,15 @@ from tessera.checkpoint.files import (
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.planned_folder import Scratch, read_at
 from tessera.checkpoint.publish import MARK
-from tessera.core.crc32 import crc32
-from tessera.core.errors import TesseraError, nearest
-from tessera.core.file_plan import Extent, map_elements
-from tessera.core.files import read_json_mapping
-from tessera.core.layouts import detect_layout, folder_layout
-from tessera.core.libc import same_bytes
-from tessera.core.progress import WorkProgress
-from tessera.core.tensor_rows import Bytes, TensorRows
-from tessera.core.weightmap import WeightMap
+from tessera.errors import TesseraError, nearest
+from tessera.runtime.crc32 import crc32
+from tessera.runtime.files import read_json_mapping
+from tessera.runtime.libc import same_bytes
+from tessera.runtime.progress import WorkProgress
+from tessera.weights.file_plan import Extent, map_elements
+from tessera.weights.layouts import detect_layout, folder_layout
+from tessera.weights.map import WeightMap
+from tessera.weights.rows import Bytes, TensorRows
 
 FORMAT = "tessera-export"
 VERSION = 3  # 1 had no tensors and no files, 2 had a SHA-256 of each tensor

@@ -26,8 +26,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
-from tessera.core.files import check_regular, refuse_pickle
+from tessera.errors import TesseraError
+from tessera.runtime.files import check_regular, refuse_pickle
 
 Fault = Callable[[str], None]
 CHUNK_BYTES = 16 << 20

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tessera.checkpoint.files import CODES, DTYPES, box_slices, data_positions, open_safetensors, stored_shape
 from tessera.checkpoint.quantized import QuantizedWeight, find_quantized
-from tessera.core.errors import TesseraError, few_names
-from tessera.core.file_plan import Extent, PlannedTensor, map_elements
-from tessera.core.layouts import CONFIG_FILE, ROOT, folder_layout
+from tessera.errors import TesseraError, few_names
+from tessera.weights.file_plan import Extent, PlannedTensor, map_elements
+from tessera.weights.layouts import CONFIG_FILE, ROOT, folder_layout
 
 _STATE_BYTES = 1 << 16
 

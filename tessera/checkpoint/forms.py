@@ -39,14 +39,14 @@ from tessera.checkpoint.weights import (
     plan_reading,
     shapes_fit,
 )
-from tessera.core.errors import TesseraError, nearest
-from tessera.core.file_plan import Extent, PlannedTensor
-from tessera.core.layouts import ROOT
-from tessera.core.megatron_form import MegatronForm
-from tessera.core.modules import local_shard
-from tessera.core.progress import WorkProgress
-from tessera.core.tensor_rows import TensorRows
-from tessera.core.weightmap import WeightMap, native_rows
+from tessera.errors import TesseraError, nearest
+from tessera.runtime.modules import local_shard
+from tessera.runtime.progress import WorkProgress
+from tessera.weights.file_plan import Extent, PlannedTensor
+from tessera.weights.layouts import ROOT
+from tessera.weights.map import WeightMap, native_rows
+from tessera.weights.megatron_form import MegatronForm
+from tessera.weights.rows import TensorRows
 
 
 class StoredForm(ABC):

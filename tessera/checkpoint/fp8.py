@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from tessera.checkpoint.files import open_safetensors
-from tessera.core.errors import TesseraError, nearest
-from tessera.core.layouts import folder_layout
-from tessera.core.pattern import matches
-from tessera.core.tensor_rows import TensorRows
-from tessera.core.weightmap import WeightMap
+from tessera.config.pattern import matches
+from tessera.errors import TesseraError, nearest
+from tessera.weights.layouts import folder_layout
+from tessera.weights.map import WeightMap
+from tessera.weights.rows import TensorRows
 
 Quantization = Literal["fp8", "fp8-block"]
 BLOCK = 128

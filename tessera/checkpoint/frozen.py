@@ -17,8 +17,8 @@ from torch import Tensor
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import FileRecord, hash_file, problems_in
 from tessera.checkpoint.state import MODEL
-from tessera.core.errors import TesseraError
-from tessera.core.layouts import folder_layout
+from tessera.errors import TesseraError
+from tessera.weights.layouts import folder_layout
 
 STATE_KEY = "frozen"  # in the state of a checkpoint
 

@@ -39,11 +39,11 @@ from tessera.checkpoint.weights import (
     non_finite,
     plan_reading,
 )
-from tessera.core.file_plan import FilePlan, FolderPlan
-from tessera.core.layouts import CONFIG_FILE, ROOT, FolderLayout, TransformersFolder, single_folder
-from tessera.core.modules import local_shard, whole_tensor
-from tessera.core.progress import WorkProgress, human_bytes
-from tessera.core.weightmap import WeightMap
+from tessera.runtime.modules import local_shard, whole_tensor
+from tessera.runtime.progress import WorkProgress, human_bytes
+from tessera.weights.file_plan import FilePlan, FolderPlan
+from tessera.weights.layouts import CONFIG_FILE, ROOT, FolderLayout, TransformersFolder, single_folder
+from tessera.weights.map import WeightMap
 
 _log = logging.getLogger("tessera")
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tessera.checkpoint.files import box_slices
-from tessera.core.file_plan import PlannedTensor
-from tessera.core.tensor_rows import TensorRows
-from tessera.core.weightmap import WeightMap
+from tessera.weights.file_plan import PlannedTensor
+from tessera.weights.map import WeightMap
+from tessera.weights.rows import TensorRows
 
 if TYPE_CHECKING:
     from tessera.checkpoint.forms import StoredForm

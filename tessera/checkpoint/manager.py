@@ -43,9 +43,9 @@ from tessera.checkpoint.files import (
 from tessera.checkpoint.frozen import STATE_KEY, FrozenSource, FrozenWeights
 from tessera.checkpoint.state import read_state, state_to_json
 from tessera.checkpoint.storage import SaveLayout, TensorSave, load_tensors, plan_save, read_table, total_bytes
-from tessera.core import device as devices
-from tessera.core.errors import TesseraError, few_names
-from tessera.core.progress import human_bytes
+from tessera.errors import TesseraError, few_names
+from tessera.runtime import device as devices
+from tessera.runtime.progress import human_bytes
 
 STATE = "state.json"
 CONFIG = "config.yaml"

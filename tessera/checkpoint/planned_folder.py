@@ -11,11 +11,11 @@ from typing import Any, Self
 import numpy as np
 
 from tessera.checkpoint.files import Entry, safetensors_header, storage_order
-from tessera.core.crc32 import crc32
-from tessera.core.errors import TesseraError
-from tessera.core.file_plan import FilePlan, FolderPlan, Place
-from tessera.core.libc import begin_write_back, same_bytes
-from tessera.core.tensor_rows import Bytes, TensorRows
+from tessera.errors import TesseraError
+from tessera.runtime.crc32 import crc32
+from tessera.runtime.libc import begin_write_back, same_bytes
+from tessera.weights.file_plan import FilePlan, FolderPlan, Place
+from tessera.weights.rows import Bytes, TensorRows
 
 Watch = Callable[[Bytes], object]
 _WORTH_A_REQUEST = 1 << 20  # bytes that the disk is asked to write at once; less is gathered until the end

@@ -37,10 +37,10 @@ from tessera.checkpoint.files import (
     write_file,
 )
 from tessera.checkpoint.planned_folder import PlannedFolder
-from tessera.core.errors import TesseraError
-from tessera.core.file_plan import FolderPlan
-from tessera.core.files import read_json_mapping
-from tessera.core.progress import human_bytes
+from tessera.errors import TesseraError
+from tessera.runtime.files import read_json_mapping
+from tessera.runtime.progress import human_bytes
+from tessera.weights.file_plan import FolderPlan
 
 MARK = "tessera_export.json"  # marks an export, which a later one of the same source may replace
 _MAX_RECORD_BYTES = 256 << 20

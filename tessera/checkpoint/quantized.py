@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 Shapes = Mapping[str, tuple[int, ...]]
 _FP8 = ("F8_E4M3", "F8_E5M2")

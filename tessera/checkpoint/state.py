@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from tessera.core.errors import TesseraError
-from tessera.core.modules import clean_name
+from tessera.errors import TesseraError
+from tessera.runtime.modules import clean_name
 
 MODEL = "model."  # names of the model's tensors in a checkpoint begin with it; those of the optimizer with "optim."
 

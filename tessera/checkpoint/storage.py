@@ -43,10 +43,10 @@ from tessera.checkpoint.files import (
     write_file,
 )
 from tessera.checkpoint.legacy.dcp import TensorInParts, TensorPart, check_cover
-from tessera.core import device as devices
-from tessera.core.errors import TesseraError, nearest
-from tessera.core.progress import WorkProgress
-from tessera.core.torch_internals import foreach_copy_
+from tessera.errors import TesseraError, nearest
+from tessera.runtime import device as devices
+from tessera.runtime.progress import WorkProgress
+from tessera.runtime.torch_internals import foreach_copy_
 
 TABLE = "tensors.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}

@@ -28,12 +28,12 @@ from tessera.checkpoint.files import CODES, Fault, free_bytes, no_fault, remove_
 from tessera.checkpoint.forms import NativeTensors, TensorGroup
 from tessera.checkpoint.planned_folder import PlannedFolder, Watch
 from tessera.checkpoint.publish import Journal, Origin, check_target, remove_empty, show
-from tessera.core.errors import TesseraError
-from tessera.core.file_plan import Extent, FolderPlan, PlannedTensor
-from tessera.core.process import open_files, usable_cpus
-from tessera.core.progress import WorkProgress, human_bytes
-from tessera.core.tensor_rows import TensorRows
-from tessera.core.weightmap import WeightMap
+from tessera.errors import TesseraError
+from tessera.runtime.process import open_files, usable_cpus
+from tessera.runtime.progress import WorkProgress, human_bytes
+from tessera.weights.file_plan import Extent, FolderPlan, PlannedTensor
+from tessera.weights.map import WeightMap
+from tessera.weights.rows import TensorRows
 
 _IN_FLIGHT = 512 << 20  # bytes of tensors that are worked on at a time; each is in memory about three times
 _AHEAD = 256 << 20  # bytes of tensors that are not worked on yet, and that the disk is asked to read

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tessera.cli.run import TrustFlag, check_path
-from tessera.core.errors import TesseraError, nearest
+from tessera.errors import TesseraError, nearest
 
 if TYPE_CHECKING:
     from tessera.inference.chat import Chat

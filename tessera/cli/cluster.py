@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 _ENDPOINT = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?):(?P<port>\d{1,5})")
 _MAX_NODES = 100_000

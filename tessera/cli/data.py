@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tessera.cli.run import Overrides, TrustFlag, check_output, write_output
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 data_app = typer.Typer(help="Examine, convert and encode data sets.", no_args_is_help=True)
 
@@ -123,8 +123,8 @@ def features(
 
     Started again, it goes on where it was. Under torchrun the ranks share the work.
     """
-    from tessera.core import log
-    from tessera.core.config import parse_overrides
+    from tessera.config.reader import parse_overrides
+    from tessera.runtime import log
     from tessera.tools.data_features import write_features
 
     if split not in ("train", "eval"):

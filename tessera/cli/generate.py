@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tessera.cli.run import TrustFlag, check_output, check_path
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 if TYPE_CHECKING:
-    from tessera.inference.diffusion.request import Request
+    from tessera.diffusion.sampling.request import Request
 Model = Annotated[Path | None, typer.Argument(help="run, checkpoint, adapters, Hugging Face or diffusers folder")]
 Question = Annotated[str | None, typer.Argument(help="what to ask, or what to make")]
 Images = Annotated[
@@ -122,7 +122,7 @@ def generate(
     if model is None:
         raise TesseraError("no model is named", where="tessera generate", fix="tessera generate MODEL ...")
     check_path(model)
-    from tessera.inference.diffusion.load import generates_media
+    from tessera.inference.load_pipeline import generates_media
 
     merged = _strengths(adapter, strength, "--strength")
     if not generates_media(model, trust):
@@ -139,7 +139,7 @@ def generate(
     check_output(out, "--out")
     texts = [*([] if question is None else [question]), *(prompt or [])]
     if prompts is not None:
-        from tessera.inference.diffusion.request import read_prompts
+        from tessera.diffusion.sampling.request import read_prompts
 
         texts += read_prompts(prompts)
     if not texts:
@@ -148,8 +148,8 @@ def generate(
     pictured = [str(path.absolute()) for path in image or []]
     if last_image is not None:
         given["last_image"] = str(last_image.absolute())
-    from tessera.core.config import build
-    from tessera.inference.diffusion.request import Request
+    from tessera.config.reader import build
+    from tessera.diffusion.sampling.request import Request
 
     # Before any rank starts: a misspelt word should cost a moment.
     request = build(Request, {"prompts": texts, "seed": seed, "images": pictured, **given}, "tessera generate")
@@ -167,7 +167,7 @@ def _started(ctx: typer.Context, nproc: int | None) -> bool:
         return False
     from tessera.cli.cluster import parse_cluster
     from tessera.cli.launch import start_ranks
-    from tessera.core.rendezvous import JOIN_TIMEOUT_S
+    from tessera.runtime.rendezvous import JOIN_TIMEOUT_S
 
     cluster = parse_cluster(nproc=nproc)
     if not cluster.launches:
@@ -197,7 +197,7 @@ def _words(ctx: typer.Context) -> list[str]:
 @contextmanager
 def _ranks(layout: Mapping[str, int | None], device: str) -> Iterator[dict[str, int] | None]:
     """Join the other ranks, if a launcher has started some, and yield how they share the work; None: there are none."""
-    from tessera.core import dist
+    from tessera.runtime import distributed as dist
 
     ranks = dist.expected_world_size()
     asked = {
@@ -263,7 +263,7 @@ def _answer(
 
 
 def _make(model: Path, out: Path, request: Request, loaded: Mapping[str, Any]) -> None:
-    from tessera.inference.diffusion.load import generate_files
+    from tessera.inference.load_pipeline import generate_files
 
     made = generate_files(model, out, request, on_step=_progress_of_main(), **loaded)
     if not _is_main():
@@ -274,19 +274,19 @@ def _make(model: Path, out: Path, request: Request, loaded: Mapping[str, Any]) -
 
 
 def _is_main() -> bool:
-    from tessera.core.dist import environment_ranks
+    from tessera.runtime.distributed import environment_ranks
 
     return environment_ranks()[0] == 0
 
 
 def _progress_of_main() -> Callable[[int, int, int, int], None] | None:
-    from tessera.inference.diffusion.progress import progress
+    from tessera.diffusion.sampling.progress import progress
 
     return progress() if _is_main() else None
 
 
 def _make_again(metadata: Path, out: Path | None, device: str, parallel: dict[str, int] | None, trust: bool) -> None:
-    from tessera.inference.diffusion.load import generate_again
+    from tessera.inference.load_pipeline import generate_again
 
     made, same = generate_again(
         metadata, out, device=device, parallel=parallel, trust=trust, on_step=_progress_of_main()

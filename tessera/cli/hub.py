@@ -20,7 +20,7 @@ def download(
     data: Annotated[bool, typer.Option("--data", help="a data set, and no model")] = False,
 ) -> None:
     """Download a model or a data set: safetensors and texts, no pickle and no code. Started again, it goes on."""
-    from tessera.core import log
+    from tessera.runtime import log
     from tessera.tools.download import download as run
 
     with log.on_screen():

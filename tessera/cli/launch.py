@@ -21,12 +21,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tessera.cli.cluster import Cluster
-from tessera.core.dist import RankFailure, free_port, port_is_free
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.launcher import announce_launcher
-from tessera.core.rendezvous import reach, serve_store, spans
-from tessera.core.run_config import RunConfig
+from tessera.config.run_config import RunConfig
+from tessera.errors import TesseraError, first_line
 from tessera.observe.watchdog.watchdog import FAILURE_FILE
+from tessera.runtime.distributed import RankFailure, free_port, port_is_free
+from tessera.runtime.launcher import announce_launcher
+from tessera.runtime.rendezvous import reach, serve_store, spans
 from tessera.training.setup import build_meta_model
 
 

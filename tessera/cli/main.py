@@ -21,10 +21,10 @@ from tessera.cli.generate import generate
 from tessera.cli.hub import download, push
 from tessera.cli.migrate import migrate
 from tessera.cli.run import Overrides, TrustFlag, check_output, check_path, write_output
-from tessera.core.errors import TesseraError, reported
-from tessera.core.foreign_keys import find_foreign
-from tessera.core.launcher import launcher_blamed
-from tessera.core.log import quiet_libraries
+from tessera.config.foreign_keys import find_foreign
+from tessera.errors import TesseraError, reported
+from tessera.runtime.launcher import launcher_blamed
+from tessera.runtime.log import quiet_libraries
 
 app = typer.Typer(
     name="tessera",
@@ -91,8 +91,8 @@ def plan(
 
     With --device, exit code 1 if a step does not fit there.
     """
-    from tessera.core.config import parse_overrides
-    from tessera.core.run_config import load_config
+    from tessera.config.reader import parse_overrides
+    from tessera.config.run_config import load_config
     from tessera.training.early_checks import check_model_names
 
     check_output(json_file, "--json")
@@ -100,7 +100,7 @@ def plan(
     check_model_names(load_config(recipe, changes))  # before torch is imported
     from tessera.api import dry_run as run_dry
     from tessera.api import plan as make
-    from tessera.core import log
+    from tessera.runtime import log
 
     try:
         with log.on_screen():
@@ -175,8 +175,8 @@ def convert(
 ) -> None:
     """Write a model in another form; as a Hugging Face folder, with its adapters merged into it, by default."""
     check_path(source)
-    from tessera.core import log
-    from tessera.core.config import parse_yaml
+    from tessera.config.reader import parse_yaml
+    from tessera.runtime import log
     from tessera.tools.convert import convert as run
 
     with log.on_screen():
@@ -221,8 +221,8 @@ def evaluate(
 ) -> None:
     """Generate answers to held-out samples and count exact matches, or score those to a benchmark's table."""
     check_path(model)
-    from tessera.core import log
     from tessera.evaluation.evaluate import evaluate as run
+    from tessera.runtime import log
 
     with log.on_screen():
         score = run(
@@ -253,7 +253,7 @@ def compare(
     Exit code 1 if anything is wrong.
     """
     check_path(folder)
-    from tessera.core import log
+    from tessera.runtime import log
     from tessera.tools.compare import compare as run
 
     with log.on_screen():
@@ -300,8 +300,8 @@ def report(
 @config_app.command("schema")
 def config_schema() -> None:
     """Print the JSON schema of a recipe."""
-    from tessera.core.config import schema
-    from tessera.core.run_config import RunConfig
+    from tessera.config.reader import schema
+    from tessera.config.run_config import RunConfig
 
     typer.echo(json.dumps(schema(RunConfig), indent=2))
 
@@ -309,8 +309,8 @@ def config_schema() -> None:
 @config_app.command("show")
 def config_show(recipe: Annotated[Path, typer.Argument(help="YAML recipe")], overrides: Overrides = None) -> None:
     """Print a recipe with every default filled in."""
-    from tessera.core.config import dump_yaml, parse_overrides
-    from tessera.core.run_config import load_config
+    from tessera.config.reader import dump_yaml, parse_overrides
+    from tessera.config.run_config import load_config
 
     typer.echo(dump_yaml(load_config(recipe, parse_overrides(overrides or []))), nl=False)
 
@@ -325,7 +325,7 @@ def config_vscode(
     only_print: Annotated[bool, typer.Option("--print", help="write to the screen alone")] = False,
 ) -> None:
     """Write .vscode/launch.json to attach to ranks that TESSERA_DEBUG lets wait."""
-    from tessera.compat.debug import vscode_launch, write_vscode
+    from tessera_compat.debug import vscode_launch, write_vscode
 
     text = vscode_launch(range(nproc), host, remote_root)
     if only_print:
@@ -353,7 +353,7 @@ def main() -> None:
 
 def _tell_other_ranks(error: TesseraError) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1" and sys.argv[1:2] in (["train"], ["resume"], ["preflight"]):
-        from tessera.core.rendezvous import report_refusal
+        from tessera.runtime.rendezvous import report_refusal
 
         report_refusal(error)
 

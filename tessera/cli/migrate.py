@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tessera.cli.run import check_output, write_output
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 WORKSPACE = "workspace"
 
@@ -25,7 +25,7 @@ def migrate(
 ) -> None:
     """Write the recipe of a MindSpeed-MM job and say what becomes of each flag and key, and which commands start it; or
     lay out a folder for its commands (tessera migrate workspace DIR). Exit code 1 if something is not supported."""
-    from tessera.compat.mindspeed_mm import migrate as jobs
+    from tessera_compat.mindspeed_mm import migrate as jobs
 
     if job == WORKSPACE:
         if folder is None or output is not None or world is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tessera.core.errors import TesseraError, first_line
+from tessera.errors import TesseraError, first_line
 
 if TYPE_CHECKING:
     from tessera.cli.cluster import Cluster
@@ -22,8 +22,8 @@ TrustFlag = Annotated[
 
 def complete_key(incomplete: str) -> list[str]:
     """Return the keys of a recipe that begin like a word of the shell, up to the next dot."""
-    from tessera.core.config import keys_of
-    from tessera.core.run_config import RunConfig
+    from tessera.config.reader import keys_of
+    from tessera.config.run_config import RunConfig
 
     depth = incomplete.count(".") + 1
     keys = dict.fromkeys(".".join(key.split(".")[:depth]) for key in keys_of(RunConfig))
@@ -59,8 +59,8 @@ def train(
 ) -> None:
     """Train by a recipe."""
     from tessera.cli.cluster import parse_cluster
-    from tessera.core.config import parse_overrides
-    from tessera.core.run_config import load_config
+    from tessera.config.reader import parse_overrides
+    from tessera.config.run_config import load_config
     from tessera.training.early_checks import check_run_names
 
     cluster = parse_cluster(
@@ -92,7 +92,7 @@ def train(
         words = ["train", str(recipe), *(overrides or []), *flags]
         launch(words, cluster, config)
         return
-    from tessera.core.trust import named_code
+    from tessera.config.trust import named_code
     from tessera.training.run import resume as go_on
     from tessera.training.run import train as run
     from tessera.training.run_folder import run_exists
@@ -120,8 +120,8 @@ def resume(
 ) -> None:
     """Go on with a run from its newest good checkpoint, on any number of ranks."""
     from tessera.cli.cluster import parse_cluster
-    from tessera.core.config import parse_overrides
-    from tessera.core.run_paths import no_run
+    from tessera.config.reader import parse_overrides
+    from tessera.config.run_paths import no_run
 
     if not run.is_dir():  # before torch is imported
         raise no_run(run, "config.yaml")
@@ -154,8 +154,8 @@ def preflight(
 ) -> None:
     """Check that a cluster works: start all ranks, compare them, run one collective, and end."""
     from tessera.cli.cluster import parse_cluster
-    from tessera.core.config import parse_overrides
-    from tessera.core.run_config import load_config
+    from tessera.config.reader import parse_overrides
+    from tessera.config.run_config import load_config
     from tessera.training.early_checks import check_model_names
 
     settings = parse_overrides(overrides or [])
@@ -197,8 +197,8 @@ def launch(
 ) -> None:
     """Write a recipe as a job for Slurm or Kubernetes; the job is not started."""
     from tessera.cli.cluster import Job, kubernetes_manifest, slurm_script
-    from tessera.core.config import parse_overrides
-    from tessera.core.run_config import load_config
+    from tessera.config.reader import parse_overrides
+    from tessera.config.run_config import load_config
 
     if slurm == kubernetes:
         raise TesseraError("for which scheduler?", where="tessera launch", allowed=["--slurm", "--kubernetes"])
@@ -231,9 +231,10 @@ def launch(
 
 def _read_environment(cluster: Cluster) -> dict[str, Any]:
     """Check the environment variables of a run and explain them once; return the settings that follow from them."""
-    from tessera.compat.debug import check_debug
-    from tessera.compat.environment import explain_environment
-    from tessera.core.dist import environment_ranks
+    from tessera_compat.debug import check_debug
+    from tessera_compat.environment import explain_environment
+
+    from tessera.runtime.distributed import environment_ranks
 
     explain_environment()
     return check_debug(cluster.ranks if cluster.launches else environment_ranks()[1])
@@ -241,8 +242,8 @@ def _read_environment(cluster: Cluster) -> dict[str, Any]:
 
 def _prepare_rank() -> list[Callback]:
     """Wait for a debugger if one is asked for, bind this rank to cores, and return the callbacks of that."""
-    from tessera.compat.debug import wait_for_debugger
-    from tessera.compat.environment import prepare_rank
+    from tessera_compat.debug import wait_for_debugger
+    from tessera_compat.environment import prepare_rank
 
     wait_for_debugger()
     return prepare_rank()
@@ -278,9 +279,10 @@ def run_script(
     ] = False,
 ) -> None:
     """Run a program that imports Megatron or MindSpeed-MM, unmodified, without either of them installed."""
-    from tessera.compat.run import run_script
-    from tessera.core import log
-    from tessera.core.dist import environment_ranks
+    from tessera_compat.run import run_script
+
+    from tessera.runtime import log
+    from tessera.runtime.distributed import environment_ranks
 
     if not as_megatron:
         raise TesseraError(

@@ -11,13 +11,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from tessera.core import device as devices
-from tessera.core.dist import World
-from tessera.core.errors import TesseraError, nearest
-from tessera.core.run_config import RunConfig
-from tessera.core.run_length import RunLength
+from tessera.config.run_config import RunConfig
+from tessera.config.run_length import RunLength
+from tessera.core.batch import Batch
 from tessera.core.task import Task
-from tessera.core.types import Batch
+from tessera.errors import TesseraError, nearest
+from tessera.runtime import device as devices
+from tessera.runtime.distributed import World
 
 
 class WaitEnded(BaseException):

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tessera.core import device as devices
-from tessera.core.dist import World
-from tessera.core.errors import TesseraError
-from tessera.core.types import Batch, ModelSpec, Residence
+from tessera.core.batch import Batch
+from tessera.core.spec import ModelSpec, Residence
+from tessera.errors import TesseraError
+from tessera.runtime import device as devices
+from tessera.runtime.distributed import World
 
 if TYPE_CHECKING:
-    from tessera.core.run_config import RunConfig
+    from tessera.config.run_config import RunConfig
 
 # By name. An int where the host knows the count (a shape); a tensor where only the device does, which nobody waits for.
 Counts = Mapping[str, "int | Tensor"]

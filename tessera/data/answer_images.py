@@ -13,10 +13,10 @@ from typing import Any
 
 from PIL import Image
 
-from tessera.core.errors import TesseraError
-from tessera.core.files import replace_file
 from tessera.data.media.files import Limits
 from tessera.data.media.images import read_image
+from tessera.errors import TesseraError
+from tessera.runtime.files import replace_file
 
 FOLDER = "answer_images"
 SHOWN = "shown"  # of a row: a copy of each of its images, {file, width, height}, or None

@@ -9,8 +9,8 @@ import math
 import shlex
 from collections.abc import Sequence
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import SourceSection
+from tessera.config.run_config import SourceSection
+from tessera.errors import TesseraError
 
 KEY = "data.max_bad_share"
 _MIN_READ = 20  # samples: a few bad ones in a row say little where data is not shuffled

@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import PLAIN, Message, Part, PartKind
+from tessera.core.sample import PLAIN, Message, Part, PartKind
 from tessera.data.tool_calls import JINJA_BLANK, JINJA_CALLS, JINJA_LISTING, JINJA_MACRO, lists_only_tools, with_listing
+from tessera.errors import TesseraError
 
 
 @dataclass(frozen=True)

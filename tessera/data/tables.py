@@ -18,7 +18,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 log = logging.getLogger("tessera")
 

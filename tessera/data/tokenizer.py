@@ -17,9 +17,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.files import read_json_mapping, read_text
 from tessera.data.chat import ChatSpan
+from tessera.errors import TesseraError, first_line
+from tessera.runtime.files import read_json_mapping, read_text
 
 # How the Qwen family cuts text before merging; a folder written here must be read the same way by its tokenizer class.
 _SPLIT = (

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tessera.core.errors import TesseraError, nearest
+from tessera.errors import TesseraError, nearest
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 
 SUFFIX = ".tsv"

@@ -9,20 +9,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tessera.core.config import build
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.files import write_jsonl
-from tessera.core.progress import WorkProgress
-from tessera.core.run_config import SourceSection, load_config
-from tessera.core.saved_recipe import read_saved
-from tessera.core.trust import Trust
+from tessera.config.reader import build
+from tessera.config.run_config import SourceSection, load_config
+from tessera.config.saved_recipe import read_saved
+from tessera.config.trust import Trust
 from tessera.data.answer_images import with_copies
 from tessera.data.sources.source import Question, Source, open_source, questions
+from tessera.errors import TesseraError, first_line
 from tessera.evaluation.benchmarks import SUFFIX, benchmark_of, score_table
 from tessera.hub.config import local_model, local_source
 from tessera.inference.load import load
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.observe.report.page import write_report
+from tessera.runtime.files import write_jsonl
+from tessera.runtime.progress import WorkProgress
 
 log = logging.getLogger("tessera")
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tessera.core.errors import TesseraError
-from tessera.core.progress import human_bytes
+from tessera.errors import TesseraError
+from tessera.runtime.progress import human_bytes
 
 FLOOR = 256 << 20  # a list of many small files may be larger than any of them
 _LOOK_EVERY = 64 << 20  # bytes between two looks at the disk

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tessera.core.errors import TesseraError
-from tessera.core.hub_ids import HubId, find_hub_id, parse_hub_id
-from tessera.core.run_config import ModelSection, RunConfig, SourceSection, load_config
+from tessera.config.hub_ids import HubId, find_hub_id, parse_hub_id
+from tessera.config.run_config import ModelSection, RunConfig, SourceSection, load_config
+from tessera.errors import TesseraError
 from tessera.hub.download import Wanted, fetch
 from tessera.hub.files import Split
 from tessera.hub.progress import say

@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tessera.core.errors import TesseraError
-from tessera.core.files import check_inside, leads_out, replace_file
-from tessera.core.hub_ids import HUBS, HubId
-from tessera.core.layouts import nearest_folder
-from tessera.core.locks import locked
-from tessera.core.progress import human_bytes
+from tessera.config.hub_ids import HUBS, HubId
+from tessera.errors import TesseraError
 from tessera.hub.files import DataFiles, Split, data_files, model_files
 from tessera.hub.progress import report_progress, say
+from tessera.runtime.files import check_inside, leads_out, replace_file
+from tessera.runtime.locks import locked
+from tessera.runtime.progress import human_bytes
+from tessera.weights.layouts import nearest_folder
 
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 NOTES = ".tessera"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from tessera.core.errors import TesseraError, few_names
-from tessera.core.hub_ids import HubId
+from tessera.config.hub_ids import HubId
+from tessera.errors import TesseraError, few_names
 
 Split = Literal["train", "eval"]
 MODEL_SUFFIXES = ("safetensors", "json", "txt", "model", "jinja")

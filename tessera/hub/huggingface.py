@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.hub_ids import HubId
-from tessera.core.layouts import nearest_folder
+from tessera.config.hub_ids import HubId
+from tessera.errors import TesseraError, first_line
 from tessera.hub.bounded import bounded, remove_oversized
 from tessera.hub.download import Listing, RemoteFile, Unreachable
+from tessera.weights.layouts import nearest_folder
 
 _TIMEOUT_S = 15.0
 _MARKS = ("config.json", "model_index.json", "adapter_config.json")  # one of them is in every model

@@ -9,8 +9,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.hub_ids import HubId
+from tessera.config.hub_ids import HubId
+from tessera.errors import TesseraError, first_line
 from tessera.hub.download import Listing, RemoteFile, Unreachable
 from tessera.hub.huggingface import escaped
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tessera.core.progress import WorkProgress
+from tessera.runtime.progress import WorkProgress
 
 _EVERY_S = 0.5
 

@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tessera.core.hub_ids import HubId
-from tessera.core.locks import alone
+from tessera.config.hub_ids import HubId
 from tessera.hub.download import NOTES, RemoteFile
+from tessera.runtime.locks import alone
 
 _FOLDER = "stream"
 

@@ -10,10 +10,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tessera.core.errors import TesseraError, few_names
-from tessera.core.files import replace_file
-from tessera.core.hub_ids import HUBS, HubId
-from tessera.core.locks import shared
+from tessera.config.hub_ids import HUBS, HubId
+from tessera.errors import TesseraError, few_names
 from tessera.hub.download import (
     NOTES,
     BrokenDownload,
@@ -33,6 +31,8 @@ from tessera.hub.download import (
 from tessera.hub.files import RECORD_SUFFIXES, DataFiles, data_files, suffix_of
 from tessera.hub.progress import say
 from tessera.hub.shard_cache import mark_of, note_fetched, note_of, trim
+from tessera.runtime.files import replace_file
+from tessera.runtime.locks import shared
 
 _AGAIN_S = (1.0, 5.0, 30.0, 120.0)  # a hub that does not answer is asked again after so long
 

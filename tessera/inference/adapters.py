@@ -9,25 +9,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.adapter_files import is_adapters, open_adapters
-from tessera.checkpoint.adapter_reading import fill_adapters, part_of, settled, targets_origin
 from tessera.checkpoint.state import model_tensors
-from tessera.checkpoint.weight_source import find_file
-from tessera.core.adapters import (
-    Adapters,
-    factor_names,
-    factor_shapes,
-    magnitude_name,
-    start_names,
-    weight_names,
-)
-from tessera.core.errors import TesseraError
-from tessera.core.trust import Trust
-from tessera.core.types import ModelSpec
-from tessera.core.weightmap import WeightMap
+from tessera.config.trust import Trust
+from tessera.core.spec import ModelSpec
+from tessera.errors import TesseraError
 from tessera.inference.load import find_model
+from tessera.inference.weight_source import find_file
+from tessera.lora.files import is_adapters, open_adapters
+from tessera.lora.modules import find_adapters, trained_whole
+from tessera.lora.reading import fill_adapters, part_of, settled, targets_origin
+from tessera.lora.select import Adapters, factor_names, factor_shapes, magnitude_name, start_names, weight_names
 from tessera.models import build_on_meta, for_family, resolve
-from tessera.nn.lora import find_adapters, trained_whole
+from tessera.weights.map import WeightMap
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from tessera.core.types import Batch
+from tessera.core.batch import Batch
 
 
 class Answers(Protocol):

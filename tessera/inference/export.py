@@ -15,23 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tessera.checkpoint.adapters import merge_adapter
 from tessera.checkpoint.export_record import TensorNotes, write_record
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.fp8 import Fp8Map
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.publish import Origin
 from tessera.checkpoint.state import model_tensors
-from tessera.core.adapters import Adapters, factor_names, is_factor, weight_names
-from tessera.core.errors import TesseraError
-from tessera.core.layouts import detect_layout
-from tessera.core.types import ModelSpec, Processor
-from tessera.core.weightmap import WeightMap
+from tessera.core.spec import ModelSpec, Processor
+from tessera.errors import TesseraError
 from tessera.inference.proof import Prove, prove_folder
+from tessera.lora.factors import merge_adapter
+from tessera.lora.select import Adapters, factor_names, is_factor, weight_names
 from tessera.models import is_original
-from tessera.models.common.exported_config import base_config, exported_config
-from tessera.models.common.side_files import write_side_files
-from tessera.models.common.text import PROJECTIONS
+from tessera.models.files.exported_config import base_config, exported_config
+from tessera.models.files.side_files import write_side_files
+from tessera.models.text.decoder import PROJECTIONS
+from tessera.weights.layouts import detect_layout
+from tessera.weights.map import WeightMap
 
 _log = logging.getLogger("tessera")
 

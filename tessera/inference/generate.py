@@ -13,9 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
-from tessera.core.rng import generator
-from tessera.core.types import Batch
+from tessera.core.batch import Batch
+from tessera.errors import TesseraError
+from tessera.runtime.rng import generator
 
 
 @dataclass(frozen=True)

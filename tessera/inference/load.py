@@ -11,43 +11,44 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tessera.checkpoint.adapter_files import is_adapters
-from tessera.checkpoint.adapter_reading import fill_adapters, merge_into, part_of, settled, targets_origin
 from tessera.checkpoint.forms import fill_from_form, native_shapes
 from tessera.checkpoint.hf import stored_dtype
-from tessera.checkpoint.peft import base_of, is_adapter_folder, read_config
 from tessera.checkpoint.state import model_tensors, tied_names
-from tessera.checkpoint.weight_source import Origin, fill_from, newest_names, origin_of, saved_config
 from tessera.checkpoint.weights import check_config_numbers, check_folder_fit
-from tessera.core import device as devices
-from tessera.core.adapters import Adapter, is_factor
-from tessera.core.config import build
-from tessera.core.dist import environment_ranks, rank_on_machine
-from tessera.core.errors import TesseraError, few_names, nearest
-from tessera.core.generation import GenerationForm
-from tessera.core.layouts import detect_layout, folder_layout, pipeline_folder
-from tessera.core.modules import computed_buffers, put_back_buffers
-from tessera.core.pattern import matches
-from tessera.core.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
-from tessera.core.saved_recipe import read_saved
-from tessera.core.trust import Trust, check_trusted, find_code, model_code
-from tessera.core.types import Batch, ModelPlan
+from tessera.config.pattern import matches
+from tessera.config.reader import build
+from tessera.config.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
+from tessera.config.saved_recipe import read_saved
+from tessera.config.trust import Trust, check_trusted, find_code, model_code
+from tessera.core.batch import Batch
+from tessera.core.model_plan import ModelPlan
 from tessera.data.media.files import Limits, limits_of
+from tessera.diffusion.forms import GenerationForm
+from tessera.diffusion.sampling.over_ranks import ModelOverRanks
+from tessera.errors import TesseraError, few_names, nearest
 from tessera.hub.config import local_model
 from tessera.hub.download import downloaded
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
-from tessera.inference.over_ranks import ModelOverRanks
+from tessera.inference.weight_source import Origin, fill_from, newest_names, origin_of, saved_config
+from tessera.lora.files import is_adapters
+from tessera.lora.modules import add_adapters, find_adapters, trained_whole, with_adapters
+from tessera.lora.peft import base_of, is_adapter_folder, read_config
+from tessera.lora.reading import fill_adapters, merge_into, part_of, settled, targets_origin
+from tessera.lora.select import Adapter, is_factor
 from tessera.models import build_on_meta, for_family, fresh_names, resolve
-from tessera.models.common.foreign import Arguments, takes_batch
-from tessera.models.common.own_template import warn_of_another_template
-from tessera.models.common.side_files import side_folder
+from tessera.models.files.side_files import side_folder
+from tessera.models.foreign import Arguments, takes_batch
 from tessera.models.module import spec_of_object
 from tessera.models.module.config import MODEL_TYPE
-from tessera.nn.lora import add_adapters, find_adapters, trained_whole, with_adapters
+from tessera.models.text.own_template import warn_of_another_template
 from tessera.parallel.apply import allocate, parallelize
 from tessera.parallel.mesh import CONTEXT, Mesh
 from tessera.parallel.pipeline_stages import LocalStages, PipelinedModel
 from tessera.parallel.plan import Workload, make_plan
+from tessera.runtime import device as devices
+from tessera.runtime.distributed import environment_ranks, rank_on_machine
+from tessera.runtime.modules import computed_buffers, put_back_buffers
+from tessera.weights.layouts import detect_layout, folder_layout, pipeline_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RUN_CONFIG = "config.yaml"

@@ -10,18 +10,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tessera.checkpoint.adapter_export import save_adapters
 from tessera.checkpoint.state import model_tensors
-from tessera.core.adapters import Adapters
-from tessera.core.config import Section
-from tessera.core.errors import TesseraError
-from tessera.core.types import Batch, LanguageProcessor, ModelSpec, Processor, Sample
+from tessera.config.reader import Section
+from tessera.core.batch import Batch
+from tessera.core.sample import Sample
+from tessera.core.spec import LanguageProcessor, ModelSpec, Processor
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
+from tessera.diffusion.sampling.over_ranks import ModelOverRanks, PassRanks
+from tessera.errors import TesseraError
 from tessera.inference.chat import Chat
 from tessera.inference.generate import OwnGeneration, Sampling, TextStream, generate_tokens
 from tessera.inference.messages import conversations, sample_of
-from tessera.inference.over_ranks import ModelOverRanks, PassRanks
+from tessera.lora.export import save_adapters
+from tessera.lora.select import Adapters
 
 
 class LoadedModel(nn.Module):

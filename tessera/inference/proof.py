@@ -21,23 +21,25 @@ from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors, tied_names
-from tessera.core import device as devices
-from tessera.core.errors import TesseraError, few_names, first_line, nearest
-from tessera.core.generation import GenerationForm
-from tessera.core.layouts import CLASS_NAME, folder_layout
-from tessera.core.progress import human_bytes
-from tessera.core.run_config import ModelSection
-from tessera.core.types import Batch, EncodedMedia, Message, ModelSpec, Part, Sample
+from tessera.config.run_config import ModelSection
+from tessera.core.batch import Batch
+from tessera.core.sample import EncodedMedia, Message, Part, Sample
+from tessera.core.spec import ModelSpec
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
+from tessera.diffusion.batches import pack
+from tessera.diffusion.config import DiffusersConfig
+from tessera.diffusion.forms import GenerationForm
+from tessera.diffusion.sample_encoders import from_tokens, patchify
+from tessera.errors import TesseraError, few_names, first_line, nearest
 from tessera.inference.load import allocated
 from tessera.inference.reference import DiffusersModel, StockModel, TransformersReference, UnreadableError
 from tessera.models import build_on_meta, resolve
-from tessera.models.common.diffusers_config import DiffusersConfig
-from tessera.models.common.exported_config import config_differences
-from tessera.models.common.generation_batches import pack
-from tessera.models.common.sample_encoders import from_tokens, patchify
+from tessera.models.files.exported_config import config_differences
 from tessera.models.transformers import ClassProcessor
+from tessera.runtime import device as devices
+from tessera.runtime.progress import human_bytes
+from tessera.weights.layouts import CLASS_NAME, folder_layout
 
 Prove = Literal["auto", "always", "never"]
 AUTO_BYTES = 4 << 30  # of weights in float32; more takes minutes

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.layouts import CLASS_NAME, ROOT, folder_layout
-from tessera.core.log import without_bars
-from tessera.core.types import Message
+from tessera.core.sample import Message
+from tessera.errors import TesseraError, first_line
 from tessera.models.transformers.library import chat_template, load_processor
 from tessera.models.transformers.rendering import TemplateLimit, render
+from tessera.runtime.log import without_bars
+from tessera.weights.layouts import CLASS_NAME, ROOT, folder_layout
 
 _FAULTS = ("load this folder", "compute with this folder")
 

@@ -7,19 +7,19 @@ from pathlib import Path
 
 from torch import nn
 
-from tessera.checkpoint.adapter_reading import part_of, settled, targets_origin
 from tessera.checkpoint.forms import native_shapes
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import model_tensors, tied_names
-from tessera.checkpoint.trained_form import TrainedForm
-from tessera.checkpoint.weight_source import find_file
-from tessera.core.adapters import Adapter
-from tessera.core.config import Section
-from tessera.core.errors import TesseraError
-from tessera.core.types import ModelSpec
+from tessera.config.reader import Section
+from tessera.core.spec import ModelSpec
+from tessera.errors import TesseraError
 from tessera.inference.load import FoundModel, float32_names
+from tessera.inference.weight_source import find_file
+from tessera.lora.merged_form import TrainedForm
+from tessera.lora.modules import find_adapters
+from tessera.lora.reading import part_of, settled, targets_origin
+from tessera.lora.select import Adapter
 from tessera.models import for_family
-from tessera.nn.lora import find_adapters
 
 
 def open_trained(path: Path, found: FoundModel, spec: ModelSpec, config: Section, module: nn.Module) -> TrainedForm:

@@ -13,19 +13,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tessera.core.adapters import UnknownLayersError
-from tessera.core.built_ins import FAMILY_NAMES
-from tessera.core.config import Section, apply_overrides, build
-from tessera.core.errors import TesseraError, first_line, foreign_values, nearest
-from tessera.core.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, folder_layout
-from tessera.core.registry import Instance, Registry
-from tessera.core.run_config import ModelSection, load_config
-from tessera.core.saved_recipe import read_saved
-from tessera.core.trust import check_trusted, model_code
-from tessera.core.types import ModelSpec
-from tessera.core.weightmap import WeightMap
-from tessera.models.common.hf_text import UnsupportedValueError
-from tessera.models.common.reward import HEAD, is_classifier, number_of_classes, with_reward_head
+from tessera.config.built_ins import FAMILY_NAMES
+from tessera.config.reader import Section, apply_overrides, build
+from tessera.config.registry import Instance, Registry
+from tessera.config.run_config import ModelSection, load_config
+from tessera.config.saved_recipe import read_saved
+from tessera.config.trust import check_trusted, model_code
+from tessera.core.spec import ModelSpec
+from tessera.errors import TesseraError, first_line, foreign_values, nearest
+from tessera.lora.select import UnknownLayersError
+from tessera.models.text.hf import UnsupportedValueError
+from tessera.models.text.reward import HEAD, is_classifier, number_of_classes, with_reward_head
+from tessera.weights.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, folder_layout
+from tessera.weights.map import WeightMap
 
 FAMILIES: Registry[ModelSpec] = Registry(FAMILY_NAMES, Instance(ModelSpec))
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import Segments
+from tessera.core.batch import Segments
+from tessera.errors import TesseraError
 
 
 class KVCache:

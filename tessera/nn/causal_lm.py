@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tessera.core.types import EMBEDDING_NOISE, Batch, LanguageOutput, Segments
+from tessera.core.batch import EMBEDDING_NOISE, Batch, LanguageOutput, Segments
 from tessera.nn.cache import CacheStep, KVCache
 from tessera.nn.decoder import TextDecoder
 from tessera.nn.moe import RowIds, TokenRows, balance_loss

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tessera.core.types import Segments
+from tessera.core.batch import Segments
 from tessera.nn.cache import CacheStep, LayerCache
 from tessera.nn.layers import PackedAttention, RMSNorm, TokenEmbedding
 from tessera.nn.moe import MoE, RowIds

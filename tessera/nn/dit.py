@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.core.modules import FeatureStatistics, local_shard
-from tessera.core.types import Batch, Segments
+from tessera.core.batch import Batch, Segments
 from tessera.nn.layers import PackedAttention, RMSNorm
 from tessera.nn.vit import gelu_tanh
 from tessera.ops.cross_attention import packed_cross_attention
 from tessera.ops.pointwise import Angles, rms_norm, rotate
 from tessera.ops.registry import AUTO
+from tessera.runtime.modules import FeatureStatistics, local_shard
 
 # Norm of queries and keys before rotation: over each head, over all heads together, or none.
 QKNorm = Literal["per_head", "across_heads"] | None

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tessera.core.types import Batch, Segments
+from tessera.core.batch import Batch, Segments
 from tessera.nn.dit import FeedForward, Projections, gated_sum, modulated_norm, spread
 from tessera.nn.layers import PackedAttention, RMSNorm
 from tessera.nn.vit import gelu_tanh

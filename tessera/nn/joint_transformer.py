@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.core.types import Batch, Prediction
+from tessera.core.batch import Batch, Prediction
 from tessera.nn.dit import FeedForward, TimeEmbedding, modulated_norm, spread
 from tessera.nn.joint_attention import (
     DoubleBlock,

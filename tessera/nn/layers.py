@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tessera.core.modules import AttentionCore
-from tessera.core.types import Segments
+from tessera.core.batch import Segments
 from tessera.ops.attention import packed_attention
 from tessera.ops.pointwise import layer_norm, rms_norm
 from tessera.ops.registry import AUTO
 from tessera.ops.vocab import vocab_embedding, vocab_logits
+from tessera.runtime.modules import AttentionCore
 
 
 class RMSNorm(nn.Module):

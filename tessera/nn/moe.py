@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.core.adapters import EXPERT_WEIGHTS
-from tessera.core.modules import ExpertBalance, RowStatistics, StackedExperts
-from tessera.core.types import IGNORE, Batch
-from tessera.nn.lora import LoraExperts
+from tessera.core.batch import IGNORE, Batch
+from tessera.lora.modules import LoraExperts
+from tessera.lora.select import EXPERT_WEIGHTS
 from tessera.ops.moe import (
     NO_ADAPTERS,
     ExpertAdapters,
@@ -27,6 +26,7 @@ from tessera.ops.moe import (
     weigh_choices,
 )
 from tessera.ops.registry import AUTO
+from tessera.runtime.modules import ExpertBalance, RowStatistics, StackedExperts
 
 Scores = Literal["softmax", "sigmoid"]
 

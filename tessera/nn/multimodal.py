@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import Batch, LanguageOutput, Stream
+from tessera.core.batch import Batch, LanguageOutput
+from tessera.core.model_plan import Stream
+from tessera.errors import TesseraError
 from tessera.nn.cache import KVCache
 from tessera.nn.causal_lm import CausalLMBase
 from tessera.nn.decoder import TextDecoder

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 CARRY = 2  # rows per token: tokens, then conditions
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.core.types import Segments
+from tessera.core.batch import Segments
 from tessera.nn.dit import FeedForward, Projections, TimeEmbedding, by_head, gated_sum, spread
 from tessera.nn.layers import LayerNorm, PackedAttention
 from tessera.ops.registry import AUTO

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.core.types import Batch, Segments
+from tessera.core.batch import Batch, Segments
 from tessera.nn.layers import LayerNorm, PackedAttention, RMSNorm
 from tessera.ops.linear import linear_pad_in, linear_pad_out, tensor_core_padding
 from tessera.ops.pointwise import Angles, axial_angles, rotate

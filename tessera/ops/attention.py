@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.core.types import Segments
+from tessera.core.batch import Segments
 from tessera.ops.fused_attention import fused_attention
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.core.torch_internals import flash_attention_backward, flash_attention_forward
-from tessera.core.types import Segments
+from tessera.core.batch import Segments
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
+from tessera.runtime.torch_internals import flash_attention_backward, flash_attention_forward
 
 BlockSegments = Segments | None  # None: every query attends to every key
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.core.torch_internals import flash_attention_backward, flash_attention_forward
-from tessera.core.types import Segments
+from tessera.core.batch import Segments
 from tessera.ops.block_attention import pad_heads
 from tessera.ops.first_segment import first_segment_attention, first_segment_backward, first_segment_serves
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
+from tessera.runtime.torch_internals import flash_attention_backward, flash_attention_forward
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 # Padding all samples to the longest takes one call, which beats a loop unless too much of the work is padding.

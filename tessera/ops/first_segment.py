@@ -12,9 +12,9 @@ import functools
 import torch
 from torch import Tensor
 
-from tessera.core import device as devices
-from tessera.core.torch_internals import cudnn_attention_backward, cudnn_attention_forward
 from tessera.ops.block_attention import block_attention, block_attention_backward
+from tessera.runtime import device as devices
+from tessera.runtime.torch_internals import cudnn_attention_backward, cudnn_attention_forward
 
 _VERY_LONG = 4096  # tokens of a segment that is worth a plan of its own
 

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tessera.core.torch_internals import cudnn_attention_backward, cudnn_attention_forward
-from tessera.core.types import Segments
+from tessera.core.batch import Segments
 from tessera.ops.block_attention import block_attention, block_attention_backward
 from tessera.ops.first_segment import (
     first_segment_attention,
@@ -25,6 +24,7 @@ from tessera.ops.first_segment import (
     serves_heads,
     supports_here,
 )
+from tessera.runtime.torch_internals import cudnn_attention_backward, cudnn_attention_forward
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 Kernel = Literal["cudnn", "cudnn and flash", "short", "flash"]

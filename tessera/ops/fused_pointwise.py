@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tessera.core import device as devices
+from tessera.runtime import device as devices
 
 
 class SwiGLU(torch.autograd.Function):

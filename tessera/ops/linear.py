@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-from tessera.core import device as devices
-from tessera.core.config_model import WeightBits
-from tessera.core.modules import local_shard
+from tessera.config.model import WeightBits
+from tessera.runtime import device as devices
+from tessera.runtime.modules import local_shard
 
 _HALF = (torch.bfloat16, torch.float16)
 # Rows that begin at multiples of 16 bytes are fetched whole; others cost products two thirds of their speed. Kernels

@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.core.modules import COMPILE_OPTIONS
-from tessera.core.types import IGNORE
+from tessera.core.batch import IGNORE
 from tessera.ops.linear import accumulate_matmul
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 from tessera.ops.vocab import VocabPart, vocab_logits, vocab_part
+from tessera.runtime.modules import COMPILE_OPTIONS
 
 DEFAULT_CHUNK = 2048  # positions; larger ones are hardly faster and hold more logits
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.core.modules import local_shard
 from tessera.ops.pointwise import swiglu
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
+from tessera.runtime.modules import local_shard
 
 _ALIGNMENT = 16  # bytes: required alignment of a row in grouped kernels
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.core import device as devices
 from tessera.ops.fused_pointwise import Rotate, SwiGLU
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
+from tessera.runtime import device as devices
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, implementation: str = AUTO) -> Tensor:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tessera.core import device as devices
-from tessera.core.errors import TesseraError, nearest
+from tessera.errors import TesseraError, nearest
+from tessera.runtime import device as devices
 
 AUTO = "auto"
 

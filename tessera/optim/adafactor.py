@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
-from tessera.core.modules import local_shard
+from tessera.runtime.modules import local_shard
 
 _DECAY = -0.8  # the mean follows the newest square by step ** this
 _SMALLEST = 1e-3  # weights that are smaller in the mean are taken to be so large

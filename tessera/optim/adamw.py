@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from tessera.core import device as devices
-from tessera.core.gradients import scale_gradients
-from tessera.core.modules import local_shard
-from tessera.core.torch_internals import foreach_add_, foreach_sub_, init_adamw_group
+from tessera.runtime import device as devices
+from tessera.runtime.gradients import scale_gradients
+from tessera.runtime.modules import local_shard
+from tessera.runtime.torch_internals import foreach_add_, foreach_sub_, init_adamw_group
 
 _WIDE = 16  # bytes that one instruction moves at most
 _UP_TO_FP32 = (torch.float32, torch.bfloat16, torch.float16)  # types that lose nothing when computed in fp32

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tessera.core.modules import local_shard
+from tessera.runtime.modules import local_shard
 
 
 class Lion(Optimizer):

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tessera.core import device as devices
-from tessera.core.adapters import is_factor
-from tessera.core.modules import StackedExperts, clean_name, local_shard
-from tessera.core.torch_internals import local_chunks, tensor_of_chunk
+from tessera.lora.select import is_factor
 from tessera.optim.adamw import AdamW
+from tessera.runtime import device as devices
+from tessera.runtime.modules import StackedExperts, clean_name, local_shard
+from tessera.runtime.torch_internals import local_chunks, tensor_of_chunk
 
 HEADS = ("head", "lm_head", "score")  # of tokens or values: rows that are looked up, not a map between hidden states
 _COEFFICIENTS, _STEPS = (3.4445, -4.7750, 2.0315), 5  # of Muon's authors

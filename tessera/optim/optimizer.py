@@ -16,18 +16,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-from tessera.core import device as devices
-from tessera.core.adapters import is_output_factor
-from tessera.core.errors import TesseraError
-from tessera.core.gradients import scale_gradients
-from tessera.core.modules import clean_name, local_shard
-from tessera.core.pattern import select_trees
-from tessera.core.run_config import OptimSection, ScheduleSection
-from tessera.core.torch_internals import foreach_norm
+from tessera.config.pattern import select_trees
+from tessera.config.run_config import OptimSection, ScheduleSection
+from tessera.errors import TesseraError
+from tessera.lora.select import is_output_factor
 from tessera.optim.adafactor import Adafactor, adafactor_bytes
 from tessera.optim.adamw import AdamW
 from tessera.optim.lion import Lion
 from tessera.optim.muon import Muon, matrices_of
+from tessera.runtime import device as devices
+from tessera.runtime.gradients import scale_gradients
+from tessera.runtime.modules import clean_name, local_shard
+from tessera.runtime.torch_internals import foreach_norm
 
 
 def parameter_groups(module: nn.Module, section: OptimSection, names: Collection[str] = ()) -> list[dict[str, Any]]:

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tessera.core import device as devices
-from tessera.core.torch_internals import (
+from tessera.parallel.modules import Keep, Recompute, wrap_submodule
+from tessera.runtime import device as devices
+from tessera.runtime.torch_internals import (
     ActivationWrapper,
     checkpoint_wrapper,
     tensor_identity,
     view_base,
     wrapped_module,
 )
-from tessera.parallel.modules import Keep, Recompute, wrap_submodule
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"})
 _ATTENTION_WORD = "attention"  # every fused kernel has it in its name

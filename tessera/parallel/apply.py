@@ -14,15 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tessera.core import device as devices
-from tessera.core.adapters import is_factor
-from tessera.core.errors import TesseraError
-from tessera.core.gradients import LossScale
-from tessera.core.modules import clean_name, computed_buffers, put_back_buffers, seeded
-from tessera.core.pattern import home
-from tessera.core.rng import generator
-from tessera.core.torch_internals import local_chunks, tensor_of_chunk
-from tessera.core.types import AdjustsAfterInit, InitializesByName
+from tessera.config.pattern import home
+from tessera.core.spec import AdjustsAfterInit, InitializesByName
+from tessera.errors import TesseraError
+from tessera.lora.select import is_factor
 from tessera.parallel.activations import apply_activation_offload, apply_recompute
 from tessera.parallel.block_offload import apply_block_offload, waiting_on_host
 from tessera.parallel.collectives import PostBackward
@@ -36,6 +31,11 @@ from tessera.parallel.pipeline_engine import PipelineEngine
 from tessera.parallel.pipeline_stages import LocalStages, split_into_stages
 from tessera.parallel.plan import Plan
 from tessera.parallel.tensor import apply_tensor, partial_gradients
+from tessera.runtime import device as devices
+from tessera.runtime.gradients import LossScale
+from tessera.runtime.modules import clean_name, computed_buffers, put_back_buffers, seeded
+from tessera.runtime.rng import generator
+from tessera.runtime.torch_internals import local_chunks, tensor_of_chunk
 
 
 def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> nn.Module:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tessera.core.modules import KeepsFrozenBuffers
-from tessera.core.pattern import home
-from tessera.core.torch_internals import ActivationWrapper, wrapped_module
+from tessera.config.pattern import home
 from tessera.parallel.activations import CopyStream
 from tessera.parallel.modules import wrap_submodule
+from tessera.runtime.modules import KeepsFrozenBuffers
+from tessera.runtime.torch_internals import ActivationWrapper, wrapped_module
 
 Owner = tuple[nn.Module, str]  # a module and the name of its parameter or buffer
 

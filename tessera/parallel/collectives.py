@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tessera.core.modules import local_shard
+from tessera.runtime.modules import local_shard
 
 Exchange = Callable[[Tensor], Tensor]
 

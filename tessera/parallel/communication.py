@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tessera.core.torch_internals import TorchDispatchMode, tree_leaves
 from tessera.parallel.mesh import Mesh
+from tessera.runtime.torch_internals import TorchDispatchMode, tree_leaves
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "other"]
 

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tessera.core.dist import wait_for
-from tessera.core.types import Segments
+from tessera.core.batch import Segments
 from tessera.ops.block_attention import block_attention, block_attention_backward, join, wide
 from tessera.ops.registry import AUTO
 from tessera.parallel.collectives import all_to_all
 from tessera.parallel.sequence_sharding import Range, lengths_inside
+from tessera.runtime.distributed import wait_for
 
 _KEYS, _GRADIENTS = 0, 1  # tags: two kinds of tensors are sent at once in backward
 

@@ -14,17 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tessera.core.errors import TesseraError
-from tessera.core.modules import AttentionCore
-from tessera.core.pattern import home, matches
-from tessera.core.run_config import ParallelSection
-from tessera.core.types import Batch, ModelPlan, Segments
+from tessera.config.pattern import home, matches
+from tessera.config.run_config import ParallelSection
+from tessera.core.batch import Batch, Segments
+from tessera.core.model_plan import ModelPlan
+from tessera.errors import TesseraError
 from tessera.ops.registry import AUTO
 from tessera.parallel.communication import CommVolume
 from tessera.parallel.context_attention import Ring, RingSchedule, Ulysses, ring_attention, shard_heads
 from tessera.parallel.mesh import CONTEXT, RING, TENSOR, ULYSSES, Axes, Mesh
 from tessera.parallel.modules import present, wrap_submodule
 from tessera.parallel.sequence_sharding import BatchSharding, EncoderSharding, SequenceSharding, too_short
+from tessera.runtime.modules import AttentionCore
 
 if TYPE_CHECKING:  # these files import this one
     from tessera.parallel.memory_estimate import ParamShard

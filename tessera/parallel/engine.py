@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tessera.core import device as devices
-from tessera.core.dist import sum_over_ranks
-from tessera.core.errors import TesseraError
-from tessera.core.gradients import LossScale, scale_gradients
+from tessera.core.batch import Batch
 from tessera.core.task import Counts, Losses, LossTotals, SumSpec, Task
-from tessera.core.types import Batch
+from tessera.errors import TesseraError
 from tessera.parallel.collectives import PostBackward
+from tessera.runtime import device as devices
+from tessera.runtime.distributed import sum_over_ranks
+from tessera.runtime.gradients import LossScale, scale_gradients
 
 
 class Engine(Protocol):

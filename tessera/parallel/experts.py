@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from tessera.core.adapters import is_factor
-from tessera.core.errors import TesseraError
-from tessera.core.modules import ExpertBalance, RowStatistics, StackedExperts, clean_name, local_shard
-from tessera.core.pattern import home, matches, select
-from tessera.core.run_config import ParallelSection
-from tessera.core.types import ModelPlan
+from tessera.config.pattern import home, matches, select
+from tessera.config.run_config import ParallelSection
+from tessera.core.model_plan import ModelPlan
+from tessera.errors import TesseraError
+from tessera.lora.select import is_factor
 from tessera.ops.moe import (
     NO_ADAPTERS,
     ExpertAdapters,
@@ -39,6 +38,7 @@ from tessera.parallel.collectives import all_to_all, as_it_is, gathered, scatter
 from tessera.parallel.communication import CommVolume
 from tessera.parallel.mesh import CONTEXT, EP, FSDP, REPLICATE, SHARD, TENSOR, Axes, Mesh, divisors
 from tessera.parallel.modules import present
+from tessera.runtime.modules import ExpertBalance, RowStatistics, StackedExperts, clean_name, local_shard
 
 if TYPE_CHECKING:  # these files import this one
     from tessera.parallel.memory_estimate import ParamShard

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tessera.core.types import Residence
+from tessera.core.spec import Residence
 from tessera.parallel.mesh import FSDP, Axes, Mesh
 
 

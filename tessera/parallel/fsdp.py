@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tessera.core import device as devices
-from tessera.core.modules import clean_name, local_shard
-from tessera.core.pattern import home
+from tessera.config.pattern import home
 from tessera.parallel.collectives import GradientSync
 from tessera.parallel.communication import CommVolume
 from tessera.parallel.memory_estimate import ParamShard, shard_dimension
 from tessera.parallel.mesh import FSDP, FSDP_EXPERTS, REPLICATE, Mesh
 from tessera.parallel.modules import present
 from tessera.parallel.plan import Plan, ahead
+from tessera.runtime import device as devices
+from tessera.runtime.modules import clean_name, local_shard
 
 
 def fsdp_arguments(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Any]:

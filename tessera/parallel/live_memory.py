@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tessera.core.torch_internals import TorchDispatchMode, tree_leaves
 from tessera.ops.fused_attention import WORKSPACES
+from tessera.runtime.torch_internals import TorchDispatchMode, tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):

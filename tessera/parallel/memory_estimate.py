@@ -12,8 +12,8 @@ from math import prod
 import torch
 from torch import nn
 
-from tessera.core.pattern import home
-from tessera.core.types import TensorStyle
+from tessera.config.pattern import home
+from tessera.core.model_plan import TensorStyle
 from tessera.parallel.experts import ExpertPlan
 from tessera.parallel.mesh import FSDP_EXPERTS, Axes
 from tessera.parallel.pipeline_plan import PipelinePlan

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tessera.core.errors import TesseraError
-from tessera.core.pattern import home
-from tessera.core.run_config import EncoderSection, ParallelSection
-from tessera.core.torch_internals import flatten_mesh, slice_flattened_mesh
-from tessera.core.types import ModelPlan
+from tessera.config.pattern import home
+from tessera.config.run_config import EncoderSection, ParallelSection
+from tessera.core.model_plan import ModelPlan
+from tessera.errors import TesseraError
+from tessera.runtime.torch_internals import flatten_mesh, slice_flattened_mesh
 
 PP, REPLICATE, SHARD, EP, RING, ULYSSES, TP, TP_OUTER = (
     "pp", "dp_replicate", "dp_shard", "ep", "cp_ring", "cp_ulysses", "tp", "tp_outer",

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from tessera.core.errors import TesseraError
-from tessera.core.modules import COMPILE_OPTIONS
-from tessera.core.pattern import home, is_class_path, matches, nothing_matches
-from tessera.core.run_config import ParallelSection, RecomputeSection
-from tessera.core.torch_internals import ActivationWrapper, raise_recompile_limit, wrapped_module
-from tessera.core.types import ModelPlan
+from tessera.config.pattern import home, is_class_path, matches, nothing_matches
+from tessera.config.run_config import ParallelSection, RecomputeSection
+from tessera.core.model_plan import ModelPlan
+from tessera.errors import TesseraError
+from tessera.runtime.modules import COMPILE_OPTIONS
+from tessera.runtime.torch_internals import ActivationWrapper, raise_recompile_limit, wrapped_module
 
 if TYPE_CHECKING:
     from tessera.parallel.plan import Plan

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tessera.core.adapters import is_factor
-from tessera.core.modules import StackedExperts
-from tessera.core.pattern import home, matches
-from tessera.core.types import ModelPlan, Passes, Training
+from tessera.config.pattern import home, matches
+from tessera.core.model_plan import ModelPlan
+from tessera.core.spec import Passes, Training
+from tessera.lora.select import is_factor
+from tessera.runtime.modules import StackedExperts
 
 
 @dataclass

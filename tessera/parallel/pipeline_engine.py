@@ -17,11 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tessera.core.errors import TesseraError
-from tessera.core.gradients import LossScale
+from tessera.core.batch import Batch
 from tessera.core.task import Losses, LossTotals, Reference, SumSpec, Task
-from tessera.core.torch_internals import self_loop_stage, tree_map_only
-from tessera.core.types import Batch
+from tessera.errors import TesseraError
 from tessera.parallel.collectives import PostBackward
 from tessera.parallel.engine import (
     detached,
@@ -35,6 +33,8 @@ from tessera.parallel.mesh import LOSS, PP, Mesh
 from tessera.parallel.pipeline_schedule import SINGLE, schedule_class
 from tessera.parallel.pipeline_stages import LocalStages, SequentialStages, StageModule, TiedCopies
 from tessera.parallel.plan import Plan
+from tessera.runtime.gradients import LossScale
+from tessera.runtime.torch_internals import self_loop_stage, tree_map_only
 
 
 @dataclass

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
-from tessera.core.errors import TesseraError, nearest
-from tessera.core.pattern import home, matches
-from tessera.core.run_config import ParallelSection, Schedule
-from tessera.core.types import ModelPlan, StageActivation, Stream
+from tessera.config.pattern import home, matches
+from tessera.config.run_config import ParallelSection, Schedule
+from tessera.core.model_plan import ModelPlan, StageActivation, Stream
+from tessera.errors import TesseraError, nearest
 from tessera.parallel.communication import CommVolume
 from tessera.parallel.mesh import DATA, PP, Axes
 from tessera.parallel.pipeline_schedule import (

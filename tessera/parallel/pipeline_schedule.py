@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ParallelSection, Schedule
-from tessera.core.torch_internals import schedule_actions
+from tessera.config.run_config import ParallelSection, Schedule
+from tessera.errors import TesseraError
+from tessera.runtime.torch_internals import schedule_actions
 
 SINGLE: tuple[Schedule, ...] = ("gpipe", "1f1b")  # one stage on each rank
 SPLITS_BACKWARD: tuple[Schedule, ...] = ("interleaved-zb", "zbv")  # gradients of inputs first, of weights later

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tessera.core.dist import wait_for
-from tessera.core.modules import clean_name, local_shard
-from tessera.core.types import Batch, InitializesByName
+from tessera.core.batch import Batch
+from tessera.core.spec import InitializesByName
 from tessera.parallel.mesh import PP, Mesh
 from tessera.parallel.pipeline_plan import PipelinePlan
 from tessera.parallel.plan import Plan
+from tessera.runtime.distributed import wait_for
+from tessera.runtime.modules import clean_name, local_shard
 
 
 class Work(Protocol):

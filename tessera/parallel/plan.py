@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from tessera.core.errors import TesseraError
-from tessera.core.pattern import home, select, select_trees
-from tessera.core.run_config import ParallelSection, PrecisionSection
-from tessera.core.types import ModelPlan
+from tessera.config.pattern import home, select, select_trees
+from tessera.config.run_config import ParallelSection, PrecisionSection
+from tessera.core.model_plan import ModelPlan
+from tessera.errors import TesseraError
 from tessera.parallel.block_offload import block_bytes
 from tessera.parallel.communication import CommVolume, Kind
 from tessera.parallel.context_parallel import ContextPlan, plan_context

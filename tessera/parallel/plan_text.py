@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from tessera.core import html
-from tessera.core.adapters import is_output_factor
-from tessera.core.pattern import home
+from tessera.config.pattern import home
+from tessera.lora.select import is_output_factor
 from tessera.parallel.communication import CommVolume, comm_text, merge_volumes, readable
 from tessera.parallel.context_parallel import context_communication
 from tessera.parallel.experts import expert_communication
@@ -22,6 +21,7 @@ from tessera.parallel.mesh import CONTEXT, DATA, EP, PP, RING, TENSOR, ULYSSES
 from tessera.parallel.pipeline_plan import pipeline_communication
 from tessera.parallel.plan import Plan
 from tessera.parallel.tensor import tensor_communication
+from tessera.runtime import html
 
 
 def plan_text(plan: Plan) -> str:

@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import Batch, RowSource, Segments, Stream
+from tessera.core.batch import Batch, Segments
+from tessera.core.model_plan import Stream
+from tessera.core.row_source import RowSource
+from tessera.errors import TesseraError
 from tessera.parallel.mesh import CONTEXT, DATA, Axes
 
 Range = tuple[int, int]  # elements [start, end)

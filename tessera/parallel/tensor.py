@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from tessera.core.errors import TesseraError
-from tessera.core.modules import FeatureStatistics, clean_name
-from tessera.core.pattern import home, matches
-from tessera.core.run_config import ParallelSection
-from tessera.core.types import ModelPlan, TensorStyle
+from tessera.config.pattern import home, matches
+from tessera.config.run_config import ParallelSection
+from tessera.core.model_plan import ModelPlan, TensorStyle
+from tessera.errors import TesseraError
 from tessera.parallel.collectives import GradientSync, with_backward
 from tessera.parallel.communication import CommVolume, Kind
 from tessera.parallel.mesh import TENSOR, Axes, Mesh, divisors
 from tessera.parallel.modules import present
+from tessera.runtime.modules import FeatureStatistics, clean_name
 
 if TYPE_CHECKING:  # these files import this one
     from tessera.parallel.memory_estimate import ParamShard

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tessera.core.built_ins import TASK_NAMES
-from tessera.core.errors import TesseraError
-from tessera.core.registry import Maker, Registry, check_arguments
+from tessera.config.built_ins import TASK_NAMES
+from tessera.config.registry import Maker, Registry, check_arguments
 from tessera.core.task import Task
+from tessera.errors import TesseraError
 
 REFERENCE_MODEL = "reference"  # the frozen component that is a copy of the model with its initial weights
 

@@ -12,14 +12,14 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from tessera.core.dist import World
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import RunConfig
+from tessera.config.run_config import RunConfig
+from tessera.core.batch import IGNORE, Batch, LanguageOutput
 from tessera.core.task import Counts, FrozenModule, Metric, Reference, Task
-from tessera.core.types import IGNORE, Batch, LanguageOutput
-from tessera.nn.lora import without_adapters
+from tessera.errors import TesseraError
+from tessera.lora.modules import without_adapters
 from tessera.nn.moe import Balance
 from tessera.ops.loss import take_rows, token_log_probs
+from tessera.runtime.distributed import World
 from tessera.tasks import REFERENCE_MODEL
 
 REFERENCE = "reference_log_probs"

@@ -15,10 +15,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from tessera.core.config import Section, build
-from tessera.core.errors import TesseraError
+from tessera.config.reader import Section, build
+from tessera.core.batch import Batch, LanguageOutput
 from tessera.core.task import Counts, Losses, LossTerm, Metric
-from tessera.core.types import Batch, LanguageOutput
+from tessera.errors import TesseraError
 from tessera.tasks.answers import ReferencedTask, answer_lengths, answer_log_probs
 
 SAMPLES, GOOD, BAD = "samples", "good", "bad"  # the counts

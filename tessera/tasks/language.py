@@ -6,16 +6,16 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from tessera.core import device as devices
-from tessera.core.config import Section, build
-from tessera.core.errors import TesseraError
-from tessera.core.rng import generator
-from tessera.core.run_config import RunConfig
+from tessera.config.reader import Section, build
+from tessera.config.run_config import RunConfig
+from tessera.core.batch import EMBEDDING_NOISE, IGNORE, Batch, LanguageOutput
 from tessera.core.task import Counts, Losses, LossTerm, Task
-from tessera.core.types import EMBEDDING_NOISE, IGNORE, Batch, LanguageOutput
+from tessera.errors import TesseraError
 from tessera.nn.layers import TokenEmbedding
 from tessera.ops.loss import linear_cross_entropy, take_rows
 from tessera.ops.registry import AUTO
+from tessera.runtime import device as devices
+from tessera.runtime.rng import generator
 
 LABELS = "labels"  # the count: tokens that are trained on
 LANGUAGE_LOSS = "language_loss"

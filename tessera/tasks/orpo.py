@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from tessera.core.config import Section, build
+from tessera.config.reader import Section, build
+from tessera.core.batch import Batch, LanguageOutput
 from tessera.core.task import Counts, Losses, LossTerm
-from tessera.core.types import Batch, LanguageOutput
 from tessera.tasks.answers import PAIRS, AnswerTask, answer_lengths, answer_log_probs, pair_metrics, whole_pairs
 
 CHOSEN_LABELS = "chosen_labels"  # the count: tokens of better answers

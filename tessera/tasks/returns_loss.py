@@ -19,10 +19,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tessera.core.config import Section, build
-from tessera.core.errors import TesseraError
+from tessera.config.reader import Section, build
+from tessera.core.batch import IGNORE, Batch
 from tessera.core.task import Losses, LossTerm, Task
-from tessera.core.types import IGNORE, Batch
+from tessera.errors import TesseraError
 
 COUNT = "count"
 

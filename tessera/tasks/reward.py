@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from tessera.core.config import Section, build
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import RunConfig
+from tessera.config.reader import Section, build
+from tessera.config.run_config import RunConfig
+from tessera.core.batch import Batch, LanguageOutput
 from tessera.core.task import Losses, LossTerm
-from tessera.core.types import Batch, LanguageOutput
+from tessera.errors import TesseraError
 from tessera.tasks.answers import PAIRS, AnswerTask, pair_metrics, whole_pairs
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from tessera.core.config import Section, build
+from tessera.config.reader import Section, build
+from tessera.core.batch import Batch, LanguageOutput
 from tessera.core.task import Losses, LossTerm
-from tessera.core.types import Batch, LanguageOutput
 from tessera.tasks.answers import PAIRS, AnswerTask, answer_lengths, answer_log_probs, pair_metrics, whole_pairs
 from tessera.tasks.dpo import smoothed_loss
 

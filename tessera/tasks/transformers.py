@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.core.config import Section, build
-from tessera.core.errors import TesseraError
+from tessera.config.reader import Section, build
+from tessera.core.batch import IGNORE, Batch
 from tessera.core.task import Counts, Losses, LossTerm, Task
-from tessera.core.types import IGNORE, Batch
+from tessera.errors import TesseraError
 from tessera.models.transformers.model import LABELS
 
 

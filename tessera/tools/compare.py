@@ -9,25 +9,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.adapter_files import is_adapters
 from tessera.checkpoint.export_record import SAME_NAMES, ExportRecord, changes_since, differences_from, read_record
 from tessera.checkpoint.publish import MARK
-from tessera.core.errors import TesseraError
-from tessera.core.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, folder_layout, no_such_folder
-from tessera.core.progress import WorkProgress
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
 from tessera.data.media.files import Limits
 from tessera.data.media.read import decode
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.source import Question, questions
+from tessera.errors import TesseraError
 from tessera.evaluation.evaluate import answer_all, held_out_sources
 from tessera.hub.config import local_model
 from tessera.inference.load import load
 from tessera.inference.proof import Proof, Prove, check_choice, prove_folder
 from tessera.inference.reference import TransformersReference
+from tessera.lora.files import is_adapters
 from tessera.models import resolve
-from tessera.models.common.exported_config import config_differences
-from tessera.models.common.side_files import side_file_differences
+from tessera.models.files.exported_config import config_differences
+from tessera.models.files.side_files import side_file_differences
+from tessera.runtime.progress import WorkProgress
+from tessera.weights.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, folder_layout, no_such_folder
 
 _MOST = 20  # problems that are told
 

@@ -30,22 +30,22 @@ from tessera.checkpoint.publish import made_from, staging_of, written_in
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.checkpoint.stream import Conversion, identity_of, stream
 from tessera.checkpoint.weights import check_config_numbers
-from tessera.core.config import Section
-from tessera.core.errors import TesseraError
-from tessera.core.file_plan import FolderPlan
-from tessera.core.layouts import folder_layout, single_folder
-from tessera.core.megatron_form import MegatronForm
-from tessera.core.run_config import ModelSection
-from tessera.core.types import ModelSpec
-from tessera.core.weightmap import WeightMap
+from tessera.config.reader import Section
+from tessera.config.run_config import ModelSection
+from tessera.core.spec import ModelSpec
+from tessera.errors import TesseraError
 from tessera.inference.export import seal_export
 from tessera.inference.load import FoundModel, float32_names
 from tessera.inference.proof import Prove
 from tessera.inference.trained import open_trained
 from tessera.models import build_on_meta, is_original, resolve
-from tessera.models.common.text import PROJECTIONS
+from tessera.models.text.decoder import PROJECTIONS
 from tessera.tools.folder_target import FolderTarget, hf_target, original_target, trained_target
 from tessera.tools.shard_layout import Recipe, layout_of_recipe
+from tessera.weights.file_plan import FolderPlan
+from tessera.weights.layouts import folder_layout, single_folder
+from tessera.weights.map import WeightMap
+from tessera.weights.megatron_form import MegatronForm
 
 Form = Literal["hf", "original", "mm", "dcp", "dcp-safetensors"]
 

@@ -10,25 +10,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from tessera.checkpoint.adapter_export import save_adapters
-from tessera.checkpoint.adapter_files import is_adapters
 from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors
 from tessera.checkpoint.forms import weights_folder
 from tessera.checkpoint.legacy.dcp import METADATA
 from tessera.checkpoint.legacy.megatron import FILE as SHARD_FILE
 from tessera.checkpoint.legacy.megatron import LATEST, is_megatron_folder
 from tessera.checkpoint.publish import made_from
-from tessera.checkpoint.weight_source import origin_of
-from tessera.core.errors import TesseraError, nearest
-from tessera.core.layouts import CONFIG_FILE, detect_layout
-from tessera.core.run_config import AdapterForm
-from tessera.core.trust import Trust
+from tessera.config.run_config import AdapterForm
+from tessera.config.trust import Trust
+from tessera.errors import TesseraError, nearest
 from tessera.hub.config import local_model
 from tessera.inference.adapters import load_adapters
 from tessera.inference.load import find_model, weight_dtype
 from tessera.inference.proof import Prove, check_choice
+from tessera.inference.weight_source import origin_of
+from tessera.lora.export import save_adapters
+from tessera.lora.files import is_adapters
 from tessera.tools.conversion import ConversionJob, ConvertedModel, Form, check_apart, convert_folder
 from tessera.tools.shard_layout import Recipe, parse_layout
+from tessera.weights.layouts import CONFIG_FILE, detect_layout
 
 
 def convert(

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import SourceSection
-from tessera.core.types import PLAIN, Part, Sample
+from tessera.config.run_config import SourceSection
+from tessera.core.sample import PLAIN, Part, Sample
 from tessera.data.media.files import ArchiveMember, folder_of, resolve
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import Source, open_source
+from tessera.errors import TesseraError
 
 SHOWN = 5  # refused rows of which the reason is kept
 

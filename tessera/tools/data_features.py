@@ -21,29 +21,29 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from tessera.core import device as devices
-from tessera.core.dist import environment_ranks
-from tessera.core.errors import TesseraError
-from tessera.core.files import read_json_mapping
-from tessera.core.layouts import pipeline_folder
-from tessera.core.run_config import ParallelSection, RunConfig
+from tessera.config.run_config import ParallelSection, RunConfig
+from tessera.core.batch import Batch
 from tessera.core.task import FrozenModule
-from tessera.core.types import Batch
 from tessera.data.index.measure import Progress, default_workers
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import RowReader
 from tessera.data.media.stored import ABOUT, CHECKSUM, KEY, checksum, sample_facts
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.features import EMPTY, MANIFEST, PROBLEMS, SAMPLES, FeatureManifest, key_of, shard_content
+from tessera.diffusion.edit_images import EditImages, edit_form
+from tessera.diffusion.feature_facts import component_hashes, form_facts
+from tessera.diffusion.objectives.diffusion import DiffusionTask
+from tessera.diffusion.pipeline_parts import PipelineFolder, TextEmbedding, TextEncoder, joined
+from tessera.diffusion.processor import GenerationProcessor
+from tessera.diffusion.sample_encoders import SampleEncoders, latent_lengths
+from tessera.errors import TesseraError
 from tessera.hub.config import load_local_config
-from tessera.models.common.edit_images import EditImages, edit_form
-from tessera.models.common.feature_facts import component_hashes, form_facts
-from tessera.models.common.generation_processor import GenerationProcessor
-from tessera.models.common.pipeline_parts import PipelineFolder, TextEmbedding, TextEncoder, joined
-from tessera.models.common.sample_encoders import SampleEncoders, latent_lengths
-from tessera.tasks.diffusion import DiffusionTask
+from tessera.runtime import device as devices
+from tessera.runtime.distributed import environment_ranks
+from tessera.runtime.files import read_json_mapping
 from tessera.training.build import build_processor
 from tessera.training.setup import build_meta_model
+from tessera.weights.layouts import pipeline_folder
 
 PLAN = "plan.json"  # what the shards that are there were made from, until all are
 INDEX = "index"

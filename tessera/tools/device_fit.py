@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tessera.core import log
-from tessera.core.config import dump_yaml, parse_yaml
-from tessera.core.device_sizes import DeviceSize, find_size
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import RunConfig, load_config
+from tessera.config.reader import dump_yaml, parse_yaml
+from tessera.config.run_config import RunConfig, load_config
+from tessera.errors import TesseraError
 from tessera.parallel.device_fit import DeviceFit, FitChange
 from tessera.parallel.plan import Plan
+from tessera.runtime import log
+from tessera.runtime.device_sizes import DeviceSize, find_size
 from tessera.tools.dry_run import Uncountable, device_bytes, for_device, run_roles
 from tessera.training.memory_keys import MemoryKey, memory_keys
 from tessera.training.setup import build_meta_model

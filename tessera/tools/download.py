@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tessera.core.errors import TesseraError
-from tessera.core.hub_ids import HubId, RepoKind, find_hub_id, parse_hub_id
+from tessera.config.hub_ids import HubId, RepoKind, find_hub_id, parse_hub_id
+from tessera.errors import TesseraError
 from tessera.hub.download import Wanted, fetch
 
 WHERE = "tessera download"

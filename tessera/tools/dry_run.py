@@ -24,17 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tessera.core import device as devices
-from tessera.core import dist, log
-from tessera.core.config import dump_yaml, parse_yaml
-from tessera.core.device_sizes import DeviceSize, find_size
-from tessera.core.errors import TesseraError
-from tessera.core.modules import local_shard
-from tessera.core.progress import WorkProgress
-from tessera.core.run_config import RunConfig, load_config
+from tessera.config.reader import dump_yaml, parse_yaml
+from tessera.config.run_config import RunConfig, load_config
+from tessera.core.batch import Batch
+from tessera.core.row_source import RowSource
 from tessera.core.task import SumSpec
-from tessera.core.torch_internals import fake_tensor_mode, lone_stage
-from tessera.core.types import Batch, RowSource
+from tessera.errors import TesseraError
 from tessera.hub.config import load_local_config
 from tessera.optim.optimizer import total_norm
 from tessera.parallel.apply import build_engine, materialize, parallelize_on_meta
@@ -48,6 +43,13 @@ from tessera.parallel.pipeline_engine import PipelineEngine
 from tessera.parallel.plan import Plan
 from tessera.parallel.plan_text import estimate_communication
 from tessera.parallel.sequence_sharding import RankDataset
+from tessera.runtime import device as devices
+from tessera.runtime import distributed as dist
+from tessera.runtime import log
+from tessera.runtime.device_sizes import DeviceSize, find_size
+from tessera.runtime.modules import local_shard
+from tessera.runtime.progress import WorkProgress
+from tessera.runtime.torch_internals import fake_tensor_mode, lone_stage
 from tessera.tasks.answers import AnswerTask
 from tessera.tools.repeated_blocks import RepeatedBlocks
 from tessera.training.run import fingerprint, join

@@ -12,17 +12,17 @@ from typing import Any
 from torch import Tensor
 
 from tessera.checkpoint.folder_tensors import FolderTensors
-from tessera.core.config import Section
-from tessera.core.errors import TesseraError
-from tessera.core.layouts import detect_layout
-from tessera.core.types import ModelSpec
-from tessera.core.weightmap import WeightMap
+from tessera.config.reader import Section
+from tessera.core.spec import ModelSpec
 from tessera.data.tokenizer import UnknownConversationError
+from tessera.errors import TesseraError
 from tessera.inference.export import as_in_base, main_dtype
 from tessera.inference.load import FoundModel
 from tessera.models import is_original
-from tessera.models.common.exported_config import base_config, exported_config, with_dtype
-from tessera.models.common.side_files import copy_side_files, write_side_files
+from tessera.models.files.exported_config import base_config, exported_config, with_dtype
+from tessera.models.files.side_files import copy_side_files, write_side_files
+from tessera.weights.layouts import detect_layout
+from tessera.weights.map import WeightMap
 
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _log = logging.getLogger("tessera")

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import yaml
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.hub_ids import is_hub_id, parse_hub_id
-from tessera.core.pattern import fold_paths
-from tessera.core.run_config import RunConfig, SourceSection, load_config
-from tessera.core.saved_recipe import read_saved
+from tessera.config.hub_ids import is_hub_id, parse_hub_id
+from tessera.config.pattern import fold_paths
+from tessera.config.run_config import RunConfig, SourceSection, load_config
+from tessera.config.saved_recipe import read_saved
+from tessera.errors import TesseraError
 from tessera.observe.report.sampling import sample_metrics
 
 Library = Literal["transformers", "diffusers", "peft"]

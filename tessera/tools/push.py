@@ -6,21 +6,21 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tessera.checkpoint.adapter_files import is_adapters
 from tessera.checkpoint.export_record import changes_since, read_record
 from tessera.checkpoint.publish import MARK
-from tessera.core.errors import TesseraError, few_names, first_line
-from tessera.core.files import check_inside, read_json_mapping
-from tessera.core.hub_ids import Hub, HubId, is_hub_id, parse_hub_id
-from tessera.core.layouts import DiffusersFolder, detect_layout
-from tessera.core.progress import human_bytes
-from tessera.core.saved_recipe import read_saved
+from tessera.config.hub_ids import Hub, HubId, is_hub_id, parse_hub_id
+from tessera.config.saved_recipe import read_saved
+from tessera.errors import TesseraError, few_names, first_line
 from tessera.hub.files import MODEL_SUFFIXES, is_plain, suffix_of
 from tessera.hub.huggingface import HuggingFace
 from tessera.hub.modelscope import ModelScope
 from tessera.hub.progress import say
+from tessera.lora.files import is_adapters
+from tessera.runtime.files import check_inside, read_json_mapping
+from tessera.runtime.progress import human_bytes
 from tessera.tools.download import named_repository
 from tessera.tools.model_card import Library, model_card
+from tessera.weights.layouts import DiffusersFolder, detect_layout
 
 WHERE = "tessera push"
 CARD = "README.md"

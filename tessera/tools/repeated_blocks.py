@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tessera.core.torch_internals import tree_flatten, tree_unflatten
 from tessera.parallel.communication import CommCounter, CommVolume
 from tessera.parallel.live_memory import LiveMemory
+from tessera.runtime.torch_internals import tree_flatten, tree_unflatten
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 

@@ -13,13 +13,13 @@ from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron
 from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.stream import Conversion, identity_of, stream
 from tessera.checkpoint.weights import same_numbers
-from tessera.core.errors import TesseraError
-from tessera.core.megatron_form import MegatronForm
-from tessera.core.run_config import ModelSection
-from tessera.core.weightmap import WeightMap
+from tessera.config.run_config import ModelSection
+from tessera.errors import TesseraError
 from tessera.models import FAMILIES, resolve
 from tessera.tools.conversion import check_apart, megatron_form
 from tessera.tools.shard_layout import parse_layout
+from tessera.weights.map import WeightMap
+from tessera.weights.megatron_form import MegatronForm
 
 
 def resplit(

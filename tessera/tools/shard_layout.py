@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.legacy.megatron import MegatronLayout
-from tessera.core.errors import TesseraError, nearest
-from tessera.core.megatron_form import MegatronForm, PipelinePart
-from tessera.core.run_config import ModelSection, load_config
+from tessera.config.run_config import ModelSection, load_config
+from tessera.errors import TesseraError, nearest
 from tessera.parallel.mesh import EP, TENSOR
 from tessera.parallel.plan import Plan
 from tessera.training.setup import build_meta_model
+from tessera.weights.megatron_form import MegatronForm, PipelinePart
 
 Recipe = str | Path | Mapping[str, Any]
 _PARTS = ("vit", "llm", "audio", "dit", "dit_single")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tessera.core.modules import seeded, whole_tensor
-from tessera.nn.lora import LoraLinear, adapted_layers
+from tessera.lora.modules import LoraLinear, adapted_layers
 from tessera.parallel.apply import keep_shard
+from tessera.runtime.modules import seeded, whole_tensor
 
 WHOLE_SVD = 1024  # up to this many singular values all are computed; of larger layers, the first ones by iteration
 _ITERATIONS = 16

@@ -8,10 +8,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from tessera.config.run_config import MetricSection, RunConfig
 from tessera.core.callback import Callback, TrainerHandle
-from tessera.core.errors import TesseraError, nearest
-from tessera.core.files import replace_file
-from tessera.core.run_config import MetricSection, RunConfig
+from tessera.errors import TesseraError, nearest
+from tessera.runtime.files import replace_file
 
 log = logging.getLogger("tessera")
 BEST_FILE = "best.json"

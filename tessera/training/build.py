@@ -18,24 +18,22 @@ from torch.optim import Optimizer
 
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.core.adapters import is_factor
+from tessera.config.run_config import RunConfig
+from tessera.config.run_length import RunLength
 from tessera.core.callback import Callback
-from tessera.core.dist import World, main_rank_first
-from tessera.core.errors import TesseraError
-from tessera.core.gradients import LossScale
-from tessera.core.rendezvous import name_ranks
-from tessera.core.run_config import RunConfig
-from tessera.core.run_length import RunLength
+from tessera.core.row_source import ENDLESS, RowSource
+from tessera.core.spec import Processor
 from tessera.core.task import FrozenModule, Task
-from tessera.core.types import ENDLESS, Processor, RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.order.step_order import StepSize
 from tessera.data.workers.servers import start_early
-from tessera.inference.over_ranks import ModelOverRanks
-from tessera.models.common.exported_config import keep_base_config
-from tessera.models.common.own_template import warn_of_another_template
-from tessera.models.common.side_files import seal_side_files, side_folder, write_side_files
+from tessera.diffusion.sampling.over_ranks import ModelOverRanks
+from tessera.errors import TesseraError
+from tessera.lora.select import is_factor
+from tessera.models.files.exported_config import keep_base_config
+from tessera.models.files.side_files import seal_side_files, side_folder, write_side_files
+from tessera.models.text.own_template import warn_of_another_template
 from tessera.observe.anomaly.attribution import ProbeReader
 from tessera.observe.anomaly.guard import Guard
 from tessera.observe.profile.profiler import StepProfiler
@@ -47,6 +45,9 @@ from tessera.parallel.frozen import place_frozen
 from tessera.parallel.mesh import DATA, PP, Mesh
 from tessera.parallel.plan import Plan
 from tessera.parallel.sequence_sharding import RankDataset
+from tessera.runtime.distributed import World, main_rank_first
+from tessera.runtime.gradients import LossScale
+from tessera.runtime.rendezvous import name_ranks
 from tessera.training.best import best_callbacks
 from tessera.training.callbacks import named_callbacks
 from tessera.training.checks import Coverage, KeepLossScale
@@ -265,8 +266,8 @@ def build_rows(
         raise TesseraError(
             f"{config.data.kind} returned a {type(rows).__name__}, which is no source of rows",
             where="data.kind",
-            fix="return an object of a class derived from tessera.core.types.RowSource; a torch Dataset or DataLoader "
-            "is given with data.kind=custom",
+            fix="return an object of a class derived from tessera.core.row_source.RowSource; a torch Dataset or "
+            "DataLoader is given with data.kind=custom",
         )
     return rows
 

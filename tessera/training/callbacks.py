@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tessera.config.registry import Maker, check_arguments, import_object
+from tessera.config.run_config import CallbackSection, TrainSection
 from tessera.core.callback import Callback
-from tessera.core.errors import TesseraError
-from tessera.core.registry import Maker, check_arguments, import_object
-from tessera.core.run_config import CallbackSection, TrainSection
+from tessera.errors import TesseraError
 
 _CALLBACK = Maker("callback", bases=(Callback,))
 

@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from tessera.core.adapters import A
 from tessera.core.callback import Callback, TrainerHandle
-from tessera.core.errors import TesseraError, few_names
-from tessera.core.gradients import LossScale
-from tessera.core.modules import local_shard
+from tessera.errors import TesseraError, few_names
+from tessera.lora.select import A
+from tessera.runtime.gradients import LossScale
+from tessera.runtime.modules import local_shard
 
 log = logging.getLogger("tessera")
 

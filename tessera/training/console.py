@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tessera.core import log
 from tessera.core.callback import TrainerHandle
+from tessera.runtime import log
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tessera.core.built_ins import FAMILY_NAMES, KIND_NAMES, TASK_NAMES
-from tessera.core.errors import TesseraError
-from tessera.core.hub_ids import find_hub_id
-from tessera.core.layouts import no_such_folder
-from tessera.core.run_config import RunConfig
+from tessera.config.built_ins import FAMILY_NAMES, KIND_NAMES, TASK_NAMES
+from tessera.config.hub_ids import find_hub_id
+from tessera.config.run_config import RunConfig
 from tessera.data.sources.file_names import source_files
+from tessera.errors import TesseraError
+from tessera.weights.layouts import no_such_folder
 
 _KINDS_WITH_FILES = ("chat", "preference", "unpaired_preference", "generation", "generation_preference")
 

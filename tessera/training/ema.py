@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from tessera.checkpoint.state import reshard
+from tessera.config.run_config import EmaSection
 from tessera.core.callback import Callback, StepResult, TrainerHandle
-from tessera.core.modules import clean_name, local_shard
-from tessera.core.run_config import EmaSection
-from tessera.core.torch_internals import foreach_lerp_
+from tessera.runtime.modules import clean_name, local_shard
+from tessera.runtime.torch_internals import foreach_lerp_
 
 
 class Ema(Callback):

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from tessera.checkpoint.adapter_export import save_adapters
 from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.state import model_tensors
-from tessera.core.adapters import Adapters
 from tessera.core.callback import Callback, TrainerHandle
-from tessera.core.types import ModelSpec, Processor
+from tessera.core.spec import ModelSpec, Processor
 from tessera.inference.export import export_folder
+from tessera.lora.export import save_adapters
+from tessera.lora.select import Adapters
 from tessera.parallel.communication import readable
 
 _log = logging.getLogger("tessera")

@@ -20,16 +20,18 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from tessera.core.dist import World
-from tessera.core.errors import TesseraError
-from tessera.core.layouts import pipeline_folder
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
+from tessera.core.batch import Batch
+from tessera.core.sample import EncodedMedia, Message, Part, Sample
+from tessera.core.spec import ModelSpec, Residence
 from tessera.core.task import FrozenModule
-from tessera.core.types import Batch, EncodedMedia, Message, ModelSpec, Part, Residence, Sample
+from tessera.diffusion.objectives.diffusion import DiffusionTask
+from tessera.diffusion.processor import GenerationProcessor
+from tessera.diffusion.sample_encoders import id_names, patchify
+from tessera.errors import TesseraError
 from tessera.inference.load import load
-from tessera.models.common.generation_processor import GenerationProcessor
-from tessera.models.common.sample_encoders import id_names, patchify
-from tessera.tasks.diffusion import DiffusionTask
+from tessera.runtime.distributed import World
+from tessera.weights.layouts import pipeline_folder
 
 
 class GenerationModel(nn.Module):

@@ -24,10 +24,10 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from tessera.core.errors import TesseraError, few_names, first_line, nearest
-from tessera.core.files import check_regular, replace_file
-from tessera.core.types import RowSource
+from tessera.core.row_source import RowSource
 from tessera.data.media.images import to_rgb
+from tessera.errors import TesseraError, few_names, first_line, nearest
+from tessera.runtime.files import check_regular, replace_file
 
 FOLDER = "data"
 KINDS = ("chat", "preference", "unpaired_preference")  # of data whose rows can be kept as JSON

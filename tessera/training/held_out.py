@@ -10,20 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from tessera.config.run_config import RunConfig
+from tessera.core.batch import Batch
 from tessera.core.callback import Callback, StepResult, TrainerHandle
-from tessera.core.errors import TesseraError
-from tessera.core.files import write_jsonl
-from tessera.core.run_config import RunConfig
-from tessera.core.types import Batch, ModelSpec, Processor, RowSource
+from tessera.core.row_source import RowSource
+from tessera.core.spec import ModelSpec, Processor
 from tessera.data.answer_images import with_copies
 from tessera.data.loader.loader import RowReader, workers_per_rank
 from tessera.data.media.files import limits_of
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.data.sources.source import Question, open_source, questions
+from tessera.errors import TesseraError
 from tessera.inference.generate import GenerativeModel, OwnGeneration, Sampling, generate_tokens
 from tessera.parallel.mesh import CONTEXT, DATA, Mesh
 from tessera.parallel.pipeline_stages import LocalStages, PipelinedModel
 from tessera.parallel.plan import Plan
+from tessera.runtime.files import write_jsonl
 
 log = logging.getLogger("tessera")
 _WORKERS = 4  # at most, where a recipe leaves the number of processes to us

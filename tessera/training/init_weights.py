@@ -12,21 +12,21 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tessera.checkpoint.adapter_reading import fill_adapters, part_of
 from tessera.checkpoint.forms import NativeTensors, fill_from_form, native_shapes, open_form
 from tessera.checkpoint.frozen import FrozenSource
 from tessera.checkpoint.state import model_tensors, tied_names
-from tessera.checkpoint.weight_source import fill_from, origin_of
 from tessera.checkpoint.weights import check_folder_fit
-from tessera.core.adapters import Adapters, is_factor, weight_names
-from tessera.core.megatron_form import MegatronForm
-from tessera.core.run_config import RunConfig
-from tessera.core.types import InitializesByName
+from tessera.config.run_config import RunConfig
+from tessera.core.spec import InitializesByName
+from tessera.inference.weight_source import fill_from, origin_of
+from tessera.lora.modules import PACKED, SCALES, QuantizedLoraLinear, adapted_layers, start_factor
+from tessera.lora.reading import fill_adapters, part_of
+from tessera.lora.select import Adapters, is_factor, weight_names
 from tessera.models import fresh_names
-from tessera.nn.lora import PACKED, SCALES, QuantizedLoraLinear, adapted_layers, start_factor
 from tessera.parallel.apply import initialize, start_parameters, start_tensors
 from tessera.training.adapter_start import start_from_weights
 from tessera.training.setup import ModelSetup
+from tessera.weights.megatron_form import MegatronForm
 
 
 def check_first_weights(config: RunConfig, setup: ModelSetup) -> None:

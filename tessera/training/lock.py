@@ -23,9 +23,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tessera.core.errors import TesseraError
-from tessera.core.files import read_json_mapping
-from tessera.core.process import Process
+from tessera.errors import TesseraError
+from tessera.runtime.files import read_json_mapping
+from tessera.runtime.process import Process
 
 LOCK = ".lock"
 OWNER = ".owner.json"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tessera.core.run_config import RunConfig
+from tessera.config.run_config import RunConfig
 
 
 @dataclass(frozen=True)

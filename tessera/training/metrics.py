@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.core import device as devices
+from tessera.core.batch import Batch
 from tessera.core.callback import Callback, StepResult, TrainerHandle
-from tessera.core.dist import gather_over_ranks
-from tessera.core.files import JsonLines, last_step, truncate_after
-from tessera.core.types import Batch
+from tessera.runtime import device as devices
+from tessera.runtime.distributed import gather_over_ranks
+from tessera.runtime.files import JsonLines, last_step, truncate_after
 from tessera.training.console import StepBar, mean_of, plain, step_fields, styled
 
 log = logging.getLogger("tessera")

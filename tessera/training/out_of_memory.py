@@ -7,12 +7,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tessera.core import device as devices
-from tessera.core import log
+from tessera.config.run_config import RunConfig
+from tessera.core.batch import Batch
 from tessera.core.callback import TrainerHandle
-from tessera.core.errors import TesseraError, few_names, first_line
-from tessera.core.run_config import RunConfig
-from tessera.core.types import Batch
+from tessera.errors import TesseraError, few_names, first_line
+from tessera.runtime import device as devices
+from tessera.runtime import log
 from tessera.training.memory_keys import memory_keys
 
 _COUNTS = ("images", "frames", "patches")  # shown where a batch has some

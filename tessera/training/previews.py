@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
+from tessera.config.reader import build
+from tessera.config.run_config import PreviewSection, RunConfig
 from tessera.core.callback import Callback, StepResult, TrainerHandle
-from tessera.core.config import build
-from tessera.core.errors import TesseraError
-from tessera.core.files import JsonLines, replace_file, truncate_after
-from tessera.core.run_config import PreviewSection, RunConfig
-from tessera.inference.diffusion.files import encoded
-from tessera.inference.diffusion.pipeline import Pipeline, Prepared
-from tessera.inference.diffusion.request import Request
+from tessera.diffusion.sampling.files import encoded
+from tessera.diffusion.sampling.over_ranks import ModelOverRanks
+from tessera.diffusion.sampling.pipeline import Pipeline, Prepared
+from tessera.diffusion.sampling.request import Request
+from tessera.errors import TesseraError
 from tessera.inference.load import parts_folder
-from tessera.inference.over_ranks import ModelOverRanks
+from tessera.runtime.files import JsonLines, replace_file, truncate_after
 
 log = logging.getLogger("tessera")
 FOLDER = "previews"

@@ -13,9 +13,11 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tessera.core.batch import Batch
 from tessera.core.callback import Callback, StepResult, TrainerHandle
-from tessera.core.errors import few_names
-from tessera.core.files import (
+from tessera.data.bad_share import check_any_used, check_read
+from tessera.errors import few_names
+from tessera.runtime.files import (
     JsonLines,
     check_regular,
     last_step,
@@ -25,8 +27,6 @@ from tessera.core.files import (
     step_of,
     truncate_after,
 )
-from tessera.core.types import Batch
-from tessera.data.bad_share import check_any_used, check_read
 
 log = logging.getLogger("tessera")
 

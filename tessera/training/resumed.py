@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.core import log
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
+from tessera.runtime import log
 
 
 def check_resumed(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -15,21 +15,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tessera.checkpoint.collective import Ranks
-from tessera.checkpoint.weight_source import CONFIG, RUN_FILE, find_file, run_exists, saved_config
-from tessera.core import dist, log
+from tessera.config.reader import dump_yaml, read_mapping
+from tessera.config.run_config import ModelSection, RunConfig, load_config
+from tessera.config.run_paths import located, moved, no_run
+from tessera.config.saved_recipe import in_keys_of_today
+from tessera.config.trust import Trust, check_trusted, find_code, named_code, remember
 from tessera.core.callback import Callback
-from tessera.core.config import dump_yaml, read_mapping
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.files import last_step, read_json_mapping, read_metrics
-from tessera.core.run_config import ModelSection, RunConfig, load_config
-from tessera.core.run_paths import located, moved, no_run
-from tessera.core.saved_recipe import in_keys_of_today
 from tessera.core.task import Task
-from tessera.core.trust import Trust, check_trusted, find_code, named_code, remember
+from tessera.errors import TesseraError, first_line
 from tessera.hub.config import with_local_folders
 from tessera.inference.load import load
-from tessera.models.common.side_files import SEAL, damaged_side_files
+from tessera.inference.weight_source import CONFIG, RUN_FILE, find_file, run_exists, saved_config
+from tessera.models.files.side_files import SEAL, damaged_side_files
 from tessera.observe.report.plot import Plot, plot_run, table_of
+from tessera.runtime import distributed as dist
+from tessera.runtime import log
+from tessera.runtime.files import last_step, read_json_mapping, read_metrics
 from tessera.training.build import build_trainer
 from tessera.training.callbacks import named_callbacks
 from tessera.training.early_checks import check_evaluated

@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.files import read_manifest, remove_folder
-from tessera.checkpoint.weight_source import ASIDE, CONFIG, REPLACED, REPLACING, RESTORING, RUN_FILE, find_file
-from tessera.checkpoint.weight_source import run_exists as run_exists  # the command line asks here
+from tessera.config.run_config import CheckpointSection, RunConfig
+from tessera.config.run_paths import kept_text
+from tessera.config.trust import named_code, write_run_id
 from tessera.core.callback import Callback, StepResult, TrainerHandle
-from tessera.core.dist import expected_rank
-from tessera.core.errors import TesseraError
-from tessera.core.files import read_json_mapping, replace_file
-from tessera.core.run_config import CheckpointSection, RunConfig
-from tessera.core.run_paths import kept_text
-from tessera.core.trust import named_code, write_run_id
+from tessera.errors import TesseraError
+from tessera.inference.weight_source import ASIDE, CONFIG, REPLACED, REPLACING, RESTORING, RUN_FILE, find_file
+from tessera.inference.weight_source import run_exists as run_exists  # the command line asks here
+from tessera.runtime.distributed import expected_rank
+from tessera.runtime.files import read_json_mapping, replace_file
 from tessera.training.lock import LOCK, OWNER, FolderLock
 
 FORMAT = "tessera-run"

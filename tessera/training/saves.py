@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.core import log
-from tessera.core.run_config import CheckpointSection
+from tessera.config.run_config import CheckpointSection
+from tessera.runtime import log
 
 _WAIT_AFTER_ERROR_S = 10.0  # for a checkpoint that is written together with other ranks
 

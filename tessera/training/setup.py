@@ -11,30 +11,30 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tessera.checkpoint.adapter_export import check_forms
-from tessera.checkpoint.adapter_reading import part_of, settled, targets_origin
 from tessera.checkpoint.weights import check_config_numbers
-from tessera.core import device as devices
-from tessera.core.adapters import Adapters, spelled_out
-from tessera.core.errors import TesseraError
-from tessera.core.layouts import detect_layout
-from tessera.core.pattern import ancestors
-from tessera.core.recipe_patterns import absent_notes
-from tessera.core.run_config import LoraSection, PrecisionSection, RunConfig
-from tessera.core.run_length import check_batch
+from tessera.config.pattern import ancestors
+from tessera.config.recipe_patterns import absent_notes
+from tessera.config.run_config import LoraSection, PrecisionSection, RunConfig
+from tessera.config.run_length import check_batch
+from tessera.core.spec import ModelSpec, Training
 from tessera.core.task import FrozenPart, Task
-from tessera.core.types import ModelSpec, Training
+from tessera.errors import TesseraError
+from tessera.lora.export import check_forms
+from tessera.lora.modules import add_adapters, find_adapters, trained_whole, with_adapters
+from tessera.lora.reading import part_of, settled, targets_origin
+from tessera.lora.select import Adapters, spelled_out
 from tessera.models import build_on_meta, for_family, resolve
-from tessera.models.common.exported_config import exported_config
+from tessera.models.files.exported_config import exported_config
 from tessera.models.module import spec_of_object
-from tessera.nn.lora import add_adapters, find_adapters, trained_whole, with_adapters
 from tessera.optim.optimizer import state_bytes
 from tessera.parallel.frozen import FrozenBytes, frozen_bytes
 from tessera.parallel.mesh import DATA
 from tessera.parallel.passes import training_of
 from tessera.parallel.plan import Plan, Workload, make_plan, parameter_bytes
+from tessera.runtime import device as devices
 from tessera.tasks import REFERENCE_MODEL, build_task
 from tessera.tasks.language import LanguageTask
+from tessera.weights.layouts import detect_layout
 
 
 @dataclass(frozen=True)

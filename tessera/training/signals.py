@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from tessera.core.batch import Batch
 from tessera.core.callback import Callback, TrainerHandle, WaitEnded
-from tessera.core.launcher import outlive_launcher
-from tessera.core.log import is_terminal
-from tessera.core.types import Batch
+from tessera.runtime.launcher import outlive_launcher
+from tessera.runtime.log import is_terminal
 
 FIRST = "stopping after this step, then saving; Ctrl-C again to stop now, without saving"
 SECOND = "stopping now; what came after the newest checkpoint is not saved"

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tessera.config.run_config import LogSection, RunConfig, TrackerSection
 from tessera.core.callback import Callback, StepResult, TrainerHandle
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.files import parse_row, read_json_mapping, replace_file
-from tessera.core.run_config import LogSection, RunConfig, TrackerSection
+from tessera.errors import TesseraError, first_line
+from tessera.runtime.files import parse_row, read_json_mapping, replace_file
 
 IDS = "trackers.json"  # in the run's folder: name of a tracker -> id of the run there
 END_SECONDS, ERROR_SECONDS = 60.0, 10.0  # that a run waits for its trackers at the end, and after an error

@@ -15,7 +15,10 @@ from torch import nn
 
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import MODEL, training_tensors
-from tessera.core import log, rng
+from tessera.config.run_config import RunConfig
+from tessera.config.run_length import Interval, RunLength
+from tessera.config.run_paths import kept_text
+from tessera.core.batch import Batch
 from tessera.core.callback import (
     AsyncScalars,
     Callback,
@@ -24,15 +27,12 @@ from tessera.core.callback import (
     check_callback_names,
     restore_callbacks,
 )
-from tessera.core.dist import World, agree_on_step
-from tessera.core.run_config import RunConfig
-from tessera.core.run_length import Interval, RunLength
-from tessera.core.run_paths import kept_text
 from tessera.core.task import LossTotals, Task
-from tessera.core.types import Batch
 from tessera.data.loader.loader import Loader
 from tessera.optim.optimizer import lr_factor, set_learning_rate
 from tessera.parallel.engine import Engine
+from tessera.runtime import log, rng
+from tessera.runtime.distributed import World, agree_on_step
 from tessera.training.out_of_memory import MemoryAdvice
 from tessera.training.resumed import check_resumed
 from tessera.training.saves import Saved, Saves

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tessera.compat.mindspeed_mm import (
+from tessera_compat.mindspeed_mm import (
     data_json,
     fsdp_yaml,
     inference_json,
@@ -16,8 +16,8 @@ from tessera.compat.mindspeed_mm import (
     sora_model_json,
     sora_objective,
 )
-from tessera.compat.mindspeed_mm.flags import FLAGS, counts
-from tessera.compat.mindspeed_mm.report import KeyRule
+from tessera_compat.mindspeed_mm.flags import FLAGS, counts
+from tessera_compat.mindspeed_mm.report import KeyRule
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compat-flags.md"
 HEAD = """# Flags and keys of MindSpeed-MM jobs

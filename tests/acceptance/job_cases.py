@@ -9,10 +9,10 @@ from typing import Any
 
 from PIL import Image
 
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
 from tessera.models import resolve
 
-EXAMPLES = Path(__file__).parents[2] / "tessera" / "compat" / "mindspeed_mm" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "tessera_compat" / "mindspeed_mm" / "examples"
 # Folder that an example loads -> family and preset of the published model.
 PUBLISHED = {
     "Qwen2-VL-7B-Instruct": ("qwen2_vl", "7b"),

@@ -1,7 +1,7 @@
 """The script of seed 004, as its text prints it: groups, model, training loop, forward step, loss.
 
 Between the printed parts stands what the text only names: imports, mock data, printing of parameters, saving and
-loading. Start it with `tessera run --as-megatron` or `torchrun -m tessera.compat.run`; arguments: TP and PP.
+loading. Start it with `tessera run --as-megatron` or `torchrun -m tessera_compat.run`; arguments: TP and PP.
 """
 
 # ruff: noqa: I001

@@ -24,17 +24,17 @@ from generation_cases import (
     write_wan,
 )
 from safetensors.torch import load_file
+from tessera_compat.mindspeed_mm.arguments import parse_args
+from tessera_compat.mindspeed_mm.convert import run as mm_convert
+from tessera_compat.mindspeed_mm.entry_points import extract_features, inference_sora, pretrain
+from tessera_compat.mindspeed_mm.job import recipe_of
+from tessera_compat.mindspeed_mm.migrate import lay_out, migrate
+from tessera_compat.mindspeed_mm.report import JobReport
+from tessera_compat.state import destroy
 
 import tessera
-from tessera.compat.mindspeed_mm.arguments import parse_args
-from tessera.compat.mindspeed_mm.convert import run as mm_convert
-from tessera.compat.mindspeed_mm.entry_points import extract_features, inference_sora, pretrain
-from tessera.compat.mindspeed_mm.job import recipe_of
-from tessera.compat.mindspeed_mm.migrate import lay_out, migrate
-from tessera.compat.mindspeed_mm.report import JobReport
-from tessera.compat.state import destroy
-from tessera.core.errors import TesseraError
-from tessera.models.common.noise_levels import NoiseLevels, TimeOptions
+from tessera.diffusion.noise_levels import NoiseLevels, TimeOptions
+from tessera.errors import TesseraError
 
 MODEL_22 = "wan2.2/A14B/t2v/pretrain_model_high.json"
 DATA_22 = "wan2.2/A14B/t2v/data.json"

@@ -28,27 +28,27 @@ from job_cases import (
 )
 from safetensors.torch import load_file
 from small_folders import small_folder
+from tessera_compat.mindspeed_mm.arguments import parse_args
+from tessera_compat.mindspeed_mm.config_files import read_job_yaml
+from tessera_compat.mindspeed_mm.continued import changes_of_job
+from tessera_compat.mindspeed_mm.convert import run as mm_convert
+from tessera_compat.mindspeed_mm.entry_points import evaluate, inference, pretrain
+from tessera_compat.mindspeed_mm.fsdp_yaml import recipe_of_yaml
+from tessera_compat.mindspeed_mm.inference_json import read_inference
+from tessera_compat.mindspeed_mm.job import recipe_of
+from tessera_compat.mindspeed_mm.job_words import in_words_of_job
+from tessera_compat.mindspeed_mm.migrate import MigratedJob, lay_out, migrate
+from tessera_compat.mindspeed_mm.report import JobReport
+from tessera_compat.run import run_script as run_entry_file
 from typer.testing import CliRunner
 
 import tessera
 from tessera.cli.main import app
-from tessera.compat.mindspeed_mm.arguments import parse_args
-from tessera.compat.mindspeed_mm.config_files import read_job_yaml
-from tessera.compat.mindspeed_mm.continued import changes_of_job
-from tessera.compat.mindspeed_mm.convert import run as mm_convert
-from tessera.compat.mindspeed_mm.entry_points import evaluate, inference, pretrain
-from tessera.compat.mindspeed_mm.fsdp_yaml import recipe_of_yaml
-from tessera.compat.mindspeed_mm.inference_json import read_inference
-from tessera.compat.mindspeed_mm.job import recipe_of
-from tessera.compat.mindspeed_mm.job_words import in_words_of_job
-from tessera.compat.mindspeed_mm.migrate import MigratedJob, lay_out, migrate
-from tessera.compat.mindspeed_mm.report import JobReport
-from tessera.compat.run import run_script as run_entry_file
-from tessera.core.config import dump_yaml
-from tessera.core.dist import free_port
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
+from tessera.config.reader import dump_yaml
+from tessera.config.run_config import load_config
+from tessera.errors import TesseraError
 from tessera.evaluation.benchmarks import anls, chosen_letter, relaxed
+from tessera.runtime.distributed import free_port
 from tests.acceptance import flags_page
 
 ROOT = Path(__file__).parents[2]

@@ -13,20 +13,20 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from tessera_compat.mindspeed_mm.classes import ModelHub, TransformersModel
+from tessera_compat.mindspeed_mm.data import build_iterations, build_mm_dataloader, build_mm_dataset, move_to_device
+from tessera_compat.mindspeed_mm.fsdp2 import Fsdp2Config, get_submodules_by_path
+from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin, WeightInitMixin
+from tessera_compat.mindspeed_mm.training import pretrain
+from tessera_compat.served import serving
 from torch.utils.data import DataLoader, Dataset
 
-from tessera.compat import state
-from tessera.compat.mindspeed_mm.classes import ModelHub, TransformersModel
-from tessera.compat.mindspeed_mm.data import build_iterations, build_mm_dataloader, build_mm_dataset, move_to_device
-from tessera.compat.mindspeed_mm.fsdp2 import Fsdp2Config, get_submodules_by_path
-from tessera.compat.mindspeed_mm.mixins import FSDP2Mixin, WeightInitMixin
-from tessera.compat.mindspeed_mm.training import pretrain
-from tessera.compat.served import serving
-from tessera.core.errors import TesseraError
-from tessera.core.files import read_metrics
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
+from tessera.errors import TesseraError
 from tessera.parallel.plan import Plan
+from tessera.runtime.files import read_metrics
 from tessera.training.setup import build_meta_model
+from tessera_compat import state
 from tests.close import rounding
 from tests.contract.small_folders import small_folder
 from tests.toys import pretrain_parts as toy

@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tessera_compat.megatron import dist_checkpointing, parallel_state
+from tessera_compat.megatron.config import TransformerConfig
+from tessera_compat.megatron.distributed import finalize_model_grads
+from tessera_compat.megatron.gpt_model import GPTModel, get_gpt_layer_local_spec
+from tessera_compat.megatron.module import Float16Module, ModelType, wrapped
+from tessera_compat.megatron.schedules import get_forward_backward_func
+from tessera_compat.megatron.training import get_model
+from tessera_compat.mindspeed_mm.migrate import lay_out
+from tessera_compat.run import run_script
 
-from tessera.compat import state
-from tessera.compat.megatron import dist_checkpointing, parallel_state
-from tessera.compat.megatron.config import TransformerConfig
-from tessera.compat.megatron.distributed import finalize_model_grads
-from tessera.compat.megatron.gpt_model import GPTModel, get_gpt_layer_local_spec
-from tessera.compat.megatron.module import Float16Module, ModelType, wrapped
-from tessera.compat.megatron.schedules import get_forward_backward_func
-from tessera.compat.megatron.training import get_model
-from tessera.compat.mindspeed_mm.migrate import lay_out
-from tessera.compat.run import run_script
-from tessera.core.dist import fake_world
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
+from tessera.runtime.distributed import fake_world
+from tessera_compat import state
 from tests.acceptance.megatron_layouts import (
     LENGTH,
     MICROBATCHES,
@@ -383,7 +383,7 @@ def test_24_forward_only_leaves_no_gradients(alone: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("typed", [["-m", "tessera.compat.run", str(SCRIPT)], ["mindspeed_train.py"]])
+@pytest.mark.parametrize("typed", [["-m", "tessera_compat.run", str(SCRIPT)], ["mindspeed_train.py"]])
 def test_27_torchrun_starts_the_script_on_several_ranks(tmp_path: Path, typed: list[str]) -> None:
     """As the blog types it, in a folder of `tessera migrate workspace`; with a module of ours before it, anywhere."""
     if len(typed) == 1:

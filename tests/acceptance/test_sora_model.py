@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from generation_cases import WAN, example, tiny_parts, tiny_predictor, write_wan
+from tessera_compat.mindspeed_mm.sora_model import SoRAModel
 
-from tessera.compat.mindspeed_mm.sora_model import SoRAModel
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tessera.training.generation_model import GenerationModel
 
 CAPTIONS = ["a red kite", "the dog"]

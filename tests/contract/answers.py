@@ -13,7 +13,8 @@ from parity import randomize
 import tessera
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.state import model_tensors
-from tessera.core.types import Batch, ModelSpec
+from tessera.core.batch import Batch
+from tessera.core.spec import ModelSpec
 from tessera.inference.generate import Sampling, generate_tokens
 
 

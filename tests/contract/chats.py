@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
-from tessera.core.types import Message, Part, Sample
+from tessera.core.sample import Message, Part, Sample
 from tessera.data.tokenizer import train_tokenizer, write_tokenizer
 
 VOCAB = 400  # of a Qwen tokenizer; its last words are special

@@ -13,7 +13,8 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from tessera.core.types import Batch, ModelSpec, Segments
+from tessera.core.batch import Batch, Segments
+from tessera.core.spec import ModelSpec
 
 Grid = tuple[int, int, int]  # frames, rows and columns of a sample, in patches
 

@@ -11,7 +11,7 @@ import torch
 from grid_cases import INPUTS, Grid, Grids, GridShape
 from vision_language import Case, Pair
 
-from tessera.core.types import ModelSpec
+from tessera.core.spec import ModelSpec
 from tessera.models.glm4v import SPEC
 from tessera.models.glm4v.config import Glm4vConfig
 from tessera.models.glm4v.model import bicubic_positions

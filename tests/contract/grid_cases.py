@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from vision_language import Case, Pair, VisionLanguageFamily, labels_of, packed_text, word_maker
 
-from tessera.core.types import Batch, Segments
-from tessera.models.common.patches import block_positions
+from tessera.core.batch import Batch, Segments
+from tessera.models.vision.patches import block_positions
 
 Grid = tuple[int, int, int]  # of patches: time, height, width
 Item = tuple[str, Grid, Tensor]  # kind, grid, pixels

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
 from tessera.models import resolve
 
 

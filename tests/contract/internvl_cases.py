@@ -11,7 +11,8 @@ from parity import queries_for_keys_of_encoders, saved, spread
 from torch import Tensor
 from vision_language import Case, Pair, VisionLanguageFamily, labels_of, packed_text, word_maker
 
-from tessera.core.types import Batch, ModelSpec, Segments
+from tessera.core.batch import Batch, Segments
+from tessera.core.spec import ModelSpec
 from tessera.models.internvl import SPEC
 from tessera.models.internvl.config import InternVLConfig
 

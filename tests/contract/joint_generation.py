@@ -9,11 +9,11 @@ import torch
 from generation import GenerationFamily, Grid, from_patches, samples_of, to_patches
 from torch import Tensor
 
-from tessera.core.generation import sample_positions
-from tessera.core.types import Batch, Segments
-from tessera.models.flux import SPEC as FLUX
-from tessera.models.qwen_image import SPEC as QWEN_IMAGE
-from tessera.models.sd3 import SPEC as SD3
+from tessera.core.batch import Batch, Segments
+from tessera.diffusion.flux import SPEC as FLUX
+from tessera.diffusion.forms import sample_positions
+from tessera.diffusion.qwen_image import SPEC as QWEN_IMAGE
+from tessera.diffusion.sd3 import SPEC as SD3
 
 PADDING = 3
 

@@ -16,7 +16,9 @@ from tokenizers import processors
 from torch import Tensor
 from vision_language import Case, Pair, VisionLanguageFamily
 
-from tessera.core.types import Batch, Encoded, Message, ModelSpec, Part, Sample
+from tessera.core.batch import Batch
+from tessera.core.sample import Encoded, Message, Part, Sample
+from tessera.core.spec import ModelSpec
 from tessera.data.tokenizer import train_tokenizer, write_tokenizer
 from tessera.models.llava import SPEC
 from tessera.models.llava.config import LlavaConfig

@@ -8,8 +8,8 @@ import torch
 from generation import GenerationFamily, cross_batch, samples_of
 from torch import Tensor
 
-from tessera.core.types import Batch
-from tessera.models.ltx_video import SPEC
+from tessera.core.batch import Batch
+from tessera.diffusion.ltx_video import SPEC
 
 
 class LTXVideo(GenerationFamily):

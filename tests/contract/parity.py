@@ -9,7 +9,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tessera.core.types import IGNORE, Batch, ModelSpec
+from tessera.core.batch import IGNORE, Batch
+from tessera.core.spec import ModelSpec
 from tessera.ops.loss import linear_cross_entropy
 from tests.close import queries_for_keys
 

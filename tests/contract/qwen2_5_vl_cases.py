@@ -11,7 +11,8 @@ from grid_cases import QWEN_TOKENS, Grids, GridShape, Item
 from torch import Tensor
 from vision_language import Case
 
-from tessera.core.types import Batch, ModelSpec, Segments
+from tessera.core.batch import Batch, Segments
+from tessera.core.spec import ModelSpec
 from tessera.models.qwen2_5_vl import SPEC
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_5_vl.model import window_order, window_sizes

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from grid_cases import QWEN_TOKENS, Grids, GridShape
 
-from tessera.core.types import ModelSpec
+from tessera.core.spec import ModelSpec
 from tessera.models.qwen2_vl import SPEC
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 

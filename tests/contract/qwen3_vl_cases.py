@@ -13,7 +13,7 @@ from language_cases import experts_of
 from torch import Tensor
 from vision_language import Pair
 
-from tessera.core.types import ModelSpec
+from tessera.core.spec import ModelSpec
 from tessera.models.qwen3_vl import SPEC
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.qwen3_vl.model import bilinear_positions

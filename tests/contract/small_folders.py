@@ -7,7 +7,7 @@ from typing import Any
 
 from parity import randomize
 
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
 from tessera.data.tokenizer import train_tokenizer
 from tessera.inference.export import export_folder
 from tessera.models import resolve

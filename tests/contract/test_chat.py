@@ -13,7 +13,7 @@ from small_folders import small_folder
 
 import tessera
 from tessera.cli.chat import Terminal
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tessera.inference.chat import Chat
 
 

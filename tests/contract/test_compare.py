@@ -13,7 +13,7 @@ from small_folders import CASES, LANGUAGE, small_folder
 from transformers import AutoProcessor
 
 import tessera
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tessera.models.transformers.library import load_processor
 from tests.toys.chat_set import write_chat_set
 

@@ -13,8 +13,8 @@ from small_folders import small_folder
 from tokenizers import Tokenizer, models
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.weightmap import Rule, TransposeIfNeeded, WeightMap
+from tessera.errors import TesseraError
+from tessera.weights.map import Rule, TransposeIfNeeded, WeightMap
 
 
 def split_files(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, str]:

@@ -22,13 +22,13 @@ from tessera.checkpoint.legacy.dcp import read_dcp
 from tessera.checkpoint.legacy.megatron import MegatronLayout, read_megatron
 from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.cli.main import app
-from tessera.core.errors import TesseraError
-from tessera.core.file_plan import PlannedTensor
-from tessera.core.megatron_form import MegatronForm
-from tessera.core.run_config import ModelSection
-from tessera.core.tensor_rows import TensorRows
+from tessera.config.run_config import ModelSection
+from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.tools.shard_layout import layout_of_recipe
+from tessera.weights.file_plan import PlannedTensor
+from tessera.weights.megatron_form import MegatronForm
+from tessera.weights.rows import TensorRows
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 

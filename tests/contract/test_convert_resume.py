@@ -28,10 +28,10 @@ from tessera.checkpoint import publish
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.checkpoint.state import model_tensors
-from tessera.core import progress
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
+from tessera.errors import TesseraError
 from tessera.models import build_on_meta, resolve
+from tessera.runtime import progress
 from tests.dist.spawn import fork_context
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.fragile_conversion import convert, killed_at

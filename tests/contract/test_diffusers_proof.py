@@ -16,13 +16,13 @@ from parity import randomize
 from torch import nn
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
-from tessera.core.types import ModelSpec
+from tessera.config.run_config import ModelSection
+from tessera.core.spec import ModelSpec
+from tessera.diffusion.wan.config import WanConfig
+from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
 from tessera.inference.proof import prove_folder
 from tessera.models import resolve
-from tessera.models.wan.config import WanConfig
 
 
 def write(name: str, case: str, folder: Path) -> Path:

@@ -23,12 +23,12 @@ import tessera
 from tessera.checkpoint.export_record import changes_since, read_record, write_record
 from tessera.checkpoint.publish import MARK
 from tessera.cli.main import app
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
-from tessera.core.types import ModelSpec
+from tessera.config.run_config import ModelSection
+from tessera.core.spec import ModelSpec
+from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
 from tessera.models import resolve
-from tessera.models.common.exported_config import exported_config
+from tessera.models.files.exported_config import exported_config
 from tessera.models.transformers.library import load_processor
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.text_classes import SIZES, write_text_class

@@ -14,11 +14,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
-from tessera.core.config import Section
-from tessera.core.errors import TesseraError
-from tessera.core.pattern import matches, select
-from tessera.core.run_config import ModelSection, load_config
-from tessera.core.types import Batch, ModelSpec, Passes, Segments
+from tessera.config.pattern import matches, select
+from tessera.config.reader import Section
+from tessera.config.run_config import ModelSection, load_config
+from tessera.core.batch import Batch, Segments
+from tessera.core.spec import ModelSpec, Passes
+from tessera.errors import TesseraError
 from tessera.models import FAMILIES, family_of, resolve
 from tessera.ops.loss import linear_cross_entropy
 from tessera.training.setup import build_meta_model

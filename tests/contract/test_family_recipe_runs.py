@@ -11,7 +11,7 @@ import pytest
 from small_folders import small_folder
 
 import tessera
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
 
 ROOT = Path(__file__).parents[2] / "recipes"
 # Recipe -> tiny model, as `small_folders` names it. Each family has one, each method three or more, each task one.

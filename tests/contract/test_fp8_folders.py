@@ -20,9 +20,9 @@ from tessera.checkpoint import planned_folder
 from tessera.checkpoint.export_record import read_record
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.cli.main import app
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
 from tessera.data.tokenizer import train_tokenizer
+from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
 from tessera.models import resolve
 

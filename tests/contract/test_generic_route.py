@@ -13,10 +13,10 @@ import transformers
 from torch import Tensor
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection, SourceSection
-from tessera.core.types import IGNORE
+from tessera.config.run_config import ModelSection, SourceSection
+from tessera.core.batch import IGNORE
 from tessera.data.sources.source import open_source
+from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.transformers import ClassProcessor
 from tessera.tasks.transformers import TransformersTask

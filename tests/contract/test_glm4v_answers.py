@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import Glm4vForConditionalGeneration
 
 import tessera
-from tessera.core.types import Batch
+from tessera.core.batch import Batch
 from tessera.models.glm4v import SPEC
 from tessera.models.glm4v.processor import GLM4V
 from tessera.models.transformers.library import load_image_processor

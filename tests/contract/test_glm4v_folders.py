@@ -11,8 +11,8 @@ import torch
 from hub_layouts import billions, changed, preset_of
 from transformers import AutoConfig, Glm4vForConditionalGeneration
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
+from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.glm4v.config import Glm4vConfig
 

@@ -24,8 +24,8 @@ from family_layouts import (
     train_like_one_process,
 )
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection, ParallelSection
+from tessera.config.run_config import ModelSection, ParallelSection
+from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.glm4v import SPEC
 from tessera.models.glm4v.processor import GLM4V

@@ -28,8 +28,9 @@ from transformers.models.glm4v.modeling_glm4v import Glm4vModel
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor as ReferenceProcessor
 from transformers.video_utils import VideoMetadata
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import IGNORE, MediaSize, Message, Sample
+from tessera.core.batch import IGNORE
+from tessera.core.sample import MediaSize, Message, Sample
+from tessera.errors import TesseraError
 from tessera.models.glm4v.config import Glm4vConfig
 from tessera.models.glm4v.model import bicubic_positions
 from tessera.models.glm4v.processor import GLM4V, Glm4vProcessor

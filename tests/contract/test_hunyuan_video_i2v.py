@@ -13,16 +13,16 @@ import torch
 from PIL import Image
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.generation import GenerationForm
 from tessera.core.task import FrozenModule
-from tessera.data.captions import CaptionEncoder
-from tessera.models.common.frame_encoder import IMAGE_ENCODER, frame_embeddings, prepared
-from tessera.models.common.generation_processor import GenerationProcessor
-from tessera.models.common.pipeline_parts import VAE, PipelineFolder
-from tessera.models.common.sample_encoders import SampleEncoders, latent_lengths, without_captions
-from tessera.models.hunyuan_video.config import HunyuanVideoConfig
-from tessera.models.hunyuan_video_1_5.config import HunyuanVideo15Config
+from tessera.diffusion.captions import CaptionEncoder
+from tessera.diffusion.forms import GenerationForm
+from tessera.diffusion.frame_encoder import IMAGE_ENCODER, frame_embeddings, prepared
+from tessera.diffusion.hunyuan_video.config import HunyuanVideoConfig
+from tessera.diffusion.hunyuan_video_1_5.config import HunyuanVideo15Config
+from tessera.diffusion.pipeline_parts import VAE, PipelineFolder
+from tessera.diffusion.processor import GenerationProcessor
+from tessera.diffusion.sample_encoders import SampleEncoders, latent_lengths, without_captions
+from tessera.errors import TesseraError
 from tessera.tools.data_features import write_features
 from tests.close import assert_as_close, distance
 from tests.toys.generation_set import rows_of, write_image, write_jsonl, write_video

@@ -12,8 +12,8 @@ from internvl_cases import InternVL
 from parity import from_foreign, same_weights, saved
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
+from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.internvl import SPEC
 from tessera.models.internvl.config import InternVLConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from internvl_cases import InternVL
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 
 def test_tiles_that_do_not_fit_their_places_are_an_error_with_both_counts() -> None:

@@ -11,13 +11,13 @@ import torch
 from chats import asked_about, picture
 from internvl_original import VOCAB, config, original_folder, weights
 from safetensors.torch import load_file, save_file
+from tessera_compat.mindspeed_mm.convert import run
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import tessera
-from tessera.compat.mindspeed_mm.convert import run
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
 from tessera.data.tokenizer import load_tokenizer
+from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.internvl.processor import InternVLProcessor
 from tessera.models.transformers.library import load_image_processor

@@ -25,8 +25,8 @@ from family_layouts import (
     train_like_one_process,
 )
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection, ParallelSection
+from tessera.config.run_config import ModelSection, ParallelSection
+from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.internvl import SPEC
 from tessera.parallel.plan import make_plan

@@ -25,9 +25,10 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.internvl.processing_internvl import InternVLProcessor as ReferenceProcessor
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.types import IGNORE, Encoded, MediaSize, Message, Sample
+from tessera.core.batch import IGNORE
+from tessera.core.sample import Encoded, MediaSize, Message, Sample
 from tessera.data.tokenizer import train_tokenizer
+from tessera.errors import TesseraError
 from tessera.models.internvl import SPEC
 from tessera.models.internvl.config import InternVLConfig
 from tessera.models.internvl.processor import InternVLProcessor, TileCutter

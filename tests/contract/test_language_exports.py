@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
 from tessera.data.tokenizer import train_tokenizer
 from tessera.models import resolve
 from tessera.models.internvl.processor import INTERNLM

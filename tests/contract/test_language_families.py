@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vision_language import Case, packed_text
 
-from tessera.core.run_config import ModelSection
-from tessera.core.types import Batch
+from tessera.config.run_config import ModelSection
+from tessera.core.batch import Batch
 from tessera.models import resolve
 
 TOLERANCE = 1e-4

@@ -10,7 +10,8 @@ from answers import export, same_answer
 from chats import asked_about
 from llava_cases import SHAPES, config_of, conversation, media_of, processor_of, reference_inputs
 
-from tessera.core.types import Batch, Message, Sample
+from tessera.core.batch import Batch
+from tessera.core.sample import Message, Sample
 from tessera.models.llava import SPEC
 
 SHOWN = ("text", "one", "several", "video", "mixed")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from small_folders import small_folder
 
 import tessera
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tessera.models.llava import SPEC
 from tessera.models.llava.config import LlavaConfig
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from llava_cases import Llava
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import LoraSection
+from tessera.config.run_config import LoraSection
+from tessera.errors import TesseraError
+from tessera.lora.modules import find_adapters
 from tessera.models.llava import SPEC
-from tessera.nn.lora import find_adapters
 
 
 def test_what_is_not_read_is_there_and_frozen() -> None:

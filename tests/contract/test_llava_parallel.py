@@ -19,8 +19,8 @@ from family_layouts import (
 )
 from llava_cases import write_words
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection, ParallelSection
+from tessera.config.run_config import ModelSection, ParallelSection
+from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.llava import SPEC
 from tessera.parallel.plan import Workload, make_plan

@@ -35,16 +35,17 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
-from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
+from tessera.config.run_config import ModelSection
+from tessera.core.batch import IGNORE
+from tessera.core.sample import MediaSize, Message, Part, Sample
 from tessera.data.media.files import Limits
 from tessera.data.media.read import read_media
+from tessera.errors import TesseraError
 from tessera.models import resolve
-from tessera.models.common.media_layout import media_size
 from tessera.models.llava.config import PINPOINTS, LlavaConfig
 from tessera.models.llava.preprocessing import AnyResTiles
 from tessera.models.llava.processor import LlavaProcessor
+from tessera.models.vision.media_layout import media_size
 from tests.needs import need_transparency_over_white
 
 PLAIN, STRETCHED, TILED, TILED_CLIP, LEFTOVER = SHAPES[0], SHAPES[2], SHAPES[3], SHAPES[4], SHAPES[5]

@@ -16,9 +16,9 @@ import tessera
 from tessera.checkpoint import planned_folder
 from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.checkpoint.planned_folder import PlannedFolder
-from tessera.core.errors import TesseraError
-from tessera.core.megatron_form import EvenSplit
+from tessera.errors import TesseraError
 from tessera.tools.resplit import resplit
+from tessera.weights.megatron_form import EvenSplit
 
 # Layers of the small models: 2 or 3 vision, 2 text. Stages without layers of a part are allowed.
 CASES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl experts", "internvl"]

@@ -15,14 +15,14 @@ import torch
 import yaml
 from parity import randomize
 from small_folders import small_folder
+from tessera_compat.mindspeed_mm.convert import main, run
+from tessera_compat.mindspeed_mm.convert_table import CONVERTERS
 from test_megatron_forms import hub_weights
 
 import tessera
 from tessera.checkpoint.legacy.dcp import read_dcp
-from tessera.compat.mindspeed_mm.convert import main, run
-from tessera.compat.mindspeed_mm.convert_table import CONVERTERS
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
+from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
 from tessera.models import resolve
 from tests.dist.spawn import fork_context

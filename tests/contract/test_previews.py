@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import tessera
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tests.dist.spawn import run_ranks
 from tests.toys.callbacks import StopAt
 from tests.toys.generation_set import write_image, write_jsonl

@@ -17,7 +17,7 @@ from torch import Tensor
 import tessera
 from tessera.checkpoint.files import CODES
 from tessera.checkpoint.quantized import find_quantized
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 Packed = tuple[dict[str, Tensor], Tensor]  # what a folder stores instead of a weight, and what it stands for
 NF4 = [-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626,

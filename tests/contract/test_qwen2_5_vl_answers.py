@@ -14,7 +14,8 @@ from chats import as_published, asked_about, clip, in_pairs, picture, write_word
 from PIL import Image
 
 import tessera
-from tessera.core.types import Batch, Message, Part, Sample
+from tessera.core.batch import Batch
+from tessera.core.sample import Message, Part, Sample
 from tessera.data.chat import ChatTemplate
 from tessera.inference.generate import Sampling, generate_tokens
 from tessera.models.qwen2_5_vl import SPEC

@@ -10,7 +10,7 @@ import pytest
 from hub_layouts import billions, changed, preset_of
 from transformers import AutoConfig
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 
 # The layout of the published 3B folder: the text's fields at the top.

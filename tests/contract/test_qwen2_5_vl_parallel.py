@@ -22,8 +22,8 @@ from family_layouts import (
 from parity import relative
 from qwen2_5_vl_cases import Qwen25VL
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection, ParallelSection
+from tessera.config.run_config import ModelSection, ParallelSection
+from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.qwen2_5_vl import SPEC
 from tessera.parallel.plan import make_plan

@@ -36,7 +36,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.video_utils import VideoMetadata
 from transformers.vision_utils import get_vision_window_index
 
-from tessera.core.types import MediaSize, Message, Part, Sample
+from tessera.core.sample import MediaSize, Message, Part, Sample
 from tessera.data.media.files import Limits
 from tessera.data.media.read import probe, read_media
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hub_layouts import changed, preset_of
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
+from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.qwen2_vl import SPEC
 from tessera.models.qwen2_vl.config import Qwen2VLConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from qwen2_vl_cases import Qwen2VL
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 FAMILY = Qwen2VL()
 

@@ -34,16 +34,17 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig as
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import DataSection
-from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
+from tessera.config.run_config import DataSection
+from tessera.core.batch import IGNORE
+from tessera.core.sample import MediaSize, Message, Part, Sample
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.media.files import Limits
 from tessera.data.media.read import read_media
-from tessera.models.common.patches import Patches
+from tessera.errors import TesseraError
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.models.qwen2_vl.processor import Qwen2VLProcessor
+from tessera.models.vision.patches import Patches
 from tests.needs import need_transparency_over_white
 
 

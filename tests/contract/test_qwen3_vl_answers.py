@@ -14,10 +14,10 @@ from grid_cases import INPUTS
 from parity import numbers
 from PIL import Image
 
-from tessera.core.types import Batch
-from tessera.models.common.media_layout import media_size
+from tessera.core.batch import Batch
 from tessera.models.qwen3_vl import SPEC
 from tessera.models.qwen3_vl.processor import TEMPLATE
+from tessera.models.vision.media_layout import media_size
 
 VOCAB = 400
 WORDS = (*TEMPLATE.special_words(), "<|endoftext|>")

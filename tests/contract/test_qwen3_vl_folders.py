@@ -10,7 +10,7 @@ from hub_layouts import billions, changed, preset_of
 from parity import to_foreign
 from qwen3_vl_cases import EXPERTS, Qwen3VL
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tessera.models.qwen3_vl import SPEC
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 

@@ -10,8 +10,8 @@ from parity import relative
 from qwen3_vl_cases import Qwen3VL
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
-from tessera.models.common.patches import block_positions
 from tessera.models.qwen3_vl.model import bilinear_positions
+from tessera.models.vision.patches import block_positions
 
 
 def test_features_of_every_depth_reach_the_words() -> None:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tessera.checkpoint.hf import load_folder, save_folder
 from tessera.checkpoint.state import model_tensors
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection, load_config
+from tessera.config.run_config import ModelSection, load_config
+from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.qwen3_vl import SPEC
 from tessera.training.setup import build_meta_model

@@ -43,11 +43,12 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.video_utils import VideoMetadata
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
+from tessera.core.batch import IGNORE
+from tessera.core.sample import MediaSize, Message, Part, Sample
 from tessera.data.media.files import Limits
 from tessera.data.media.read import probe, read_media
 from tessera.data.media.video_frames import VideoSampling
+from tessera.errors import TesseraError
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.qwen3_vl.processor import Qwen3VLProcessor
 

@@ -14,15 +14,15 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import tessera
-from tessera.core.errors import TesseraError
 from tessera.core.task import FrozenModule
 from tessera.data.order.packed_rows import PackedRows
-from tessera.inference.diffusion.prompts import PromptEncoder
-from tessera.models.common.edit_images import EditImages, edit_form
-from tessera.models.common.generation_processor import GenerationProcessor
-from tessera.models.common.pipeline_parts import VAE, PipelineFolder
-from tessera.models.common.sample_encoders import SampleEncoders, without_captions
-from tessera.models.qwen_image.config import QwenImageConfig
+from tessera.diffusion.edit_images import EditImages, edit_form
+from tessera.diffusion.pipeline_parts import VAE, PipelineFolder
+from tessera.diffusion.processor import GenerationProcessor
+from tessera.diffusion.qwen_image.config import QwenImageConfig
+from tessera.diffusion.sample_encoders import SampleEncoders, without_captions
+from tessera.diffusion.sampling.prompts import PromptEncoder
+from tessera.errors import TesseraError
 from tessera.tools.data_features import write_features
 from tests.close import assert_as_close, assert_within_rounding, move_by_a_rounding
 from tests.toys.callbacks import StopAt

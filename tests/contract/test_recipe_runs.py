@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tessera
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
 from tests.toys import sampling_folders as folders
 from tests.toys.generation_set import write_image, write_jsonl, write_video
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tessera
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tests.contract.test_sampling_pipelines import (
     NEGATIVE,
     PROMPTS,

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 import tessera
-from tessera.core.config import build
-from tessera.core.errors import TesseraError
-from tessera.inference.diffusion.pipeline import Pipeline
-from tessera.inference.diffusion.request import Request
+from tessera.config.reader import build
+from tessera.diffusion.sampling.pipeline import Pipeline
+from tessera.diffusion.sampling.request import Request
+from tessera.errors import TesseraError
 from tests.toys.sampling_folders import (
     write_cogvideox,
     write_flux,

@@ -14,8 +14,8 @@ from transformers import CONFIG_MAPPING, LlamaForCausalLM, LlavaForConditionalGe
 
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors, tied_names
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
+from tessera.errors import TesseraError
 from tessera.models import FAMILIES, resolve
 
 # Family, preset: one for every `model_type` that is read.

@@ -18,15 +18,15 @@ from torch import nn
 
 import tessera
 from tessera.checkpoint.state import model_tensors, tied_names
-from tessera.checkpoint.weight_source import fill_from
-from tessera.core.errors import TesseraError
-from tessera.core.modules import computed_buffers, without_weights
-from tessera.core.pattern import select
-from tessera.core.run_config import ModelSection
-from tessera.core.types import IGNORE, Batch
+from tessera.config.pattern import select
+from tessera.config.run_config import ModelSection
+from tessera.core.batch import IGNORE, Batch
+from tessera.errors import TesseraError
 from tessera.inference.load import load
+from tessera.inference.weight_source import fill_from
 from tessera.models import resolve
 from tessera.models.transformers import ClassHub, TransformersBuilder, TransformersConfig
+from tessera.runtime.modules import computed_buffers, without_weights
 from tessera.tasks.returns_loss import ReturnsLossTask
 from tessera.tasks.transformers import TransformersTask
 from tests.task_parts import sum_and_count
@@ -120,8 +120,8 @@ def filled(name: str, folder: Path) -> nn.Module:
 
 
 def load_into(module: nn.Module, table: Any, folder: Path) -> nn.Module:
-    from tessera.core.modules import put_back_buffers
     from tessera.parallel.apply import allocate
+    from tessera.runtime.modules import put_back_buffers
 
     buffers = computed_buffers(module)
     allocate(module, torch.device("cpu"))

@@ -11,8 +11,8 @@ import pytest
 from chats import TEXTS
 from transformers import AutoTokenizer
 
-from tessera.core.run_config import ModelSection, SourceSection
-from tessera.core.types import Sample
+from tessera.config.run_config import ModelSection, SourceSection
+from tessera.core.sample import Sample
 from tessera.data.chat import ChatTemplate
 from tessera.data.sources.source import open_source
 from tessera.data.tokenizer import train_tokenizer

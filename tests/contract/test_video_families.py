@@ -14,8 +14,8 @@ from ltx_generation import LTXVideo
 from parity import from_foreign, randomize
 from video_generation import CogVideoX, HunyuanVideo, HunyuanVideo15
 
-from tessera.core.errors import TesseraError
-from tessera.inference.diffusion.pack import SampleConditions, packed
+from tessera.diffusion.sampling.pack import SampleConditions, packed
+from tessera.errors import TesseraError
 from tessera.nn.joint_transformer import JointTransformer
 from tests.close import rounding
 

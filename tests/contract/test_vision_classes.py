@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tessera
-from tessera.core.run_config import ModelSection, SourceSection
-from tessera.core.types import IGNORE, Batch
+from tessera.config.run_config import ModelSection, SourceSection
+from tessera.core.batch import IGNORE, Batch
 from tessera.data.kinds.chat import PadsSamples
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, probe, read_media

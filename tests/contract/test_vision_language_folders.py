@@ -12,7 +12,7 @@ from vision_language_families import VISION_LANGUAGE
 
 from tessera.checkpoint.hf import load_folder, save_folder
 from tessera.checkpoint.state import model_tensors
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
 from tessera.models import resolve
 
 SHAPES = [(name, number) for name, family in VISION_LANGUAGE.items() for number in family.folders]

@@ -16,12 +16,12 @@ from torch import nn
 import tessera
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.state import model_tensors
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
-from tessera.core.weightmap import WeightMap
+from tessera.config.run_config import ModelSection
+from tessera.diffusion.wan import SPEC
+from tessera.errors import TesseraError
 from tessera.models import resolve
-from tessera.models.common.side_files import side_files
-from tessera.models.wan import SPEC
+from tessera.models.files.side_files import side_files
+from tessera.weights.map import WeightMap
 from tests.close import assert_as_close
 
 WAN = GENERATION["wan"]

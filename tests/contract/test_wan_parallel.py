@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
+from tessera.errors import TesseraError
 from tessera.training.setup import build_meta_model
 from tests.dist.layout_cases import VIDEOS
 from tests.dist.layouts import Case, good, measure_selected, params, videos_recipe

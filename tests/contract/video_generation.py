@@ -12,10 +12,10 @@ from diffusers import CogVideoXPipeline
 from generation import GenerationFamily, Grid, from_patches, grid_positions, samples_of, to_patches
 from torch import Tensor
 
-from tessera.core.types import Batch, Segments
-from tessera.models.cogvideox import SPEC as COGVIDEOX
-from tessera.models.hunyuan_video import SPEC as HUNYUAN
-from tessera.models.hunyuan_video_1_5 import SPEC as HUNYUAN_15
+from tessera.core.batch import Batch, Segments
+from tessera.diffusion.cogvideox import SPEC as COGVIDEOX
+from tessera.diffusion.hunyuan_video import SPEC as HUNYUAN
+from tessera.diffusion.hunyuan_video_1_5 import SPEC as HUNYUAN_15
 
 PADDING = 3
 Packed = Mapping[str, tuple[Sequence[int], int]]  # by name: elements of each sample, and their width

@@ -15,7 +15,8 @@ import torch
 from parity import from_foreign, reference_model
 from torch import Tensor
 
-from tessera.core.types import IGNORE, Batch, ModelSpec, Segments
+from tessera.core.batch import IGNORE, Batch, Segments
+from tessera.core.spec import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 from generation import GenerationFamily, cross_batch, from_patches, samples_of, to_patches
 from torch import Tensor
 
-from tessera.core.types import Batch
-from tessera.models.wan import SPEC
+from tessera.core.batch import Batch
+from tessera.diffusion.wan import SPEC
 
 _TINY = {
     "num_attention_heads": 2,

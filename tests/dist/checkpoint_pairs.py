@@ -37,7 +37,7 @@ def recipe_of(folder: Path, out: Path) -> dict[str, Any]:
 
 
 def losses(folder: Path) -> list[float]:
-    from tessera.core.files import read_jsonl
+    from tessera.runtime.files import read_jsonl
 
     return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl") if row["kind"] == "train"]
 

@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tessera.config.run_config import load_config
 from tessera.core.callback import Callback, StepResult
-from tessera.core.modules import clean_name
-from tessera.core.run_config import load_config
+from tessera.runtime.modules import clean_name
 from tessera.training.run import train
 from tessera.training.setup import build_meta_model
 from tests.dist.spawn import run_ranks

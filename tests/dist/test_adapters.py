@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tessera.checkpoint.adapter_export import save_adapters
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
+from tessera.lora.export import save_adapters
 from tessera.training.run import resume, train
 from tessera.training.setup import build_meta_model
 from tests.dist.layout_cases import DEEP, SEQUENCE, UNTIED, WHOLE_ENCODER

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import tessera
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tests.dist.layout_cases import FOUR_LAYERS
 from tests.dist.spawn import run_ranks
 from tests.toys.chat_set import chat_recipe, write_chat_set

@@ -23,10 +23,10 @@ from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.checkpoint.state import model_tensors, tied_names, training_tensors
 from tessera.checkpoint.storage import read_table
 from tessera.checkpoint.weights import TensorSource, fill
-from tessera.core.errors import TesseraError
-from tessera.core.file_plan import PlannedTensor
-from tessera.core.tensor_rows import TensorRows
-from tessera.core.weightmap import Concat, Identity, Rule, WeightMap
+from tessera.errors import TesseraError
+from tessera.weights.file_plan import PlannedTensor
+from tessera.weights.map import Concat, Identity, Rule, WeightMap
+from tessera.weights.rows import TensorRows
 from tests.dist.spawn import RankError, run_ranks
 
 

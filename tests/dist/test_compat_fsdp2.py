@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tessera.config.run_config import load_config
 from tessera.core.callback import Callback, StepResult
-from tessera.core.modules import clean_name
-from tessera.core.run_config import load_config
+from tessera.runtime.modules import clean_name
 from tessera.training.run import train
 from tessera.training.setup import build_meta_model
 from tests.close import assert_as_close

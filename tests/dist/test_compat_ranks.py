@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from tessera_compat.mindspeed_mm import training
+from tessera_compat.mindspeed_mm.forward_step import MicroBatch
+from tessera_compat.served import serving
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import tessera
 from tessera.checkpoint.legacy.megatron import LATEST
-from tessera.compat import state
-from tessera.compat.mindspeed_mm import training
-from tessera.compat.mindspeed_mm.forward_step import MicroBatch
-from tessera.compat.served import serving
-from tessera.core.files import read_metrics
+from tessera.runtime.files import read_metrics
+from tessera_compat import state
 from tests.close import assert_as_close
 from tests.dist.spawn import run_ranks
 from tests.toys import pretrain_parts as toy

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tessera.core.types import Segments
+from tessera.core.batch import Segments
 from tessera.nn.layers import PackedAttention
 from tessera.parallel.context_parallel import ContextAttention
 from tessera.parallel.mesh import CONTEXT, RING, SHARD, ULYSSES, Axes, Mesh

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tessera.training.run import train
 from tests.dist.spawn import run_ranks
 from tests.toys.chat_set import chat_recipe, write_chat_set

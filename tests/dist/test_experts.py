@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tessera.core.run_config import ParallelSection
-from tessera.core.types import ModelPlan
+from tessera.config.run_config import ParallelSection
+from tessera.core.model_plan import ModelPlan
 from tessera.nn.moe import Dispatch, MoE, MoEShape, TokenRows, balance_loss
 from tessera.parallel.experts import RankDispatch, apply_experts, plan_experts
 from tessera.parallel.mesh import Mesh, make_axes

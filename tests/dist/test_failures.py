@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from tessera.config.run_config import ParallelSection
 from tessera.core.callback import Callback
-from tessera.core.dist import free_port
-from tessera.core.modules import clean_name
-from tessera.core.run_config import ParallelSection
+from tessera.runtime.distributed import free_port
+from tessera.runtime.modules import clean_name
 from tessera.training.run import train
 from tests.dist.spawn import fork_context
 from tests.toys.chat_set import chat_recipe, write_chat_set

@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.core.generation import TextForm
-from tessera.core.modules import local_shard
-from tessera.core.run_config import ParallelSection
+from tessera.config.run_config import ParallelSection
+from tessera.core.batch import Batch, Segments
+from tessera.core.model_plan import ModelPlan
+from tessera.core.spec import Residence
 from tessera.core.task import FrozenModule
-from tessera.core.types import Batch, ModelPlan, Residence, Segments
-from tessera.models.common.edit_images import EMPTY_IDS, SHOWN, SHOWN_GRIDS, EditImages, edit_form
-from tessera.models.common.pipeline_parts import PipelineFolder
-from tessera.models.common.sample_encoders import SampleEncoders
-from tessera.models.qwen_image.config import QwenImageConfig
+from tessera.diffusion.edit_images import EMPTY_IDS, SHOWN, SHOWN_GRIDS, EditImages, edit_form
+from tessera.diffusion.forms import TextForm
+from tessera.diffusion.pipeline_parts import PipelineFolder
+from tessera.diffusion.qwen_image.config import QwenImageConfig
+from tessera.diffusion.sample_encoders import SampleEncoders
 from tessera.parallel.frozen import frozen_bytes, place_frozen
 from tessera.parallel.mesh import Mesh, make_axes
+from tessera.runtime.modules import local_shard
 from tests.dist.spawn import run_ranks
 from tests.toys.pipeline_folder import write_pipeline_folder
 from tests.toys.sampling_folders import write_qwen_image

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tessera.core.errors import TesseraError
-from tessera.core.files import read_jsonl
+from tessera.errors import TesseraError
+from tessera.runtime.files import read_jsonl
 from tessera.training.records import read_ledger
 from tessera.training.run import Run, train
 from tests.dist.layout_cases import FOUR_LAYERS

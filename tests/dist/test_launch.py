@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tessera.core.dist import free_port
-from tessera.core.process import Process
+from tessera.runtime.distributed import free_port
+from tessera.runtime.process import Process
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-
-from tessera.compat.mindspeed_mm.fsdp2 import (
+from tessera_compat.mindspeed_mm.fsdp2 import (
     set_fullyshard_modules_to_wrap,
     set_modules_to_prefetch,
     set_recompute_modules_to_wrap,
 )
-from tessera.compat.mindspeed_mm.mixins import FSDP2Mixin, MultiModalModule
-from tessera.core.run_config import ParallelSection
+from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin, MultiModalModule
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from tessera.config.run_config import ParallelSection
+from tessera.core.batch import Batch
+from tessera.core.model_plan import ModelPlan
 from tessera.core.task import Losses, LossTerm, Task
-from tessera.core.types import Batch, ModelPlan
 from tessera.parallel.apply import parallelize
 from tessera.parallel.engine import SimpleEngine
 from tessera.parallel.mesh import Mesh

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tessera.core.files import read_jsonl
+from tessera.runtime.files import read_jsonl
 from tessera.training.records import Row, digest, read_ledger
 from tessera.training.run import train
 from tests.dist.spawn import run_ranks

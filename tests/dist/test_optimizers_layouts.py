@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.core.files import read_metrics
+from tessera.runtime.files import read_metrics
 from tessera.training.run import resume, train
 from tests.dist.layout_cases import DEEP, SEQUENCE
 from tests.dist.layouts import Case, good, measure, recipe_of

@@ -11,11 +11,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from tessera.config.run_config import load_config
+from tessera.core.batch import Batch
 from tessera.core.callback import Callback, StepResult
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
+from tessera.core.sample import Message, Part, Sample
 from tessera.core.task import Task
-from tessera.core.types import Batch, Message, Part, Sample
+from tessera.errors import TesseraError
 from tessera.inference.generate import Sampling, generate_tokens
 from tessera.observe.watchdog.watchdog import Watchdog
 from tessera.parallel.apply import initialize, parallelize

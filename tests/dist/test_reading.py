@@ -17,13 +17,13 @@ import tessera
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.legacy.torch_files import StoredTensor
 from tessera.checkpoint.state import model_tensors
-from tessera.core.megatron_form import MegatronForm
-from tessera.core.run_config import load_config
-from tessera.core.weightmap import WeightMap, can_read_boxes
+from tessera.config.run_config import load_config
 from tessera.parallel.apply import parallelize
 from tessera.parallel.mesh import Mesh
 from tessera.training.init_weights import initial_weights
 from tessera.training.setup import ModelSetup, build_meta_model
+from tessera.weights.map import WeightMap, can_read_boxes
+from tessera.weights.megatron_form import MegatronForm
 from tests.dist.spawn import run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.core.run_config import load_config
-from tessera.core.types import Batch, Segments
+from tessera.config.run_config import load_config
+from tessera.core.batch import Batch, Segments
 from tessera.inference.generate import Sampling, generate_tokens
 from tessera.parallel.apply import build_engine, initialize, parallelize
 from tessera.parallel.communication import CommCounter

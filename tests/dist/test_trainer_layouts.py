@@ -37,7 +37,7 @@ class KeepGradients(Callback):
             move_by_a_rounding(trainer.module.parameters(), seed=0)
 
     def on_before_optim(self, trainer: Any) -> None:
-        from tessera.core.modules import clean_name
+        from tessera.runtime.modules import clean_name
 
         if trainer.step == 0:
             for name, parameter in trainer.module.named_parameters():

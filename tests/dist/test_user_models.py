@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from tessera.core.callback import Callback, StepResult
-from tessera.core.modules import clean_name
+from tessera.runtime.modules import clean_name
 from tessera.training.run import Run, resume, train
 from tests.close import assert_within_rounding, move_by_a_rounding
 from tests.dist.spawn import run_ranks

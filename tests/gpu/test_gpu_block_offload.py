@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.core import dist
-from tessera.core.modules import clean_name
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
 from tessera.parallel.apply import parallelize
 from tessera.parallel.mesh import Mesh
 from tessera.parallel.plan import Plan
+from tessera.runtime import distributed as dist
+from tessera.runtime.modules import clean_name
 from tessera.training.init_weights import initial_weights
 from tessera.training.setup import build_meta_model
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.core.config_model import WeightBits
-from tessera.core.run_config import LoraSection, ModelSection, ParallelSection
-from tessera.core.types import Batch, ModelPlan, Prediction
+from tessera.config.model import WeightBits
+from tessera.config.run_config import LoraSection, ModelSection, ParallelSection
+from tessera.core.batch import Batch, Prediction
+from tessera.core.model_plan import ModelPlan
+from tessera.lora.modules import QuantizedLoraLinear, adapted_layers, add_adapters, find_adapters, with_adapters
 from tessera.models import FAMILIES, resolve
-from tessera.nn.lora import QuantizedLoraLinear, adapted_layers, add_adapters, find_adapters, with_adapters
 from tessera.ops.loss import linear_cross_entropy
 from tessera.parallel.modules import apply_compile
 from tessera.parallel.plan import make_plan

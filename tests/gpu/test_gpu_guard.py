@@ -10,9 +10,9 @@ import torch
 
 import tessera
 from tessera.core.callback import Callback, StepResult
-from tessera.core.files import read_jsonl
 from tessera.observe.anomaly.check import StepLimits, acts_on_flag, checked_update
 from tessera.optim.adamw import AdamW
+from tessera.runtime.files import read_jsonl
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.faults import FlipBit
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tessera.core.types import Segments
+from tessera.core.batch import Segments
 from tessera.nn.vit import VisionMLP, VisionShape
 from tessera.ops.attention import packed_attention
 from tessera.ops.cross_attention import packed_cross_attention

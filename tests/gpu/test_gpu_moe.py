@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tessera.core.adapters import Adapter
-from tessera.nn.lora import LoraExperts
+from tessera.lora.modules import LoraExperts
+from tessera.lora.select import Adapter
 from tessera.nn.moe import Experts, MoE, MoEShape, RowIds, balance_loss
 from tests.close import assert_as_close
 

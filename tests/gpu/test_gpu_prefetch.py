@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import tessera
-from tessera.core.device import SideCopies
-from tessera.core.types import Batch, RowSource, Segments
+from tessera.core.batch import Batch, Segments
+from tessera.core.row_source import RowSource
 from tessera.data.loader.loader import Loader
+from tessera.runtime.device import SideCopies
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 pytestmark = [

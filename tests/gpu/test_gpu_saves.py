@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.core import device as devices
+from tessera.runtime import device as devices
 
 pytestmark = pytest.mark.gpu
 

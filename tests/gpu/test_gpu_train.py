@@ -10,7 +10,7 @@ import torch
 
 import tessera
 from tessera.core.callback import Callback, StepResult
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.greedy_task import GreedyTask

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tessera_compat.mindspeed_mm.fsdp2 import set_fullyshard_modules_to_wrap
+from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin
 from transformers import Qwen3ForCausalLM
-
-from tessera.compat.mindspeed_mm.fsdp2 import set_fullyshard_modules_to_wrap
-from tessera.compat.mindspeed_mm.mixins import FSDP2Mixin
 
 
 class AdaptedQwen3(Qwen3ForCausalLM, FSDP2Mixin):

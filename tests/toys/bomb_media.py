@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from typing import cast
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import Part, PartKind
+from tessera.core.sample import Part, PartKind
 from tessera.data.media.files import Limits
 from tessera.data.media.read import decode, probe
 from tessera.data.media.video_frames import VideoSampling
+from tessera.errors import TesseraError
 from tests.toys.memory import peak_mib
 
 

@@ -7,7 +7,8 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from tessera.core.types import Batch, RowSource
+from tessera.core.batch import Batch
+from tessera.core.row_source import RowSource
 from tessera.data.kinds import RowRequest
 from tests.toys.digit_pictures import KIND as DIGITS
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tessera.core.rng import generator
+from tessera.core.batch import Batch
 from tessera.core.task import Losses, LossTerm, Metric, Task
-from tessera.core.types import Batch
+from tessera.runtime.rng import generator
 
 
 class DenoiseTask(Task):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tessera.core.rng import derive
-from tessera.core.types import Batch, RowSource
+from tessera.core.batch import Batch
+from tessera.core.row_source import RowSource
 from tessera.data.kinds import RowRequest
+from tessera.runtime.rng import derive
 from tests.toys.digits import load_digits
 
 ROW = 16

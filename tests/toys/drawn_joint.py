@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tessera.core.generation import GenerationForm
-from tessera.core.weightmap import WeightMap
-from tessera.models.common.joint import JointConfig, joint_family
+from tessera.diffusion.forms import GenerationForm
+from tessera.diffusion.joint import JointConfig, joint_family
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import JointTransformer, TransformerShape
+from tessera.weights.map import WeightMap
 from tests.toys.image_rows import CHANNELS, POOLED_WIDTH, TEXT_WIDTH
 
 

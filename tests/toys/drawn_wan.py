@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tessera.models.wan import SPEC as WAN
-from tessera.models.wan.model import WanModel
+from tessera.diffusion.wan import SPEC as WAN
+from tessera.diffusion.wan.model import WanModel
 
 
 class DrawnWan(WanModel):

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from tessera.core.batch import Batch
 from tessera.core.callback import Callback
-from tessera.core.modules import clean_name, local_shard
-from tessera.core.types import Batch, Encoded, RowSource
+from tessera.core.row_source import RowSource
+from tessera.core.sample import Encoded
 from tessera.data.kinds import RowRequest, chat
 from tessera.data.order.packed_rows import PackedRows
+from tessera.runtime.modules import clean_name, local_shard
 
 
 class Spoiled:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import MediaSize, Part, PartKind
+from tessera.core.sample import MediaSize, Part, PartKind
 from tessera.data.media.files import Limits
 from tessera.data.media.read import decode, probe
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.workers.worker import time_limit
+from tessera.errors import TesseraError
 from tests.toys import media_zoo
 from tests.toys.memory import peak_mib
 

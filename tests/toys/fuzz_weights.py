@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tessera.checkpoint.forms import DcpFolder, SafetensorsForm, StoredForm
 from tessera.checkpoint.legacy.torch_files import StoredTensor, read_torch_file
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tests.toys.broken_weights import broken, tensors
 from tests.toys.memory import peak_mib
 

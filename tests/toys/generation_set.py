@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from tessera.core.config import build as build_section
-from tessera.core.generation import GenerationForm, TextForm
-from tessera.core.run_config import DataSection
+from tessera.config.reader import build as build_section
+from tessera.config.run_config import DataSection
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.order.packed_rows import PackedRows
-from tessera.models.common.generation_processor import GenerationProcessor
+from tessera.diffusion.forms import GenerationForm, TextForm
+from tessera.diffusion.processor import GenerationProcessor
 
 WORDS = ("a", "red", "green", "blue", "square", "moving", "left", "right", "up", "down")
 CROSS = GenerationForm(channels=4, patch=(1, 2, 2), text=(TextForm(length=8),))

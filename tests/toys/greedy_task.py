@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tessera.core.dist import environment_ranks
-from tessera.core.types import Batch
+from tessera.core.batch import Batch
+from tessera.runtime.distributed import environment_ranks
 from tessera.tasks.language import LanguageTask
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of 24.00 GiB"

@@ -8,12 +8,14 @@ from math import prod
 
 import torch
 
-from tessera.core.generation import GenerationForm, PositionStyle
-from tessera.core.rng import derive, generator
-from tessera.core.types import Batch, EncodedMedia, RowSource
+from tessera.core.batch import Batch
+from tessera.core.row_source import RowSource
+from tessera.core.sample import EncodedMedia
 from tessera.data.kinds import RowRequest
-from tessera.models.common.generation_processor import GenerationProcessor
-from tessera.models.common.generation_samples import GenerationOptions
+from tessera.diffusion.forms import GenerationForm, PositionStyle
+from tessera.diffusion.processor import GenerationProcessor
+from tessera.diffusion.samples import GenerationOptions
+from tessera.runtime.rng import derive, generator
 
 ROWS = 64
 GRIDS = ((1, 4, 5), (1, 3, 3), (1, 2, 6))

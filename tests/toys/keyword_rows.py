@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tessera.core.rng import derive, generator
-from tessera.core.types import IGNORE, Batch, RowSource
+from tessera.core.batch import IGNORE, Batch
+from tessera.core.row_source import RowSource
 from tessera.data.kinds import RowRequest
+from tessera.runtime.rng import derive, generator
 from tests.toys.digits import load_digits
 from tests.toys.hf_folders import AUDIO_FRAMES, IMAGE_SLOTS, IMAGE_TOKEN, MELS, SIDE, VOCABULARY
 

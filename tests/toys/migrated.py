@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import Dataset
-
-from tessera.compat.mindspeed_mm.fsdp2 import (
+from tessera_compat.mindspeed_mm.fsdp2 import (
     set_fullyshard_modules_to_wrap,
     set_modules_to_prefetch,
     set_recompute_modules_to_wrap,
 )
-from tessera.compat.mindspeed_mm.mixins import FSDP2Mixin, MultiModalModule, WeightInitMixin
+from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin, MultiModalModule, WeightInitMixin
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 VOCABULARY = 17
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tessera.core.types import RowSource
+from tessera.core.row_source import RowSource
 from tessera.data.kinds import RowRequest, preference
 from tessera.data.order.packed_rows import PackedRows
 from tests.toys.faults import Spoiled

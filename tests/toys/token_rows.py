@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tessera.core.rng import derive, generator
-from tessera.core.types import IGNORE, Batch, RowSource, Segments
+from tessera.core.batch import IGNORE, Batch, Segments
+from tessera.core.row_source import RowSource
 from tessera.data.kinds import RowRequest
+from tessera.runtime.rng import derive, generator
 
 ROWS = 64
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tessera.core.rng import generator
-from tessera.core.types import Batch, Segments
+from tessera.core.batch import Batch, Segments
 from tessera.data.kinds import RowRequest
+from tessera.runtime.rng import generator
 from tests.toys.token_rows import ROWS, TokenRows
 from tests.toys.two_encoders import PER_SLOT
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tessera.core.batch import Batch, LanguageOutput
 from tessera.core.task import Counts, Losses, LossTerm
-from tessera.core.types import Batch, LanguageOutput
 from tessera.tasks.language import LanguageTask
 
 

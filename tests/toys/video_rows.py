@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tessera.core.rng import derive, generator
-from tessera.core.types import Batch, RowSource, Segments
+from tessera.core.batch import Batch, Segments
+from tessera.core.row_source import RowSource
 from tessera.data.kinds import RowRequest
+from tessera.runtime.rng import derive, generator
 
 ROWS = 64
 GRIDS = ((4, 3, 3), (2, 4, 4), (6, 2, 3), (1, 4, 6))  # frames, rows and columns of a sample

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from PIL import Image
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import IGNORE, Batch, Encoded, MediaSize, Sample, Segments
+from tessera.core.batch import IGNORE, Batch, Segments
+from tessera.core.sample import Encoded, MediaSize, Sample
 from tessera.data.media.video_frames import VideoSampling
+from tessera.errors import TesseraError
 
 
 @dataclass(frozen=True)

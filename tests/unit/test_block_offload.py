@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tessera.core import dist
-from tessera.core.errors import TesseraError
-from tessera.core.modules import clean_name
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
+from tessera.errors import TesseraError
 from tessera.parallel.activations import CopyStream
 from tessera.parallel.apply import parallelize
 from tessera.parallel.block_offload import HostBlock
 from tessera.parallel.mesh import Mesh
+from tessera.runtime import distributed as dist
+from tessera.runtime.modules import clean_name
 from tessera.training.init_weights import initial_weights
 from tessera.training.setup import build_meta_model
 

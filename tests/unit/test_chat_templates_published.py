@@ -11,7 +11,7 @@ from typing import Any
 import jinja2.sandbox
 import pytest
 
-from tessera.core.types import Message, Part
+from tessera.core.sample import Message, Part
 from tessera.data.chat import ChatTemplate
 from tessera.models.glm4v.processor import GLM4V
 from tessera.models.internvl.processor import INTERNLM, QWEN

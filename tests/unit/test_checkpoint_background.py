@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import tessera
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.core.callback import Callback
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -110,7 +110,7 @@ def test_a_failed_write_is_raised_when_it_is_finished(tmp_path: Path) -> None:
 def test_without_memory_for_copies_the_save_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tessera.core.device.free_memory", lambda device: 0)
+    monkeypatch.setattr("tessera.runtime.device.free_memory", lambda device: 0)
     manager = CheckpointManager(tmp_path, 2)
     manager.save_in_background(4, tensors(4), {}, "")
     assert not manager.is_writing

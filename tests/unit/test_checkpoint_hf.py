@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tessera.checkpoint.hf import load_folder, save_folder
 from tessera.checkpoint.publish import made_from
-from tessera.core.errors import TesseraError
-from tessera.core.weightmap import Concat, Reshape, Rule, Transpose, WeightMap
+from tessera.errors import TesseraError
+from tessera.weights.map import Concat, Reshape, Rule, Transpose, WeightMap
 
 MAP = WeightMap(
     rules=(

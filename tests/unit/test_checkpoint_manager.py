@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tests.dist.spawn import fork_context
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)

@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 import tessera
 from tessera.cli.main import app
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
-from tessera.core.types import IGNORE, MediaSize, Message, Part, Sample
+from tessera.config.run_config import ModelSection
+from tessera.core.batch import IGNORE
+from tessera.core.sample import MediaSize, Message, Part, Sample
 from tessera.data.chat import ChatTemplate
+from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.glm4v.processor import GLM4V
 from tessera.models.internvl.processor import INTERNLM

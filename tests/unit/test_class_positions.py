@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import IGNORE, Batch
+from tessera.core.batch import IGNORE, Batch
+from tessera.errors import TesseraError
 from tessera.models.transformers import TransformersBuilder, TransformersConfig
 from tessera.models.transformers.generation import continue_prompts
 from tessera.models.transformers.model import longest_sample

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from tessera.cli.cluster import Cluster, Job, kubernetes_manifest, parse_cluster, slurm_script
 from tessera.cli.main import app
-from tessera.core.errors import TesseraError
-from tessera.core.rendezvous import RankInfo, _differences, check_ranks, spans
+from tessera.errors import TesseraError
+from tessera.runtime.rendezvous import RankInfo, _differences, check_ranks, spans
 from tests.toys.chat_set import chat_recipe
 
 WORDS = ["my recipes/r.yaml", "optim.lr=1e-4", "name=it's"]

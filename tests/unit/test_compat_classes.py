@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tessera_compat.mindspeed_mm.classes import ModelHub, TransformersModel
+from tessera_compat.mindspeed_mm.config_files import ConfigReader
+from tessera_compat.mindspeed_mm.mixins import MultiModalModule
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import tessera
-from tessera.compat import state
-from tessera.compat.mindspeed_mm.classes import ModelHub, TransformersModel
-from tessera.compat.mindspeed_mm.config_files import ConfigReader
-from tessera.compat.mindspeed_mm.mixins import MultiModalModule
 from tessera.core.callback import Callback
-from tessera.core.errors import TesseraError
-from tessera.core.modules import clean_name
+from tessera.errors import TesseraError
+from tessera.runtime.modules import clean_name
+from tessera_compat import state
 from tests.toys.adapted_qwen3 import AdaptedQwen3
 from tests.toys.hf_folders import CASES, write_folder
 from tests.toys.keyword_rows import KeywordRows

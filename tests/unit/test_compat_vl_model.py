@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from tessera_compat.mindspeed_mm.vl_model import VLModel
 from torch import Tensor
 from torch.utils.data import Dataset
 
 import tessera
-from tessera.compat.mindspeed_mm.vl_model import VLModel
+from tessera.config.run_config import ParallelSection, load_config
 from tessera.core.callback import Callback
-from tessera.core.errors import TesseraError
-from tessera.core.modules import clean_name
-from tessera.core.run_config import ParallelSection, load_config
+from tessera.errors import TesseraError
 from tessera.parallel.plan import make_plan
+from tessera.runtime.modules import clean_name
 from tests.close import rounding
 from tests.unit.test_parallel_fsdp2_file import EXAMPLE
 

@@ -15,14 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tessera.core.config import Section, build, dump_yaml, parse_overrides, parse_yaml, read_mapping
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import RunConfig, load_config
-from tessera.core.values import LARGEST, members_of
+from tessera.config.reader import Section, build, dump_yaml, parse_overrides, parse_yaml, read_mapping
+from tessera.config.run_config import RunConfig, load_config
+from tessera.config.values import LARGEST, members_of
 from tessera.data.kinds import KINDS
+from tessera.errors import TesseraError
 from tessera.models import FAMILIES
-from tessera.models.common.preprocessor_files import VideoOptions
-from tessera.models.common.processor import TextOptions
+from tessera.models.files.preprocessor_files import VideoOptions
+from tessera.models.text.processor import TextOptions
 from tessera.tasks import TASKS
 from tessera.tasks.dpo import DpoTask
 from tessera.tasks.returns_loss import ReturnsLossTask

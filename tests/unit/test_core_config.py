@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import pytest
 
-from tessera.core.config import Section, build, dump_yaml, parse_overrides, parse_yaml, read_mapping, schema
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import RunConfig, load_config
+from tessera.config.reader import Section, build, dump_yaml, parse_overrides, parse_yaml, read_mapping, schema
+from tessera.config.run_config import RunConfig, load_config
+from tessera.errors import TesseraError
 
 BASE = {"model": {"family": "qwen2_vl"}, "train": {"steps": 3}}
 

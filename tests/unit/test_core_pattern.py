@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.core.errors import TesseraError
-from tessera.core.pattern import fold_paths, matches, select, select_trees
+from tessera.config.pattern import fold_paths, matches, select, select_trees
+from tessera.errors import TesseraError
 
 LAYERS = [f"text.layers.{i}" for i in range(50)]
 PATHS = [*LAYERS, *(f"{p}.attn" for p in LAYERS), *(f"vision.blocks.{i}.mlp.up" for i in range(4)), "text.norm"]

@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tessera.core import device as devices
-from tessera.core.built_ins import TASK_NAMES
-from tessera.core.dist import environment_ranks, fake_world, free_port, port_is_free
-from tessera.core.errors import TesseraError
-from tessera.core.registry import Maker, Registry
-from tessera.core.rng import derive, generator
+from tessera.config.built_ins import TASK_NAMES
+from tessera.config.registry import Maker, Registry
 from tessera.core.task import Task
-from tessera.core.weightmap import Concat, Reshape, Rule, TensorChunk, Transpose, TransposeIfNeeded, WeightMap
+from tessera.errors import TesseraError
+from tessera.runtime import device as devices
+from tessera.runtime.distributed import environment_ranks, fake_world, free_port, port_is_free
+from tessera.runtime.rng import derive, generator
+from tessera.weights.map import Concat, Reshape, Rule, TensorChunk, Transpose, TransposeIfNeeded, WeightMap
 
 
 def test_error_shows_all_it_knows_and_survives_a_process_border() -> None:
@@ -38,7 +38,7 @@ def test_registry_finds_built_ins_and_import_paths() -> None:
         tasks.get("langage")
     assert caught.value.nearest == "language"
     with pytest.raises(TesseraError, match="no attribute"):
-        tasks.get("tessera.core.rng")
+        tasks.get("tessera.runtime.rng")
 
 
 def test_random_streams_depend_on_their_purpose_alone() -> None:
@@ -117,7 +117,7 @@ def test_kernels_of_our_own_are_for_where_they_can_be_built(
             raise RuntimeError(error)
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there else None)
-    monkeypatch.setitem(sys.modules, "tessera.core.triton_probe", types.SimpleNamespace(probe=probe))
+    monkeypatch.setitem(sys.modules, "tessera.runtime.triton_probe", types.SimpleNamespace(probe=probe))
     devices._builds_kernels.cache_clear()
     with caplog.at_level("WARNING", logger="tessera"):
         assert devices._builds_kernels(torch.device("cpu")) == (there and error is None)

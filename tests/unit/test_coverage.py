@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import tessera
-from tessera.core.config import Section
-from tessera.core.errors import TesseraError
-from tessera.core.types import Component, ModelPlan, ModelSpec
+from tessera.config.reader import Section
+from tessera.core.model_plan import ModelPlan
+from tessera.core.spec import Component, ModelSpec
+from tessera.errors import TesseraError
 from tessera.training.checks import Coverage
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.denoiser import SPEC as DENOISER

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from data_cases import pictures, row, seen, write_jsonl
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import SourceSection
+from tessera.config.run_config import SourceSection
 from tessera.data.sources.source import Source, open_source
+from tessera.errors import TesseraError
 from tessera.tools.data_convert import convert, convert_llava
 
 

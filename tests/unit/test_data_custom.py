@@ -13,12 +13,15 @@ import torch
 from data_cases import LetterProcessor, row
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import DataSection, ParallelSection
-from tessera.core.types import Batch, Encoded, Message, ModelPlan, Part, RowSource, Sample
+from tessera.config.run_config import DataSection, ParallelSection
+from tessera.core.batch import Batch
+from tessera.core.model_plan import ModelPlan
+from tessera.core.row_source import RowSource
+from tessera.core.sample import Encoded, Message, Part, Sample
 from tessera.data.custom import rows as own_rows
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
+from tessera.errors import TesseraError
 from tessera.parallel.mesh import make_axes
 from tessera.parallel.sequence_sharding import RankDataset
 from tests.toys import own_data

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import SourceSection, load_config
-from tessera.core.types import MediaSize, Sample
+from tessera.config.run_config import SourceSection, load_config
+from tessera.core.sample import MediaSize, Sample
+from tessera.errors import TesseraError
 from tessera.tools.data_doctor.collect import ladder
 from tessera.tools.data_doctor.diagnosis import Diagnosis
 from tessera.tools.data_doctor.examine import ForModel, examine, for_model, for_recipe, sets_as_in

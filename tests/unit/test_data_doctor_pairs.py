@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import SourceSection
+from tessera.config.run_config import SourceSection
+from tessera.errors import TesseraError
 from tessera.tools.data_doctor.examine import examine, for_recipe
 from tests.toys.pair_set import pair_recipe, rated_recipe, write_pair_set
 from tests.unit.data_cases import write_jsonl

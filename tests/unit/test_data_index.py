@@ -18,9 +18,8 @@ import safetensors.numpy
 from data_cases import LetterProcessor, TroubleProcessor, pictures, row, seen, texts, write_jsonl
 from PIL import Image, ImageFile
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import SourceSection
-from tessera.core.types import PLAIN, MediaSize, Message, Part, Sample
+from tessera.config.run_config import SourceSection
+from tessera.core.sample import PLAIN, MediaSize, Message, Part, Sample
 from tessera.data.index import measure as measure_module
 from tessera.data.index.build import build_index
 from tessera.data.index.measure import MAX_BAD
@@ -29,6 +28,7 @@ from tessera.data.media.files import Limits
 from tessera.data.order.order import PackingConfig, Samples, row_table
 from tessera.data.sources.container import RecordError
 from tessera.data.tables import Tables
+from tessera.errors import TesseraError
 from tests.dist.spawn import fork_context
 
 

@@ -18,11 +18,12 @@ import torch
 from data_cases import LetterProcessor, pictures, seen, texts, write_jsonl
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import DataSection
-from tessera.core.types import Batch, RowSource
+from tessera.config.run_config import DataSection
+from tessera.core.batch import Batch
+from tessera.core.row_source import RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader, RowReader, Tuner, workers_per_rank
+from tessera.errors import TesseraError
 
 
 @pytest.fixture(scope="module")

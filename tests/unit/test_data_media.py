@@ -16,12 +16,12 @@ from data_cases import LetterProcessor, pictures, png_header
 from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import MediaSize, Message, Part, PartKind, Sample
+from tessera.core.sample import MediaSize, Message, Part, PartKind, Sample
 from tessera.data.media.files import ArchiveMember, Limits, resolve
 from tessera.data.media.images import to_rgb
 from tessera.data.media.read import decode, probe, read_media
 from tessera.data.media.video_frames import VideoSampling
+from tessera.errors import TesseraError
 from tests.toys import media_zoo
 from tests.toys.media_zoo import saved, scene
 

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import Part
+from tessera.core.sample import Part
 from tessera.data.media.files import Limits
 from tessera.data.media.read import decode, probe
 from tessera.data.media.video_frames import VideoSampling
+from tessera.errors import TesseraError
 from tests.toys import media_zoo
 from tests.toys.media_zoo import png_chunk, saved, scene
 

@@ -17,15 +17,15 @@ import pytest
 from data_cases import LetterProcessor, row, write_jsonl
 from test_data_sources_asked import png
 
-from tessera.core.config import build
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import DataSection, SourceSection
-from tessera.core.types import Part
+from tessera.config.reader import build
+from tessera.config.run_config import DataSection, SourceSection
+from tessera.core.sample import Part
 from tessera.data.index.build import build_index
 from tessera.data.media.files import Limits, limits_of
 from tessera.data.media.read import decode, probe
 from tessera.data.media.urls import UrlPolicy, download, fetch_image, is_allowed
 from tessera.data.media.video_frames import VideoSampling
+from tessera.errors import TesseraError
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 

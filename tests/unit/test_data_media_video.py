@@ -12,13 +12,13 @@ import pytest
 from data_cases import pictures
 from PIL import Image
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import MediaSize, Part
+from tessera.core.sample import MediaSize, Part
 from tessera.data.media import video
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import ArchiveMember, Limits
 from tessera.data.media.read import decode, probe
 from tessera.data.media.video_frames import VideoSampling
+from tessera.errors import TesseraError
 from tests.toys import media_zoo
 from tests.toys.media_zoo import saved, scene
 

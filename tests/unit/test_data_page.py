@@ -12,9 +12,9 @@ import pytest
 import yaml
 from data_cases import pictures, seen, write_jsonl
 
-from tessera.core.config import build
-from tessera.core.run_config import DataSection, SourceSection
-from tessera.core.types import Sample
+from tessera.config.reader import build
+from tessera.config.run_config import DataSection, SourceSection
+from tessera.core.sample import Sample
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.sources.columns import COLUMNS
 from tessera.data.sources.source import Source, open_source

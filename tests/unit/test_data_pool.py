@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.core.errors import TesseraError
 from tessera.data.workers.messages import receive, send
 from tessera.data.workers.pool import Lost, Note, Pool
 from tessera.data.workers.worker import TooSlow, time_limit
+from tessera.errors import TesseraError
 
 
 class Refusal(Exception):
@@ -386,7 +386,7 @@ def test_another_thread_can_stop_a_map() -> None:
 
 # No guard: a program like those in a README.
 SCRIPT = """
-    from tessera.core.errors import TesseraError
+    from tessera.errors import TesseraError
     from tessera.data.workers.pool import Pool
     from test_data_pool import do
     print("begins")

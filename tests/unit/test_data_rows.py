@@ -14,11 +14,12 @@ import pytest
 from data_cases import LetterProcessor, pictures, png_header, row, seen, texts, write_jsonl
 from PIL import Image
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import DataSection
-from tessera.core.types import Batch, RowSource
+from tessera.config.run_config import DataSection
+from tessera.core.batch import Batch
+from tessera.core.row_source import RowSource
 from tessera.data.kinds import KINDS, RowRequest, Work
 from tessera.data.order.packed_rows import PackedRows
+from tessera.errors import TesseraError
 from tessera.parallel.mesh import CONTEXT, Axes
 from tessera.parallel.sequence_sharding import RankDataset
 

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 from data_cases import pictures, row, seen, texts, write_jsonl
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import SourceSection
-from tessera.core.types import PLAIN, Part, Sample
+from tessera.config.run_config import SourceSection
+from tessera.core.sample import PLAIN, Part, Sample
 from tessera.data.media.files import ArchiveMember
 from tessera.data.sources import text as text_files
 from tessera.data.sources.container import RecordError
@@ -28,6 +27,7 @@ from tessera.data.sources.parquet import _reader, open_parquet
 from tessera.data.sources.parquet_pages import large_columns
 from tessera.data.sources.source import Source, open_source
 from tessera.data.tables import Tables, write_tables
+from tessera.errors import TesseraError
 
 
 def opened(path: Path, cache_folder: Path | None = None, **section: Any) -> Source:

@@ -11,15 +11,15 @@ from data_cases import pictures, row, write_jsonl
 from PIL import Image
 from test_data_sources_forms import one, opened, said
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import SourceSection
-from tessera.core.types import Part
+from tessera.config.run_config import SourceSection
+from tessera.core.sample import Part
 from tessera.data.media.data_urls import decode_data_url
 from tessera.data.media.files import Limits
 from tessera.data.media.read import decode, probe
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import open_source
+from tessera.errors import TesseraError
 from tessera.inference.messages import sample_of
 
 

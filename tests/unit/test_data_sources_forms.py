@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from data_cases import row, seen, write_jsonl
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import SourceSection
-from tessera.core.types import PLAIN, Message, Part, Sample
+from tessera.config.run_config import SourceSection
+from tessera.core.sample import PLAIN, Message, Part, Sample
 from tessera.data.sources.columns import COLUMNS
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import Source, open_source
+from tessera.errors import TesseraError
 
 SHAREGPT = {
     "conversations": [

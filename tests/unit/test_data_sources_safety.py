@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import SourceSection
-from tessera.core.types import Sample
+from tessera.config.run_config import SourceSection
+from tessera.core.sample import Sample
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import open_source
+from tessera.errors import TesseraError
 
 ABOUT = json.dumps({"text": "a thing"}).encode()
 

@@ -12,14 +12,14 @@ from data_cases import LetterProcessor
 from test_hub import hub  # noqa: F401 - a fixture
 
 import tessera
-from tessera.core.config import build
-from tessera.core.errors import TesseraError
-from tessera.core.hub_ids import HubId
-from tessera.core.run_config import DataSection, load_config
+from tessera.config.hub_ids import HubId
+from tessera.config.reader import build
+from tessera.config.run_config import DataSection, load_config
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.chat import build as chat_rows
 from tessera.data.order.step_order import StepSize
 from tessera.data.stream.rows import StreamedRows
+from tessera.errors import TesseraError
 from tessera.hub.config import with_local_folders
 from tessera.hub.download import RemoteFile, fetch
 from tessera.hub.shard_cache import trim

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import PLAIN, Message, Part, Sample
+from tessera.core.sample import PLAIN, Message, Part, Sample
 from tessera.data.chat import ChatSpan, ChatTemplate, Turn
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.tokenizer import ChatEncoder, load_tokenizer, train_tokenizer, write_tokenizer
-from tessera.models.common.processor import TextProcessor
+from tessera.errors import TesseraError
 from tessera.models.qwen2 import CHATML
+from tessera.models.text.processor import TextProcessor
 
 SPECIAL = ["<|endoftext|>", *ChatTemplate().special_words()]
 

@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from tessera.core.errors import TesseraError
 from tessera.data.media.urls import UrlPolicy, download, is_allowed
+from tessera.errors import TesseraError
 
 
 @pytest.mark.parametrize("address", ["fec0::1", "3fff::1", "192.0.0.8", "168.63.129.16", "::ffff:168.63.129.16"])

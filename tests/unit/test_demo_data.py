@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import SourceSection
+from tessera.config.run_config import SourceSection
+from tessera.errors import TesseraError
 from tessera.tools import demo_data
 from tessera.tools.data_doctor.examine import examine
 

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 import tessera
 from tessera.cli.main import app
-from tessera.core import device as devices
-from tessera.core.device_sizes import DEVICE_NAMES, GIB, find_size
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
-from tessera.core.torch_internals import fake_tensor_mode
+from tessera.config.run_config import load_config
+from tessera.errors import TesseraError
 from tessera.parallel.device_fit import DeviceFit, FitChange
 from tessera.parallel.live_memory import LiveMemory
 from tessera.parallel.plan_text import estimate_communication
+from tessera.runtime import device as devices
+from tessera.runtime.device_sizes import DEVICE_NAMES, GIB, find_size
+from tessera.runtime.torch_internals import fake_tensor_mode
 from tessera.tools import device_fit
 from tessera.tools.dry_run import Role, Uncountable, device_bytes
 from tessera.training.memory_keys import memory_keys

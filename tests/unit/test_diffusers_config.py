@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import diffusers
 import pytest
 
-from tessera.core.errors import TesseraError
-from tessera.models.common.diffusers_config import DiffusersConfig
-from tessera.models.wan.config import WanConfig
+from tessera.diffusion.config import DiffusersConfig
+from tessera.diffusion.wan.config import WanConfig
+from tessera.errors import TesseraError
 
 
 class Toy(DiffusersConfig):

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 
 import tessera
-from tessera.core.config import build
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import DataSection, load_config
+from tessera.config.reader import build
+from tessera.config.run_config import DataSection, load_config
+from tessera.core.batch import Batch, Prediction
 from tessera.core.task import FrozenModule
-from tessera.core.types import Batch, Prediction
 from tessera.data.kinds import KINDS, RowRequest
+from tessera.diffusion.objectives.diffusion_dpo import DiffusionDpoTask
+from tessera.errors import TesseraError
 from tessera.parallel.engine import SimpleEngine
-from tessera.tasks.diffusion_dpo import DiffusionDpoTask
 from tests.contract.test_generation_training import recipe
 from tests.toys.generation_set import CROSS, processor_of, write_image, write_jsonl
 from tests.toys.pipeline_folder import TEXT_SIZE, write_pipeline_folder

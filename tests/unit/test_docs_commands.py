@@ -16,9 +16,9 @@ import typer.main
 from test_config_values import KEYS
 
 from tessera.cli.main import app
-from tessera.core.config import parse_overrides, parse_yaml
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import RunConfig, load_config
+from tessera.config.reader import parse_overrides, parse_yaml
+from tessera.config.run_config import RunConfig, load_config
+from tessera.errors import TesseraError
 from tessera.models import FAMILIES
 from tessera.training.setup import build_meta_model
 

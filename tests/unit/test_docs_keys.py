@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera.core.config import keys_of
-from tessera.core.run_config import RunConfig
+from tessera.config.reader import keys_of
+from tessera.config.run_config import RunConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 NOT_OURS = ("log.md", "acceptance.md", "compat-", "presets.md", "coming-from-")  # a diary, and keys of other tools

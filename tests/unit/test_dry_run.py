@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
+from tessera.errors import TesseraError
 from tessera.nn.decoder import DecoderLayer
 from tessera.parallel.communication import CommVolume, merge_volumes, readable
 from tessera.parallel.plan_text import estimate_communication

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tessera.core.built_ins import FAMILY_NAMES, KIND_NAMES, TASK_NAMES
-from tessera.core.errors import TesseraError
-from tessera.core.layouts import no_such_folder
-from tessera.core.run_config import load_config
+from tessera.config.built_ins import FAMILY_NAMES, KIND_NAMES, TASK_NAMES
+from tessera.config.run_config import load_config
 from tessera.data.kinds import KINDS
+from tessera.errors import TesseraError
 from tessera.models import FAMILIES
 from tessera.tasks import TASKS
 from tessera.training.early_checks import check_evaluated, check_model_names, check_path, check_run_names
+from tessera.weights.layouts import no_such_folder
 
 RECIPE = "model: {family: qwen2, preset: quickstart}\ndata: {train: {path: data.jsonl}}\ntrain: {steps: 2}\n"
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import tessera
 from tessera.core.callback import Callback, StepResult
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -141,7 +141,7 @@ def test_answers_are_given_on_the_way(data: Path, tmp_path: Path, capsys: pytest
     assert {path.name for path in run.folder.glob("answers-step-*")} == {"answers-step-4.jsonl", "answers-step-6.jsonl"}
     rows = [row for row in run.metrics if "eval_exact_match" in row]
     assert [row["step"] for row in rows] == [4, 6]
-    from tessera.core.files import read_jsonl
+    from tessera.runtime.files import read_jsonl
 
     answers = list(read_jsonl(run.folder / "answers-step-6.jsonl"))
     assert [row["id"] for row in answers] == [f"sample-{n}" for n in range(5)]
@@ -158,7 +158,7 @@ def test_answers_are_those_of_the_trained_model(data: Path, tmp_path: Path) -> N
     settings["train"] |= {"generate_every": 6, "generate_samples": 3, "generate_tokens": 4}
     settings["train"]["ema"]["evaluate"] = False
     run = tessera.train(settings)
-    from tessera.core.files import read_jsonl
+    from tessera.runtime.files import read_jsonl
 
     told = [row["answer"] for row in read_jsonl(run.folder / "answers-step-6.jsonl")]
     again = tessera.evaluate(run.folder, max_samples=3, max_new_tokens=4)

@@ -16,16 +16,16 @@ from test_lora_peft import draw, foreign, ours, write_tokenizer_for
 from torch import Tensor, nn
 
 import tessera
-from tessera.checkpoint.adapter_export import save_adapters
-from tessera.checkpoint.adapter_reading import fill_adapters, settled
-from tessera.checkpoint.adapters import merge_adapter
 from tessera.checkpoint.state import model_tensors
-from tessera.core.adapters import is_factor
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import LoraSection, ModelSection, load_config
-from tessera.core.types import IGNORE, Batch, Segments
+from tessera.config.run_config import LoraSection, ModelSection, load_config
+from tessera.core.batch import IGNORE, Batch, Segments
+from tessera.errors import TesseraError
+from tessera.lora.export import save_adapters
+from tessera.lora.factors import merge_adapter
+from tessera.lora.modules import adapters_of, add_adapters, find_adapters, without_adapters
+from tessera.lora.reading import fill_adapters, settled
+from tessera.lora.select import is_factor
 from tessera.models import resolve
-from tessera.nn.lora import adapters_of, add_adapters, find_adapters, without_adapters
 from tessera.ops.loss import linear_cross_entropy
 from tessera.optim.muon import matrices_of
 from tessera.training.run import Run, resume, train

@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 
 import tessera
 from tessera.checkpoint.hf import load_folder
-from tessera.core.errors import TesseraError
-from tessera.core.files import read_bytes, read_json
-from tessera.core.run_config import ModelSection
-from tessera.core.weightmap import WeightMap
+from tessera.config.run_config import ModelSection
 from tessera.data import tokenizer
 from tessera.data.tokenizer import ChatEncoder, load_tokenizer, train_tokenizer
+from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
 from tessera.models import resolve
+from tessera.runtime.files import read_bytes, read_json
+from tessera.weights.map import WeightMap
 
 SMALL = {"text": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}}
 SHARD, CONFIG = "model.safetensors", "config.json"

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tessera.checkpoint.hf import ComponentWeights, load_folder, save_components, save_folder, stored_dtype
-from tessera.core.errors import TesseraError
-from tessera.core.layouts import DiffusersFolder, TransformersFolder, detect_layout, folder_layout
-from tessera.core.weightmap import Rule, WeightMap
+from tessera.errors import TesseraError
+from tessera.weights.layouts import DiffusersFolder, TransformersFolder, detect_layout, folder_layout
+from tessera.weights.map import Rule, WeightMap
 
 TABLE = WeightMap((Rule("{i}.weight", "blocks.{i}.proj.weight"),))
 INDEX = {

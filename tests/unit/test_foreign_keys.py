@@ -11,10 +11,10 @@ import yaml
 import tessera
 from tessera.cli.main import main
 from tessera.cli.run import complete_key
-from tessera.core.config import _section_at, parse_overrides
-from tessera.core.errors import TesseraError
-from tessera.core.foreign_keys import FOREIGN, Ours
-from tessera.core.run_config import RunConfig, load_config
+from tessera.config.foreign_keys import FOREIGN, Ours
+from tessera.config.reader import _section_at, parse_overrides
+from tessera.config.run_config import RunConfig, load_config
+from tessera.errors import TesseraError
 
 RECIPE: dict[str, Any] = {"model": {"family": "qwen2_vl", "preset": "quickstart"}, "train": {"steps": 1}}
 CASES = {

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import tessera
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
 

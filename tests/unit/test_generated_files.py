@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tessera.core.errors import TesseraError
-from tessera.inference.diffusion.files import Generated, Record, check_out, metadata_path, read_record, write_samples
-from tessera.inference.diffusion.request import Request, read_prompts
+from tessera.diffusion.sampling.files import Generated, Record, check_out, metadata_path, read_record, write_samples
+from tessera.diffusion.sampling.request import Request, read_prompts
+from tessera.errors import TesseraError
 
 
 def moving_square(frames: int = 5, height: int = 32, width: int = 48) -> np.ndarray:

@@ -16,13 +16,14 @@ import pytest
 import torch
 from PIL import Image
 
-from tessera.core.errors import TesseraError
-from tessera.core.generation import EditForm, GenerationForm, TextForm, sample_positions
-from tessera.core.types import EncodedMedia, MediaSize, Processor, Sample
+from tessera.core.sample import EncodedMedia, MediaSize, Sample
+from tessera.core.spec import Processor
 from tessera.data.media.read import ChatProcessor, MediaProcessor
 from tessera.data.media.video_frames import VideoSampling
+from tessera.diffusion.forms import EditForm, GenerationForm, TextForm, sample_positions
+from tessera.diffusion.processor import GenerationProcessor
+from tessera.errors import TesseraError
 from tessera.models import FAMILIES
-from tessera.models.common.generation_processor import GenerationProcessor
 from tests.toys.generation_set import (
     CROSS,
     JOINT,

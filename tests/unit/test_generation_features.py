@@ -16,13 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 
 import tessera
-from tessera.core.dist import World
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
 from tessera.core.task import FrozenModule
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.features import EMPTY, MANIFEST
+from tessera.errors import TesseraError
+from tessera.runtime.distributed import World
 from tessera.tasks import build_task
 from tessera.tools import data_features
 from tessera.tools.data_features import PLAN, write_features

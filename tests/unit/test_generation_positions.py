@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tessera.core.errors import TesseraError
-from tessera.core.generation import GenerationForm, Grid, PositionStyle, TextForm, sample_positions
+from tessera.diffusion.forms import GenerationForm, Grid, PositionStyle, TextForm, sample_positions
+from tessera.errors import TesseraError
 
 
 def positions(style: PositionStyle, text: int, *grids: Grid, table: int = 0) -> list[list[int]]:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import tessera
-from tessera.core.errors import TesseraError
+from tessera.core.batch import Batch
 from tessera.core.task import Losses, LossTerm, Task
-from tessera.core.types import Batch
+from tessera.errors import TesseraError
 from tests.toys.callbacks import StopAt
 
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import tessera
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tessera.training.given_rows import are_rows, as_records
 from tests.toys.chat_set import chat_recipe, write_chat_set
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tessera.core.errors import TesseraError
 from tessera.data.media.images import to_rgb
+from tessera.errors import TesseraError
 from tessera.training.given_rows import GivenRows, are_rows
 
 

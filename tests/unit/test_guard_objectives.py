@@ -9,7 +9,7 @@ import pytest
 
 import tessera
 from tessera.core.callback import Callback
-from tessera.core.files import read_jsonl
+from tessera.runtime.files import read_jsonl
 from tests.dist.layouts import experts_recipe, videos_recipe
 from tests.toys.faults import FlipBit
 from tests.toys.pair_set import pair_recipe, write_pair_set

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tessera.checkpoint.manager import CheckpointManager
+from tessera.core.batch import Batch
 from tessera.core.task import Losses, LossTerm, Task
-from tessera.core.types import Batch
 from tessera.observe.anomaly.activation_trace import trace_step
 from tessera.observe.anomaly.attribution import dominant, first_bad, first_outlier
 from tessera.observe.anomaly.check import (

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import tessera
+from tessera.config.reader import parse_overrides
+from tessera.config.run_config import GuardSection, load_config
 from tessera.core.callback import Callback
-from tessera.core.config import parse_overrides
-from tessera.core.run_config import GuardSection, load_config
 from tessera.observe.anomaly.attribution import GuardStop, ProbeReader
 from tessera.observe.anomaly.guard import Guard
 from tessera.observe.report.history import read_sessions

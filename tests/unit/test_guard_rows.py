@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tessera
-from tessera.core.files import read_jsonl
-from tessera.core.run_config import load_config
-from tessera.core.types import Batch
+from tessera.config.run_config import load_config
+from tessera.core.batch import Batch
 from tessera.parallel.engine import SimpleEngine
+from tessera.runtime.files import read_jsonl
 from tessera.tasks.dpo import DpoTask
 from tessera.training.build import build_processor, build_rows
 from tessera.training.records import read_ledger

@@ -10,8 +10,8 @@ import pytest
 
 import tessera
 from tessera.core.callback import Callback
-from tessera.core.files import read_jsonl
 from tessera.observe.anomaly.attribution import GuardStop
+from tessera.runtime.files import read_jsonl
 from tessera.training.records import read_ledger
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.faults import FlipBit

@@ -13,36 +13,42 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tessera"
+COMPAT = ROOT / "tessera_compat"  # the same distribution, another import package: nothing in `tessera` imports it
 
 # What each package may import besides itself.
-MAY_IMPORT = {
-    "core": set(),
-    "ops": {"core"},
-    "nn": {"core", "ops"},
-    "hub": {"core"},
-    "data": {"core", "hub"},
-    "models": {"core", "ops", "nn", "data"},
-    "parallel": {"core", "ops"},
-    "checkpoint": {"core"},
-    "optim": {"core"},
-    "tasks": {"core", "ops", "nn", "models"},
-    "inference": {"core", "hub", "models", "nn", "data", "parallel", "checkpoint"},
-    "observe": {"core", "data", "parallel", "checkpoint", "optim", "tasks"},
+BASE = {"errors", "config", "runtime", "weights", "core"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "runtime": {"errors", "config"},
+    "weights": {"errors", "config", "runtime"},
+    "core": {"errors", "config", "runtime", "weights"},
+    "ops": {*BASE},
+    "hub": {*BASE},
+    "checkpoint": {*BASE},
+    "lora": {*BASE, "ops", "checkpoint"},
+    "nn": {*BASE, "ops", "lora"},
+    "data": {*BASE, "hub"},
+    "models": {*BASE, "ops", "nn", "lora", "data"},
+    "parallel": {*BASE, "ops", "lora"},
+    "optim": {*BASE, "lora"},
+    "tasks": {*BASE, "ops", "nn", "lora", "models"},
+    "diffusion": {*BASE, "hub", "ops", "nn", "lora", "data", "models", "parallel", "checkpoint", "tasks"},
+    "inference": {*BASE, "hub", "nn", "lora", "data", "models", "diffusion", "parallel", "checkpoint"},
+    "observe": {*BASE, "data", "parallel", "checkpoint", "optim", "tasks"},
     "training": {
-        *("core", "hub", "models", "nn", "data", "parallel", "checkpoint", "optim"),
+        *BASE,
+        *("hub", "nn", "lora", "data", "models", "diffusion", "parallel", "checkpoint", "optim"),
         *("tasks", "inference", "observe"),
     },
-    "evaluation": {"core", "hub", "data", "inference", "observe"},
+    "evaluation": {*BASE, "hub", "data", "inference", "observe"},
     "tools": {
-        *("core", "hub", "data", "models", "checkpoint", "optim", "parallel"),
+        *BASE,
+        *("hub", "lora", "data", "models", "diffusion", "checkpoint", "optim", "parallel"),
         *("tasks", "training", "inference", "evaluation", "observe"),
     },
-    "compat": {
-        *("core", "ops", "nn", "data", "models", "parallel", "checkpoint", "optim"),
-        *("tasks", "inference", "observe", "training", "evaluation", "tools"),
-    },
-    "api": {"core", "hub", "parallel", "training", "inference", "evaluation", "observe", "tools", "compat"},
-    "cli": {"core", "training", "inference", "evaluation", "observe", "tools", "api", "compat"},
+    "api": {*BASE, "hub", "diffusion", "parallel", "training", "inference", "evaluation", "observe", "tools"},
+    "cli": {*BASE, "diffusion", "training", "inference", "evaluation", "observe", "tools", "api"},
 }
 DEVICE_WORDS = re.compile(r"torch\.(?:cuda|npu)\b|\btorch_npu\b|[\"'](?:cuda|npu|nccl|hccl)[\"':]|\.cuda\(\)")
 
@@ -83,7 +89,7 @@ def device_words(source: str) -> list[str]:
 
 
 def files() -> list[Path]:
-    return sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.name == "api.py")
+    return sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.name in ("api.py", "errors.py"))
 
 
 def package_of(path: Path) -> str:
@@ -123,8 +129,8 @@ def test_what_is_slow_to_import_is_imported_where_it_is_used() -> None:
 
 def test_device_words_live_in_one_file() -> None:
     # The copied API itself says cuda; these files translate its words to the device of this machine.
-    copied_api = {PACKAGE / "compat" / "script_device.py"}
-    others = [path for path in files() if path not in {PACKAGE / "core" / "device.py", *copied_api}]
+    copied_api = {COMPAT / "script_device.py"}
+    others = [path for path in files() if path not in {PACKAGE / "runtime" / "device.py", *copied_api}]
     assert {str(path): words for path in others if (words := device_words(path.read_text(encoding="utf-8")))} == {}
 
 
@@ -145,7 +151,7 @@ def folders_that_import_each_other(folder: Path) -> set[tuple[str, str]]:
             name = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             while name and name not in packages:
                 name = name.rpartition(".")[0]
-            if name and name != here:
+            if name and name not in (here, "tessera"):  # `tessera.errors` is a file of the root
                 edges.add((here, name))
     return {(a, b) for a, b in edges if a < b and (b, a) in edges}
 
@@ -234,7 +240,7 @@ def private_symbols(source: str, own: set[str]) -> list[str]:
 
 def test_private_symbols_live_in_one_file() -> None:
     sources = {path: path.read_text(encoding="utf-8") for path in files()}
-    del sources[PACKAGE / "core" / "torch_internals.py"]
+    del sources[PACKAGE / "runtime" / "torch_internals.py"]
     own = own_private_names(list(sources.values()))
     assert {str(path): found for path, source in sources.items() if (found := private_symbols(source, own))} == {}
 
@@ -255,11 +261,11 @@ def test_a_planted_private_symbol_is_found() -> None:
 
 # Attributes that objects of other libraries have or lack; objects of our own declare what they can do.
 ASKED_BY_NAME = {
-    ("core/process.py", "sched_getaffinity"): "os has it on Linux alone",
-    ("core/torch_internals.py", "_no_split_modules"): "models of transformers",
-    ("core/device.py", "pci_bus_id"): "properties of a device that not every backend of torch has",
-    ("core/torch_internals.py", "_model_mapping"): "auto classes of transformers",
-    ("core/values.py", "metadata"): "annotations of pydantic are a bound, or hold several",
+    ("runtime/process.py", "sched_getaffinity"): "os has it on Linux alone",
+    ("runtime/torch_internals.py", "_no_split_modules"): "models of transformers",
+    ("runtime/device.py", "pci_bus_id"): "properties of a device that not every backend of torch has",
+    ("runtime/torch_internals.py", "_model_mapping"): "auto classes of transformers",
+    ("config/values.py", "metadata"): "annotations of pydantic are a bound, or hold several",
     ("data/custom/rows.py", "sampler"): "a user's own batch sampler may have none inside",
     ("data/custom/rows.py", "generator"): "samplers of torch that draw at random have one",
     ("data/media/animation.py", "default_image"): "PNGs of Pillow",

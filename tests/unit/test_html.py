@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tessera.core import html
+from tessera.runtime import html
 
 
 class Tags(HTMLParser):

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from conftest import NOBODY
 
-from tessera.checkpoint.peft import base_of
 from tessera.cli.main import main
-from tessera.core.config import dump_yaml
-from tessera.core.errors import TesseraError
-from tessera.core.hub_ids import HubId, find_hub_id, hub_spelling, parse_hub_id, plain_hub_id
-from tessera.core.layouts import folder_layout
-from tessera.core.run_config import SourceSection, load_config
+from tessera.config.hub_ids import HubId, find_hub_id, hub_spelling, parse_hub_id, plain_hub_id
+from tessera.config.reader import dump_yaml
+from tessera.config.run_config import SourceSection, load_config
 from tessera.data.sources.source import open_source
+from tessera.errors import TesseraError
 from tessera.hub.config import local_model, local_source, with_local_folders
 from tessera.hub.download import downloaded, fetch
 from tessera.hub.files import data_files, model_files
+from tessera.lora.peft import base_of
 from tessera.tools.download import download
+from tessera.weights.layouts import folder_layout
 from tests.toys.hub_server import HubServer, hub_server
 
 WEIGHTS = bytes(range(256)) * 40

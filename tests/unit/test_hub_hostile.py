@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tessera.hub.files import is_plain
 from tessera.tools.download import download
 from tests.toys import hub_server as toy

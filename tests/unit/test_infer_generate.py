@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import Batch, Segments
+from tessera.core.batch import Batch, Segments
+from tessera.errors import TesseraError
 from tessera.inference.generate import Sampling, TextStream, generate_tokens, pick
 
 cases = pytest.importorskip("qwen2_vl_cases", reason="needs transformers, the reference")

@@ -14,12 +14,12 @@ from PIL import Image
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import model_tensors
-from tessera.core.config import dump_yaml
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
-from tessera.core.types import Message, Part, Sample
+from tessera.config.reader import dump_yaml
+from tessera.config.run_config import load_config
+from tessera.core.sample import Message, Part, Sample
 from tessera.data.chat import ChatTemplate
 from tessera.data.tokenizer import train_tokenizer
+from tessera.errors import TesseraError
 from tessera.inference.load import load
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.models.qwen2_vl import SPEC

@@ -19,10 +19,10 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rd
 
 from tessera.cli import launch as launching
 from tessera.cli.cluster import Cluster
-from tessera.core import device as devices
-from tessera.core.dist import free_port, is_peer_error, rank_on_machine, world
-from tessera.core.errors import TesseraError
-from tessera.core.rendezvous import RankInfo, check_ranks, open_store, rank_info, report_refusal
+from tessera.errors import TesseraError
+from tessera.runtime import device as devices
+from tessera.runtime.distributed import free_port, is_peer_error, rank_on_machine, world
+from tessera.runtime.rendezvous import RankInfo, check_ranks, open_store, rank_info, report_refusal
 
 
 def listens_at(port: int) -> set[str]:
@@ -148,7 +148,7 @@ def test_in_a_group_of_the_callers_a_rank_takes_the_device_of_its_place(monkeypa
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4)
-    monkeypatch.setattr("tessera.core.dist.default_store", lambda: store)
+    monkeypatch.setattr("tessera.runtime.distributed.default_store", lambda: store)
     monkeypatch.setattr(devices, "_accelerator", lambda: "cuda")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)

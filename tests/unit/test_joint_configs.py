@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
-from tessera.core.types import Batch, Segments
+from tessera.config.run_config import ModelSection
+from tessera.core.batch import Batch, Segments
+from tessera.diffusion.qwen_image.config import QwenImageConfig
+from tessera.errors import TesseraError
 from tessera.models import resolve
-from tessera.models.qwen_image.config import QwenImageConfig
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ import time
 
 import pytest
 
-from tessera.core.launcher import EXIT_CODE
-from tessera.core.process import Process
+from tessera.runtime.launcher import EXIT_CODE
+from tessera.runtime.process import Process
 
-RANK = "import os, time; from tessera.core.launcher import *; watch_launcher(); {act}print(os.getpid(), flush=True); "
+RANK = (
+    "import os, time; from tessera.runtime.launcher import *; watch_launcher(); {act}print(os.getpid(), flush=True); "
+)
 RANK += "time.sleep(30)"
 ELASTIC = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
 # A process that starts a rank and waits, as an agent of torch does; `env` is what it sets for the rank.
@@ -80,7 +82,9 @@ def test_a_rank_outlives_whoever_started_it(act: str) -> None:
 
 
 def test_a_rank_that_begins_after_the_death_of_our_launcher_ends_at_once() -> None:
-    note = "import os; from tessera.core.launcher import *; announce_launcher(); print(os.environ['TESSERA_LAUNCHER'])"
+    note = (
+        "from tessera.runtime.launcher import *; import os; announce_launcher(); print(os.environ['TESSERA_LAUNCHER'])"
+    )
     dead = subprocess.run([sys.executable, "-c", note], capture_output=True, text=True, check=True).stdout
     env = {**os.environ, "TESSERA_LAUNCHER": dead}
     assert subprocess.run(rank(), env=env, capture_output=True, timeout=10, check=False).returncode == EXIT_CODE
@@ -88,7 +92,6 @@ def test_a_rank_that_begins_after_the_death_of_our_launcher_ends_at_once() -> No
 
 def test_what_a_rank_starts_does_not_know_the_launcher() -> None:
     note = json.dumps(Process.this().dump())
-    code = (
-        "import os; from tessera.core.launcher import *; watch_launcher(); assert 'TESSERA_LAUNCHER' not in os.environ"
-    )
+    code = "import os; from tessera.runtime.launcher import *; watch_launcher(); "
+    code += "assert 'TESSERA_LAUNCHER' not in os.environ"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "TESSERA_LAUNCHER": note}, check=True)

@@ -26,9 +26,9 @@ from tessera.checkpoint.legacy.pickles import Described
 from tessera.checkpoint.legacy.torch_files import StoredTensor, read_torch_file
 from tessera.checkpoint.legacy.torch_plan import plan_torch_file
 from tessera.checkpoint.planned_folder import PlannedFolder
-from tessera.core.errors import TesseraError
-from tessera.core.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
-from tessera.core.tensor_rows import TensorRows
+from tessera.errors import TesseraError
+from tessera.weights.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
+from tessera.weights.rows import TensorRows
 
 DTYPES = [
     torch.float32,

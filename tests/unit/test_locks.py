@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tessera.core.locks import alone, shared
+from tessera.runtime.locks import alone, shared
 
 ADD_ONES = """
 import sys, time
 from pathlib import Path
-from tessera.core.locks import locked
+from tessera.runtime.locks import locked
 folder = Path(sys.argv[1])
 for _ in range(20):
     with locked(folder / "lock"):

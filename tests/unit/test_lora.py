@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import tessera
-from tessera.core.adapters import is_factor
+from tessera.config.reader import read_mapping
+from tessera.config.run_config import load_config
 from tessera.core.callback import Callback
-from tessera.core.config import read_mapping
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
-from tessera.nn.lora import LoraLinear, adapters_of, without_adapters
+from tessera.errors import TesseraError
+from tessera.lora.modules import LoraLinear, adapters_of, without_adapters
+from tessera.lora.select import is_factor
 from tessera.training.run import Run, resume, train
 from tessera.training.setup import build_meta_model
 from tests.toys.callbacks import StopAt

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
-from tessera.core.adapters import Adapter
-from tessera.core.config_model import WeightBits
-from tessera.core.run_config import LoraSection, ModelSection, ParallelSection
-from tessera.core.types import Batch, Segments
+from tessera.config.model import WeightBits
+from tessera.config.run_config import LoraSection, ModelSection, ParallelSection
+from tessera.core.batch import Batch, Segments
+from tessera.lora.modules import adapted_layers, add_adapters, find_adapters, with_adapters, without_adapters
+from tessera.lora.select import Adapter
 from tessera.models import resolve
-from tessera.nn.lora import adapted_layers, add_adapters, find_adapters, with_adapters, without_adapters
 from tessera.parallel.modules import apply_compile
 from tessera.parallel.plan import make_plan
 from tests.unit.test_parallel_compile import batch_of, gradients, varied

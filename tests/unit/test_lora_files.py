@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tessera
-from tessera.checkpoint.adapter_export import save_adapters
-from tessera.checkpoint.adapter_files import FILES, open_adapters
-from tessera.checkpoint.adapter_reading import read_adapters
-from tessera.checkpoint.adapters import Factors
 from tessera.checkpoint.state import model_tensors
-from tessera.core.adapters import Adapter, factor_names
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import LoraSection, ModelSection
+from tessera.config.run_config import LoraSection, ModelSection
+from tessera.errors import TesseraError
+from tessera.lora.export import save_adapters
+from tessera.lora.factors import Factors
+from tessera.lora.files import FILES, open_adapters
+from tessera.lora.modules import find_adapters
+from tessera.lora.reading import read_adapters
+from tessera.lora.select import Adapter, factor_names
 from tessera.models import FAMILIES, families_with_layers, for_family, resolve
-from tessera.nn.lora import find_adapters
 
 EXACT = 1e-6  # relative: a product of two factors, whose scale is in one of them or beside both
 FAMILY_NAMES = [name for name in FAMILIES.names() if FAMILIES.get(name).generation is not None]

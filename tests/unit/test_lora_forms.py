@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tessera.checkpoint.adapter_export import save_adapters
-from tessera.checkpoint.adapter_reading import fill_adapters, settled
-from tessera.checkpoint.adapters import merge_adapter
 from tessera.checkpoint.state import model_tensors
-from tessera.core.adapters import Adapter, is_factor
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import LoraSection, ModelSection, load_config
-from tessera.core.types import Batch, Segments
+from tessera.config.run_config import LoraSection, ModelSection, load_config
+from tessera.core.batch import Batch, Segments
+from tessera.errors import TesseraError
+from tessera.lora.export import save_adapters
+from tessera.lora.factors import merge_adapter
+from tessera.lora.modules import LoraLinear, adapters_of, add_adapters, find_adapters, trained_whole, without_adapters
+from tessera.lora.reading import fill_adapters, settled
+from tessera.lora.select import Adapter, is_factor
 from tessera.models import resolve
-from tessera.nn.lora import LoraLinear, adapters_of, add_adapters, find_adapters, trained_whole, without_adapters
 from tessera.ops.linear import row_lengths
 from tessera.tools.convert import convert
 from tessera.training import adapter_start

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tessera
-from tessera.core.config_model import WeightBits
-from tessera.core.errors import TesseraError
-from tessera.nn.lora import QuantizedLoraLinear, adapted_layers
+from tessera.config.model import WeightBits
+from tessera.errors import TesseraError
+from tessera.lora.modules import QuantizedLoraLinear, adapted_layers
 from tessera.ops.linear import BLOCK, dequantize, packed_sizes, quantize, quantized_linear
 from tessera.training.run import resume, train
 from tests.toys.callbacks import StopAt

@@ -14,15 +14,15 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 from test_lora_peft import compare_weights, foreign, ours, weights_of
 
-from tessera.checkpoint.adapter_reading import fill_adapters, read_adapters, settled
-from tessera.checkpoint.peft import _by_pattern
 from tessera.checkpoint.state import model_tensors
-from tessera.core.errors import TesseraError
-from tessera.core.pattern import first_matches
-from tessera.core.run_config import LoraSection, ModelSection
-from tessera.core.weightmap import WeightMap
+from tessera.config.pattern import first_matches
+from tessera.config.run_config import LoraSection, ModelSection
+from tessera.errors import TesseraError
+from tessera.lora.modules import adapters_of
+from tessera.lora.peft import _by_pattern
+from tessera.lora.reading import fill_adapters, read_adapters, settled
 from tessera.models import resolve
-from tessera.nn.lora import adapters_of
+from tessera.weights.map import WeightMap
 
 PATTERNS = [
     "q_proj",

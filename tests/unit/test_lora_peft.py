@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from vision_language import Pair
 
 import tessera
-from tessera.checkpoint.adapter_export import save_adapters
-from tessera.checkpoint.adapter_reading import fill_adapters, read_adapters, settled
-from tessera.checkpoint.adapters import merge_adapter
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors
-from tessera.checkpoint.weight_source import fill_from
-from tessera.core.adapters import is_factor
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import LoraSection, ModelSection
-from tessera.core.weightmap import WeightMap
+from tessera.config.run_config import LoraSection, ModelSection
 from tessera.data.tokenizer import train_tokenizer
+from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
+from tessera.inference.weight_source import fill_from
+from tessera.lora.export import save_adapters
+from tessera.lora.factors import merge_adapter
+from tessera.lora.modules import adapters_of, add_adapters, find_adapters, without_adapters
+from tessera.lora.reading import fill_adapters, read_adapters, settled
+from tessera.lora.select import is_factor
 from tessera.models import FAMILIES, resolve
-from tessera.nn.lora import adapters_of, add_adapters, find_adapters, without_adapters
+from tessera.weights.map import WeightMap
 from tests.toys.chat_set import SPECIAL
 
 TOLERANCE = 1e-5

@@ -16,22 +16,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tessera_compat.megatron import dist_checkpointing, parallel_state
+from tessera_compat.megatron.config import HINTS, REFUSED, REFUSED_BEGINNINGS, TransformerConfig, layer_counts
+from tessera_compat.megatron.datasets import GPTDatasetConfig, MockGPTDataset, _NullTokenizer
+from tessera_compat.megatron.distributed import DistributedDataParallelConfig
+from tessera_compat.megatron.gpt_model import GPTModel, get_gpt_layer_local_spec
+from tessera_compat.megatron.mappings import vocab_parallel_cross_entropy
+from tessera_compat.megatron.random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from tessera_compat.megatron.schedules import Pass, interleaved, one_forward_one_backward
+from tessera_compat.megatron.sharding import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from tessera_compat.mindspeed_mm.classes import ModelHub
+from tessera_compat.mindspeed_mm.migrate import lay_out
+from tessera_compat.served import ROOTS, SERVED, packages, serving, source_parts
 
 from tessera.cli.main import main
-from tessera.compat import run, state
-from tessera.compat.megatron import dist_checkpointing, parallel_state
-from tessera.compat.megatron.config import HINTS, REFUSED, REFUSED_BEGINNINGS, TransformerConfig, layer_counts
-from tessera.compat.megatron.datasets import GPTDatasetConfig, MockGPTDataset, _NullTokenizer
-from tessera.compat.megatron.distributed import DistributedDataParallelConfig
-from tessera.compat.megatron.gpt_model import GPTModel, get_gpt_layer_local_spec
-from tessera.compat.megatron.mappings import vocab_parallel_cross_entropy
-from tessera.compat.megatron.random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from tessera.compat.megatron.schedules import Pass, interleaved, one_forward_one_backward
-from tessera.compat.megatron.sharding import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from tessera.compat.mindspeed_mm.classes import ModelHub
-from tessera.compat.mindspeed_mm.migrate import lay_out
-from tessera.compat.served import ROOTS, SERVED, packages, serving, source_parts
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
+from tessera_compat import run, state
 from tests.close import assert_as_close
 
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tessera.core import log
+from tessera.runtime import log
 from tessera.training.console import WIDTH, clock, mean_of, plain, step_fields, styled
 
 ROW: dict[str, Any] = {

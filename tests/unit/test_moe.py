@@ -16,13 +16,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 
 from tessera.checkpoint.state import model_tensors
-from tessera.core.errors import TesseraError
-from tessera.core.rng import generator
-from tessera.core.types import IGNORE, Batch, LanguageOutput, Segments
+from tessera.core.batch import IGNORE, Batch, LanguageOutput, Segments
+from tessera.errors import TesseraError
 from tessera.models import FAMILIES
 from tessera.nn.causal_lm import LanguageModel
 from tessera.nn.moe import Balance, MoE, MoEShape, RowIds, TokenRows, balance_loss
 from tessera.ops.moe import ExpertOrder, collect_rows, expert_mlp, grouped_linear, spread_rows, weigh_choices
+from tessera.runtime.rng import generator
 from tessera.tasks.language import LanguageTask
 from tests.task_parts import sum_and_count
 from tests.toys import token_rows

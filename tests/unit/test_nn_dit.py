@@ -7,7 +7,7 @@ import torch
 from diffusers.models.embeddings import get_1d_rotary_pos_embed, get_timestep_embedding
 from torch import nn
 
-from tessera.core.types import Batch
+from tessera.core.batch import Batch
 from tessera.nn.dit import (
     FeatureRMSNorm,
     Modulation,

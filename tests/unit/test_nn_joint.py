@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tessera.checkpoint.adapter_reading import read_adapters
-from tessera.checkpoint.adapters import Factors, join_to_native, to_foreign
-from tessera.core.adapters import Adapter
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection
-from tessera.core.types import Batch, Segments
-from tessera.core.weightmap import ColumnsByHead, Rule, WeightMap
+from tessera.config.run_config import ModelSection
+from tessera.core.batch import Batch, Segments
+from tessera.errors import TesseraError
+from tessera.lora.factors import Factors, join_to_native, to_foreign
+from tessera.lora.reading import read_adapters
+from tessera.lora.select import Adapter
 from tessera.models import resolve
 from tessera.nn.joint_attention import JointShape, segments_by_kind
 from tessera.nn.joint_transformer import JointTransformer, TransformerShape
+from tessera.weights.map import ColumnsByHead, Rule, WeightMap
 from tests.close import rounding
 
 BLOCK = JointShape(hidden=16, heads=2, intermediate=32)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.core import dist
-from tessera.core.pattern import matches
-from tessera.core.run_config import load_config
+from tessera.config.pattern import matches
+from tessera.config.run_config import load_config
 from tessera.models import FAMILIES
 from tessera.parallel.apply import build_engine, materialize, parallelize_on_meta
 from tessera.parallel.mesh import Mesh
+from tessera.runtime import distributed as dist
 from tessera.tools.dry_run import example_batch
 from tessera.training.setup import build_meta_model
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tessera.core.device import supports
-from tessera.core.errors import TesseraError
-from tessera.core.types import Segments
+from tessera.core.batch import Segments
+from tessera.errors import TesseraError
 from tessera.ops import attention, first_segment
 from tessera.ops import fused_attention as fused
 from tessera.ops.attention import cached_attention, packed_attention
 from tessera.ops.fused_attention import fused_attention
 from tessera.ops.registry import AUTO
+from tessera.runtime.device import supports
 from tests.close import assert_as_close
 
 # Equal pieces; similar ones (padded); one long among many short (looped); an empty one at the end and in the middle.

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import Segments
+from tessera.core.batch import Segments
+from tessera.errors import TesseraError
 from tessera.ops.attention import _attend_explicitly, _packed_eager, packed_attention
 from tessera.ops.block_attention import block_attention, block_attention_backward, join
 from tests.close import distance, rounding

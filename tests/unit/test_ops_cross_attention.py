@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera.core.types import Segments
+from tessera.core.batch import Segments
 from tessera.ops import cross_attention, first_segment
 from tessera.ops.cross_attention import packed_cross_attention
 from tests.close import assert_as_close

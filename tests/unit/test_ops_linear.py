@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.core import device as devices
 from tessera.nn.vit import VisionMLP, VisionShape
 from tessera.ops.linear import accumulate_matmul, tensor_core_padding
+from tessera.runtime import device as devices
 
 
 def mlp(gated: bool, bias: bool) -> VisionMLP:

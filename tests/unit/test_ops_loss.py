@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera.core.types import IGNORE
+from tessera.core.batch import IGNORE
 from tessera.ops.loss import linear_cross_entropy
 
 COMPILED = pytest.param("compiled", marks=pytest.mark.slow)  # to compile takes half a minute

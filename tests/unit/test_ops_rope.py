@@ -9,9 +9,9 @@ import torch
 from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tessera.models import FAMILIES
-from tessera.models.common.text import text_shape
+from tessera.models.text.decoder import text_shape
 
 KINDS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 2.5},

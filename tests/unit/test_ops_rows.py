@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.core.types import IGNORE, trained_positions
+from tessera.core.batch import IGNORE, trained_positions
 from tessera.ops.loss import in_chunks, take_rows
 
 

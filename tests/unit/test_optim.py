@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.core.errors import TesseraError
-from tessera.core.gradients import scale_gradients
-from tessera.core.run_config import OptimSection, ScheduleSection
+from tessera.config.run_config import OptimSection, ScheduleSection
+from tessera.errors import TesseraError
 from tessera.optim.adamw import AdamW
 from tessera.optim.optimizer import (
     build_optimizer,
@@ -19,6 +18,7 @@ from tessera.optim.optimizer import (
     set_learning_rate,
     total_norm,
 )
+from tessera.runtime.gradients import scale_gradients
 
 
 def net() -> nn.Module:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from tessera.api import plan
-from tessera.core.errors import TesseraError
-from tessera.core.modules import StackedExperts
-from tessera.core.run_config import OptimSection, ScheduleSection, load_config
+from tessera.config.run_config import OptimSection, ScheduleSection, load_config
+from tessera.errors import TesseraError
 from tessera.optim.adafactor import Adafactor, adafactor_bytes
 from tessera.optim.lion import Lion
 from tessera.optim.muon import Muon, matrices_of, orthogonalize
 from tessera.optim.optimizer import build_optimizer, clip_gradients, lr_factor, parameter_groups
+from tessera.runtime.modules import StackedExperts
 from tests.close import assert_as_close
 
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ import torch
 import yaml
 
 import tessera
-from tessera.core import device as devices
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
+from tessera.errors import TesseraError
+from tessera.runtime import device as devices
 from tessera.training.out_of_memory import MemoryAdvice
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.greedy_task import SAID, GreedyTask

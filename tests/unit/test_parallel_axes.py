@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ParallelSection
-from tessera.core.types import ModelPlan, Stream
+from tessera.config.run_config import ParallelSection
+from tessera.core.model_plan import ModelPlan, Stream
+from tessera.errors import TesseraError
 from tessera.parallel.mesh import DATA, FSDP, LOSS, TENSOR, Axes, make_axes
 
 

@@ -10,17 +10,18 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
 
-from tessera.core.dist import fake_world
-from tessera.core.errors import TesseraError
-from tessera.core.modules import clean_name
-from tessera.core.run_config import ModelSection, ParallelSection
-from tessera.core.types import Batch, ModelPlan, Segments
+from tessera.config.run_config import ModelSection, ParallelSection
+from tessera.core.batch import Batch, Segments
+from tessera.core.model_plan import ModelPlan
+from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.ops.loss import linear_cross_entropy
 from tessera.parallel.apply import parallelize_on_meta
 from tessera.parallel.mesh import Mesh
 from tessera.parallel.modules import apply_compile
 from tessera.parallel.plan import make_plan
+from tessera.runtime.distributed import fake_world
+from tessera.runtime.modules import clean_name
 from tests.toys.own_models import TwoEncoders
 
 TOKENS = 96

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.modules import AttentionCore
-from tessera.core.run_config import ParallelSection
-from tessera.core.types import Batch, ModelPlan, Segments, Stream
+from tessera.config.run_config import ParallelSection
+from tessera.core.batch import Batch, Segments
+from tessera.core.model_plan import ModelPlan, Stream
 from tessera.data.workers import messages
-from tessera.models.common.text import TEXT_STREAM
+from tessera.errors import TesseraError
+from tessera.models.text.decoder import TEXT_STREAM
 from tessera.parallel.context_attention import Ring, RingSchedule, own_segments, shard_heads
 from tessera.parallel.context_parallel import ContextPlan, plan_context
 from tessera.parallel.mesh import make_axes
@@ -27,6 +27,7 @@ from tessera.parallel.sequence_sharding import (
     assign_sequences,
     shard_batch,
 )
+from tessera.runtime.modules import AttentionCore
 
 SPLITS = [
     SequenceSharding(1, 1),

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ParallelSection
-from tessera.core.types import ModelPlan
+from tessera.config.run_config import ParallelSection
+from tessera.core.model_plan import ModelPlan
+from tessera.errors import TesseraError
 from tessera.models import FAMILIES
 from tessera.parallel.experts import plan_experts
 from tessera.parallel.mesh import make_axes

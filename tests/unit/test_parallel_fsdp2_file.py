@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tessera.core.config import dump_yaml, read_mapping
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
+from tessera.config.reader import dump_yaml, read_mapping
+from tessera.config.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
+from tessera.errors import TesseraError
 from tessera.models import build_on_meta, resolve
 from tessera.parallel.plan import Plan, make_plan
 

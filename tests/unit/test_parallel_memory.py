@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tessera.core import dist
-from tessera.core.modules import clean_name
-from tessera.core.run_config import ParallelSection, PrecisionSection
-from tessera.core.types import ModelPlan
+from tessera.config.run_config import ParallelSection, PrecisionSection
+from tessera.core.model_plan import ModelPlan
 from tessera.optim.optimizer import total_norm
 from tessera.parallel.activations import apply_activation_offload, apply_recompute
 from tessera.parallel.apply import parallelize
 from tessera.parallel.fsdp import prefetch_modules
 from tessera.parallel.mesh import Mesh
 from tessera.parallel.plan import DEFAULT_PRECISION, Plan, Recompute, make_plan
+from tessera.runtime import distributed as dist
+from tessera.runtime.modules import clean_name
 
 CPU = torch.device("cpu")
 

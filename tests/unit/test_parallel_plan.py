@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ParallelSection
-from tessera.core.types import ModelPlan
+from tessera.config.run_config import ParallelSection
+from tessera.core.model_plan import ModelPlan
+from tessera.errors import TesseraError
 from tessera.parallel.memory_estimate import shard_dimension
 from tessera.parallel.plan import Plan, make_plan
 

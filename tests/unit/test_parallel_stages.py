@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ModelSection, ParallelSection
-from tessera.core.types import ModelPlan, PipelineUnit, StageActivation
+from tessera.config.run_config import ModelSection, ParallelSection
+from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation
+from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.parallel.mesh import make_axes
 from tessera.parallel.pipeline_plan import PipelinePlan, plan_pipeline

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ParallelSection
-from tessera.core.types import IGNORE, ModelPlan, TensorStyle
+from tessera.config.run_config import ParallelSection
+from tessera.core.batch import IGNORE
+from tessera.core.model_plan import ModelPlan, TensorStyle
+from tessera.errors import TesseraError
 from tessera.ops.loss import linear_cross_entropy
 from tessera.ops.vocab import TENSOR_AXES, vocab_embedding, vocab_logits, vocab_part
 from tessera.parallel.mesh import TENSOR, TP, TP_OUTER

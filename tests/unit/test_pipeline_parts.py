@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.core.errors import TesseraError
-from tessera.core.generation import TextForm
 from tessera.core.task import FrozenModule
-from tessera.models.common.pipeline_parts import (
+from tessera.diffusion.forms import TextForm
+from tessera.diffusion.pipeline_parts import (
     VAES,
     Autoencoder,
     PipelineFolder,
@@ -23,6 +22,7 @@ from tessera.models.common.pipeline_parts import (
     VaeForm,
     joined,
 )
+from tessera.errors import TesseraError
 from tessera.parallel.frozen import frozen_bytes
 from tessera.parallel.mesh import Axes
 from tests.toys.pipeline_folder import TEXT_SIZE, VAE_CONFIG, VOCABULARY, write_pipeline_folder

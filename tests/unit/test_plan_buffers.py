@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 import tessera
 from tessera.cli.main import app
-from tessera.core import dist
-from tessera.core.modules import local_shard
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
 from tessera.ops.linear import packed_sizes
 from tessera.parallel.apply import parallelize
 from tessera.parallel.mesh import PP, Mesh
+from tessera.runtime import distributed as dist
+from tessera.runtime.modules import local_shard
 from tessera.training.setup import build_meta_model
 
 CPU = torch.device("cpu")

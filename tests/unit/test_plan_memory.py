@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from bench.plan_memory import real_step, recipe
-from tessera.core import device as devices
-from tessera.core import dist
-from tessera.core.torch_internals import fake_tensor_mode
 from tessera.ops.fused_attention import backward_workspace
 from tessera.ops.linear import accumulate_matmul
 from tessera.ops.pointwise import rms_norm
 from tessera.parallel.live_memory import LiveMemory
+from tessera.runtime import device as devices
+from tessera.runtime import distributed as dist
+from tessera.runtime.torch_internals import fake_tensor_mode
 from tessera.tools.dry_run import run_role
 
 ADAPTERS = {"model.lora": {"rank": 4}}

@@ -12,11 +12,11 @@ import pytest
 
 import tessera
 from tessera.cli.main import main
-from tessera.core.config import _section_at, keys_of, parse_overrides
-from tessera.core.errors import TesseraError
-from tessera.core.pattern import matches
-from tessera.core.recipe_patterns import patterns_of
-from tessera.core.run_config import RunConfig, load_config
+from tessera.config.pattern import matches
+from tessera.config.reader import _section_at, keys_of, parse_overrides
+from tessera.config.recipe_patterns import patterns_of
+from tessera.config.run_config import RunConfig, load_config
+from tessera.errors import TesseraError
 from tessera.parallel.plan_text import modules_text
 from tessera.training.setup import build_meta_model
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import tessera
+from tessera.config.run_config import LossScaleSection, PrecisionSection, load_config
 from tessera.core.callback import Callback
-from tessera.core.gradients import LossScale
-from tessera.core.run_config import LossScaleSection, PrecisionSection, load_config
+from tessera.runtime.gradients import LossScale
 from tessera.training.setup import build_meta_model
 from tests.dist.layouts import videos_recipe
 from tests.toys.callbacks import StopAt

@@ -13,15 +13,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tessera.api import plan
+from tessera.config.run_config import LoraSection, RecordFormat, SourceSection, load_config
+from tessera.core.batch import IGNORE, Batch
 from tessera.core.callback import Callback
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import LoraSection, RecordFormat, SourceSection, load_config
-from tessera.core.types import IGNORE, Batch, Sample
+from tessera.core.sample import Sample
 from tessera.data.sources.columns import column_map
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.formats import parse
 from tessera.data.sources.source import open_source
-from tessera.nn.lora import add_adapters, find_adapters, without_adapters
+from tessera.errors import TesseraError
+from tessera.lora.modules import add_adapters, find_adapters, without_adapters
 from tessera.ops.loss import token_log_probs
 from tessera.parallel.engine import SimpleEngine
 from tessera.tasks.dpo import DpoTask

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
+from tessera.core.batch import IGNORE, Batch
 from tessera.core.task import Task
-from tessera.core.types import IGNORE, Batch
 from tessera.data.kinds.unpaired_preference import RatedAnswer, with_answer_of
 from tessera.data.sources.columns import column_map
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.formats import parse
-from tessera.nn.lora import without_adapters
+from tessera.errors import TesseraError
+from tessera.lora.modules import without_adapters
 from tessera.parallel.engine import SimpleEngine
 from tessera.tasks.kto import KtoTask
 from tessera.tasks.orpo import OrpoTask

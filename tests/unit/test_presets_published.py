@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
 from tessera.models import FAMILIES, resolve
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "presets.md"

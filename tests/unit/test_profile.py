@@ -17,9 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import tessera
+from tessera.config.run_config import load_config
 from tessera.core.callback import Callback, StepResult
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
+from tessera.errors import TesseraError
 from tessera.observe.profile import account as kinds
 from tessera.observe.profile import memory
 from tessera.observe.profile.account import Account, Owned, WorkOwner, WorkTime, add_up, find_owners, make_account

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tessera.core import progress
-from tessera.core.progress import WorkProgress
+from tessera.runtime import progress
+from tessera.runtime.progress import WorkProgress
 
 
 class Clock:

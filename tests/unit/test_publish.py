@@ -9,7 +9,7 @@ import pytest
 
 from tessera.checkpoint.files import no_fault
 from tessera.checkpoint.publish import MARK, begin, made_from, publish, show
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 
 def write(content: str) -> object:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from test_hub import hub
 
 from tessera.cli.main import main
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tessera.tools.push import push
 from tests.toys.hub_server import HubServer
 from tests.toys.modelscope_server import ModelScopeServer, modelscope_server

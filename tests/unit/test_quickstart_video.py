@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "quickstart-video"
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from tessera.config.reader import build
+from tessera.config.run_config import DataSection, SourceSection
+from tessera.core.batch import Batch
 from tessera.core.callback import StepResult
-from tessera.core.config import build
-from tessera.core.errors import TesseraError
-from tessera.core.files import read_jsonl
-from tessera.core.run_config import DataSection, SourceSection
-from tessera.core.types import Batch
 from tessera.data.bad_share import check_measured, check_read
+from tessera.errors import TesseraError
+from tessera.runtime.files import read_jsonl
 from tessera.training.records import Quarantine
 
 

@@ -23,10 +23,8 @@ import pytest
 import torch
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.files import write_jsonl
-from tessera.core.process import Process
-from tessera.core.types import Batch
+from tessera.core.batch import Batch
+from tessera.errors import TesseraError
 from tessera.observe.report.boxes import find_boxes
 from tessera.observe.report.charts import charts_of
 from tessera.observe.report.history import History, read_sessions
@@ -35,6 +33,8 @@ from tessera.observe.report.page import write_report
 from tessera.observe.report.recorded import read_run
 from tessera.observe.report.sampling import sample_metrics
 from tessera.observe.report.watch import ReportServer
+from tessera.runtime.files import write_jsonl
+from tessera.runtime.process import Process
 from tests.toys.recorded_run import write_recorded_run
 from tests.unit.test_html import Tags
 

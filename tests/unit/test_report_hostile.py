@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tessera.core.files import read_jsonl, write_jsonl
 from tessera.data.answer_images import with_copies
 from tessera.observe.report.page import write_report
 from tessera.observe.report.watch import ReportServer
+from tessera.runtime.files import read_jsonl, write_jsonl
 
 
 def write_run(folder: Path, *rows: dict[str, Any]) -> Path:

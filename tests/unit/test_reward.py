@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
-from tessera.core.types import Batch
+from tessera.config.run_config import load_config
+from tessera.core.batch import Batch
 from tessera.data.tokenizer import train_tokenizer
-from tessera.models.common.reward import as_classifier, is_classifier
+from tessera.errors import TesseraError
+from tessera.models.text.reward import as_classifier, is_classifier
 from tessera.parallel.engine import SimpleEngine
 from tessera.tasks.reward import RewardTask
 from tessera.training.build import build_processor, build_rows

@@ -10,7 +10,7 @@ import pytest
 
 import tessera
 from tessera.core.callback import Callback
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tessera.training.run_folder import RunFolder
 from tests.toys.chat_set import chat_recipe, write_chat_set
 

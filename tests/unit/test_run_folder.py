@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 import tessera
-from tessera.checkpoint.weight_source import find_file, run_exists
+from tessera.config.run_config import CheckpointSection, load_config
+from tessera.config.saved_recipe import in_keys_of_today
 from tessera.core.callback import Callback
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import CheckpointSection, load_config
-from tessera.core.saved_recipe import in_keys_of_today
+from tessera.errors import TesseraError
+from tessera.inference.weight_source import find_file, run_exists
 from tessera.training.lock import OWNER
 from tessera.training.run import resume_config
 from tessera.training.run_folder import RunFolder, check_fresh, describe_saving

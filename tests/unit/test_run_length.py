@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import tessera
+from tessera.config.run_config import load_config
+from tessera.config.run_length import Interval, RunLength, parse_interval
 from tessera.core.callback import Callback
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
-from tessera.core.run_length import Interval, RunLength, parse_interval
+from tessera.errors import TesseraError
 from tessera.training.setup import build_meta_model, check_rows
 from tests.toys.chat_set import chat_recipe, write_chat_set
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera.core.errors import TesseraError
-from tessera.core.process import Process
+from tessera.errors import TesseraError
+from tessera.runtime.process import Process
 from tessera.training import lock as locks
 from tessera.training.lock import LOCK, OWNER, FolderLock, FolderOwner, wait_for_owner
 

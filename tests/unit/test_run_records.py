@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import tessera
+from tessera.core.batch import Batch
 from tessera.core.callback import Callback, StepResult
-from tessera.core.files import JsonLines, last_step, read_jsonl, rows_from_end, truncate_after
-from tessera.core.types import Batch
+from tessera.runtime.files import JsonLines, last_step, read_jsonl, rows_from_end, truncate_after
 from tessera.training.records import Ledger, Quarantine, read_ledger, read_masked
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -88,7 +88,7 @@ def test_only_the_end_of_a_long_record_is_read(tmp_path: Path, monkeypatch: pyte
         parsed += 1
         return json.loads(line)
 
-    monkeypatch.setattr("tessera.core.files.parse_row", count)
+    monkeypatch.setattr("tessera.runtime.files.parse_row", count)
     truncate_after(path, 19990)
     assert parsed == 11
     assert last_step(path) == 19990

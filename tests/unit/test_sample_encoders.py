@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.core.errors import TesseraError
-from tessera.core.generation import GenerationForm, TextForm
-from tessera.core.run_config import load_config
+from tessera.config.run_config import load_config
+from tessera.core.batch import Batch, Segments
 from tessera.core.task import FrozenModule
-from tessera.core.types import Batch, Segments
-from tessera.models.common.pipeline_parts import PipelineFolder
-from tessera.models.common.sample_encoders import Given, given_channels, patchify
-from tessera.tasks.diffusion import DiffusionTask
+from tessera.diffusion.forms import GenerationForm, TextForm
+from tessera.diffusion.objectives.diffusion import DiffusionTask
+from tessera.diffusion.pipeline_parts import PipelineFolder
+from tessera.diffusion.sample_encoders import Given, given_channels, patchify
+from tessera.errors import TesseraError
 from tests.toys.pipeline_folder import write_pipeline_folder
 from tests.unit.test_task_diffusion import spec_of
 

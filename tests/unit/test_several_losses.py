@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import tessera
+from tessera.core.batch import Batch
 from tessera.core.callback import AsyncScalars, Callback
-from tessera.core.errors import TesseraError
 from tessera.core.task import Counts, Losses, LossTerm, LossTotals, Metric, SumSpec, Task
-from tessera.core.types import Batch
+from tessera.errors import TesseraError
 from tessera.parallel.engine import SimpleEngine
 from tests.close import assert_as_close
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.core import device as devices
 from tessera.core.callback import Callback, StepResult
+from tessera.runtime import device as devices
 from tessera.training.run import train
 from tests.toys.chat_set import chat_recipe, write_chat_set
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.core.errors import TesseraError
-from tessera.inference.diffusion.guidance import Guidance
-from tessera.inference.diffusion.solver import EULER, FlowEuler, make_solver, scheduler_config, with_shift, with_solver
+from tessera.diffusion.sampling.guidance import Guidance
+from tessera.diffusion.sampling.solver import EULER, FlowEuler, make_solver, scheduler_config, with_shift, with_solver
+from tessera.errors import TesseraError
 
 TOKENS = 300
 DYNAMIC = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15}

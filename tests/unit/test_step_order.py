@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.run_length import RunLength
+from tessera.config.run_length import RunLength
 from tessera.data.order.order import PackingConfig, Samples
 from tessera.data.order.step_order import StepOrder, StepSize, step_order
+from tessera.errors import TesseraError
 from tessera.training.records import read_ledger
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set

@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tessera.core.config import build
-from tessera.core.errors import TesseraError
-from tessera.core.generation import GenerationForm, TextForm
-from tessera.core.types import Batch, Component, ModelPlan, ModelSpec, Prediction, Segments, Stream
-from tessera.models.common.noise_levels import Betas, NoiseLevels, ShiftByTokens, TimeOptions
+from tessera.config.reader import build
+from tessera.core.batch import Batch, Prediction, Segments
+from tessera.core.model_plan import ModelPlan, Stream
+from tessera.core.spec import Component, ModelSpec
+from tessera.diffusion.forms import GenerationForm, TextForm
+from tessera.diffusion.noise_levels import Betas, NoiseLevels, ShiftByTokens, TimeOptions
+from tessera.diffusion.objectives.diffusion import DiffusionTask
+from tessera.errors import TesseraError
 from tessera.parallel.engine import SimpleEngine
 from tessera.parallel.sequence_sharding import BatchSharding, SequenceSharding, shard_batch
-from tessera.tasks.diffusion import DiffusionTask
 
 CROSS = GenerationForm(channels=3, patch=(1, 2, 1), text=(TextForm(length=4),))
 JOINT = replace(CROSS, joint=True)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import load_config
-from tessera.core.types import EMBEDDING_NOISE, IGNORE, Batch, LanguageOutput, Segments, trained_positions
+from tessera.config.run_config import load_config
+from tessera.core.batch import EMBEDDING_NOISE, IGNORE, Batch, LanguageOutput, Segments, trained_positions
+from tessera.errors import TesseraError
 from tessera.tasks.answers import answer_log_probs
 from tessera.tasks.language import LanguageTask, embedding_noise
 from tessera.training.setup import build_meta_model

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.core import tensor_rows
-from tessera.core.crc32 import crc32
-from tessera.core.libc import begin_write_back, same_bytes
-from tessera.core.tensor_rows import Columns, TensorRows
-from tessera.core.weightmap import (
+from tessera.runtime.crc32 import crc32
+from tessera.runtime.libc import begin_write_back, same_bytes
+from tessera.weights import rows as tensor_rows
+from tessera.weights.map import (
     Concat,
     GroupedRows,
     Identity,
@@ -24,6 +23,7 @@ from tessera.core.weightmap import (
     foreign_rows,
     native_rows,
 )
+from tessera.weights.rows import Columns, TensorRows
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 1 << 20])

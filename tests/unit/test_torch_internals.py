@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tessera.core import torch_internals as internals
-from tessera.core.dist import fake_world
-from tessera.core.modules import whole_tensor
+from tessera.runtime import torch_internals as internals
+from tessera.runtime.distributed import fake_world
+from tessera.runtime.modules import whole_tensor
 
 
 def test_the_stores_of_process_groups() -> None:

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from tessera.config.run_config import RunConfig, TrackerSection, load_config
+from tessera.config.trust import named_code
 from tessera.core.callback import Callback
-from tessera.core.errors import TesseraError
-from tessera.core.files import read_metrics
-from tessera.core.run_config import RunConfig, TrackerSection, load_config
-from tessera.core.trust import named_code
+from tessera.errors import TesseraError
+from tessera.runtime.files import read_metrics
 from tessera.training import trackers
 from tessera.training.callbacks import named_callbacks
 from tessera.training.run import resume, train
@@ -317,7 +317,7 @@ def test_callbacks_are_named_in_a_recipe_with_options() -> None:
         ("tests.toys.callbacks:StopAtt", "is not there"),
         ("no_such_package.callbacks:X", "cannot import"),
         ("json", "not an import path"),
-        ("tessera.core.errors:TesseraError", "cannot make a callback"),
+        ("tessera.errors:TesseraError", "cannot make a callback"),
         ({"name": "tests.toys.callbacks:StopAt", "options": {"stepp": 1}}, "cannot be made"),
     ],
 )

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import tessera
-from tessera.core.config import dump_yaml
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import DataSection, load_config
-from tessera.core.trust import RUN_ID, STATE_VARIABLE, named_code
+from tessera.config.reader import dump_yaml
+from tessera.config.run_config import DataSection, load_config
+from tessera.config.trust import RUN_ID, STATE_VARIABLE, named_code
 from tessera.data.kinds import KINDS, RowRequest
+from tessera.errors import TesseraError
 from tessera.models import FAMILIES, resolve
-from tessera.models.common.foreign import import_class
+from tessera.models.foreign import import_class
 from tessera.tasks import TASKS
 
 TOYS = "tests.toys.own_data"
@@ -77,8 +77,8 @@ def rows(**options: Any) -> Any:
         "torch.hub:load",
         "torch.utils.cpp_extension:load",
         "numpy:load",
-        "tessera.core.config:read_mapping",
-        "tessera.core.process:os.system",
+        "tessera.config.reader:read_mapping",
+        "tessera.runtime.process:os.system",
     ],
 )
 def test_what_is_no_data_set_and_no_maker_of_one_is_refused_before_it_is_called(path: str) -> None:
@@ -324,7 +324,7 @@ def test_a_run_without_code_of_its_own_leaves_no_note(tmp_path: Path, state: Pat
     plain = load_config({"model": {"family": "qwen2_vl"}, "train": {"steps": 1, "task": "language"}})
     assert named_code(plain) == {}
     assert named_code(load_config({"model": {"family": "tessera.models.qwen3"}, "train": {"steps": 1}})) == {}
-    led_out = {"kind": "custom", "options": {"dataset": "tessera.core.process:os.system"}}
+    led_out = {"kind": "custom", "options": {"dataset": "tessera.runtime.process:os.system"}}
     assert named_code(load_config({"model": {"family": "qwen3"}, "train": {"steps": 1}, "data": led_out}))
 
 

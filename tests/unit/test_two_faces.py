@@ -15,7 +15,7 @@ from PIL import Image
 
 import tessera
 from tessera.cli.main import app, main
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 

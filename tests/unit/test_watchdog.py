@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.core.dist import OutOfStep, is_peer_error, wait_for
-from tessera.core.process import Process
-from tessera.core.run_config import ParallelSection
+from tessera.config.run_config import ParallelSection
 from tessera.observe.watchdog.diagnosis import (
     AT_WORK,
     COMPILING,
@@ -31,6 +29,8 @@ from tessera.observe.watchdog.diagnosis import (
     is_compiling,
 )
 from tessera.observe.watchdog.watchdog import Watchdog
+from tessera.runtime.distributed import OutOfStep, is_peer_error, wait_for
+from tessera.runtime.process import Process
 
 TIMEOUTS = Timeouts(silence_s=15, stall_s=60, timeout_s=600)
 MODEL = Heartbeat(0, 9, 4, "running the model", "forward of a.1", 0.0, "", "h", UNEXPLAINED)

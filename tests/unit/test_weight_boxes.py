@@ -20,9 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tessera.checkpoint import hf
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.weights import TensorSource, fill
-from tessera.core.megatron_form import EvenSplit
-from tessera.core.tensor_rows import TensorRows
-from tessera.core.weightmap import (
+from tessera.weights.map import (
     ByBox,
     Concat,
     GroupByHead,
@@ -39,6 +37,8 @@ from tessera.core.weightmap import (
     can_read_boxes,
     shape_of,
 )
+from tessera.weights.megatron_form import EvenSplit
+from tessera.weights.rows import TensorRows
 
 OPERATIONS: dict[str, tuple[Operation, list[tuple[int, ...]]]] = {
     "same": (Identity(), [(6, 8)]),

@@ -12,10 +12,10 @@ import tessera
 from tessera.checkpoint.forms import StoredForm, native_shapes
 from tessera.checkpoint.job_dcp import job_tensors
 from tessera.checkpoint.state import model_tensors
-from tessera.core.errors import TesseraError
-from tessera.core.file_plan import PlannedTensor
-from tessera.core.run_config import ModelSection
+from tessera.config.run_config import ModelSection
+from tessera.errors import TesseraError
 from tessera.models import build_on_meta, resolve
+from tessera.weights.file_plan import PlannedTensor
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Name, describe
 from tessera.checkpoint.legacy.torch_files import MOST_AXES, StoredTensor, open_regular, read_torch_archive
 from tessera.checkpoint.legacy.torch_plan import ALIGNMENT, PickleWriter, plan_torch_file
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
-from tessera.core.files import check_inside
+from tessera.errors import TesseraError, first_line
+from tessera.runtime.files import check_inside
+from tessera.weights.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
 
 METADATA = ".metadata"
 MOST_CELLS = 10_000_000

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from tessera.checkpoint.legacy.torch_files import StoredTensor, read_torch_file
 from tessera.checkpoint.legacy.torch_plan import plan_torch_file
-from tessera.core.errors import TesseraError, first_line, nearest
-from tessera.core.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
-from tessera.core.files import check_inside
-from tessera.core.megatron_form import LOCAL_EXPERT, MegatronForm, PipelinePart
-from tessera.core.tensor_rows import TensorRows
+from tessera.errors import TesseraError, first_line, nearest
+from tessera.runtime.files import check_inside
+from tessera.weights.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
+from tessera.weights.megatron_form import LOCAL_EXPERT, MegatronForm, PipelinePart
+from tessera.weights.rows import TensorRows
 
 LATEST = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 # Bounds for what a file may make us hold. The tensors of a model lie outside of its pickle.
 LARGEST_PICKLE = 256 << 20

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Keys, Name, PersistentId, describe
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.file_plan import Extent, PlannedTensor, map_elements
+from tessera.errors import TesseraError, first_line
+from tessera.weights.file_plan import Extent, PlannedTensor, map_elements
 
 MOST_ENTRIES = 1_000_000
 MOST_AXES = 64

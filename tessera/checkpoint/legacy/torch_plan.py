@@ -15,8 +15,8 @@ from typing import Any
 
 from tessera.checkpoint.legacy.pickles import Described, Name, PersistentId
 from tessera.checkpoint.legacy.torch_files import ORDERED, REBUILD, STORAGES
-from tessera.core.errors import TesseraError
-from tessera.core.file_plan import PlannedTensor
+from tessera.errors import TesseraError
+from tessera.weights.file_plan import PlannedTensor
 
 ALIGNMENT = 64
 _FOLDER = "archive"

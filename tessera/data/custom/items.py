@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.registry import Maker, check_arguments, check_callable, import_object
-from tessera.core.run_config import DataSection
-from tessera.core.types import Batch, Encoded, Processor, Sample
+from tessera.config.registry import Maker, check_arguments, check_callable, import_object
+from tessera.config.run_config import DataSection
+from tessera.core.batch import Batch
+from tessera.core.sample import Encoded, Sample
+from tessera.core.spec import Processor
 from tessera.data.media.files import limits_of
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.data.order.packed_rows import COUNTS, hole
 from tessera.data.sources.container import RecordError, bad_sample_error, reason_of
 from tessera.data.sources.formats import RecordSchema, parse
 from tessera.data.workers.worker import time_limit
+from tessera.errors import TesseraError, first_line
 
 DATA = Maker(
     "data set or loader",
@@ -83,10 +85,10 @@ class Given(ImportedObject):
 
 
 KNOWN = (
-    "tessera.core.types.Sample",
+    "tessera.core.sample.Sample",
     "a dict in a known form (messages, conversations, instruction and output, text)",
-    "tessera.core.types.Encoded",
-    "tessera.core.types.Batch",
+    "tessera.core.sample.Encoded",
+    "tessera.core.batch.Batch",
     "a dict of tensors",
     "a tuple of tensors, with data.options.fields",
 )

@@ -21,10 +21,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.types import ENDLESS, Batch, RowSource
+from tessera.core.batch import Batch
+from tessera.core.row_source import ENDLESS, RowSource
 from tessera.data.custom.items import DrawnItem, ImportedObject, ItemBatcher
 from tessera.data.order.mixture import Shuffle, mix
+from tessera.errors import TesseraError, first_line
 
 log = logging.getLogger("tessera")
 

@@ -19,8 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import SourceSection
+from tessera.config.run_config import SourceSection
 from tessera.data.bad_share import check_measured, doctor_command
 from tessera.data.index.measure import COMMON, Measured, MeasureRows, Workers, bad_rows, measure_all
 from tessera.data.index.split import (
@@ -39,6 +38,7 @@ from tessera.data.media.read import MediaProcessor
 from tessera.data.sources.container import NothingUsable, bad_sample_error
 from tessera.data.sources.source import Source, open_source
 from tessera.data.tables import AnyTables, MemoryTables, keep_tables, open_tables
+from tessera.errors import TesseraError
 
 log = logging.getLogger("tessera")
 

@@ -22,9 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tessera.core.errors import TesseraError
-from tessera.core.process import usable_cpus
-from tessera.core.types import MediaSize, Sample
+from tessera.core.sample import MediaSize, Sample
 from tessera.data.media.files import ArchiveMember, Limits
 from tessera.data.media.read import KindTarget, probe
 from tessera.data.media.stored import StoredSample
@@ -34,6 +32,8 @@ from tessera.data.sources.source import Source
 from tessera.data.tables import AnyTables, MemoryTables, keep_tables, narrow, open_tables
 from tessera.data.workers.pool import Lost, Note, Pool
 from tessera.data.workers.worker import TooSlow, time_limit
+from tessera.errors import TesseraError
+from tessera.runtime.process import usable_cpus
 
 log = logging.getLogger("tessera")
 

@@ -14,13 +14,13 @@ from typing import Literal
 
 import numpy as np
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import PLAIN, MediaSize, Message, Part, Sample
+from tessera.core.sample import PLAIN, MediaSize, Message, Part, Sample
 from tessera.data.index.measure import MAX_BAD, BadRow, Measured, bad_rows, content_hash, id_hash
 from tessera.data.media.read import MediaProcessor
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import Source
 from tessera.data.tables import AnyTables, MemoryTables, narrow
+from tessera.errors import TesseraError
 
 Truncate = Literal["never", "turns"]
 _CUT = ("column.cut_messages", "column.cut_characters")

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tessera.core.built_ins import KIND_NAMES
-from tessera.core.registry import Maker, Registry
-from tessera.core.run_config import DataSection
-from tessera.core.types import Processor, RowSource
+from tessera.config.built_ins import KIND_NAMES
+from tessera.config.registry import Maker, Registry
+from tessera.config.run_config import DataSection
+from tessera.core.row_source import RowSource
+from tessera.core.spec import Processor
 from tessera.data.order.step_order import StepSize
 
 Work = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]

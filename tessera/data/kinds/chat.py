@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import DataSection, SourceSection
-from tessera.core.types import RowSource
+from tessera.config.run_config import DataSection, SourceSection
+from tessera.core.row_source import RowSource
 from tessera.data.index.build import build_index
 from tessera.data.index.split import SplitIndex
 from tessera.data.kinds import RowRequest, Work
@@ -22,6 +21,7 @@ from tessera.data.order.packed_rows import COUNTS, PackedRows, hole
 from tessera.data.order.step_order import StepOrder, step_order
 from tessera.data.sources.columns import ROLES
 from tessera.data.stream.build import stream_rows
+from tessera.errors import TesseraError
 
 log = logging.getLogger("tessera")
 

@@ -14,16 +14,16 @@ from typing import Any
 from pydantic import Field
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tessera.core.config import Section
-from tessera.core.config import build as build_section
-from tessera.core.errors import TesseraError
-from tessera.core.types import RowSource
+from tessera.config.reader import Section
+from tessera.config.reader import build as build_section
+from tessera.core.row_source import RowSource
 from tessera.data.custom.items import Given, ImportedObject, ItemBatcher
 from tessera.data.custom.rows import ItemRows, LoaderRows, StreamRows
 from tessera.data.kinds import RowRequest
 from tessera.data.media.read import ChatProcessor
 from tessera.data.sources.columns import check_columns
 from tessera.data.sources.formats import RecordSchema
+from tessera.errors import TesseraError
 
 
 class CustomOptions(Section):

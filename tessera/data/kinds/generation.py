@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import EncodedMedia, RowSource
+from tessera.core.row_source import RowSource
+from tessera.core.sample import EncodedMedia
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.chat import pack_rows
 from tessera.data.media.read import CaptionProcessor
@@ -19,6 +19,7 @@ from tessera.data.media.stored import StoredSample
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.features import MANIFEST, FeatureManifest, empty_caption
+from tessera.errors import TesseraError
 
 log = logging.getLogger("tessera")
 COUNTS = ("samples", "tokens", "latents", "text", "trained", "images", "frames")

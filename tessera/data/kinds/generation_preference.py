@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import Batch, EncodedMedia, MediaSize, Message, PartKind, RowSource, Sample
+from tessera.core.batch import Batch
+from tessera.core.row_source import RowSource
+from tessera.core.sample import EncodedMedia, MediaSize, Message, PartKind, Sample
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.generation import build as build_generation
 from tessera.data.media.read import CaptionProcessor, KeepsMediaWhole
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.formats import CHOSEN, REJECTED
+from tessera.errors import TesseraError
 
 
 @dataclass

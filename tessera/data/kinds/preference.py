@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import Batch, Encoded, MediaSize, Message, PartKind, RowSource, Sample
+from tessera.core.batch import Batch
+from tessera.core.row_source import RowSource
+from tessera.core.sample import Encoded, MediaSize, Message, PartKind, Sample
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.chat import build as build_chat
 from tessera.data.media.read import ChatProcessor, PadsSamples
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.formats import CHOSEN, REJECTED
+from tessera.errors import TesseraError
 
 
 @dataclass

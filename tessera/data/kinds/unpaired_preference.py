@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import IGNORE, Batch, Encoded, MediaSize, Message, RowSource, Sample
+from tessera.core.batch import IGNORE, Batch
+from tessera.core.row_source import RowSource
+from tessera.core.sample import Encoded, MediaSize, Message, Sample
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.chat import build as build_chat
 from tessera.data.kinds.preference import PairProcessor
 from tessera.data.media.read import ChatProcessor
 from tessera.data.sources.formats import CHOSEN, REJECTED
+from tessera.errors import TesseraError
 
 
 @dataclass

@@ -14,13 +14,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tessera.core.device import SideCopies
-from tessera.core.errors import TesseraError, few_names, first_line
-from tessera.core.process import usable_cpus
-from tessera.core.run_length import check_batch
-from tessera.core.types import Batch, RowSource
+from tessera.config.run_length import check_batch
+from tessera.core.batch import Batch
+from tessera.core.row_source import RowSource
 from tessera.data.order.packing import split_rows
 from tessera.data.workers.pool import Lost, Note, Pool
+from tessera.errors import TesseraError, few_names, first_line
+from tessera.runtime.device import SideCopies
+from tessera.runtime.process import usable_cpus
 
 
 class _Copying(NamedTuple):

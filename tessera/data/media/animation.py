@@ -12,12 +12,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import MediaSize
+from tessera.core.sample import MediaSize
 from tessera.data.media.files import Limits, Opened, Target, refusing
 from tessera.data.media.headers import PNG
 from tessera.data.media.images import open_image, probe_image, rgb_of
 from tessera.data.media.video_frames import Frames, VideoHeader, VideoSampling, checked_size
+from tessera.errors import TesseraError
 
 _MIN_DELAY = 0.011  # seconds: shorter frames are shown for a tenth of a second, as every browser does
 _DEFAULT_DELAY = 0.1

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import MediaSize
+from tessera.core.sample import MediaSize
 from tessera.data.media.containers import container, decoder
 from tessera.data.media.files import Limits, Opened, refusing, size_of
+from tessera.errors import TesseraError
 
 # Headers of these tell their length by guessing from the bit rate: packets are read (not decoded) and counted.
 _GUESSED = {"mp3", "aac", "amr", "amrnb", "amrwb", "ac3", "eac3"}

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from tessera.core.errors import TesseraError
 from tessera.data.media.files import Limits, Opened, reason, size_of
+from tessera.errors import TesseraError
 
 # Containers that hold their own data. Playlists, concatenations and patterns of file names are not among them.
 _DEMUXERS = (

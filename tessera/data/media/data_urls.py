@@ -5,7 +5,7 @@ from __future__ import annotations
 import binascii
 import re
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 MAX_BYTES = 256 << 20  # of one medium, decoded
 _HEAD = re.compile(

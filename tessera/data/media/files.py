@@ -14,11 +14,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.files import leads_out
-from tessera.core.run_config import DataSection
-from tessera.core.types import MediaSize
+from tessera.config.run_config import DataSection
+from tessera.core.sample import MediaSize
 from tessera.data.media.urls import UrlPolicy, fetch_image, is_url
+from tessera.errors import TesseraError, first_line
+from tessera.runtime.files import leads_out
 
 Target = Callable[[MediaSize], "tuple[int, int] | None"]  # size in the header -> (width, height) it is resized to
 _URL = re.compile(r"^(?:[A-Za-z][A-Za-z0-9+.\-]*://|data:|file:)")

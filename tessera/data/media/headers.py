@@ -15,9 +15,9 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
-from tessera.core.errors import TesseraError
 from tessera.data.media.containers import boxes
 from tessera.data.media.files import Opened, size_of
+from tessera.errors import TesseraError
 
 PNG = b"\x89PNG\r\n\x1a\n"
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"

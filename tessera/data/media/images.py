@@ -12,10 +12,10 @@ from typing import BinaryIO
 import numpy as np
 from PIL import ExifTags, Image, ImageChops, UnidentifiedImageError
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import MediaSize
+from tessera.core.sample import MediaSize
 from tessera.data.media.files import Limits, Opened, Target, byte_ranges, refusing, size_of
 from tessera.data.media.headers import PNG, Header, check_avif_streams, read_header
+from tessera.errors import TesseraError
 
 # Formats that are only pixels. Others that Pillow knows run programs (EPS) or hold documents.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")

@@ -14,14 +14,15 @@ from typing import Any, Protocol, Self, runtime_checkable
 import numpy as np
 from PIL import Image
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import LanguageProcessor, MediaSize, Part, PartKind, Processor, Sample
+from tessera.core.sample import MediaSize, Part, PartKind, Sample
+from tessera.core.spec import LanguageProcessor, Processor
 from tessera.data.media import audio, video
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits, Target, folder_of, opened, refusing
 from tessera.data.media.images import check_pixels, decode_image, probe_image, smaller, to_rgb
 from tessera.data.media.stored import StoredSample
 from tessera.data.media.video_frames import VideoSampling
+from tessera.errors import TesseraError
 
 _SOUND = AudioSampling()
 KindTarget = Callable[[PartKind, MediaSize], "tuple[int, int] | None"]  # as `ChatProcessor.target`

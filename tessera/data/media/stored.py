@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tessera.core.crc32 import crc32
-from tessera.core.errors import TesseraError
-from tessera.core.files import check_regular
+from tessera.errors import TesseraError
+from tessera.runtime.crc32 import crc32
+from tessera.runtime.files import check_regular
 
 ABOUT = "features"  # the only entry of a shard's metadata; several would be written in any order
 KEY = "key"  # in it: the hash of all that the shard depends on

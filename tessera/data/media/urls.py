@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
-from tessera.core.errors import TesseraError, first_line
+from tessera.errors import TesseraError, first_line
 
 SCHEMES = ("http://", "https://")
 _MAX_REDIRECTS = 5

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import MediaSize
+from tessera.core.sample import MediaSize
 from tessera.data.media import animation
 from tessera.data.media.containers import container, decoder, quarters
 from tessera.data.media.files import Limits, Opened, Target, refusing
 from tessera.data.media.images import decode_image, probe_image
 from tessera.data.media.video_frames import Frames, VideoHeader, VideoSampling, checked_size
+from tessera.errors import TesseraError
 
 __all__ = ["VideoSampling", "decode", "decode_folder", "probe", "probe_folder"]
 

@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import MediaSize
+from tessera.core.sample import MediaSize
 from tessera.data.media.files import Limits, Target
 from tessera.data.media.images import smaller
+from tessera.errors import TesseraError
 
 # Which frames of a video are taken, once it is known how many. Each family has the rule of the preprocessor it was
 # published with, and the timestamps follow from it:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import IGNORE, Batch, Encoded, RowSource, Sample
+from tessera.core.batch import IGNORE, Batch
+from tessera.core.row_source import RowSource
+from tessera.core.sample import Encoded, Sample
 from tessera.data.index.build import Policy
 from tessera.data.index.split import SplitIndex
 from tessera.data.media.files import Limits
@@ -22,6 +23,7 @@ from tessera.data.order.order import Order
 from tessera.data.order.step_order import StepOrder
 from tessera.data.sources.container import RecordError, bad_sample_error, reason_of
 from tessera.data.workers.worker import TooSlow, time_limit
+from tessera.errors import TesseraError
 
 COUNTS = ("samples", "tokens", "trained", "images", "frames", "patches")  # of conversations
 

@@ -15,10 +15,10 @@ from functools import cached_property
 
 import numpy as np
 
-from tessera.core.errors import TesseraError
 from tessera.data.order.mixture import Mixture, Shuffle, draws_per_set, mix, permutation, similarity_order
 from tessera.data.order.order import PackingConfig, PackingStats, Samples
 from tessera.data.order.packing import even_fit
+from tessera.errors import TesseraError
 
 _STRATUM, _TWICE, _ROW, _TIES = 0x53545241, 0x54574943, 0x53524F57, 0x5354494D  # streams of randomness
 

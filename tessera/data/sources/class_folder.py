@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tessera.core.errors import TesseraError
 from tessera.data.sources.container import Container, RawRecord, RecordError
 from tessera.data.sources.file_groups import FolderFiles, media_kind, open_files, stem_of, suffix_of, walk
+from tessera.errors import TesseraError
 
 _FEW = 20  # classes that the question lists
 _TEXT_SUFFIXES = ("txt", "caption", "json")

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
-from tessera.core.errors import TesseraError, nearest
-from tessera.core.run_config import RecordFormat
-from tessera.core.types import PartKind
+from tessera.config.run_config import RecordFormat
+from tessera.core.sample import PartKind
+from tessera.errors import TesseraError, nearest
 
 ROLES = ("system", "user", "assistant", "tool")
 MEDIA: tuple[PartKind, ...] = ("image", "video", "audio")

@@ -10,8 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tessera.core.errors import TesseraError, first_line
 from tessera.data.media.files import ArchiveMember
+from tessera.errors import TesseraError, first_line
 
 MAX_RECORD_BYTES = 64 << 20  # one record of text and paths; more than this is not a conversation
 _HASHED_END_BYTES = 64 << 10

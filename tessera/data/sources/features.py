@@ -19,10 +19,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.files import check_regular, read_json_mapping
 from tessera.data.media.stored import CHECKSUM, KEY, StoredSample, checksum, shard_about
 from tessera.data.sources.container import Container, RawRecord, RecordError
+from tessera.errors import TesseraError, first_line
+from tessera.runtime.files import check_regular, read_json_mapping
 
 log = logging.getLogger("tessera")
 MANIFEST = "features.json"

@@ -17,13 +17,13 @@ from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.types import PartKind
+from tessera.core.sample import PartKind
 from tessera.data.media.files import ArchiveMember
 from tessera.data.sources.columns import MEDIA
 from tessera.data.sources.container import MAX_RECORD_BYTES, Container, RawRecord, RecordError, file_facts
 from tessera.data.sources.text import load_object, load_text
 from tessera.data.tables import AnyTables, cached_tables
+from tessera.errors import TesseraError, first_line
 
 log = logging.getLogger("tessera")
 

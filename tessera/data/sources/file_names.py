@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
-from tessera.core.errors import TesseraError, nearest
+from tessera.errors import TesseraError, nearest
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_FILES = 1_000_000

@@ -30,8 +30,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from tessera.core.run_config import RecordFormat
-from tessera.core.types import PLAIN, Message, Part
+from tessera.config.run_config import RecordFormat
+from tessera.core.sample import PLAIN, Message, Part
 from tessera.data.media.stored import StoredSample
 from tessera.data.sources.columns import FORMATS, MEDIA, ColumnMap, column_map
 from tessera.data.sources.features import FEATURES

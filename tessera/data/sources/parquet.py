@@ -14,9 +14,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tessera.core.errors import TesseraError, first_line
 from tessera.data.sources.container import Container, RawRecord, RecordError, file_facts
 from tessera.data.sources.parquet_pages import ColumnPages, expanding_columns, large_columns
+from tessera.errors import TesseraError, first_line
 
 MAX_GROUP_BYTES = 4 << 30  # of one row group, unpacked: it is in memory while its rows are read
 MAX_RECORD_BYTES = 512 << 20  # with images inside

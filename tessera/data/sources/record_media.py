@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 
 from PIL import Image
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import Message, Part, PartKind
+from tessera.core.sample import Message, Part, PartKind
 from tessera.data.media.data_urls import decode_data_url, is_data_url
 from tessera.data.media.files import ArchiveMember
 from tessera.data.sources.columns import MEDIA, ColumnMap
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.file_groups import media_kind
+from tessera.errors import TesseraError
 
 # <img>a.jpg</img>, as rows of Qwen-VL and ms-swift have it; or a placeholder for the next of a list.
 _MARKS = re.compile(r"<(img|image|video|audio)>([^<>\r\n]+)</\1>|<(image|video|audio)>")

@@ -8,9 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import RecordFormat, SourceSection
-from tessera.core.types import Message, Part, Sample
+from tessera.config.run_config import RecordFormat, SourceSection
+from tessera.core.sample import Message, Part, Sample
 from tessera.data.media.files import ArchiveMember, resolve
 from tessera.data.media.urls import is_url
 from tessera.data.sources.class_folder import ClassFolder, is_class_folder, open_class_folder
@@ -31,6 +30,7 @@ from tessera.data.sources.file_names import source_files
 from tessera.data.sources.formats import RecordSchema, parse
 from tessera.data.sources.parquet import open_parquet
 from tessera.data.sources.text import TextKind, open_text_file
+from tessera.errors import TesseraError
 from tessera.hub.config import local_source
 
 # Formats that data.kind decides, and what to say where records are of that one.

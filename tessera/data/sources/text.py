@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from tessera.core.errors import TesseraError
 from tessera.data.sources.container import MAX_RECORD_BYTES, Container, RawRecord, RecordError, file_facts
 from tessera.data.tables import AnyTables, cached_tables
+from tessera.errors import TesseraError
 
 TextKind = Literal["json", "csv", "tsv", "text"]
 _DELIMITERS = {"csv": ",", "tsv": "\t"}

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tessera.core.errors import TesseraError
-from tessera.core.hub_ids import HubId, find_hub_id
-from tessera.core.run_config import DataSection, SourceSection
+from tessera.config.hub_ids import HubId, find_hub_id
+from tessera.config.run_config import DataSection, SourceSection
 from tessera.data.order.mixture import mix
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.container import file_facts
 from tessera.data.sources.file_names import source_files
 from tessera.data.stream.rows import StreamedRows, StreamFile, StreamSettings
+from tessera.errors import TesseraError
 from tessera.hub.download import RemoteFile
 from tessera.hub.shards import fetch_shard, held_shard, remote_shards
 

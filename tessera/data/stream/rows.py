@@ -21,15 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from tessera.core.errors import TesseraError
-from tessera.core.files import read_json_mapping, replace_file
-from tessera.core.locks import locked
-from tessera.core.run_config import SourceSection
-from tessera.core.types import ENDLESS, Batch, RowSource
+from tessera.config.run_config import SourceSection
+from tessera.core.batch import Batch
+from tessera.core.row_source import ENDLESS, RowSource
 from tessera.data.bad_share import check_measured
 from tessera.data.order.mixture import Shuffle
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.container import NothingUsable
+from tessera.errors import TesseraError
+from tessera.runtime.files import read_json_mapping, replace_file
+from tessera.runtime.locks import locked
 
 log = logging.getLogger("tessera")
 

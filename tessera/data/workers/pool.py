@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera.core.errors import TesseraError
 from tessera.data.workers.messages import Packed, receive
 from tessera.data.workers.servers import PoolServer, ServerLostError, WorkerProcess
+from tessera.errors import TesseraError
 
 Note = Callable[[int], None]
 PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; `note(n)` says what the work is at

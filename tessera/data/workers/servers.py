@@ -27,9 +27,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera.core.errors import TesseraError, first_line
 from tessera.data.workers.messages import Packed, receive, send
 from tessera.data.workers.worker import STATE_BYTES, MainModule, WorkerState, load_main, main_module, work_until_end
+from tessera.errors import TesseraError, first_line
 
 REQUEST = struct.Struct("<cQ")  # FORK with file descriptors, or KILL; the number of the child
 EXIT = struct.Struct("<Qi")  # the number of the child, how it ended

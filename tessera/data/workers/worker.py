@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from tessera.core.errors import TesseraError, first_line
 from tessera.data.workers.messages import Packed, can_be_pickled, receive
+from tessera.errors import TesseraError, first_line
 
 _AGAIN_S = 1.0  # an exception raised inside a callback or a destructor is swallowed: it is raised once more
 

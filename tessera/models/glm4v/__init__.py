@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from tessera.core.types import Batch
-from tessera.models.common.costs import example_with_images
-from tessera.models.common.family import preset, quickstart_preset, vision_family
+from tessera.core.batch import Batch
+from tessera.models.family import preset, quickstart_preset, vision_family
 from tessera.models.glm4v.config import Glm4vConfig
 from tessera.models.glm4v.model import bicubic_positions, build, costs, plan
 from tessera.models.glm4v.weights import weights
+from tessera.models.text.costs import example_with_images
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tessera.core.config import build
-from tessera.models.common.hf_text import PLAIN_TEXT, Check, HFTextFormat, check_supported, hf_defaults, override
-from tessera.models.common.text import TextConfig
-from tessera.models.common.vision import GridVisionConfig, VisionLanguageConfig, rope_type
+from tessera.config.reader import build
+from tessera.models.text.decoder import TextConfig
+from tessera.models.text.hf import PLAIN_TEXT, Check, HFTextFormat, check_supported, hf_defaults, override
+from tessera.models.vision.family import GridVisionConfig, VisionLanguageConfig, rope_type
 
 DEFAULT_SECTIONS = (8, 12, 12)
 WHERE = "config.json (glm4v)"

@@ -13,24 +13,18 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from tessera.core.config import build
-from tessera.core.errors import TesseraError
-from tessera.core.types import Part
+from tessera.config.reader import build
+from tessera.core.sample import Part
 from tessera.data.chat import ChatSpan, ChatTemplate, MediaWords, Turn
 from tessera.data.media.video_frames import Rule, VideoSampling
-from tessera.models.common.grid_processor import GridOptions, TimestampedVideoProcessor
-from tessera.models.common.media_layout import MediaLayout
-from tessera.models.common.patches import Patches
-from tessera.models.common.preprocessor_files import (
-    Bounds,
-    Geometry,
-    GridFiles,
-    read_json,
-    read_sampling,
-)
-from tessera.models.common.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
+from tessera.errors import TesseraError
+from tessera.models.files.preprocessor_files import Bounds, Geometry, GridFiles, read_json, read_sampling
+from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 from tessera.models.glm4v.config import Glm4vConfig
 from tessera.models.glm4v.model import bicubic_positions
+from tessera.models.vision.grid_processor import GridOptions, TimestampedVideoProcessor
+from tessera.models.vision.media_layout import MediaLayout
+from tessera.models.vision.patches import Patches
 
 GLM4V = ChatTemplate(
     special=(

@@ -5,10 +5,10 @@ The renames accept a base model saved without its head.
 
 from __future__ import annotations
 
-from tessera.core.weightmap import ConvToLinear, InterleavedToHalfRope, Rule, TensorChunk, WeightMap
-from tessera.models.common.text import language_weights
-from tessera.models.common.vision import grid_tower_rules
 from tessera.models.glm4v.config import Glm4vConfig
+from tessera.models.text.decoder import language_weights
+from tessera.models.vision.family import grid_tower_rules
+from tessera.weights.map import ConvToLinear, InterleavedToHalfRope, Rule, TensorChunk, WeightMap
 
 _VISION = (
     ("vision.patch_embed.bias", "patch_embed.proj.bias"),

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from tessera.core.types import Batch
-from tessera.models.common.costs import example_batch
-from tessera.models.common.family import preset, quickstart_preset, vision_family
+from tessera.core.batch import Batch
+from tessera.models.family import preset, quickstart_preset, vision_family
 from tessera.models.internvl.config import InternVLConfig
 from tessera.models.internvl.model import build, costs, plan
 from tessera.models.internvl.original import MODEL_TYPE, hf_config, internlm_weights, original_weights
 from tessera.models.internvl.weights import megatron, weights
+from tessera.models.text.costs import example_batch
 
 _300M = {
     "hidden_size": 1024,

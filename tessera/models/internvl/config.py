@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tessera.core.config import Section, build
-from tessera.core.errors import TesseraError
-from tessera.models.common.hf_text import LANGUAGE_FORMATS, check_supported, language_format
-from tessera.models.common.text import TextConfig
+from tessera.config.reader import Section, build
+from tessera.errors import TesseraError
+from tessera.models.text.decoder import TextConfig
+from tessera.models.text.hf import LANGUAGE_FORMATS, check_supported, language_format
 from tessera.ops.attention import AttentionBackend
 
 WHERE = "config.json (internvl)"

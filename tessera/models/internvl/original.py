@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tessera.core.errors import TesseraError
-from tessera.core.files import read_json_mapping
-from tessera.core.layouts import CONFIG_FILE
-from tessera.core.weightmap import GroupByHead, GroupedRows, Reshape, Rule, WeightMap
-from tessera.models.common.hf_text import check_supported
-from tessera.models.common.text import language_weights
+from tessera.errors import TesseraError
 from tessera.models.internvl.config import InternVLConfig
+from tessera.models.text.decoder import language_weights
+from tessera.models.text.hf import check_supported
+from tessera.runtime.files import read_json_mapping
+from tessera.weights.layouts import CONFIG_FILE
+from tessera.weights.map import GroupByHead, GroupedRows, Reshape, Rule, WeightMap
 
 MODEL_TYPE = "internvl_chat"
 CONTEXT = "<IMG_CONTEXT>"

@@ -13,20 +13,20 @@ import numpy as np
 from PIL import Image
 from pydantic import Field
 
-from tessera.core.config import build
-from tessera.core.errors import TesseraError, foreign_values
-from tessera.core.types import MediaSize, Part, PartKind
+from tessera.config.reader import build
+from tessera.core.sample import MediaSize, Part, PartKind
 from tessera.data.chat import ChatSpan, ChatTemplate, MediaWords
 from tessera.data.media.images import to_rgb
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.tokenizer import ChatEncoder, load_tokenizer, read_chat_template
-from tessera.models.common.media_layout import MediaLayout
-from tessera.models.common.patches import Patches, block_positions
-from tessera.models.common.preprocessor_files import BICUBIC, VideoOptions, read_json, read_norm
-from tessera.models.common.processor import ConversationProcessor, check_special_tokens, with_system
-from tessera.models.common.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
+from tessera.errors import TesseraError, foreign_values
+from tessera.models.files.preprocessor_files import BICUBIC, VideoOptions, read_json, read_norm
+from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 from tessera.models.internvl.config import InternVLConfig, InternVLVisionConfig
 from tessera.models.internvl.original import CONTEXT, is_original, system_message, tile_settings
+from tessera.models.text.processor import ConversationProcessor, check_special_tokens, with_system
+from tessera.models.vision.media_layout import MediaLayout
+from tessera.models.vision.patches import Patches, block_positions
 
 OPEN, CLOSE, VIDEO = "<img>", "</img>", "<video>"
 # Folders write one token for an image or video; transformers' processor expands it in the same way.

@@ -7,11 +7,11 @@ saved without its head.
 
 from __future__ import annotations
 
-from tessera.core.megatron_form import COLUMNS, ROWS, EvenSplit, MegatronForm, PipelinePart
-from tessera.core.weightmap import GroupByHead, Reshape, Rule, WeightMap
-from tessera.models.common.megatron import TEXT_SPLITS, text_megatron_rules, text_part
-from tessera.models.common.text import language_weights
 from tessera.models.internvl.config import InternVLConfig
+from tessera.models.megatron import TEXT_SPLITS, text_megatron_rules, text_part
+from tessera.models.text.decoder import language_weights
+from tessera.weights.map import GroupByHead, Reshape, Rule, WeightMap
+from tessera.weights.megatron_form import COLUMNS, ROWS, EvenSplit, MegatronForm, PipelinePart
 
 TEXT = "language_model.model."
 _BLOCK = "vision_tower.encoder.layer.{i}."

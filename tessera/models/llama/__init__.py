@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from tessera.data.chat import ChatTemplate, Turn
-from tessera.models.common.family import HFTextFormats, LanguageConfig, language_family, preset
-from tessera.models.common.hf_text import LLAMA
+from tessera.models.family import HFTextFormats, LanguageConfig, language_family, preset
+from tessera.models.text.hf import LLAMA
 
 LLAMA3 = ChatTemplate(
     special=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),

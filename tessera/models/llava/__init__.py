@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from tessera.core.types import Batch
-from tessera.models.common.costs import EXAMPLE_IMAGES, example_batch
-from tessera.models.common.family import preset, quickstart_preset, vision_family
+from tessera.core.batch import Batch
+from tessera.models.family import preset, quickstart_preset, vision_family
 from tessera.models.llava.config import PLAIN_TYPE, TILED_TYPE, LlavaConfig
 from tessera.models.llava.model import build, costs, plan
 from tessera.models.llava.weights import weights
+from tessera.models.text.costs import EXAMPLE_IMAGES, example_batch
 
 _CLIP = {
     "kind": "clip",

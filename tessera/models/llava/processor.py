@@ -12,9 +12,8 @@ import numpy as np
 from PIL import Image
 from pydantic import Field
 
-from tessera.core.config import build
-from tessera.core.errors import foreign_values
-from tessera.core.types import MediaSize, PartKind
+from tessera.config.reader import build
+from tessera.core.sample import MediaSize, PartKind
 from tessera.data.chat import ChatTemplate, MediaWords, Turn
 from tessera.data.media.images import to_rgb
 from tessera.data.tokenizer import (
@@ -24,10 +23,8 @@ from tessera.data.tokenizer import (
     read_chat_template,
     write_tokenizer,
 )
-from tessera.models.common.media_layout import MediaLayout
-from tessera.models.common.patches import Patches
-from tessera.models.common.preprocessor_files import VideoOptions
-from tessera.models.common.processor import ConversationProcessor, check_special_tokens, with_system
+from tessera.errors import foreign_values
+from tessera.models.files.preprocessor_files import VideoOptions
 from tessera.models.llava.config import LlavaConfig
 from tessera.models.llava.preprocessing import (
     AnyResTiles,
@@ -36,6 +33,9 @@ from tessera.models.llava.preprocessing import (
     read_squares,
     write_files,
 )
+from tessera.models.text.processor import ConversationProcessor, check_special_tokens, with_system
+from tessera.models.vision.media_layout import MediaLayout
+from tessera.models.vision.patches import Patches
 
 _LINES: dict[PartKind, MediaWords] = {
     "image": MediaWords("<image>", after="\n"),

@@ -7,9 +7,9 @@ without its head.
 
 from __future__ import annotations
 
-from tessera.core.weightmap import GroupByHead, Reshape, Rule, WeightMap
-from tessera.models.common.text import language_weights
 from tessera.models.llava.config import LlavaConfig
+from tessera.models.text.decoder import language_weights
+from tessera.weights.map import GroupByHead, Reshape, Rule, WeightMap
 
 _TOWER = "vision_tower.vision_model."
 _TEXT = "language_model.model."

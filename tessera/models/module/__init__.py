@@ -8,10 +8,10 @@ draw initial weights when the recipe gives none to load.
 
 from __future__ import annotations
 
-from tessera.core.types import Component, ModelSpec
-from tessera.core.weightmap import WeightMap
+from tessera.core.spec import Component, ModelSpec
 from tessera.models.module.config import ModuleConfig
 from tessera.models.module.model import build, fresh, plan, spec_of_object
+from tessera.weights.map import WeightMap
 
 SPEC = ModelSpec(
     name="module",

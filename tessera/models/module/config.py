@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, model_serializer
 
-from tessera.core.config import Section
+from tessera.config.reader import Section
 
 MODEL_TYPE = "tessera_module"
 

@@ -6,13 +6,14 @@ import copy
 
 from torch import nn
 
-from tessera.core.errors import TesseraError
-from tessera.core.modules import without_weights
-from tessera.core.registry import check_arguments
-from tessera.core.types import AdjustsAfterInit, Component, DeclaresPlan, InitializesItself, ModelPlan, ModelSpec
-from tessera.core.weightmap import WeightMap
-from tessera.models.common.foreign import Arguments, accept_batches, import_class, takes_batch
+from tessera.config.registry import check_arguments
+from tessera.core.model_plan import ModelPlan
+from tessera.core.spec import AdjustsAfterInit, Component, DeclaresPlan, InitializesItself, ModelSpec
+from tessera.errors import TesseraError
+from tessera.models.foreign import Arguments, accept_batches, import_class, takes_batch
 from tessera.models.module.config import ModuleConfig
+from tessera.runtime.modules import without_weights
+from tessera.weights.map import WeightMap
 
 WHERE = "model.config"
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 from pydantic import Field
 
 from tessera.data.chat import ChatTemplate, Turn
-from tessera.models.common.family import HFTextFormats, LanguageConfig, language_family, preset
-from tessera.models.common.hf_text import QWEN2
-from tessera.models.common.text import TextConfig
+from tessera.models.family import HFTextFormats, LanguageConfig, language_family, preset
+from tessera.models.text.decoder import TextConfig
+from tessera.models.text.hf import QWEN2
 
 # As Qwen2.5 and its followers write conversations: what functions answered comes as a user's turn, several answers in
 # one.

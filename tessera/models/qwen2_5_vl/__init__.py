@@ -7,13 +7,13 @@ from dataclasses import replace
 from math import isqrt
 from typing import Any
 
-from tessera.core.types import Batch, Segments
-from tessera.models.common.costs import example_with_images
-from tessera.models.common.family import preset, quickstart_preset, vision_family
+from tessera.core.batch import Batch, Segments
+from tessera.models.family import preset, quickstart_preset, vision_family
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_5_vl.model import build, costs, plan, window_sizes
 from tessera.models.qwen2_5_vl.weights import megatron, weights
 from tessera.models.qwen2_vl import QUICKSTART_TOKENS
+from tessera.models.text.costs import example_with_images
 
 _LONG: dict[str, Any] = {"max_position_embeddings": 128000}
 _WIDE_MLP = {"vision": {"intermediate_size": 3456}}  # all that differs in the larger vision encoder

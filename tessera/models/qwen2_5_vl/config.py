@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tessera.core.config import build
-from tessera.models.common.hf_text import NO_SLIDING_WINDOW, PLAIN_TEXT, Check, HFTextFormat, check_supported, override
-from tessera.models.common.vision import GridVisionConfig, QwenVLConfig, rope_type
+from tessera.config.reader import build
 from tessera.models.qwen2_vl.config import DEFAULTS, Qwen2VLTextConfig
+from tessera.models.text.hf import NO_SLIDING_WINDOW, PLAIN_TEXT, Check, HFTextFormat, check_supported, override
+from tessera.models.vision.family import GridVisionConfig, QwenVLConfig, rope_type
 
 WHERE = "config.json (qwen2_5_vl)"
 TEXT = HFTextFormat(

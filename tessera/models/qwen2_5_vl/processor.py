@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tessera.core.config import build
-from tessera.core.types import MediaSize, PartKind
+from tessera.config.reader import build
+from tessera.core.sample import MediaSize, PartKind
 from tessera.data.chat import ChatTemplate
-from tessera.models.common.grid_processor import GridOptions, GridProcessor
-from tessera.models.common.media_layout import MediaLayout
-from tessera.models.common.preprocessor_files import GridFiles
+from tessera.models.files.preprocessor_files import GridFiles
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_5_vl.model import window_order, window_sizes
+from tessera.models.vision.grid_processor import GridOptions, GridProcessor
+from tessera.models.vision.media_layout import MediaLayout
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.core.types import Batch
-from tessera.models.common.costs import example_with_images
-from tessera.models.common.family import preset, quickstart_preset, vision_family
+from tessera.core.batch import Batch
+from tessera.models.family import preset, quickstart_preset, vision_family
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.models.qwen2_vl.model import build, costs, plan
 from tessera.models.qwen2_vl.weights import megatron, weights
+from tessera.models.text.costs import example_with_images
 
 # 504 end of text (and padding), 505 and 506 open and close a message, in the order of the published models.
 QUICKSTART_TOKENS = {

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tessera.core.config import build
-from tessera.models.common.hf_text import (
+from tessera.config.reader import build
+from tessera.models.text.decoder import TextConfig
+from tessera.models.text.hf import (
     NO_SLIDING_WINDOW,
     PLAIN_TEXT,
     Check,
@@ -17,8 +18,7 @@ from tessera.models.common.hf_text import (
     hf_defaults,
     override,
 )
-from tessera.models.common.text import TextConfig
-from tessera.models.common.vision import GridVisionConfig, QwenVLConfig, rope_type
+from tessera.models.vision.family import GridVisionConfig, QwenVLConfig, rope_type
 
 DEFAULT_SECTIONS = (16, 24, 24)
 WHERE = "config.json (qwen2_vl)"

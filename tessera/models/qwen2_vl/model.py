@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tessera.core.types import ModelPlan
-from tessera.models.common.costs import VisionCosts
-from tessera.models.common.text import build_head, build_text
-from tessera.models.common.vision import merger_styles, vision_language_model, vision_language_plan
+from tessera.core.model_plan import ModelPlan
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
+from tessera.models.text.costs import VisionCosts
+from tessera.models.text.decoder import build_head, build_text
+from tessera.models.vision.family import merger_styles, vision_language_model, vision_language_plan
 from tessera.nn.multimodal import MultimodalModel
 from tessera.nn.projector import PatchMerger
 from tessera.nn.vit import VisionEncoder, VisionShape

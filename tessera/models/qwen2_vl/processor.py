@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tessera.core.config import build
+from tessera.config.reader import build
 from tessera.data.chat import ChatTemplate
-from tessera.models.common.grid_processor import GridOptions, GridProcessor
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
+from tessera.models.vision.grid_processor import GridOptions, GridProcessor
 
 
 class Qwen2VLProcessor(GridProcessor):

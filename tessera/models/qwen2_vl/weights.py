@@ -6,12 +6,12 @@ renames accept the names of its modules in memory, and of a base model saved wit
 
 from __future__ import annotations
 
-from tessera.core.megatron_form import MegatronForm
-from tessera.core.weightmap import WeightMap
-from tessera.models.common.megatron import grid_megatron_form
-from tessera.models.common.text import language_weights
-from tessera.models.common.vision import grid_tower_rules
+from tessera.models.megatron import grid_megatron_form
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
+from tessera.models.text.decoder import language_weights
+from tessera.models.vision.family import grid_tower_rules
+from tessera.weights.map import WeightMap
+from tessera.weights.megatron_form import MegatronForm
 
 _PAIRS = (
     ("vision.blocks.{i}.attn_norm.{kind}", "blocks.{i}.norm1.{kind}"),

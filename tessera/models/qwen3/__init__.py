@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from tessera.models.common.family import HFTextFormats, LanguageConfig, language_family, preset
-from tessera.models.common.hf_text import QWEN3, QWEN3_MOE
-from tessera.models.common.text import TextConfig
+from tessera.models.family import HFTextFormats, LanguageConfig, language_family, preset
 from tessera.models.qwen2 import CHATML
+from tessera.models.text.decoder import TextConfig
+from tessera.models.text.hf import QWEN3, QWEN3_MOE
 
 
 class Qwen3TextConfig(TextConfig):

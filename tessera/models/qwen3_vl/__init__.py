@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from tessera.core.types import Batch
-from tessera.models.common.costs import example_with_images
-from tessera.models.common.family import preset, quickstart_preset, vision_family
+from tessera.core.batch import Batch
+from tessera.models.family import preset, quickstart_preset, vision_family
 from tessera.models.qwen2_vl import QUICKSTART_TOKENS
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.qwen3_vl.model import bilinear_positions, build, costs, plan
 from tessera.models.qwen3_vl.weights import megatron, weights
+from tessera.models.text.costs import example_with_images
 
 # Larger models have the encoder of the configuration's defaults.
 _SMALL_TOWER = {

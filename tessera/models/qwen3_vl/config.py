@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tessera.core.config import build
-from tessera.core.errors import TesseraError
-from tessera.models.common.hf_text import (
+from tessera.config.reader import build
+from tessera.errors import TesseraError
+from tessera.models.text.decoder import TextConfig
+from tessera.models.text.hf import (
     PLAIN_TEXT,
     Check,
     HFTextFormat,
@@ -19,8 +20,7 @@ from tessera.models.common.hf_text import (
     hf_expert_defaults,
     override,
 )
-from tessera.models.common.text import TextConfig
-from tessera.models.common.vision import GridVisionConfig, QwenVLConfig, rope_type
+from tessera.models.vision.family import GridVisionConfig, QwenVLConfig, rope_type
 
 SECTIONS = (24, 20, 20)
 _FIXED = override(PLAIN_TEXT, "mrope_section", attention_bias=False, qk_norm=True, mrope_interleaved=True)

@@ -5,12 +5,12 @@ The renames accept a base model saved without its head.
 
 from __future__ import annotations
 
-from tessera.core.megatron_form import COLUMNS, ROWS, MegatronForm
-from tessera.core.weightmap import WeightMap
-from tessera.models.common.megatron import grid_megatron_form
-from tessera.models.common.text import language_weights
-from tessera.models.common.vision import grid_tower_rules
+from tessera.models.megatron import grid_megatron_form
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
+from tessera.models.text.decoder import language_weights
+from tessera.models.vision.family import grid_tower_rules
+from tessera.weights.map import WeightMap
+from tessera.weights.megatron_form import COLUMNS, ROWS, MegatronForm
 
 _TEXT = "model.language_model."
 _PAIRS = (

@@ -8,7 +8,7 @@ The library is imported when a model is built: it is not needed to use the other
 
 from __future__ import annotations
 
-from tessera.core.types import Component, ModelSpec
+from tessera.core.spec import Component, ModelSpec
 from tessera.models.transformers.config import TransformersConfig
 from tessera.models.transformers.generation import continue_prompts
 from tessera.models.transformers.hub import ClassHub

@@ -15,8 +15,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import IGNORE, Batch, Encoded, Message, Part, Segments
+from tessera.core.batch import IGNORE, Batch, Segments
+from tessera.core.sample import Encoded, Message, Part
+from tessera.errors import TesseraError
 from tessera.models.transformers.library import SizedImages, library_errors, with_parts
 from tessera.models.transformers.marks import Encoding, MarkedTokenizer, without_marks
 from tessera.models.transformers.positions import check_length

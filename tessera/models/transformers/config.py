@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_serializer, model_validator
 
-from tessera.core.config import Section
+from tessera.config.reader import Section
 
 MAX_CONFIG_BYTES = 4 << 20
 # Stored weights have their own dtype; a different one in config.json would make readers cast.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import Batch
+from tessera.core.batch import Batch
+from tessera.errors import TesseraError
 from tessera.models.transformers.model import longest_sample
 from tessera.models.transformers.positions import check_length
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tessera.core.errors import TesseraError, nearest
-from tessera.core.torch_internals import auto_class_mapping
-from tessera.models.common.foreign import import_class
+from tessera.errors import TesseraError, nearest
+from tessera.models.foreign import import_class
+from tessera.runtime.torch_internals import auto_class_mapping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import torch
 
-from tessera.core.errors import TesseraError, first_line
-from tessera.core.files import read_json_mapping
 from tessera.data.tokenizer import load_tokenizer
-from tessera.models.common.side_files import copy_side_files
+from tessera.errors import TesseraError, first_line
+from tessera.models.files.side_files import copy_side_files
+from tessera.runtime.files import read_json_mapping
 
 ImageBackend = Literal["pil", "torchvision"]  # as the library names what its image preprocessors compute with
 CONFIG = "config.json"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 BEGIN, END = "\U000f5e00", "\U000f5e01"
 _EITHER = re.compile(f"[{BEGIN}{END}]")

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tessera.core.errors import TesseraError
-from tessera.core.modules import without_weights
-from tessera.core.torch_internals import build_from_config, unsplit_modules
-from tessera.core.types import Batch, ModelPlan, TensorStyle
-from tessera.core.weightmap import WeightMap
-from tessera.models.common.foreign import Arguments, accept_batches
+from tessera.core.batch import Batch
+from tessera.core.model_plan import ModelPlan, TensorStyle
+from tessera.errors import TesseraError
+from tessera.models.foreign import Arguments, accept_batches
 from tessera.models.transformers.config import TransformersConfig
 from tessera.models.transformers.hub import LIBRARY, ClassHub
 from tessera.models.transformers.positions import check_length, keep_lengths_apart, masked_positions, position_limit
 from tessera.models.transformers.weights import published_names
+from tessera.runtime.modules import without_weights
+from tessera.runtime.torch_internals import build_from_config, unsplit_modules
+from tessera.weights.map import WeightMap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

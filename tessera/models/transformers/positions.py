@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 
 # The library computes these frequencies from the longest position of a batch, "dynamic" from all batches so far.
 _LENGTH_ROPES = ("dynamic", "longrope")

@@ -18,13 +18,14 @@ import numpy as np
 from PIL import Image
 from pydantic import Field, model_validator
 
-from tessera.core.config import build
-from tessera.core.errors import TesseraError
-from tessera.core.types import Batch, Encoded, MediaSize, Message, Part, PartKind, Sample
+from tessera.config.reader import build
+from tessera.core.batch import Batch
+from tessera.core.sample import Encoded, MediaSize, Message, Part, PartKind, Sample
 from tessera.data.media.images import to_rgb
 from tessera.data.media.video_frames import VideoSampling
-from tessera.models.common.preprocessor_files import VideoOptions
-from tessera.models.common.side_files import copy_side_files, side_files, side_folder
+from tessera.errors import TesseraError
+from tessera.models.files.preprocessor_files import VideoOptions
+from tessera.models.files.side_files import copy_side_files, side_files, side_folder
 from tessera.models.transformers.batches import EncodedChat, Library
 from tessera.models.transformers.classes import has_prefix_types, packs
 from tessera.models.transformers.config import TransformersConfig

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tessera.models.transformers import render_process
 
 # A template writes what is said once, and its own words: no published one comes near this.

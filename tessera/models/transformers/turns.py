@@ -14,8 +14,8 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any, Literal
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import PLAIN, Message, Part
+from tessera.core.sample import PLAIN, Message, Part
+from tessera.errors import TesseraError
 from tessera.models.transformers.library import chat_template
 from tessera.models.transformers.marks import Span, generation_marks, has_marks, marked, with_marks, without_marks
 from tessera.models.transformers.rendering import TemplateLimit, render

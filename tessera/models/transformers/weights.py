@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tessera.core.errors import TesseraError
-from tessera.core.torch_internals import ignored_weight_patterns, weight_conversions
-from tessera.core.weightmap import Rule, WeightMap
+from tessera.errors import TesseraError
+from tessera.runtime.torch_internals import ignored_weight_patterns, weight_conversions
+from tessera.weights.map import Rule, WeightMap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tessera.core.modules import clean_name, local_shard
+from tessera.core.batch import Batch
 from tessera.core.task import Counts, Losses, Reference, Task
-from tessera.core.types import Batch
 from tessera.parallel.engine import Engine
+from tessera.runtime.modules import clean_name, local_shard
 
 Moment = Literal["forward", "output", "input"]  # the output of a module; the gradient of that; that of its input
 

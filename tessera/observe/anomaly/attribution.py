@@ -17,14 +17,15 @@ import torch
 from torch import nn
 
 from tessera.checkpoint.collective import Ranks
-from tessera.core.errors import TesseraError, few_names
-from tessera.core.modules import clean_name
+from tessera.core.batch import Batch
+from tessera.core.row_source import RowSource
 from tessera.core.task import Task
-from tessera.core.types import Batch, RowSource
+from tessera.errors import TesseraError, few_names
 from tessera.observe.anomaly.activation_trace import ActivationTrace, TensorRecord, trace_step
 from tessera.observe.anomaly.check import AnomalyKind
 from tessera.observe.anomaly.state import Damage, find_damage
 from tessera.parallel.engine import Engine
+from tessera.runtime.modules import clean_name
 
 RECORD = "guard.jsonl"
 PROBE_REASON = "run apart"  # why samples are left out of a probe

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tessera.core import device as devices
 from tessera.optim.optimizer import multiply_update
+from tessera.runtime import device as devices
 
 AnomalyKind = Literal["not finite", "loss spike", "gradient spike"]
 RECENT = 11  # the level is the median of so many values: it follows a falling loss, and one value does not move it

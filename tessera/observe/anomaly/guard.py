@@ -16,13 +16,10 @@ from torch import Tensor
 
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.state import MODEL
-from tessera.core import rng
+from tessera.config.run_config import GuardSection
+from tessera.core.batch import Batch
 from tessera.core.callback import OptimizerStep, StepOutcome, StepResult, TrainerHandle
-from tessera.core.files import JsonLines, read_jsonl
-from tessera.core.gradients import LossScale
-from tessera.core.modules import clean_name
-from tessera.core.run_config import GuardSection
-from tessera.core.types import Batch, RowSource
+from tessera.core.row_source import RowSource
 from tessera.observe.anomaly.attribution import RECORD, Attribution, Attributor, BadStep, GuardStop, ProbeReader
 from tessera.observe.anomaly.check import (
     IN_A_ROW,
@@ -34,6 +31,10 @@ from tessera.observe.anomaly.check import (
     checked_update,
 )
 from tessera.observe.anomaly.state import Damage, Rollback, find_damage, largest
+from tessera.runtime import rng
+from tessera.runtime.files import JsonLines, read_jsonl
+from tessera.runtime.gradients import LossScale
+from tessera.runtime.modules import clean_name
 
 log = logging.getLogger("tessera")
 DROPS = 3  # spikes whose updates may be dropped within a window: a run is never starved of updates

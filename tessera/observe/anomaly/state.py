@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tessera.checkpoint.collective import Ranks
-from tessera.core import device as devices
 from tessera.core.callback import TrainerHandle
-from tessera.core.modules import local_shard
+from tessera.runtime import device as devices
+from tessera.runtime.modules import local_shard
 
 GROWTH = 100.0  # between two checks the largest number of a tensor does not grow by this factor
 FLOOR = 0.01  # smaller values count as this one: tensors begin at zero

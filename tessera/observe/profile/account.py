@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tessera.core.device import COLLECTIVE_BACKENDS
 from tessera.observe.profile.recording import FORWARD, MODEL, PHASE, RECOMPUTE, DeviceEvent, HostEvent, Recording
+from tessera.runtime.device import COLLECTIVE_BACKENDS
 
 Direction = Literal["forward", "backward", "recompute", ""]
 

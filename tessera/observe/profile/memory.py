@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tessera.core import html
-from tessera.core.modules import local_shard
 from tessera.observe.profile.account import Owned, WorkOwner
 from tessera.observe.profile.recording import Recording
+from tessera.runtime import html
+from tessera.runtime.modules import local_shard
 
 BEFORE = "allocated before the window"
 NAMELESS = "no known module or phase"

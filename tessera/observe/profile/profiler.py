@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.profiler import profile
 
-from tessera.core import device as devices
+from tessera.config.run_config import ProfileSection
 from tessera.core.callback import Callback, StepResult, TrainerHandle
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import ProfileSection
+from tessera.errors import TesseraError
 from tessera.observe.profile import memory, recording, summary
 from tessera.observe.profile.account import find_owners, make_account
+from tessera.runtime import device as devices
 
 log = logging.getLogger("tessera")
 

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-from tessera.core.device import COLLECTIVE_BACKENDS
-from tessera.core.modules import clean_name
-from tessera.core.torch_internals import (
+from tessera.parallel.modules import wrap_submodule
+from tessera.runtime.device import COLLECTIVE_BACKENDS
+from tessera.runtime.modules import clean_name
+from tessera.runtime.torch_internals import (
     ActivationWrapper,
     inside_backward,
     is_compiled,
@@ -25,7 +26,6 @@ from tessera.core.torch_internals import (
     open_range,
     wrapped_module,
 )
-from tessera.parallel.modules import wrap_submodule
 
 FORWARD, RECOMPUTE, PHASE = "tessera::forward ", "tessera::recompute ", "tessera::phase "
 MODEL = "(model)"  # the outermost module's own work

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tessera.core.run_config import RunConfig
+from tessera.config.run_config import RunConfig
 from tessera.observe.profile import account as accounts
 from tessera.observe.profile.account import COMMUNICATION, MOVING, NOTHING, Account, WorkTime
 from tessera.observe.profile.memory import Timeline

@@ -10,11 +10,11 @@ from typing import Any
 
 from PIL import Image
 
-from tessera.core import html
-from tessera.core.errors import TesseraError
-from tessera.core.files import leads_out, read_bytes, read_jsonl, step_of
+from tessera.errors import TesseraError
 from tessera.observe.report.boxes import Box, find_boxes
 from tessera.observe.report.recorded import RecordedRun
+from tessera.runtime import html
+from tessera.runtime.files import leads_out, read_bytes, read_jsonl, step_of
 
 MOST_ANSWERS = 60
 MOST_COMPARED = 30

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tessera.core import html
 from tessera.observe.report.recorded import RecordedRun, smooth
+from tessera.runtime import html
 
 _DRAWN_RATES = ("tokens_per_s", "samples_per_s")
 _FEW_POINTS = 40  # so few are drawn with dots: a line through two of them says little

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import tessera
-from tessera.core.errors import TesseraError
-from tessera.core.files import JsonLines, read_jsonl, step_of
-from tessera.core.process import Process
+from tessera.errors import TesseraError
+from tessera.runtime.files import JsonLines, read_jsonl, step_of
+from tessera.runtime.process import Process
 
 HISTORY = "history.jsonl"
 START, ALIVE, END = "start", "alive", "end"

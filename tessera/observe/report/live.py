@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from tessera.core import device as devices
 from tessera.core.callback import Callback, StepResult, TrainerHandle
-from tessera.core.errors import first_line
-from tessera.core.process import usable_cpus
+from tessera.errors import first_line
 from tessera.observe.report.history import History
 from tessera.observe.report.page import REPORT, fresh_page, write_report
+from tessera.runtime import device as devices
+from tessera.runtime.process import usable_cpus
 
 FIRST_S = 15.0  # after the start; a run that is shorter draws when it ends
 EVERY_S = 60.0

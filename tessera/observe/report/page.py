@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tessera.core import html
-from tessera.core.errors import TesseraError
-from tessera.core.files import check_regular, read_text
+from tessera.errors import TesseraError
 from tessera.observe.report.answers import (
     STYLE,
     accuracy_by_group,
@@ -22,6 +20,8 @@ from tessera.observe.report.answers import (
 from tessera.observe.report.charts import charts_of, charts_of_several, run_style
 from tessera.observe.report.history import RunSession
 from tessera.observe.report.recorded import RecordedRun, read_run, smooth
+from tessera.runtime import html
+from tessera.runtime.files import check_regular, read_text
 
 REPORT = "report.html"
 REFRESH_S = 60  # a page that was opened as a file is drawn anew so often while the run goes on

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tessera.core import html
-from tessera.core.errors import TesseraError, nearest
+from tessera.errors import TesseraError, nearest
 from tessera.observe.report.charts import chart_of, charts_of, names_to_draw
 from tessera.observe.report.page import facts_of, state_of, write_page
 from tessera.observe.report.recorded import read_run
+from tessera.runtime import html
 
 
 class Plot:

@@ -10,12 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tessera.core import html
-from tessera.core.config import read_mapping
-from tessera.core.files import read_jsonl
-from tessera.core.run_paths import no_run
+from tessera.config.reader import read_mapping
+from tessera.config.run_paths import no_run
 from tessera.observe.report.history import RunSession, read_sessions
 from tessera.observe.report.sampling import sample_metrics
+from tessera.runtime import html
+from tessera.runtime.files import read_jsonl
 
 METRICS = "metrics.jsonl"
 # What rows of steps hold besides metrics of the objective.

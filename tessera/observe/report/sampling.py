@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tessera.core.files import Row, check_regular, parse_row, read_metrics, step_of
+from tessera.runtime.files import Row, check_regular, parse_row, read_metrics, step_of
 
 MOST_ROWS = 10_000  # of steps; a chart has far fewer columns
 _BEGINNING_BYTES = 1 << 16

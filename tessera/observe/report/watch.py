@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tessera.core.errors import TesseraError
+from tessera.errors import TesseraError
 from tessera.observe.report.page import comparison_page, report_page
 from tessera.observe.report.recorded import read_run
 

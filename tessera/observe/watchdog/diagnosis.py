@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Final
 
-from tessera.core.dist import wait_for
-from tessera.core.errors import first_line
-from tessera.core.rendezvous import name_ranks
+from tessera.errors import first_line
+from tessera.runtime.distributed import wait_for
+from tessera.runtime.rendezvous import name_ranks
 
 # Activities of a rank that the other ranks have to wait for.
 READING: Final = "reading data"

@@ -26,16 +26,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, Store
 
-from tessera.core import device as devices
-from tessera.core import log as logs
+from tessera.config.run_config import ParallelSection
 from tessera.core.callback import Callback, TrainerHandle
-from tessera.core.dist import OutOfStep, RankFailure, World, barrier, is_peer_error
-from tessera.core.errors import first_line
-from tessera.core.launcher import end_without_launcher
-from tessera.core.modules import clean_name
-from tessera.core.process import Process
-from tessera.core.run_config import ParallelSection
-from tessera.core.torch_internals import default_store
+from tessera.errors import first_line
 from tessera.observe.watchdog.diagnosis import (
     COMPILING,
     COMPUTING,
@@ -54,6 +47,13 @@ from tessera.observe.watchdog.diagnosis import (
     is_compiling,
     lost,
 )
+from tessera.runtime import device as devices
+from tessera.runtime import log as logs
+from tessera.runtime.distributed import OutOfStep, RankFailure, World, barrier, is_peer_error
+from tessera.runtime.launcher import end_without_launcher
+from tessera.runtime.modules import clean_name
+from tessera.runtime.process import Process
+from tessera.runtime.torch_internals import default_store
 
 EXIT_CODE = RankFailure.exit_code
 FAILURE_FILE = Path("logs") / "failure.json"

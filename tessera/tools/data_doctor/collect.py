@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import Sample
+from tessera.core.sample import Sample
 from tessera.data.kinds import Work
 from tessera.data.order.order import PackingConfig, PackingStats, Samples, row_table
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import Source
+from tessera.errors import TesseraError
 from tessera.tools.data_doctor.findings import MOST_LOCATIONS, SampleLocation, Tally
 from tessera.tools.data_doctor.look import LOST, MEDIA_KINDS, TOO_LONG, USABLE, Examiner, Seen
 from tessera.tools.data_doctor.text_checks import check_texts, media_hash, media_name

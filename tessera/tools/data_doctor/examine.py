@@ -13,13 +13,11 @@ from typing import Literal
 
 import numpy as np
 
-from tessera.checkpoint.weight_source import origin_of
-from tessera.core.config import build
-from tessera.core.errors import TesseraError
-from tessera.core.run_config import DataSection, ParallelSection, RunConfig, SourceSection, load_config
-from tessera.core.saved_recipe import read_saved
-from tessera.core.trust import Trust, check_trusted, named_code
-from tessera.core.types import Processor
+from tessera.config.reader import build
+from tessera.config.run_config import DataSection, ParallelSection, RunConfig, SourceSection, load_config
+from tessera.config.saved_recipe import read_saved
+from tessera.config.trust import Trust, check_trusted, named_code
+from tessera.core.spec import Processor
 from tessera.data.index.measure import Progress
 from tessera.data.kinds import Work
 from tessera.data.kinds.preference import PairProcessor
@@ -28,7 +26,9 @@ from tessera.data.media.files import Limits, limits_of
 from tessera.data.media.read import CaptionProcessor, ChatProcessor
 from tessera.data.sources.source import Source, open_source
 from tessera.data.workers.pool import Lost, Pool
+from tessera.errors import TesseraError
 from tessera.hub.config import load_local_config, local_model
+from tessera.inference.weight_source import origin_of
 from tessera.tools.data_doctor.collect import Collection, forecast
 from tessera.tools.data_doctor.diagnosis import Diagnosis
 from tessera.tools.data_doctor.histogram import Histogram, histogram

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tessera.core import html
+from tessera.runtime import html
 
 BINS = 32
 PERCENTILES = (5, 25, 50, 75, 95, 99)

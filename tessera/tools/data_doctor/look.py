@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera.core.errors import TesseraError
-from tessera.core.types import PLAIN, MediaSize, Message, Part, Sample
+from tessera.core.sample import PLAIN, MediaSize, Message, Part, Sample
 from tessera.data.index.split import TruncateToLength
 from tessera.data.kinds.preference import PairProcessor
 from tessera.data.media.files import Limits
@@ -25,6 +24,7 @@ from tessera.data.sources.formats import CHOSEN, REJECTED
 from tessera.data.sources.source import Source
 from tessera.data.workers.pool import Note
 from tessera.data.workers.worker import time_limit
+from tessera.errors import TesseraError
 from tessera.tools.data_doctor.findings import Finding, Tally, kind_of
 from tessera.tools.data_doctor.show import Shown, show
 from tessera.tools.data_doctor.text_checks import check_texts, content_hash, hash_of, media_hash, media_name

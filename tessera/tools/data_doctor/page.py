@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tessera.core import html
-from tessera.core.html import escape, section
+from tessera.runtime import html
+from tessera.runtime.html import escape, section
 from tessera.tools.data_doctor.findings import Finding, Kind
 from tessera.tools.data_doctor.histogram import chart
 from tessera.tools.data_doctor.show import Shown, Thumb

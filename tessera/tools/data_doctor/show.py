@@ -11,7 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from tessera.core.types import IGNORE, PLAIN, MediaSize, Part, Sample
+from tessera.core.batch import IGNORE
+from tessera.core.sample import PLAIN, MediaSize, Part, Sample
 from tessera.data.media.read import ChatProcessor
 from tessera.tools.data_doctor.text_checks import media_name
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tessera.core.types import PLAIN, Message, Part, Sample
+from tessera.core.sample import PLAIN, Message, Part, Sample
 from tessera.data.media.files import ArchiveMember
 
 # UTF-8 that was read as Latin-1 or Windows-1252, and what is left where bytes could not be read at all.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tessera.core.config import Section
-from tessera.core.types import Batch, Component, ModelPlan, ModelSpec, Training
+from tessera.config.reader import Section
+from tessera.core.batch import Batch
+from tessera.core.model_plan import ModelPlan
+from tessera.core.spec import Component, ModelSpec, Training
 
 
 class DenoiserConfig(Section):

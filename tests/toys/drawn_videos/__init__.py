@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tessera.core.types import ModelSpec
+from tessera.core.spec import ModelSpec
 
 
 @torch.no_grad()

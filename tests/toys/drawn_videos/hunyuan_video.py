@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tessera.models.hunyuan_video import SPEC as PUBLISHED
+from tessera.diffusion.hunyuan_video import SPEC as PUBLISHED
 from tests.toys.drawn_videos import drawn
 
 SPEC = drawn(PUBLISHED)

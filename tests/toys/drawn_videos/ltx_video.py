@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tessera.models.ltx_video import SPEC as PUBLISHED
+from tessera.diffusion.ltx_video import SPEC as PUBLISHED
 from tests.toys.drawn_videos import drawn
 
 SPEC = drawn(PUBLISHED)

@@ -7,10 +7,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tessera.core.config import Section
-from tessera.core.generation import GenerationForm, TextForm
-from tessera.core.types import Batch, Component, ModelPlan, ModelSpec, Prediction, Stream
-from tessera.models.common.family import generation_processor
+from tessera.config.reader import Section
+from tessera.core.batch import Batch, Prediction
+from tessera.core.model_plan import ModelPlan, Stream
+from tessera.core.spec import Component, ModelSpec
+from tessera.diffusion.family import generation_processor
+from tessera.diffusion.forms import GenerationForm, TextForm
 
 
 class MixerConfig(Section):

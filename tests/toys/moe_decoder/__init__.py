@@ -7,18 +7,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from tessera.core.config import Section
-from tessera.core.types import (
-    Batch,
-    Component,
-    ModelPlan,
-    ModelSpec,
-    PipelineUnit,
-    Segments,
-    StageActivation,
-    TensorStyle,
-)
-from tessera.models.common.text import TEXT_STREAM
+from tessera.config.reader import Section
+from tessera.core.batch import Batch, Segments
+from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, TensorStyle
+from tessera.core.spec import Component, ModelSpec
+from tessera.models.text.decoder import TEXT_STREAM
 from tessera.nn.causal_lm import LanguageModel
 from tessera.nn.decoder import DecoderShape, GatedMLP, TextDecoder
 from tessera.nn.layers import TiedHead

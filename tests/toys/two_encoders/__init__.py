@@ -10,19 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from tessera.core.config import Section
-from tessera.core.types import (
-    Batch,
-    Component,
-    ModelPlan,
-    ModelSpec,
-    PipelineUnit,
-    Segments,
-    StageActivation,
-    Stream,
-    TensorStyle,
-)
-from tessera.models.common.text import TEXT_STREAM
+from tessera.config.reader import Section
+from tessera.core.batch import Batch, Segments
+from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, Stream, TensorStyle
+from tessera.core.spec import Component, ModelSpec
+from tessera.models.text.decoder import TEXT_STREAM
 from tessera.nn.decoder import DecoderShape, TextDecoder
 from tessera.nn.multimodal import Encoder, MultimodalModel
 from tessera.nn.projector import PatchMerger

@@ -1,6 +1,0 @@
-"""Run a benchmark by an evaluation JSON."""
-
-from tessera.compat.mindspeed_mm.entry_points import evaluate, run_command
-
-if __name__ == "__main__":
-    run_command(evaluate)

@@ -1,6 +1,0 @@
-"""Answer the questions of an inference JSON."""
-
-from tessera.compat.mindspeed_mm.entry_points import inference, run_command
-
-if __name__ == "__main__":
-    run_command(inference)

@@ -1,6 +1,0 @@
-"""Refuse a job whose models are not here yet, with the reason."""
-
-from tessera.compat.mindspeed_mm.entry_points import refuse
-
-if __name__ == "__main__":
-    refuse("posttrain_flux_dancegrpo.py")

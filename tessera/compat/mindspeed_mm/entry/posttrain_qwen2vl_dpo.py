@@ -1,6 +1,0 @@
-"""Train a vision-language model on pairs of answers."""
-
-from tessera.compat.mindspeed_mm.entry_points import posttrain_dpo, run_command
-
-if __name__ == "__main__":
-    run_command(posttrain_dpo)

@@ -1,0 +1,82 @@
+"""Name the built-in tasks, model families and data kinds without an import of any: a mistyped name costs no second."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tessera.errors import TesseraError, nearest
+
+
+@dataclass(frozen=True)
+class BuiltIns:
+    """List the modules of a package that define an agreed attribute."""
+
+    kind: str  # what an error calls one: "model family"
+    packages: tuple[str, ...]  # where they live
+    attribute: str  # what each module exposes
+    key: str  # of a recipe, that names one
+    renamed: Mapping[str, str] = field(default_factory=dict)  # name that a built-in once had -> its name now
+    foreign: Mapping[str, str] = field(default_factory=dict)  # name that other trainers know -> what to do here
+
+    def modules(self) -> dict[str, str]:
+        """Return the import path of every built-in by its name."""
+        defined = re.compile(rf"^{self.attribute}\b", re.MULTILINE)
+        modules = {}
+        for name in self.packages:
+            package = importlib.util.find_spec(name)
+            assert package is not None
+            assert package.submodule_search_locations is not None
+            folder = Path(package.submodule_search_locations[0])
+            files = {path.stem: path for path in folder.glob("*.py")}
+            files |= {path.parent.name: path for path in folder.glob("*/__init__.py")}
+            for stem, path in files.items():
+                if stem[0] != "_" and defined.search(path.read_text("utf-8")):
+                    modules[stem] = f"{name}.{stem}"
+        return modules
+
+    def names(self) -> list[str]:
+        return sorted(self.modules())
+
+    def check(self, name: str) -> None:
+        """Raise for a name that is none of a built-in and cannot be an import path."""
+        if not ("." in name or ":" in name) and name not in self.names():
+            raise self.unknown(name)
+
+    def unknown(self, name: str) -> TesseraError:
+        names = self.names()
+        instead = self.foreign.get(name.lower().replace("-", "_"))
+        return TesseraError(
+            f"unknown {self.kind}: {name[:200]!r}",
+            where=self.key,
+            allowed=[*names, "or an import path like my_package.my_module or my_module:NAME"],
+            nearest=None if instead else self.renamed.get(name) or nearest(name, names),
+            fix=instead,
+        )
+
+
+_ONLINE = (
+    "training on answers that the model generates itself is not here; dpo, kto, orpo and simpo train from answers in "
+    "the data, reward trains a reward model"
+)
+_NOT_HERE = (
+    "this objective is not here; dpo, kto, orpo and simpo train from preferences, and a task of your own is named by "
+    "its import path"
+)
+_LANGUAGE = "supervised training is train.task=language, the default of language models: leave train.task out"
+
+TASK_NAMES = BuiltIns(
+    "task",
+    ("tessera.tasks", "tessera.diffusion.objectives"),
+    "TASK",
+    "train.task",
+    foreign=dict.fromkeys(("grpo", "gspo", "dapo", "ppo", "rloo", "reinforce", "online_dpo", "nash_md", "xpo"), _ONLINE)
+    | dict.fromkeys(("cpo", "bco", "ipo", "prm", "gkd", "distillation"), _NOT_HERE)
+    | dict.fromkeys(("sft", "pt", "pretrain"), _LANGUAGE)
+    | {"rm": "a reward model is trained with train.task=reward"},
+)
+FAMILY_NAMES = BuiltIns("model family", ("tessera.models", "tessera.diffusion"), "SPEC", "model.family")
+KIND_NAMES = BuiltIns("data kind", ("tessera.data.kinds",), "KIND", "data.kind", renamed={"own": "custom"})

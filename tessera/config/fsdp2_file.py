@@ -1,0 +1,138 @@
+"""Read MindSpeed-MM's `fsdp2_config.yaml` as it stands into the keys of our `parallel` and `precision` sections.
+
+The file keeps its own key names, type words and defaults; what it says becomes part of the recipe, so that a run saved
+with it does not need the file again. It is read while a recipe is validated, hence in this package and not in `compat`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from tessera.config.pattern import is_class_path
+from tessera.config.reader import Section, build, read_mapping
+from tessera.errors import TesseraError
+
+TypeWord = Literal["bf16", "fp16", "fp32"]
+TYPE_NAMES: Mapping[str, str] = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+FSDP2_KEYS: Mapping[str, str] = {  # in the file -> in a recipe
+    "sharding_size": "parallel.shard",
+    "param_dtype": "precision.compute",
+    "reduce_dtype": "precision.reduce",
+    "output_dtype": "precision.output",
+    "cast_forward_inputs": "precision.cast_inputs",
+    "sub_modules_to_wrap": "parallel.wrap",
+    "ignored_modules": "parallel.ignore",
+    "recompute_modules": "parallel.recompute",
+    "use_reentrant": "parallel.use_reentrant",
+    "reshard_after_forward": "parallel.reshard_after_forward",
+    "offload_to_cpu": "parallel.offload",
+    "pin_memory": "parallel.pin_memory",
+    "num_to_forward_prefetch": "parallel.prefetch_forward",
+    "num_to_backward_prefetch": "parallel.prefetch_backward",
+    "expert_parallel_size": "parallel.ep",
+}
+log = logging.getLogger("tessera")
+
+
+class Fsdp2File(Section):
+    """Hold the keys of the file. None: the file does not say, and `value` has the default of its form.
+
+    There are two forms. Files of MindSpeed-MM name modules by path; files of MindSpeed's core name classes by import
+    path, and some of their defaults differ.
+    """
+
+    sharding_size: int | Literal["auto"] | None = None
+    param_dtype: TypeWord | None = None
+    reduce_dtype: TypeWord | None = None
+    output_dtype: TypeWord | None = None
+    cast_forward_inputs: bool = True
+    sub_modules_to_wrap: list[str] | None = None
+    ignored_modules: list[str] | None = None
+    recompute_modules: list[str] | None = None
+    use_reentrant: bool | None = None
+    reshard_after_forward: bool | int = True
+    offload_to_cpu: bool = False
+    pin_memory: bool | None = None
+    num_to_forward_prefetch: int = Field(0, ge=0)
+    num_to_backward_prefetch: int | None = Field(None, ge=0)
+    align_fsdp_param_groups: bool = False
+    expert_parallel_size: int = Field(1, ge=1)
+    reshard_local_experts: bool = True
+    moe_modules: list[str] | None = None
+
+    @property
+    def names_classes(self) -> bool:
+        """Return whether the file selects modules by the import paths of their classes."""
+        named = [*(self.sub_modules_to_wrap or ()), *(self.ignored_modules or ()), *(self.recompute_modules or ())]
+        return bool(named) and all(map(is_class_path, named))
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key, or the default that it has in a file of this form."""
+        given = getattr(self, key)
+        if given is not None:
+            return given
+        if self.names_classes:
+            # The core prefetches one group in backward where it recomputes, and leaves it to torch otherwise.
+            backward = 1 if self.recompute_modules else 0
+            defaults = {"sharding_size": "auto", "use_reentrant": False, "pin_memory": True}
+        else:
+            backward, defaults = 1, {"sharding_size": 1, "use_reentrant": True, "pin_memory": False}
+        return {**defaults, "num_to_backward_prefetch": backward}.get(key)
+
+
+def read_fsdp2_file(path: Path) -> Fsdp2File:
+    """Return the content of the file; an unknown key, or a value that cannot be followed, is an error that names it."""
+    file = build(Fsdp2File, read_mapping(path), str(path))
+    if not file.reshard_local_experts and file.expert_parallel_size > 1:
+        raise TesseraError(
+            "reshard_local_experts: false would keep the experts of a rank whole; here the ranks that have the same "
+            "experts always share their weights",
+            where=str(path),
+            fix="leave it out, or set expert_parallel_size to sharding_size: then no two ranks have the same experts",
+        )
+    return file
+
+
+def with_fsdp2_file(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe with the file that it names (`parallel.fsdp2_config`) taken up into its sections.
+
+    A key that both give must have one value. A default of the file yields to what the recipe says.
+    """
+    sections = {name: dict(recipe.get(name) or {}) for name in ("parallel", "precision")}
+    named = sections["parallel"].pop("fsdp2_config")
+    if not isinstance(named, (str, Path)):
+        raise ValueError(f"parallel.fsdp2_config: the path of a file is needed, not {named!r}")
+    path = Path(named)
+    file = read_fsdp2_file(path)
+    if file.align_fsdp_param_groups:
+        log.warning(
+            "%s: align_fsdp_param_groups has no effect here: it moves the norms of two classes of MindSpeed-MM into a "
+            "group of their own, which changes no result; here each block is one group",
+            path,
+        )
+    if file.moe_modules:
+        log.warning(
+            "%s: moe_modules has no effect here: a model says itself which of its modules hold experts, and "
+            "expert_parallel_size distributes all of them",
+            path,
+        )
+    for theirs, ours in FSDP2_KEYS.items():
+        section, key = ours.split(".")
+        own, value = sections[section], file.value(theirs)
+        if theirs.endswith("_dtype") and value is not None:
+            value = TYPE_NAMES[value]
+        if key not in own:
+            if value is not None and not (theirs == "use_reentrant" and not file.recompute_modules):
+                own[key] = value
+        elif theirs in file.model_fields_set and own[key] != value:
+            raise TesseraError(
+                f"{ours} is {own[key]!r} in the recipe, but {theirs} is {getattr(file, theirs)!r} here",
+                where=str(path),
+                fix="give it in one of the two places",
+            )
+    return {**recipe, **sections}

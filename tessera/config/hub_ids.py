@@ -1,0 +1,114 @@
+"""Names of models and data sets on a hub: `hf://org/name[@revision][/path]` (Hugging Face), `ms://...` (ModelScope)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote, unquote
+
+from tessera.errors import TesseraError
+
+Hub = Literal["hf", "ms"]
+RepoKind = Literal["model", "dataset"]
+HUBS: dict[str, str] = {"hf": "Hugging Face", "ms": "ModelScope"}
+_SCHEME = re.compile(r"(hf|ms):/{1,2}(?=[^/])", re.IGNORECASE)  # a path turns the second slash into nothing
+_WORD = r"[A-Za-z0-9][\w.\-]{0,95}"
+_NAME = re.compile(rf"{_WORD}/{_WORD}", re.ASCII)
+_PLAIN = re.compile(rf"{_WORD}/{_WORD}(?:@[\w.\-]+)?", re.ASCII)
+_REVISION = re.compile(r"refs/(?:pr|convert)/[\w.\-]+|[^/@]+")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+# What ends like this is a file that was not found here, and no name of a repository.
+_FILE = re.compile(r"\.(?:json|jsonl|parquet|csv|tsv|txt|tar|safetensors|bin|pt|pth|ya?ml|gguf)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class HubId:
+    """Name a model or a data set on a hub."""
+
+    hub: Hub
+    kind: RepoKind
+    name: str  # org/name
+    revision: str | None = None  # branch, tag or commit; None: the newest
+    inside: str = ""  # a folder or file in it, for data sets also a pattern of files
+    looks_like_path: bool = field(default=False, compare=False)  # written as org/name: a path may have been meant
+
+    def __str__(self) -> str:
+        kind = "datasets/" if self.kind == "dataset" else ""
+        revision = "" if self.revision is None else f"@{quote(self.revision, safe='')}"
+        return f"{self.hub}://{kind}{self.name}{revision}" + (f"/{self.inside}" if self.inside else "")
+
+    @property
+    def is_pinned(self) -> bool:
+        """Return whether the revision is a commit, which never changes."""
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
+    def at(self, revision: str) -> HubId:
+        return replace(self, revision=revision)
+
+
+def is_hub_id(value: str | Path) -> bool:
+    """Return whether a text or path says by its beginning that it names something on a hub."""
+    return _SCHEME.match(str(value)) is not None
+
+
+def hub_spelling(value: str | Path) -> str:
+    """Return a path as it is written, also where it is an id whose second slash a path has lost."""
+    text = str(value)
+    found = _SCHEME.match(text)
+    return text if found is None else f"{found[1].lower()}://{text[found.end() :]}"
+
+
+def parse_hub_id(value: str | Path, kind: RepoKind, where: str) -> HubId:
+    """Return what an id with `hf://` or `ms://` names. `kind`: what it is if the id does not say `datasets/`."""
+    text = hub_spelling(value)
+    hub, _, rest = text.partition("://")
+    for prefix, named in (("datasets/", "dataset"), ("models/", "model")):
+        if rest.startswith(prefix):
+            rest, kind = rest.removeprefix(prefix), "dataset" if named == "dataset" else "model"
+    found = _NAME.match(rest)
+    revision, inside = None, ""
+    if found is not None:
+        left = rest[found.end() :]
+        if left.startswith("@"):
+            at = _REVISION.match(left, 1)
+            revision, left = (None, left) if at is None else (unquote(at[0]), left[at.end() :])
+        inside = left.removeprefix("/").rstrip("/") if not left or left.startswith("/") else "?"
+    parts = inside.split("/")
+    if found is None or ".." in found[0] or "?" in inside or ".." in parts or "\\" in inside or not rest.isprintable():
+        raise TesseraError(
+            f"not a name on {HUBS.get(hub, 'a hub')}: {text!r:.200}",
+            where=where,
+            fix=f"write {hub}://org/name, with @REVISION and /PATH behind it if you need them",
+        )
+    return HubId("ms" if hub == "ms" else "hf", kind, found[0], revision, inside)
+
+
+def plain_hub_id(path: Path, kind: RepoKind) -> HubId | None:
+    """Return what `org/name` names on Hugging Face; None where it is a path of this machine, or looks like one.
+
+    A path whose first folder exists here is a path.
+    """
+    text = str(path)
+    if _PLAIN.fullmatch(text) is None or _FILE.search(text) or path.exists() or path.parent.exists():
+        return None
+    name, _, revision = text.partition("@")
+    return None if ".." in name else HubId("hf", kind, name, revision or None, looks_like_path=True)
+
+
+def hub_hint(path: Path) -> str:
+    """Return how to name a model of a hub, for a path that is no folder here and may have been meant as one."""
+    text = str(path)
+    if path.is_absolute() or path.exists() or text.startswith(".") or _FILE.search(text):
+        return ""
+    if _NAME.fullmatch(text) is None or ".." in text:
+        return "a model on Hugging Face is named hf://org/name" if re.fullmatch(_WORD, text, re.ASCII) else ""
+    return f"for a model on Hugging Face write hf://{text}, or fetch it with `tessera download hf://{text}`"
+
+
+def find_hub_id(value: str | Path, kind: RepoKind, where: str) -> HubId | None:
+    """Return what a text or path names on a hub; None: it is a path of this machine."""
+    if is_hub_id(value):
+        return parse_hub_id(value, kind, where)
+    return plain_hub_id(Path(value), kind)

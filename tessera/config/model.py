@@ -1,0 +1,137 @@
+"""Declare the keys of `model`: the architecture, where its weights are and its adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_serializer, field_validator, model_validator
+
+from tessera.config.hub_ids import hub_spelling
+from tessera.config.reader import Section
+from tessera.config.values import HubName
+
+MAX_ADAPTER_RANK, MAX_ADAPTER_ALPHA = 10**5, 1e6
+AdapterRank = Annotated[int, Field(gt=0, le=MAX_ADAPTER_RANK)]
+AdapterAlpha = Annotated[float, Field(gt=0, le=MAX_ADAPTER_ALPHA)]
+AdapterForm = Literal["peft", "diffusers", "comfyui", "kohya"]
+WeightBits = Literal["nf4", "fp8"]  # four bits as QLoRA keeps weights, or eight
+
+
+class LoraTarget(Section):
+    modules: str = Field(description="pattern of linear layers or experts, or of modules that hold linear layers")
+    rank: AdapterRank | None = Field(None, description="default: lora.rank")
+    alpha: AdapterAlpha | None = Field(None, description="default: lora.alpha")
+
+
+class LoraSection(Section):
+    """Train two small matrices beside each chosen linear layer, or each expert; everything else is frozen."""
+
+    targets: list[str | LoraTarget] = Field(
+        default_factory=list,
+        description="patterns of linear layers that are adapted; {modules: pattern, rank: 64} has settings of its own; "
+        "default: all in the layers of the text decoder; experts where a pattern names them: "
+        "text.layers.{*}.mlp.experts",
+    )
+    rank: AdapterRank = 16
+    alpha: AdapterAlpha = Field(32, description="adapters are scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of what goes into an adapter")
+    rslora: bool = Field(False, description="scale by alpha / sqrt(rank)")
+    dora: bool = Field(
+        False, description="adapt directions of the layers' weights, and train the length of each row by itself (DoRA)"
+    )
+    init: Literal["default", "pissa"] = Field(
+        "default",
+        description="how adapters begin: default: A random and B zero; pissa: as the largest singular vectors of the "
+        "layer's weight, of which what they began as is taken away again",
+    )
+    modules_to_save: list[str] = Field(
+        default_factory=list, description="patterns of modules that are trained whole beside the adapters"
+    )
+    path: Path | None = Field(
+        None,
+        description="adapters to start from: a PEFT folder, a LoRA file (.safetensors) of diffusers, ComfyUI or kohya, "
+        "a run or a checkpoint; without `targets`, it also says which layers have which rank",
+    )
+    forms: list[AdapterForm] = Field(
+        ["peft"],
+        min_length=1,
+        description="what checkpoint.export writes into RUN/adapter: peft, and for models of images and videos the "
+        "files of diffusers, comfyui and kohya",
+    )
+    merge: bool = Field(False, description="at the end also export the whole model, with the adapters merged into it")
+    quantize: WeightBits | None = Field(
+        None,
+        description="keep the weights of adapted layers in four bits (nf4, as QLoRA) or in eight (fp8), whole on every "
+        "rank",
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _all_is_the_default(cls, value: Any) -> Any:
+        if value in ("all", "all-linear", ["all"], ["all-linear"]):
+            raise ValueError(
+                "leave `targets` out: then all linear layers in the layers of the text decoder are adapted"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> LoraSection:
+        if self.init == "pissa" and self.dora:
+            raise ValueError("init pissa does not go with dora: take one of them")
+        if self.init == "pissa" and self.quantize is not None:
+            raise ValueError("init pissa begins from whole weights; leave `quantize` or `init` out")
+        return self
+
+    @model_validator(mode="after")
+    def _merges_whole_weights(self) -> LoraSection:
+        if self.merge and self.quantize is not None:
+            raise ValueError(
+                "weights in fewer bits are not what a model is merged into; leave `merge` out, and merge the exported "
+                "adapters into the model they belong to: tessera convert RUN/adapter FOLDER"
+            )
+        return self
+
+
+class ModelSection(Section):
+    renamed: ClassVar[Mapping[str, str]] = {"dtype": "precision.weights"}
+
+    family: str | None = Field(
+        None, description="model family, or an import path to a SPEC; found from `path` when left out"
+    )
+    preset: str | None = Field(None, description="a size the family knows, such as 2b")
+    path: Path | None = Field(
+        None,
+        description="Hugging Face folder, run or checkpoint to start from; or hf://org/name[@revision] (ms:// for "
+        "ModelScope), which is downloaded",
+    )
+    hub_id: HubName | None = Field(
+        None,
+        description="id and commit of the hub that `path` was downloaded from; a run notes it here, and downloads the "
+        "folder again if it is gone",
+    )
+    weights: Path | None = Field(
+        None, description="initial weights in another form than `path`: Megatron-style shards, or a torch DCP folder"
+    )
+    tokenizer: Path | None = Field(None, description="folder with tokenizer.json, when `path` is not given")
+    config: dict[str, Any] = Field(default_factory=dict, description="fields that differ from the preset or the folder")
+    head: Literal["language", "reward"] | None = Field(
+        None, description="logits of tokens, or one number; default: what `path` has, or the objective needs"
+    )
+    freeze: list[str] = Field(
+        default_factory=list, description="patterns of modules or parameters that are not trained"
+    )
+    lora: LoraSection | None = Field(None, description="train adapters; {} takes every default")
+
+    @field_serializer("path", when_used="json-unless-none")
+    def _written_path(self, path: Path) -> str:
+        return hub_spelling(path)
+
+    @model_validator(mode="after")
+    def _has_origin(self) -> ModelSection:
+        if self.family is None and self.path is None and self.hub_id is None:
+            raise ValueError("give `family` (with a preset or config), or `path` to a folder")
+        if self.weights is not None and self.path is None:
+            raise ValueError("`weights` do not say which model they are of: give the Hugging Face folder as `path`")
+        return self

@@ -1,0 +1,338 @@
+"""Read configuration strictly into one typed tree. YAML, JSON and `key=value` are only spellings of it.
+
+This file is the reader; the tree itself is `core.run_config`. An unknown key is an error that names file, key and the
+nearest known key. Nothing here imports torch, so that `tessera --help` and `tessera config schema` answer at once.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+
+from tessera.config.foreign_keys import find_foreign, near_foreign
+from tessera.config.values import allowed_values, check_kind, members_of, plain_copy
+from tessera.config.yaml12 import StrictDumper, StrictLoader
+from tessera.errors import TesseraError, first_line, nearest
+
+MAX_CONFIG_BYTES = 4 << 20
+C = TypeVar("C", bound="Section")
+
+
+class Section(BaseModel):
+    """Hold a part of the configuration, strict and frozen."""
+
+    renamed: ClassVar[Mapping[str, str]] = {}  # key that this section once had -> dotted path of the key to use now
+    unlisted: ClassVar[frozenset[str]] = frozenset()  # filled in from another key, and never named as allowed here
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        check_kind(cls.model_fields[info.field_name].annotation, value)
+        return value
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    if "\t" in text:  # at the end of a line it means nothing to anyone but the scanner, and published files have it
+        text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
+    try:
+        return yaml.load(text, Loader=StrictLoader)
+    except yaml.YAMLError as error:
+        problem, mark = (error.problem, error.problem_mark) if isinstance(error, yaml.MarkedYAMLError) else (None, None)
+        position = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        raise TesseraError(f"not readable as YAML: {problem or error}", where=position) from None
+    except (ValueError, KeyError, ArithmeticError) as error:  # a tag (!!float x) that its text does not fit
+        raise TesseraError(f"not readable as YAML: {first_line(error)}", where=where) from None
+    except RecursionError:
+        raise TesseraError("nested too deeply to be a configuration", where=where) from None
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return a YAML or JSON file as a plain dict (JSON is YAML)."""
+    try:
+        found = path.is_file()
+    except OSError as error:  # a name that no file system takes
+        raise TesseraError(f"cannot be opened: {error.strerror}", where=str(path)[:200]) from None
+    if not found:
+        beside = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        raise TesseraError(
+            f"no such configuration file: {path}",
+            allowed=beside or None,
+            nearest=nearest(path.name, beside),
+        )
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise TesseraError(f"too large to be a configuration ({path.stat().st_size} bytes)", where=str(path))
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError:
+        raise TesseraError("not a text file", where=str(path), fix="a configuration is YAML or JSON in UTF-8") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise TesseraError(f"a configuration is a mapping, this is a {type(data).__name__}", where=str(path))
+    return data
+
+
+def apply_overrides(
+    data: Mapping[str, Any], overrides: Mapping[str, Any], where: str = "configuration"
+) -> dict[str, Any]:
+    """Return a new tree with dotted keys set: {"optim.lr": 1e-4}. Items of lists are reached by number:
+    data.train.0.path."""
+    tree: dict[str, Any] = plain_copy(data, where)
+    for dotted, value in overrides.items():
+        value = plain_copy(value, where, dotted)
+        *parents, last = dotted.split(".")
+        at: Any = tree
+        for depth, part in enumerate(parents):
+            at = _step_into(at, part, ".".join(parents[: depth + 1]))
+        if isinstance(at, list):
+            at[_list_index(at, last, dotted)] = value
+        else:
+            at[last] = value
+    return tree
+
+
+def _step_into(at: Any, part: str, path: str) -> Any:
+    if isinstance(at, list):
+        return at[_list_index(at, part, path)]
+    child = at.get(part)
+    if child is None:
+        child = at[part] = {}
+    if not isinstance(child, (dict, list)):
+        raise TesseraError(f"{path} is a value, not a section", where=f"override of {path}")
+    return child
+
+
+def _list_index(items: list[Any], part: str, path: str) -> int:
+    if not part.isdigit() or int(part) >= len(items):
+        raise TesseraError(f"{path}: no entry {part!r} in a list of {len(items)}", where=f"override {path}")
+    return int(part)
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """Parse `key=value` words of a command line; values are read as YAML: 1e-5, true and [1, 2] mean what they look
+    like."""
+    out: dict[str, Any] = {}
+    for word in arguments:
+        key, sign, text = word.partition("=")
+        if not sign or not re.fullmatch(r"[A-Za-z_][\w.\-]*", key):
+            foreign = find_foreign(key)
+            raise TesseraError(
+                f"not an override: {word!r}",
+                where="command line",
+                nearest=foreign.key or None if foreign is not None else None,
+                fix="write key=value, for example optim.lr=1e-4" if foreign is None else foreign.sentence(text or None),
+            )
+        out[key] = parse_yaml(text, f"command line, {key}") if text else None
+    return out
+
+
+def build(section: type[C], data: Mapping[str, Any], where: str) -> C:
+    """Validate `data` as `section`; raise one readable error that lists every problem."""
+    try:
+        return section.model_validate(dict(data))
+    except ValidationError as error:
+        raise _explain(section, error, where) from None
+
+
+def _explain(section: type[Section], error: ValidationError, where: str) -> TesseraError:
+    """Return one line for each key; pydantic reports one for each type that a key may have."""
+    problems: dict[str, list[Any]] = {}
+    for problem in error.errors(include_url=False):
+        path = _key_path(section, problem["loc"])
+        problems.setdefault(".".join(map(str, path)), []).append((path, problem))
+    # A mapping with a mistake in it is not also told that it is no text, where a text may stand in its place.
+    lines = {
+        key: _line(section, key, reports)
+        for key, reports in problems.items()
+        if not (_asks_for_text(reports) and any(other.startswith(f"{key}.") for other in problems))
+    }
+    if len(lines) > 1:
+        shown = [text for text, _, _ in lines.values()]
+        return TesseraError(f"{len(shown)} problems in the configuration:\n    " + "\n    ".join(shown), where=where)
+    text, allowed, near = next(iter(lines.values()))
+    return TesseraError(text, where=where, allowed=allowed, nearest=near)
+
+
+def _asks_for_text(reports: Sequence[tuple[list[Any], Any]]) -> bool:
+    return all(one["type"] == "string_type" and isinstance(one.get("input"), Mapping) for _, one in reports)
+
+
+def _line(
+    section: type[Section], key: str, reports: Sequence[tuple[list[Any], Any]]
+) -> tuple[str, list[str] | None, str | None]:
+    """Return what is wrong with one key, what is allowed there, and the nearest of it."""
+    path, first = reports[0]
+    if first["type"] == "extra_forbidden":
+        at = _section_at(section, path[:-1])
+        new = None if at is None else at.renamed.get(str(path[-1]))
+        if new is not None:
+            return f"{key} is now called {new}", None, new
+        foreign = find_foreign(str(path[-1]))
+        if foreign is not None and foreign.key != key:
+            return f"unknown key: {key}; {foreign.sentence(first.get('input'))}", None, foreign.key or None
+        known = [] if at is None else sorted(_keys_of(at))
+        misspelt = near_foreign(str(path[-1]), known)
+        if misspelt is not None and misspelt[1].key != key:
+            name, foreign = misspelt
+            text = f"unknown key: {key} (did you mean {name}?); {foreign.sentence(first.get('input'))}"
+            return text, None, foreign.key or None
+        near = nearest(str(path[-1]), known)
+        text = f"unknown key: {key}" + (f" (did you mean {near}?)" if near else "")
+        return text, known, None if near is None else ".".join([*map(str, path[:-1]), near])
+    inner = _section_at(section, path) if len(reports) == 1 and first["type"] == "model_type" else None
+    if inner is not None:
+        return _no_section(inner, key, first.get("input"))
+    words = [word for _, one in reports if one["type"] == "literal_error" for word in _words(one["ctx"]["expected"])]
+    said = list(dict.fromkeys(_said(one) for _, one in reports))
+    if words and all(one["type"] == "literal_error" for _, one in reports):  # several kinds of words are one choice
+        said = [f"must be {_one_of(words)}"]
+    given = first.get("input")
+    if isinstance(given, (str, int, float)) and first["type"] != "missing":
+        said[-1] += f", got {_spelled(given)}"
+    near = nearest(given, words) if isinstance(given, str) else None
+    asks_for_list = any(one["type"] == "list_type" for _, one in reports)
+    if asks_for_list and isinstance(given, str) and given and _takes_list_of_texts(section, path):
+        said[-1] += f"; write it as a list of one: {key}=[{_in_list(given)}]"
+    allowed = _allowed_at(section, path) if first["type"] != "value_error" else words
+    return f"{key}: {' or: '.join(said)}" if key else " or: ".join(said), allowed or None, near
+
+
+def _keys_of(section: type[Section]) -> list[str]:
+    return [field.alias or name for name, field in section.model_fields.items() if name not in section.unlisted]
+
+
+def _no_section(section: type[Section], key: str, given: Any) -> tuple[str, list[str] | None, str | None]:
+    """Return what is wrong with a value where a section belongs, and the key in it that may have been meant."""
+    known = _keys_of(section)
+    text = f"{key} is a section with keys of its own, got {_spelled(given)}"
+    if given is True and _is_built(section, {}):
+        return f"{text}; {key}={{}} takes it with its defaults", known, f"{key}={{}}"
+    if not isinstance(given, (int, float, str)) or isinstance(given, bool):
+        return text, known, None
+    # A key that takes any text says nothing of what was meant.
+    fitting = [name for name in known if _is_built(section, {name: given}) and not _is_built(section, {name: "?"})]
+    if not fitting:
+        return text, known, None
+    meant = f"{key}.{fitting[0]}={given}"
+    return f"{text} (did you mean {meant}?)", known, meant
+
+
+def _takes_list_of_texts(section: type[Section], path: Sequence[Any]) -> bool:
+    """Return whether a key takes a list of which a text may be an item."""
+    owner = _section_at(section, path[:-1]) if path else None
+    field = None if owner is None else owner.model_fields.get(str(path[-1]))
+    lists = [one for one in members_of(field.annotation) if typing.get_origin(one) is list] if field else []
+    return any(str in members_of(item) for one in lists for item in typing.get_args(one))
+
+
+def _in_list(text: str) -> str:
+    """Return a text as an item of a list in YAML: braces, commas and stars mean something there."""
+    return text if re.fullmatch(r"[\w./-]+", text) else f'"{text}"'
+
+
+def _spelled(given: Any) -> str:
+    return str(given).lower() if isinstance(given, bool) else repr(given)[:200]
+
+
+def _is_built(section: type[Section], data: Mapping[str, Any]) -> bool:
+    try:
+        section.model_validate(data)
+    except ValidationError:
+        return False
+    return True
+
+
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+    "finite_number": (None, "a finite number"),
+}
+
+
+def _said(problem: Any) -> str:
+    if problem["type"] in _BOUNDS:
+        bound, word = _BOUNDS[problem["type"]]
+        return f"must be {word}" + (f" {problem['ctx'][bound]:g}" if bound else "")
+    return str(problem["msg"]).removeprefix("Value error, ")
+
+
+def _one_of(words: Sequence[str]) -> str:
+    *others, last = (repr(word) for word in dict.fromkeys(words))
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _words(expected: str) -> list[str]:
+    return re.findall(r"'([^']*)'", expected)
+
+
+def _key_path(section: type[Section], location: Sequence[Any]) -> list[Any]:
+    """Return the path of a problem in keys and numbers, without the type names that pydantic inserts."""
+    path: list[Any] = []
+    kind: Any = section
+    for part in location:
+        members = [one for one in members_of(kind) if one is not type(None)]
+        if len(members) > 1:  # a key of several kinds: this part says which of them is meant
+            word = str(part).partition("[")[0]
+            kind = next((one for one in members if word == getattr(typing.get_origin(one) or one, "__name__", "")), Any)
+            continue
+        kind = members[0] if members else Any
+        path.append(part)
+        kind = _below(kind, part)
+    return path
+
+
+def _allowed_at(section: type[Section], path: Sequence[Any]) -> list[str]:
+    """Return what the key at `path` may be, from its annotation."""
+    kind: Any = section
+    for part in path[:-1]:
+        kind = next((one for one in members_of(_below(kind, part)) if one not in (type(None), str)), Any)
+    if isinstance(kind, type) and issubclass(kind, BaseModel) and path and path[-1] in kind.model_fields:
+        field = kind.model_fields[path[-1]]
+        return allowed_values(field.annotation, field.metadata)
+    return allowed_values(_below(kind, path[-1])) if path else []
+
+
+def _below(kind: Any, part: Any) -> Any:
+    """Return the annotation of what lies under `part` of something of this type."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        fields = {field.alias or name: field for name, field in kind.model_fields.items()} | kind.model_fields
+        return fields[part].annotation if part in fields else Any
+    inner = [one for one in typing.get_args(kind) if one is not Ellipsis]
+    return inner[-1] if inner and typing.get_origin(kind) in (list, tuple, dict) else Any
+
+
+def _section_at(section: type[Section], path: Iterable[Any]) -> type[Section] | None:
+    """Return the class of the section that lies at `path` below `section`; None where no section lies."""
+    kind: Any = section
+    for part in path:
+        kind = next((one for one in members_of(_below(kind, part)) if one is not type(None) and one is not str), Any)
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def keys_of(section: type[Section]) -> list[str]:
+    """Return every key below a section, dotted. What lies in lists and free mappings is not listed."""
+    found: list[str] = []
+    for name, field in section.model_fields.items():
+        inner = [one for one in members_of(field.annotation) if isinstance(one, type) and issubclass(one, Section)]
+        found += [f"{field.alias or name}.{key}" for one in inner for key in keys_of(one)] or [field.alias or name]
+    return found
+
+
+def dump_yaml(section: Section) -> str:
+    data = section.model_dump(mode="json")
+    return yaml.dump(data, Dumper=StrictDumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def schema(section: type[Section]) -> dict[str, Any]:
+    return section.model_json_schema()

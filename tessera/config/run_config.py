@@ -1,0 +1,173 @@
+"""Declare every key of a recipe, with its meaning and its bounds. `tessera config schema` prints them.
+
+The sections are beside this file (`config_model`, `config_data`, ...); others import them from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from tessera.config.data import DataSection, RecordFormat, SourceSection
+from tessera.config.fsdp2_file import with_fsdp2_file
+from tessera.config.model import MAX_ADAPTER_ALPHA, MAX_ADAPTER_RANK, AdapterForm, LoraSection, LoraTarget, ModelSection
+from tessera.config.output import CheckpointSection, GuardSection, LogSection, ProfileSection, TrackerSection
+from tessera.config.parallel import (
+    EncoderSection,
+    LossScaleSection,
+    ParallelSection,
+    PrecisionSection,
+    RecomputeSection,
+    Schedule,
+)
+from tessera.config.reader import Section, apply_overrides, build, read_mapping
+from tessera.config.train import (
+    CallbackSection,
+    EmaSection,
+    GroupSection,
+    MetricSection,
+    OptimSection,
+    PreviewSection,
+    ScheduleSection,
+    TrainSection,
+)
+
+NAME_PATTERN, NAME_LENGTH = r"^[^\W_][\w.\-]*$", 128  # of runs: a name is a folder's, and not .. or -rf
+ADAPTER_LR = 1e-4
+
+__all__ = [
+    "MAX_ADAPTER_ALPHA",
+    "MAX_ADAPTER_RANK",
+    "NAME_LENGTH",
+    "NAME_PATTERN",
+    "AdapterForm",
+    "CallbackSection",
+    "CheckpointSection",
+    "DataSection",
+    "EmaSection",
+    "EncoderSection",
+    "GroupSection",
+    "GuardSection",
+    "LogSection",
+    "LoraSection",
+    "LoraTarget",
+    "LossScaleSection",
+    "MetricSection",
+    "ModelSection",
+    "OptimSection",
+    "ParallelSection",
+    "PrecisionSection",
+    "PreviewSection",
+    "ProfileSection",
+    "RecomputeSection",
+    "RecordFormat",
+    "RunConfig",
+    "Schedule",
+    "ScheduleSection",
+    "SourceSection",
+    "TrackerSection",
+    "TrainSection",
+    "load_config",
+]
+
+
+class RunConfig(Section):
+    name: str = Field(
+        "run",
+        pattern=NAME_PATTERN,
+        max_length=NAME_LENGTH,
+        description="the run's folder is out/name; begins with a letter or a digit",
+    )
+    out: Path = Path("runs")
+    model: ModelSection
+    data: DataSection = DataSection()
+    parallel: ParallelSection = ParallelSection()
+    precision: PrecisionSection = PrecisionSection()
+    train: TrainSection
+    optim: OptimSection = OptimSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    guard: GuardSection = GuardSection()
+    log: LogSection = LogSection()
+    profile: ProfileSection = ProfileSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_up_fsdp2_file(cls, data: Any) -> Any:
+        parallel = data.get("parallel") if isinstance(data, Mapping) else None
+        if isinstance(parallel, Mapping) and parallel.get("fsdp2_config") is not None:
+            return with_fsdp2_file(data)
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapters_learn_faster(cls, data: Any) -> Any:
+        """Fill in the learning rate of adapters where none is given: that of whole models is too low for them."""
+        if not isinstance(data, Mapping):
+            return data
+        model, optim = data.get("model"), data.get("optim", {})
+        if isinstance(model, Mapping) and model.get("lora") is not None and isinstance(optim, Mapping):
+            return {**data, "optim": {"lr": ADAPTER_LR, **optim}}
+        return data
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> RunConfig:
+        if self.train.samples_per_step is None and self.train.global_batch % self.train.micro_batch:
+            raise ValueError(
+                f"train.global_batch ({self.train.global_batch}) is not a multiple of "
+                f"train.micro_batch ({self.train.micro_batch})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_adapters_for_their_settings(self) -> RunConfig:
+        if self.optim.loraplus_lr_ratio != 1 and self.model.lora is None:
+            raise ValueError("optim.loraplus_lr_ratio has no effect without adapters (model.lora)")
+        return self
+
+    @model_validator(mode="after")
+    def _profiles_its_own_steps(self) -> RunConfig:
+        last = self.train.steps
+        if self.profile.steps is not None and last is not None and self.profile.steps[0] > last:
+            raise ValueError(f"profile.steps begins with step {self.profile.steps[0]}, and the run has {last}")
+        return self
+
+    @property
+    def folder(self) -> Path:
+        return self.out / self.name
+
+
+def load_config(recipe: Path | str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """Return the configuration of a recipe file, or of the same as a dict, with dotted overrides. Its paths are
+    relative to the working folder."""
+    if isinstance(recipe, Mapping):
+        data, where = dict(recipe), "recipe given as a mapping"
+    else:
+        data, where = read_mapping(Path(recipe)), str(recipe)
+    if overrides:
+        where += " with overrides " + " ".join(f"{k}={_short(v)}" for k, v in overrides.items())
+        data = _without_replaced(data, overrides)
+    return build(RunConfig, apply_overrides(data, overrides or {}, where), where)
+
+
+_INSTEAD = {"steps": "epochs", "epochs": "steps"}  # keys of `train` of which one says it all
+
+
+def _without_replaced(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe without the length that an override says in another unit."""
+    train = data.get("train")
+    gone = [other for key, other in _INSTEAD.items() if overrides.get(f"train.{key}") is not None]
+    if not isinstance(train, Mapping) or len(gone) != 1:
+        return data
+    return {**data, "train": {key: value for key, value in train.items() if key not in gone}}
+
+
+def _short(value: Any) -> str:
+    try:
+        text = str(value)
+    except ValueError:  # a number of thousands of digits
+        return "..."
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 120 else text[:117] + "..."

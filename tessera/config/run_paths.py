@@ -1,0 +1,114 @@
+"""Make the paths of a recipe such that a run finds them again: from any working folder, and after a project was
+moved."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tessera.config.hub_ids import is_hub_id
+from tessera.config.reader import dump_yaml
+from tessera.config.run_config import NAME_LENGTH, NAME_PATTERN, DataSection, ModelSection, RunConfig, SourceSection
+from tessera.errors import TesseraError, nearest
+
+MOST_RUNS = 8  # that an error lists
+_PATTERN = re.compile(r"[*?\[{]")  # a path that names several files
+
+
+def located(config: RunConfig, base: Path) -> RunConfig:
+    """Return the recipe with its paths absolute: relative ones begin at `base`, the folder that the run is started in.
+
+    Where a data kind or a task has options of its own, a word among them is a path if something lies there. `out` and
+    `name` stay as they are: a run is found by its folder, wherever that is.
+    """
+    base = base.absolute()
+
+    def absolute(path: Path) -> Path:
+        if is_hub_id(path):  # data that is streamed stays on its hub
+            return path
+        return Path(os.path.normpath(base / path))
+
+    return _with_paths(config, absolute, lambda tree: _words(tree, base))
+
+
+def moved(config: RunConfig, was: Path, now: Path) -> RunConfig:
+    """Return the recipe of a run whose folder was moved from `was` to `now`: a path that is gone and is found in the
+    same place beside the run's new folder has moved with it."""
+
+    def follow(path: Path) -> Path:
+        if not path.is_absolute() or _is_there(path):
+            return path
+        beside = Path(os.path.normpath(now / os.path.relpath(path, was)))
+        return beside if _is_there(beside) else path
+
+    return _with_paths(config, follow, lambda tree: tree)
+
+
+def kept_text(config: RunConfig) -> str:
+    """Return the recipe as a run keeps it. A folder may have been given a name since that no recipe may have."""
+    named = re.fullmatch(NAME_PATTERN, config.name) and len(config.name) <= NAME_LENGTH
+    return dump_yaml(config if named else config.model_copy(update={"name": "run"}))
+
+
+def no_run(folder: Path, lacks: str, fix: str = "name the folder that `tessera train` made") -> TesseraError:
+    """Return the error for a folder that should be a run and is none, with the runs that lie beside it."""
+    beside = sorted(file.parent for file in folder.parent.glob("*/config.yaml"))
+    return TesseraError(
+        f"{folder} is not a run: it has no {lacks}" if folder.is_dir() else f"there is no run {folder}",
+        allowed=[*beside[:MOST_RUNS], *(["..."] if len(beside) > MOST_RUNS else [])] if beside else None,
+        nearest=nearest(str(folder), [str(run) for run in beside]),
+        fix=fix,
+    )
+
+
+def _with_paths(config: RunConfig, path: Callable[[Path], Path], words: Callable[[Any], Any]) -> RunConfig:
+    def maybe(given: Path | None) -> Path | None:
+        return None if given is None else path(given)
+
+    def model(section: ModelSection) -> ModelSection:
+        lora = section.lora and section.lora.model_copy(update={"path": maybe(section.lora.path)})
+        changes = {"path": maybe(section.path), "tokenizer": maybe(section.tokenizer), "lora": lora}
+        changes["config"] = words(section.config)
+        return section.model_copy(update=changes)
+
+    def source(section: SourceSection) -> SourceSection:
+        return section.model_copy(update={"path": path(section.path), "root": maybe(section.root)})
+
+    def data(section: DataSection) -> DataSection:
+        sets = {"train": [source(one) for one in section.train], "eval": [source(one) for one in section.eval]}
+        urls = section.urls and section.urls.model_copy(update={"cache": maybe(section.urls.cache)})
+        return section.model_copy(update={**sets, "options": words(section.options), "urls": urls})
+
+    changes = {
+        "model": model(config.model),
+        "data": data(config.data),
+        "train": config.train.model_copy(update={"task_options": words(config.train.task_options)}),
+        "parallel": config.parallel.model_copy(update={"fsdp2_config": maybe(config.parallel.fsdp2_config)}),
+    }
+    return config.model_copy(update=changes)
+
+
+def _words(tree: Any, base: Path) -> Any:
+    """Return the user's own options with paths made absolute: a word is a path if it has a slash or a dot and
+    something exists there."""
+    if isinstance(tree, dict):
+        return {key: _words(value, base) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_words(value, base) for value in tree]
+    if not isinstance(tree, str) or not ("/" in tree or "." in tree) or "\0" in tree or os.path.isabs(tree):
+        return tree
+    try:
+        return os.path.normpath(base / tree) if (base / tree).exists() else tree
+    except OSError:  # too long for a name: a text
+        return tree
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether a path exists; of a pattern, whether the folder of its fixed part does."""
+    fixed = path
+    while _PATTERN.search(str(fixed)) and fixed != fixed.parent:
+        fixed = fixed.parent
+    return fixed.exists()

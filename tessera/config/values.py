@@ -1,0 +1,130 @@
+"""Refuse values that no key can mean, before a section is built from them."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from tessera.errors import TesseraError
+
+MAX_DEPTH = 64
+MAX_PATH, MAX_PATH_PART = 4096, 255  # bytes, as the systems have it
+LARGEST = 2**63 - 1  # what a tensor, a file offset and a JSON reader can hold
+
+# Bounds that no real job meets: what lies beyond is a slip of the finger, and would fail late and far away.
+Steps = Annotated[int, Field(gt=0, le=10**12)]
+StepsOrNone = Annotated[int, Field(ge=0, le=10**12)]
+Count = Annotated[int, Field(gt=0, le=10**9)]
+Ranks = Annotated[int, Field(ge=1, le=10**6)]
+Ahead = Annotated[int, Field(ge=0, le=10**4)]
+Seconds = Annotated[float, Field(gt=0, le=366 * 86400)]
+Rate = Annotated[float, Field(ge=0, le=1e4)]
+HubName = Annotated[str, Field(pattern=r"^(hf|ms)://", max_length=2048)]
+
+
+def plain_copy(tree: Any, where: str, at: str = "", depth: int = 0) -> Any:
+    """Copy a configuration as plain dicts, lists and scalars; raise for what no key can hold."""
+    if depth > MAX_DEPTH:
+        raise TesseraError("nested too deeply to be a configuration", where=f"{where}, {at[:80]}")
+    if isinstance(tree, Mapping):
+        return {
+            plain_copy(key, where, at) if isinstance(key, str) else str(key): plain_copy(
+                value, where, f"{at}.{key}" if at else str(key), depth + 1
+            )
+            for key, value in tree.items()
+        }
+    if isinstance(tree, (list, tuple, set, frozenset)):
+        return [plain_copy(value, where, f"{at}.{number}", depth + 1) for number, value in enumerate(tree)]
+    if tree is None or isinstance(tree, (bool, float, BaseModel)):
+        return tree
+    if isinstance(tree, int):
+        if not -LARGEST - 1 <= tree <= LARGEST:
+            raise TesseraError(
+                f"{at}: a whole number of {tree.bit_length()} bits has no use here",
+                where=where,
+                allowed=[f"up to {LARGEST} (63 bits)"],
+            )
+        return tree
+    text = str(tree)
+    if "\0" in text:
+        raise TesseraError(f"{at}: a NUL character in {text[:60]!r}", where=where, fix="leave the character out")
+    if any(0xD800 <= ord(character) <= 0xDFFF for character in text):
+        raise TesseraError(f"{at}: not valid Unicode: {text[:60]!r}", where=where, fix="write it in UTF-8")
+    return text
+
+
+def check_kind(annotation: Any, value: Any) -> None:
+    """Raise a ValueError for what pydantic would bend into shape: true as the number 1, an empty word as a folder."""
+    members = members_of(annotation)
+    if isinstance(value, bool):
+        if bool not in members and (int in members or float in members):
+            raise ValueError(f"a number is needed, not {str(value).lower()}")
+    elif isinstance(value, (list, tuple)):
+        inner = [one for member in members for one in _items(member)]
+        for entry in value:
+            if inner:
+                check_kind(typing.Union[tuple(inner)], entry)  # noqa: UP007 - made of a list
+    elif isinstance(value, Mapping):
+        for member in members:
+            if typing.get_origin(member) is dict:
+                for entry in value.values():
+                    check_kind(typing.get_args(member)[1], entry)
+    elif isinstance(value, str) and Path in members:
+        _check_path(value)
+
+
+def _check_path(value: str) -> None:
+    if not value:
+        raise ValueError("an empty path")
+    parts = [len(part.encode(errors="replace")) for part in value.split("/")]
+    if max(parts) > MAX_PATH_PART or sum(parts) + len(parts) > MAX_PATH:
+        raise ValueError(
+            f"a path has at most {MAX_PATH} bytes, and {MAX_PATH_PART} in one name; this begins {value[:40]!r}"
+        )
+
+
+def members_of(annotation: Any) -> list[Any]:
+    """Return the kinds that an annotation allows, without wrappings."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        return members_of(typing.get_args(annotation)[0])
+    if origin in (typing.Union, UnionType):
+        return [member for one in typing.get_args(annotation) for member in members_of(one)]
+    return [annotation]
+
+
+def _items(member: Any) -> list[Any]:
+    if typing.get_origin(member) in (list, tuple):
+        return [one for one in typing.get_args(member) if one is not Ellipsis]
+    return []
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "text", Path: "a path", type(None): "null"}
+
+
+def allowed_values(annotation: Any, bounds: Sequence[Any] = ()) -> list[str]:
+    """Describe what an annotation allows, for an error message: words, `null`, numbers with their bounds."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        inner, *more = typing.get_args(annotation)
+        return allowed_values(inner, [*bounds, *(limit for one in more for limit in getattr(one, "metadata", [one]))])
+    if origin in (typing.Union, UnionType):
+        return [word for one in typing.get_args(annotation) for word in allowed_values(one, bounds)]
+    if origin is typing.Literal:
+        return [str(word) for word in typing.get_args(annotation)]
+    if annotation is bool:
+        return ["true", "false"]
+    if annotation in (int, float):
+        said = [
+            f"{word} {getattr(limit, name):g}" for limit in bounds for name, word in _BOUNDS if hasattr(limit, name)
+        ]
+        return [" ".join([_WORDS[annotation], *said])]
+    return [_WORDS[annotation]] if annotation in _WORDS else []
+
+
+_BOUNDS = (("gt", "above"), ("ge", "from"), ("lt", "below"), ("le", "up to"))

@@ -1,0 +1,135 @@
+"""Define batches: named tensors with segment bounds, and the outputs of models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tessera.runtime import html
+
+IGNORE = -100  # the label of a position that is not trained on
+EMBEDDING_NOISE = "embedding_noise"  # the tensor of a batch that training adds to the embeddings of its tokens
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Hold the bounds of segments of a packed sequence: segment i is [bounds[i], bounds[i+1]). `longest` and `lengths`
+    stay on the host, so that nobody waits for a device to learn them."""
+
+    bounds: Tensor  # [S + 1] int32
+    longest: int
+    lengths: tuple[int, ...] = ()  # of the segments; empty where they were not known on the host
+    # If not 0: these are so many rows of one length, each with one segment and then padding, whose results nobody
+    # reads. Causal attention over whole rows is then as good, and has the same shape in every step.
+    rows: int = 0
+    # [3] int64, on the host: `longest`, `rows` and the first length (0: unknown) for an operation that is to be
+    # compiled once for all batches; a compiler takes plain numbers for constants. Always computed; it can be passed,
+    # because torch copies dataclasses field by field when it casts what enters a module.
+    extent: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        first = self.lengths[0] if self.lengths else 0
+        object.__setattr__(self, "extent", torch.tensor([self.longest, self.rows, first], device="cpu"))
+
+    @staticmethod
+    def of(lengths: Sequence[int], rows: int = 0) -> Segments:
+        bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        if lengths:
+            bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+        return Segments(bounds, max(lengths, default=0), tuple(int(length) for length in lengths), rows)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Segments:
+        return replace(self, bounds=self.bounds.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Segments:
+        return replace(self, bounds=self.bounds.pin_memory())
+
+
+def trained_positions(labels: Tensor) -> Tensor:
+    """Return the positions that have a label."""
+    return (labels != IGNORE).nonzero().squeeze(1)
+
+
+@dataclass
+class Batch:
+    """Hold one micro-batch: named tensors, bounds of segments, and what the trainer may read (ids, counts, seeds).
+
+    Language batches have `tokens`, `labels` (already shifted), `positions` and segments "text"; those that are trained
+    on also `trained`, the positions that have a label: their number is a shape, which the host has to know. With media,
+    they have tensors of their family. The trainer reads no tensor.
+    """
+
+    tensors: dict[str, Tensor]
+    segments: dict[str, Segments] = field(default_factory=dict)
+    # By name of a packed tensor: the shape of each sample in it, as (frames, rows, columns). It stays on the host and
+    # is that of whole samples also where a rank has a part of their tokens.
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    sample_ids: tuple[str, ...] = ()
+    rows: tuple[tuple[int, int], ...] = ()  # (row number, how many of `sample_ids` it holds): a ledger's order
+    counts: dict[str, int] = field(default_factory=dict)
+    seeds: tuple[int, ...] = ()  # one per global row: randomness in a task depends on the row, never on the layout
+    problems: tuple[tuple[str, str], ...] = ()  # (sample id, why) of samples that are masked; goes to quarantine.jsonl
+    flops: float = 0.0  # of one forward and backward pass over what this rank reports
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self.tensors.items())
+        samples = f"{len(self.sample_ids)} samples: " if self.sample_ids else ""
+        return f"Batch({samples}{shapes})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (name, str(list(t.shape)), str(t.dtype).removeprefix("torch."), str(t.device))
+            for name, t in self.tensors.items()
+        ]
+        cells = [[html.escape(cell) for cell in row] for row in rows]
+        return html.fragment([html.table(("tensor", "shape", "type", "device"), cells)])
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def get(self, name: str) -> Tensor | None:
+        return self.tensors.get(name)
+
+    def with_tensors(self, **tensors: Tensor) -> Batch:
+        return replace(self, tensors={**self.tensors, **tensors})
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        return replace(
+            self,
+            tensors={name: t.to(device, non_blocking=non_blocking) for name, t in self.tensors.items()},
+            segments={name: s.to(device, non_blocking) for name, s in self.segments.items()},
+        )
+
+    def pin_memory(self) -> Batch:
+        return replace(
+            self,
+            tensors={name: t.pin_memory() for name, t in self.tensors.items()},
+            segments={name: s.pin_memory() for name, s in self.segments.items()},
+        )
+
+
+class LanguageOutput(NamedTuple):
+    """Hold what a language model returns. `head` is the output projection *module*: the loss multiplies by its weight
+    in chunks, so that the logits of a long row never exist at once. `logits` is filled only when asked for."""
+
+    hidden: Tensor  # [T, D]
+    head: Any  # nn.Module with .weight [V, D]; a module, because functions over trees of tensors pass it by
+    logits: Tensor | None = None
+    # Of a model that is trained to use its experts evenly: the loss that asks for it, a sum over rows weighted by their
+    # trained labels, and how much of it joins the loss of the labels.
+    router_aux: Tensor | None = None
+    router_aux_weight: float = 0.0
+
+
+class Prediction(NamedTuple):
+    """Hold what a generation model returns: its raw prediction (a velocity, the noise, or v) in patches, one for each
+    latent token, in the order of `latents` of the batch."""
+
+    latents: Tensor  # [N, channels x patch]

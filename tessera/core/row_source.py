@@ -1,0 +1,86 @@
+"""Define a data set for the loader: rows by number."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+from tessera.core.batch import Batch
+from tessera.errors import TesseraError
+
+ENDLESS = 1 << 40  # rows of one epoch of data that does not tell its length
+
+
+class RowSource(ABC):
+    """Give a data set to the loader: rows by number, each a pure function of its number.
+
+    Row numbers count draws since the start of training, so that number // len(source) is the epoch. A source is pickled
+    to worker processes and called there: it holds no open file and no device tensor. Only `__len__` and `batch` must be
+    written; the other members are abilities, and their defaults say that the source does not have them.
+    """
+
+    @property
+    def bad_samples(self) -> Sequence[tuple[str, str]]:
+        """Return (id, reason) of samples that were left out before training began; a long list may be shortened."""
+        return ()
+
+    @property
+    def bad_count(self) -> int:
+        """Return how many samples were left out before training began, also those that are not listed."""
+        return len(self.bad_samples)
+
+    @property
+    def identity(self) -> str:
+        """Return a hash that changes whenever a row would hold other samples; empty: the source does not know.
+
+        There may be several, with a slash between them: where one of them is as before, rows hold the same samples.
+        """
+        return ""
+
+    @property
+    def rows_per_step(self) -> int | None:
+        """Return the rows of a step where the source decides it (train.samples_per_step); None: the recipe does."""
+        return None
+
+    @property
+    def sequential(self) -> bool:
+        """Return whether rows can only be read one after another, by one process."""
+        return False
+
+    @property
+    def decodes_media(self) -> bool:
+        """Return whether making a batch runs media decoders, which may crash and so belong into a worker process."""
+        return False
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of rows in one epoch."""
+
+    @abstractmethod
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """Return one micro-batch of these rows, with `sample_ids`, `rows`, `counts`, `seeds` and `problems` filled."""
+
+    def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
+        """Return `batch(rows)`, made by a process that a sample may crash.
+
+        `note(n)` is called before sample n is read, so that a crash can be attributed; samples in `lost` (with the
+        reason) crashed a process before and leave holes. A source that notes no samples cannot leave any out.
+        """
+        if lost:
+            raise TesseraError(
+                f"making a batch of rows {list(rows)} failed: {next(iter(lost.values()))}",
+                where="data.kind",
+                fix="set data.workers=0 to see where",
+            )
+        return self.batch(rows)
+
+    def work(self, rows: Sequence[int]) -> Sequence[float] | None:
+        """Return the cost of each row, by which ranks get equal work; None: unknown, all rows count alike."""
+        return None
+
+    def without(self, samples: Mapping[str, str]) -> RowSource | None:
+        """Return the same rows with these samples (with the reason) masked; None: the source cannot leave any out."""
+        return None
+
+    def check_ranks(self, position: int, count: int) -> None:  # noqa: B027  # most sources split nothing
+        """Raise if the source splits its rows over other ranks than rank `position` of `count` data-parallel ones."""

@@ -1,0 +1,91 @@
+"""Define samples: messages with media parts, and samples that a processor has encoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+PartKind = Literal["text", "image", "video", "audio", "features"]  # features: what encoders made of a whole sample
+PLAIN = "text"  # the role of text that nobody says: no header, no end of turn, all of it trained on
+
+
+@dataclass(frozen=True)
+class Part:
+    """Hold one part of a message. `value` is text, or media: a path inside the data root, the position of its bytes in
+    another file, the bytes themselves, or a decoded object."""
+
+    kind: PartKind
+    value: Any
+
+
+@dataclass(frozen=True)
+class Message:
+    role: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Hold one conversation. `id` is unique in its data set and is what ledgers, quarantine lists and errors name."""
+
+    id: str
+    messages: tuple[Message, ...]
+
+    def media(self) -> list[Part]:
+        return [part for message in self.messages for part in message.parts if part.kind != "text"]
+
+
+@dataclass(frozen=True)
+class MediaSize:
+    """Hold what a header tells: enough to know the cost of an image, a video or a recording without decoding it."""
+
+    width: int
+    height: int
+    frames: int = 1
+    samples: int = 0  # of audio, at the rate it is decoded to
+    total: int = 0  # frames of the whole video, from which `frames` are taken evenly
+    rate: float | None = None  # how many of those make a second; None: unknown
+
+    @property
+    def fps(self) -> float | None:
+        """Return the rate of the frames that are taken."""
+        return None if self.rate is None or not self.total else self.frames / self.total * self.rate
+
+
+@dataclass
+class Encoded:
+    """Hold one sample after tokenising, not yet packed. `labels[i]` is the label *of* token i (collate shifts them)."""
+
+    id: str
+    tokens: Tensor  # [L] int64
+    labels: Tensor  # [L] int64, IGNORE where not trained on
+    positions: Tensor  # [L] or [3, L] int64
+    media: dict[str, Tensor] = field(default_factory=dict)  # private to a family: its own `collate` reads them
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Return how many tokens of a row the sample takes."""
+        return len(self.tokens)
+
+
+@dataclass
+class EncodedMedia:
+    """Hold one sample of a generation model, not yet packed: an image or video that the model learns to make, and what
+    it is made from. A sample that could not be read has a length and nothing else.
+
+    `tensors` has `text_ids` (also `text_ids_2`, `text_ids_3`) and `frames` uint8 [F, H, W, 3]; or what encoders made of
+    them: `clean` [patches, P], `text` [L, D] and the like.
+    """
+
+    id: str
+    length: int  # elements of the main sequence
+    grid: tuple[int, int, int] = (0, 0, 0)  # of the latents, in patches: frames, rows, columns
+    text: int = 0  # text tokens in the main sequence; 0 where the model reads text by cross attention
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    reference_grids: tuple[tuple[int, int, int], ...] = ()  # of images to edit, whose latents follow
+    counts: dict[str, int] = field(default_factory=dict)
+    references: tuple[Tensor, ...] = ()  # these images, uint8 [1, H, W, 3]; none where `clean` has their latents
+    embeds: int = 0  # embeddings of a given frame in the main sequence, which follow those of text

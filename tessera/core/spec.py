@@ -1,0 +1,192 @@
+"""Define a model family for other packages: its components, processor, costs and presets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tessera.config.reader import Section
+from tessera.core.batch import Batch
+from tessera.core.model_plan import ModelPlan
+from tessera.core.sample import Encoded, MediaSize, Sample
+from tessera.weights.map import WeightMap
+from tessera.weights.megatron_form import MegatronForm
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Count how often a training step computes a product of the forward pass: once forward, once more for the gradient
+    of its input, where something before it is trained, and once more for the gradient of a weight that is trained."""
+
+    weights: float = 3.0  # products with weights
+    attention: float = 3.0  # of queries with keys, and of what follows with values
+    first: float = 2.0  # the product that an encoder begins with: its input has no gradient
+
+
+# By part of a model, as its module is called ("text", "head", "vision", "projector"); parts that are left out are
+# trained as a whole.
+Training = Mapping[str, Passes]
+FULL = Passes()
+
+
+@runtime_checkable
+class Processor(Protocol):
+    """Turn samples into batches. The same object serves training, evaluation and serving."""
+
+    def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
+        """Return the cost from headers alone: {"tokens": n, "patches": m, ...}; it equals what `encode` will give."""
+        ...
+
+    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Any:
+        """Return a sample ready to be packed: `Encoded` of conversations, `EncodedMedia` of generation. `media`: one
+        decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order. `sizes`: what their headers
+        tell, where images were made smaller while they were decoded."""
+        ...
+
+    def collate(self, rows: Sequence[Sequence[Any]], length: int) -> Batch:
+        """Pack each row's samples into `length` tokens (padded), rows one after another."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer and preprocessor files that `transformers` reads."""
+        ...
+
+
+@runtime_checkable
+class LanguageProcessor(Processor, Protocol):
+    """Turn conversations into batches, and tokens that a model generates back into text."""
+
+    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Encoded:
+        """Tokenise a sample; see `Processor`."""
+        ...
+
+    def prompt(
+        self,
+        samples: Sequence[Sample],
+        media: Sequence[Sequence[Any]],
+        sizes: Sequence[Sequence[MediaSize]] | None = None,
+    ) -> Batch:
+        """Return a batch to generate from: one unpadded segment per sample, ending where the assistant speaks. `sizes`
+        as for `encode`."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]: ...
+
+
+@runtime_checkable
+class InitializesByName(Protocol):
+    """Mark a module that draws initial weights by name, so that any part of it can be filled alone."""
+
+    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill a whole parameter of this name in place."""
+        ...
+
+
+@runtime_checkable
+class InitializesItself(Protocol):
+    """Mark a module that draws the initial weights of all its parameters at once."""
+
+    def init_weights(self) -> None:
+        """Fill every parameter in place."""
+        ...
+
+
+@runtime_checkable
+class AdjustsAfterInit(Protocol):
+    """Mark a module that completes what its initial weights or its constructor left open."""
+
+    def post_meta_init(self) -> None:
+        """Adjust parameters or buffers in place.
+
+        It is called on the whole module after initial weights were drawn, and on every rank once memory for the rank's
+        part is allocated and buffers hold what the constructor computed.
+        """
+        ...
+
+
+@runtime_checkable
+class DeclaresPlan(Protocol):
+    """Mark a module that a user made and that says how it may be split over devices."""
+
+    def model_plan(self) -> ModelPlan:
+        """Return the plan in the paths of this module."""
+        ...
+
+
+# Where a frozen component lives between uses: whole on every rank's device, sharded over the ranks as the trained model
+# is, or in host memory, from which each use copies it to the device.
+Residence = Literal["device", "sharded", "offloaded"]
+
+
+@dataclass(frozen=True)
+class Component:
+    """Describe one part of a model family. Most have one, "model"; a video family also has a VAE and text encoders."""
+
+    build: Callable[[Any], nn.Module]  # works on the meta device; has initialize(name, tensor, generator) or `fresh`
+    plan: Callable[[Any], ModelPlan]
+    weights: Mapping[str, Callable[[Any], WeightMap]] = field(default_factory=dict)  # by form: "hf", "original", ...
+    trained: bool = True
+    residence: Residence = "sharded"  # of a frozen component
+    # For classes without `initialize`: a module with the weights its own constructor draws, on the host, whole.
+    fresh: Callable[[Any], nn.Module] | None = None
+    given: bool = False  # whether the caller made the module of `fresh`: its weights come before any `initialize`
+
+    megatron: Callable[[Any], MegatronForm] | None = None  # how Megatron-style jobs keep it
+
+    def weight_map(self, config: Any, form: str = "hf") -> WeightMap | None:
+        """Return the weight map of this form; None where the component has no such files.
+
+        That of Hugging Face folders knows the tables of all other forms: reading, the names in a folder decide.
+        """
+        make = self.weights.get(form)
+        if make is None or form != "hf":
+            return None if make is None else make(config)
+        others = {name: other(config) for name, other in self.weights.items() if name != form}
+        return replace(make(config), others=others)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Describe a model family to other packages. A folder under `models/` exposes one as `SPEC`."""
+
+    name: str
+    config: type[Section]  # with a classmethod from_hf(dict) and to_hf() -> dict if the family has a Hugging Face form
+    components: Mapping[str, Component]  # "model" is the trained one
+    processor: Callable[..., Processor] | None = None  # (config, folder, **options of the `data.processor` section)
+    # (config, batch, training: Training) -> FLOPs of one forward and backward pass: products of the model itself, with
+    # half the square of causal attention, without recomputation, untrained positions of the head and gradients that
+    # nobody asks for. One definition for the step line, benchmarks and balance.
+    flops: Callable[..., float] | None = None
+    # (config, measures of samples by name, training: Training) -> the same for each sample in each stream; adds up
+    # over the samples of a row.
+    work: Callable[..., dict[str, np.ndarray]] | None = None
+    # (config, tokens) -> a micro-batch of so many tokens, made up: what forecasts and dry runs work on.
+    example: Callable[[Any, int], Batch] | None = None
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # (config) -> how a family that generates images or videos reads latents and captions.
+    generation: Callable[[Any], Any] | None = None
+    # For classes that continue prompts by themselves: (module, batch, *, max_new_tokens, stop_tokens, choose: logits
+    # [rows, vocabulary] -> tokens [rows], greedy, on_token) -> the new tokens of each row.
+    generate: Callable[..., list[list[int]]] | None = None
+    spare_parts: bool = False  # whether a model may have parameters that no loss reaches
+    task: str = "language"  # the objective when the recipe names none
+    head: Literal["language", "reward"] = "language"  # what the head gives: logits of tokens, or one number
+    needs_processor_files: bool = True  # off: a run without tokenizer files goes on without a processor
+    # Values of "model_type" (transformers) or "_class_name" (diffusers) in config.json that mean this family.
+    hf_types: tuple[str, ...] = ()
+    # The same for folders in the form of a model's makers: (folder, config.json) -> config.json of Hugging Face's form.
+    originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def main(self) -> Component:
+        """Return the component that is trained."""
+        return self.components["model"]

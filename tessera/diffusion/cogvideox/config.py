@@ -1,0 +1,131 @@
+"""The configuration of CogVideoX, in the form of diffusers' CogVideoXTransformer3DModel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from tessera.core.batch import Batch
+from tessera.diffusion.config import DiffusersConfig
+from tessera.diffusion.forms import GenerationForm, Grid, SamplingForm, TextForm
+
+OFFSET = 2.0  # what the published image-to-video models embed beside the time
+
+
+class CogVideoXConfig(DiffusersConfig):
+    class_name: ClassVar[str] = "CogVideoXTransformer3DModel"
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "flip_sin_to_cos": (True,),
+        "freq_shift": (0,),
+        "dropout": (0.0,),
+        "activation_fn": ("gelu-approximate",),
+        "timestep_activation_fn": ("silu",),
+        "attention_bias": (True,),
+    }
+
+    num_attention_heads: int = Field(30, gt=0, le=10**5)
+    attention_head_dim: int = Field(64, gt=0, le=10**5)
+    in_channels: int = Field(16, gt=0, le=10**6)
+    out_channels: int = Field(16, gt=0, le=10**6)
+    time_embed_dim: int = Field(512, gt=0, le=10**6)
+    ofs_embed_dim: int | None = Field(None, gt=0, le=10**6, description="width of the embedding of a constant offset")
+    text_embed_dim: int = Field(4096, gt=0, le=10**7)
+    num_layers: int = Field(30, gt=0, le=10**4)
+    sample_width: int = Field(90, gt=0, le=10**6)
+    sample_height: int = Field(60, gt=0, le=10**6)
+    sample_frames: int = Field(49, gt=0, le=10**6)
+    patch_size: int = Field(2, gt=0, le=1024)
+    patch_size_t: int | None = Field(None, gt=0, le=1024)
+    temporal_compression_ratio: int = Field(4, gt=0, le=1024)
+    max_text_seq_length: int = Field(226, gt=0, le=10**6)
+    norm_elementwise_affine: bool = True
+    norm_eps: float = Field(1e-5, gt=0)
+    spatial_interpolation_scale: float = Field(1.875, gt=0)
+    temporal_interpolation_scale: float = Field(1.0, gt=0)
+    use_rotary_positional_embeddings: bool = False
+    use_learned_positional_embeddings: bool = False
+    patch_bias: bool = True
+
+    @property
+    def hidden_size(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def patch(self) -> tuple[int, int, int]:
+        """Return the frames, rows and columns of latents in a patch."""
+        return (self.patch_size_t or 1, self.patch_size, self.patch_size)
+
+    @property
+    def patch_values(self) -> int:
+        """Return the number of latent values in a patch of one channel."""
+        return (self.patch_size_t or 1) * self.patch_size**2
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Return the size of the videos a model was made for: frames, rows and columns in patches."""
+        frames = (self.sample_frames - 1) // self.temporal_compression_ratio + 1
+        return (frames, self.sample_height // self.patch_size, self.sample_width // self.patch_size)
+
+    @property
+    def learned_places(self) -> int:
+        """Return the number of stored positions: those of the longest text, then those of a video."""
+        frames, rows, columns = self.grid
+        return self.max_text_seq_length + frames * rows * columns
+
+    def generation(self) -> GenerationForm:
+        newer = self.patch_size_t is not None
+        size = (768, 1360, 81, 16.0) if newer else (480, 720, 49, 8.0)
+        return GenerationForm(
+            channels=self.out_channels,
+            patch=self.patch,
+            joint=True,
+            whole_text=True,
+            # The model attends to what the encoder makes of padding, and the encoder takes padding for text.
+            text=(TextForm(length=self.max_text_seq_length, padding="encoded", masked=False),),
+            objective="v",
+            condition="channels" if self.in_channels > self.out_channels else "none",
+            sampling=SamplingForm(*size, guidance=6.0, frames_first=True),
+        )
+
+    def proof_grid(self) -> Grid:
+        return (2, *self.grid[1:]) if self.use_learned_positional_embeddings else super().proof_grid()
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        frames, rows, columns = batch.shapes["latents"][0]
+        rotation = None
+        if self.use_rotary_positional_embeddings:
+            # As the pipeline of diffusers computes them, which alone tells the releases apart.
+            from diffusers.models.embeddings import get_3d_rotary_pos_embed
+            from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
+
+            _, height, width = self.grid
+            if self.patch_size_t is None:
+                options: dict[str, Any] = {
+                    "crops_coords": get_resize_crop_region_for_grid((rows, columns), width, height)
+                }
+            else:
+                options = {"crops_coords": None, "grid_type": "slice", "max_size": (height, width)}
+            rotation = get_3d_rotary_pos_embed(
+                self.attention_head_dim, grid_size=(rows, columns), temporal_size=frames, **options
+            )
+        return {
+            "hidden_states": latents.transpose(0, 1)[None],
+            "encoder_hidden_states": batch["text"][None],
+            "timestep": batch["timesteps"],
+            "ofs": None if self.ofs_embed_dim is None else torch.tensor([OFFSET]),
+            "image_rotary_emb": rotation,
+        }
+
+    @model_validator(mode="after")
+    def _positions_exist(self) -> CogVideoXConfig:
+        if self.use_learned_positional_embeddings and not self.use_rotary_positional_embeddings:
+            raise ValueError("use_learned_positional_embeddings needs use_rotary_positional_embeddings")
+        rotated = self.use_rotary_positional_embeddings
+        name, size = ("attention_head_dim", self.attention_head_dim) if rotated else ("the width", self.hidden_size)
+        if size % 16:
+            raise ValueError(f"{name} {size} must be a multiple of 16 for positions on three axes")
+        return self

@@ -1,0 +1,226 @@
+"""CogVideoX: text and latents in one sequence, with the same weights for both and a modulation for each."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tessera.core.batch import Batch, Prediction, Segments
+from tessera.diffusion.cogvideox.config import OFFSET, CogVideoXConfig
+from tessera.diffusion.cogvideox.positions import rope_positions, sine_embedding
+from tessera.errors import TesseraError
+from tessera.nn.dit import FeedForward, Projections, TimeEmbedding, by_head, spread
+from tessera.nn.layers import LayerNorm, PackedAttention
+from tessera.nn.stage_carry import pack_carry, unpack_carry
+from tessera.nn.vit import PatchEmbed
+from tessera.ops.pointwise import Angles, axes_angles, rotate
+
+THETA = 10_000.0
+INITIAL_RANGE = 0.02
+
+
+class PlainNorm(nn.Module):
+    """Compute a layer norm without weights."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.size, self.eps = size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.size,), eps=self.eps)
+
+
+def make_norm(config: CogVideoXConfig) -> nn.Module:
+    return (LayerNorm if config.norm_elementwise_affine else PlainNorm)(config.hidden_size, config.norm_eps)
+
+
+class CogVideoXAttention(nn.Module):
+    """Attend over the text and latents of each sample; latents are rotated by their positions."""
+
+    def __init__(self, config: CogVideoXConfig) -> None:
+        super().__init__()
+        size, self.head_dim = config.hidden_size, config.attention_head_dim
+        self.qkv = Projections(size, q=size, k=size, v=size)
+        self.q_norm, self.k_norm = LayerNorm(self.head_dim, 1e-6), LayerNorm(self.head_dim, 1e-6)
+        self.core = PackedAttention(False, config.attention, self.head_dim)
+        self.out = nn.Linear(size, size)
+
+    def forward(self, x: Tensor, angles: Angles | None, segments: Segments) -> Tensor:
+        q, k, v = self.qkv(x)
+        q, k = by_head(q, self.q_norm, self.head_dim), by_head(k, self.k_norm, self.head_dim)
+        if angles is not None:
+            q, k = rotate(q, angles, pairs=True), rotate(k, angles, pairs=True)
+        out: Tensor = self.out(self.core(q, k, by_head(v, None, self.head_dim), segments).flatten(1))
+        return out
+
+
+class CogVideoXBlock(nn.Module):
+    """Compute one block. A modulation holds shift, scale and gate of latents, then those of text: an element takes
+    entry 2 x its sample, or the one behind it if it is text."""
+
+    def __init__(self, config: CogVideoXConfig) -> None:
+        super().__init__()
+        size, time = config.hidden_size, config.time_embed_dim
+        self.attn_modulation, self.mlp_modulation = nn.Linear(time, 6 * size), nn.Linear(time, 6 * size)
+        self.attn_norm, self.mlp_norm = make_norm(config), make_norm(config)
+        self.attn = CogVideoXAttention(config)
+        self.mlp = FeedForward(size, 4 * size)
+
+    def forward(self, x: Tensor, time: Tensor, kinds: Tensor, angles: Angles | None, segments: Segments) -> Tensor:
+        shift, scale, gate = self._modulation(self.attn_modulation, time, kinds)
+        x = x + gate * self.attn(self.attn_norm(x) * (1 + scale) + shift, angles, segments)
+        shift, scale, gate = self._modulation(self.mlp_modulation, time, kinds)
+        out: Tensor = x + gate * self.mlp(self.mlp_norm(x) * (1 + scale) + shift)
+        return out
+
+    def _modulation(self, layer: nn.Linear, time: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shift, scale, gate = spread(layer(time).view(2 * time.shape[0], -1), kinds).chunk(3, dim=-1)
+        return shift, scale, gate
+
+
+class LearnedPositions(nn.Module):
+    """Look up a stored embedding for every place of a video of the size a model was made for, behind those of the
+    longest text. It is kept as it is: published code does not train it."""
+
+    def __init__(self, config: CogVideoXConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.learned_places, config.hidden_size), requires_grad=False)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Return the embedding of latent tokens."""
+        frame, row, column = positions.unbind()
+        _, rows, columns = self.config.grid
+        return self.weight[self.config.max_text_seq_length + (frame * rows + row) * columns + column]
+
+    def of_text(self, segments: Segments, count: int) -> Tensor:
+        """Return the embedding of text tokens, by their place in the text."""
+        at = torch.arange(count, device=self.weight.device)
+        sample = torch.searchsorted(segments.bounds[1:], at, right=True)
+        return self.weight[(at - segments.bounds[:-1][sample]).clamp(max=self.config.max_text_seq_length - 1)]
+
+
+class CogVideoXEmbeddings(nn.Module):
+    """Embed text, latents and their places, and the time of each sample."""
+
+    def __init__(self, config: CogVideoXConfig) -> None:
+        super().__init__()
+        self.config, size, offset = config, config.hidden_size, config.ofs_embed_dim
+        # Folders have no bias of the patch embedding only where it is a convolution.
+        bias = config.patch_bias or config.patch_size_t is not None
+        self.latents = PatchEmbed(config.in_channels * config.patch_values, size, bias)
+        self.text = nn.Linear(config.text_embed_dim, size)
+        self.places = LearnedPositions(config) if config.use_learned_positional_embeddings else None
+        self.time = TimeEmbedding(size, config.time_embed_dim)
+        self.offset = None if offset is None else TimeEmbedding(offset, offset)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the main sequence, and what modulations are computed from."""
+        text_index, latent_index = batch["text_index"], batch["latent_index"]
+        latents: Tensor = self.latents(batch["latents"])
+        text, latents = self._placed(batch, self.text(batch["text"].to(latents.dtype)), latents)
+        sources = batch.get("text_index.sources")  # of a rank that has a part of the sequence
+        text = text if sources is None else text.index_select(0, sources)
+        x = latents.new_zeros(batch["sample_index"].shape[0], latents.shape[1])
+        time = self.time(batch["timesteps"])
+        if self.offset is not None:
+            time = time + self.offset(torch.full_like(batch["timesteps"][:1], OFFSET))
+        return x.index_copy(0, text_index, text).index_copy(0, latent_index, latents), F.silu(time.to(x.dtype))
+
+    def _placed(self, batch: Batch, text: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return text and latents with the embeddings of their places, where a model adds any."""
+        config, positions = self.config, batch["positions"].index_select(1, batch["latent_index"])
+        if self.places is None:
+            if not config.use_rotary_positional_embeddings:
+                latents = latents + sine_embedding(config, positions).to(latents.dtype)
+            return text, latents
+        for shape in batch.shapes.get("latents", ()):
+            if tuple(shape) != config.grid:
+                raise TesseraError(
+                    f"a video of {' x '.join(map(str, shape))} patches; the stored positions of this model are of "
+                    f"{' x '.join(map(str, config.grid))}",
+                    where="model.config.use_learned_positional_embeddings",
+                    fix=f"give videos of {config.sample_frames} frames whose latents have {config.sample_height} rows "
+                    f"and {config.sample_width} columns",
+                )
+        places = self.places
+        return text + places.of_text(batch.segments["text"], len(text)), latents + places(positions)
+
+
+class CogVideoXHead(nn.Module):
+    """Predict the values of patches."""
+
+    def __init__(self, config: CogVideoXConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.norm, self.modulated_norm = make_norm(config), make_norm(config)
+        self.modulation = nn.Linear(config.time_embed_dim, 2 * size)
+        self.proj = nn.Linear(size, config.out_channels * config.patch_values)
+
+    def forward(self, latents: Tensor, time: Tensor, samples: Tensor) -> Tensor:
+        shift, scale = spread(self.modulation(time), samples).chunk(2, dim=-1)
+        out: Tensor = self.proj(self.modulated_norm(self.norm(latents)) * (1 + scale) + shift)
+        return out
+
+
+class CogVideoXModel(nn.Module):
+    """Predict v for each latent token. Batches are those of families whose text and latents are one sequence; the
+    positions of text tokens are not read.
+
+    Parts that are None are in another pipeline stage. `carry` holds the activation of the stage before: the main
+    sequence, then the times of samples, which are embedded once and travel with it.
+    """
+
+    def __init__(self, config: CogVideoXConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed: CogVideoXEmbeddings | None = CogVideoXEmbeddings(config)
+        self.blocks = nn.ModuleList(CogVideoXBlock(config) for _ in range(config.num_layers))
+        self.head: CogVideoXHead | None = CogVideoXHead(config)
+
+    def forward(self, batch: Batch, carry: Tensor | None = None) -> Prediction | Tensor:
+        samples, width = batch["sample_index"], self.config.time_embed_dim
+        if self.embed is not None:
+            x, time = self.embed(batch)
+        else:
+            x, time = unpack_carry(carry, samples.shape[0], batch["timesteps"].shape[0])
+            time = time[:, :width]
+        text_index, latent_index = batch["text_index"], batch["latent_index"]
+        kinds = (2 * samples).index_add(0, text_index, torch.ones_like(text_index))
+        latent_samples = samples.index_select(0, latent_index)
+        angles = self._angles(batch, latent_samples) if self.config.use_rotary_positional_embeddings else None
+        for block in self.blocks:
+            if block is not None:
+                x = block(x, time, kinds, angles, batch.segments["latents"])
+        if self.head is None:
+            return pack_carry(x, F.pad(time, (0, x.shape[1] - width)))
+        return Prediction(self.head(x.index_select(0, latent_index), time, latent_samples))
+
+    def _angles(self, batch: Batch, samples: Tensor) -> Angles:
+        """Return the rotation of every element; text is not rotated. `samples`: which one each latent is of."""
+        index, size = batch["latent_index"], self.config.attention_head_dim
+        places = rope_positions(self.config, batch, batch["positions"].index_select(1, index), samples)
+        found = axes_angles(places, (size // 4, size // 8 * 3, size // 8 * 3), THETA)
+        shape = (batch["sample_index"].shape[0], size // 2)
+        cos, sin = found.cos.new_ones(shape), found.sin.new_zeros(shape)
+        return Angles(cos.index_copy(0, index, found.cos), sin.index_copy(0, index, found.sin))
+
+    @torch.no_grad()
+    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill the whole tensor of parameter `name` with initial weights: modulations and prediction begin at zero."""
+        *path, kind = name.split(".")
+        if kind == "bias" or path[-1].endswith("modulation") or path[:2] == ["head", "proj"]:
+            tensor.zero_()
+        elif path[-1].endswith("norm"):
+            tensor.fill_(1.0)
+        elif path[-1] == "places":
+            tensor.copy_(self._initial_places())
+        else:
+            tensor.normal_(0.0, INITIAL_RANGE, generator=generator)
+
+    def _initial_places(self) -> Tensor:
+        """Return the sines of all places of a video, behind zeros for text."""
+        text = torch.zeros(self.config.max_text_seq_length, self.config.hidden_size)
+        axes = torch.meshgrid(*(torch.arange(size) for size in self.config.grid), indexing="ij")
+        return torch.cat([text, sine_embedding(self.config, torch.stack([axis.flatten() for axis in axes]))])

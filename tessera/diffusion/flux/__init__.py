@@ -1,0 +1,96 @@
+"""Flux.1: images from text, and from text and reference images, which are further tokens (Kontext)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tessera.diffusion.flux.config import FluxConfig
+from tessera.diffusion.joint import CONDITIONS, double_rules, idle_layers, joint_family, plain_rules, single_rules
+from tessera.weights.map import ColumnsByHead, Rule, SwappedHalves, WeightMap, fused_rules
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "quickstart": {
+        "in_channels": 16,
+        "num_layers": 2,
+        "num_single_layers": 4,
+        "attention_head_dim": 32,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 64,
+        "pooled_projection_dim": 64,
+        "axes_dims_rope": (8, 12, 12),
+    },
+    "dev": {"guidance_embeds": True},  # also Kontext
+    "schnell": {},
+    "fill": {"guidance_embeds": True, "in_channels": 384, "out_channels": 64},
+    "control": {"guidance_embeds": True, "in_channels": 128, "out_channels": 64},  # depth and edges
+}
+_NAMES = (
+    ("embed.latents.{kind}", "x_embedder.{kind}"),
+    ("embed.text.{kind}", "context_embedder.{kind}"),
+    ("head.proj.{kind}", "proj_out.{kind}"),
+    *CONDITIONS,
+)
+
+
+def weights(config: FluxConfig) -> WeightMap:
+    """Return the names of diffusers folders."""
+    rules = (*plain_rules(_NAMES), *double_rules(), *single_rules(config.shape))
+    return WeightMap(rules, idle=idle_layers(config.shape))
+
+
+# Native names, and those in the files of its makers.
+_ORIGINAL = (
+    ("embed.latents.{kind}", "img_in.{kind}"),
+    ("embed.text.{kind}", "txt_in.{kind}"),
+    *(
+        (f"embed.{own}.{side}.{{kind}}", f"{theirs}_in.{layer}_layer.{{kind}}")
+        for own, theirs in (("time", "time"), ("guidance", "guidance"), ("pooled", "vector"))
+        for side, layer in (("up", "in"), ("down", "out"))
+    ),
+    ("head.proj.{kind}", "final_layer.linear.{kind}"),
+    *(
+        (f"blocks.{{i}}.{own}{native}", f"double_blocks.{{i}}.{theirs}{foreign}")
+        for own, theirs in (("latent", "img"), ("text", "txt"))
+        for native, foreign in (
+            ("_modulation.{kind}", "_mod.lin.{kind}"),
+            ("_mlp.up.{kind}", "_mlp.0.{kind}"),
+            ("_mlp.down.{kind}", "_mlp.2.{kind}"),
+        )
+    ),
+    *(
+        (f"blocks.{{i}}.attn.{own}{native}", f"double_blocks.{{i}}.{theirs}_attn.{foreign}")
+        for own, theirs in (("latent", "img"), ("text", "txt"))
+        for native, foreign in (
+            ("_norm.q.weight", "norm.query_norm.scale"),
+            ("_norm.k.weight", "norm.key_norm.scale"),
+            ("_out.{kind}", "proj.{kind}"),
+        )
+    ),
+    ("single_blocks.{i}.modulation.{kind}", "single_blocks.{i}.modulation.lin.{kind}"),
+    ("single_blocks.{i}.norm.q.weight", "single_blocks.{i}.norm.query_norm.scale"),
+    ("single_blocks.{i}.norm.k.weight", "single_blocks.{i}.norm.key_norm.scale"),
+    ("single_blocks.{i}.out.bias", "single_blocks.{i}.linear2.bias"),
+)
+
+
+def original(config: FluxConfig) -> WeightMap:
+    """Return the names and shapes of the makers' files: queries, keys and values are one layer."""
+    block = config.shape.block
+    rows = (block.hidden,) * 3 + (block.intermediate,)
+    rules = (
+        *plain_rules(_ORIGINAL),
+        Rule("head.modulation.{kind}", "final_layer.adaLN_modulation.1.{kind}", SwappedHalves()),
+        *fused_rules("blocks.{i}.attn.latent", "qkv", "double_blocks.{i}.img_attn.qkv"),
+        *fused_rules("blocks.{i}.attn.text", "qkv", "double_blocks.{i}.txt_attn.qkv"),
+        *fused_rules("single_blocks.{i}.proj", ("q", "k", "v", "up"), "single_blocks.{i}.linear1", rows),
+        Rule(
+            "single_blocks.{i}.out.weight",
+            "single_blocks.{i}.linear2.weight",
+            ColumnsByHead(block.heads, (block.hidden, block.intermediate)),
+        ),
+    )
+    return WeightMap(rules, idle=idle_layers(config.shape), mark="img_in.weight")
+
+
+SPEC = joint_family("flux", FluxConfig, PRESETS, weights, original)

@@ -1,0 +1,91 @@
+"""The configuration of Flux, whose fields are those of `FluxTransformer2DModel` of diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from tessera.core.batch import Batch
+from tessera.diffusion.forms import GenerationForm, SamplingForm, TextForm
+from tessera.diffusion.joint import PATCH, JointConfig
+from tessera.nn.joint_attention import JointShape
+from tessera.nn.joint_transformer import TransformerShape
+
+
+class FluxConfig(JointConfig):
+    class_name: ClassVar[str] = "FluxTransformer2DModel"
+    # Patches of latents are made before the model: one token has `in_channels` numbers.
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"patch_size": (1,)}
+
+    in_channels: int = Field(64, gt=0, le=10**6, description="numbers in a token, with those of a condition")
+    out_channels: int | None = Field(None, gt=0, le=10**6, description="default: in_channels")
+    num_layers: int = Field(19, ge=0, le=10**4, description="blocks with weights for text and for latents")
+    num_single_layers: int = Field(38, ge=0, le=10**4, description="blocks with the same weights for both")
+    attention_head_dim: int = Field(128, gt=0, le=10**6)
+    num_attention_heads: int = Field(24, gt=0, le=10**6)
+    joint_attention_dim: int = Field(4096, gt=0, le=10**8, description="width of text embeddings")
+    pooled_projection_dim: int = Field(768, gt=0, le=10**8, description="width of the pooled text embedding")
+    guidance_embeds: bool = Field(False, description="the scale of guidance is an input")
+    axes_dims_rope: tuple[int, int, int] = (16, 56, 56)
+
+    @model_validator(mode="after")
+    def _fits(self) -> FluxConfig:
+        self.check_rope(self.axes_dims_rope, self.attention_head_dim)
+        if self.in_channels % PATCH**2 or (self.out_channels or 0) % PATCH**2:
+            raise ValueError(f"in_channels and out_channels are multiples of {PATCH**2}, the places in a patch")
+        if not self.num_layers + self.num_single_layers:
+            raise ValueError("num_layers and num_single_layers are both 0")
+        return self
+
+    @property
+    def shape(self) -> TransformerShape:
+        hidden = self.num_attention_heads * self.attention_head_dim
+        return TransformerShape(
+            JointShape(hidden, self.num_attention_heads, 4 * hidden, attention=self.attention),
+            double=self.num_layers,
+            single=self.num_single_layers,
+            latent_values=self.in_channels,
+            out_values=self.out_channels or self.in_channels,
+            text_width=self.joint_attention_dim,
+            pooled_width=self.pooled_projection_dim,
+            guidance=self.guidance_embeds,
+            rope_axes=self.axes_dims_rope,
+        )
+
+    def generation(self) -> GenerationForm:
+        shape = self.shape
+        return GenerationForm(
+            channels=shape.out_values // PATCH**2,
+            patch=(1, PATCH, PATCH),
+            joint=True,
+            text=(
+                TextForm(length=77, padding="encoded", masked=False, tokens=False, pooled=True),
+                TextForm("text_encoder_2", "tokenizer_2", length=512, padding="encoded", masked=False),
+            ),
+            condition="channels" if shape.latent_values > shape.out_values else "none",
+            guidance=self.guidance_embeds,
+            sampling=SamplingForm(
+                height=1024,
+                width=1024,
+                steps=28 if self.guidance_embeds else 4,
+                guidance=3.5,
+                negative=None,
+                even_levels=True,
+                noise_in_float32=False,
+            ),
+        )
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        places = batch["positions"].T.to(latents.dtype)
+        return {
+            "hidden_states": batch["latents"][None],
+            "encoder_hidden_states": batch["text"][None],
+            "pooled_projections": batch["pooled"],
+            "timestep": batch["timesteps"] / 1000,
+            "img_ids": places[batch["latent_index"]],
+            "txt_ids": places[batch["text_index"]],
+            "guidance": batch.get("guidance"),
+        }

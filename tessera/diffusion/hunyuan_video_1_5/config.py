@@ -1,0 +1,77 @@
+"""The configuration of HunyuanVideo 1.5, in the form of diffusers' HunyuanVideo15Transformer3DModel."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from tessera.core.batch import Batch
+from tessera.diffusion.forms import GenerationForm, SamplingForm, TextForm
+from tessera.diffusion.hunyuan_video.config import HunyuanConfig
+from tessera.nn.joint_transformer import TransformerShape
+
+# What the published models put around a caption; the embeddings of the words before it are left out. The spaces are
+# part of it.
+_ASPECTS = (
+    "You are a helpful assistant. Describe the video by detailing the following aspects:",
+    "1. The main content and theme of the video.",
+    "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects.",
+    "3. Actions, events, behaviors temporal relationships, physical movement changes of the objects.",
+    "4. background environment, light, style and atmosphere.",
+    "5. camera angles, movements, and transitions used in the video.",
+)
+TEMPLATE = (
+    f"<|im_start|>system\n{(' ' * 9).join(_ASPECTS)}<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+class HunyuanVideo15Config(HunyuanConfig):
+    class_name: ClassVar[str] = "HunyuanVideo15Transformer3DModel"
+
+    in_channels: int = Field(65, gt=0, le=10**6)
+    out_channels: int = Field(32, gt=0, le=10**6)
+    num_attention_heads: int = Field(16, gt=0, le=10**5)
+    num_layers: int = Field(54, gt=0, le=10**4)
+    patch_size: int = Field(1, gt=0, le=1024)
+    text_embed_dim: int = Field(3584, gt=0, le=10**7)
+    text_embed_2_dim: int = Field(1472, gt=0, le=10**7)
+    image_embed_dim: int = Field(1152, gt=0, le=10**7)
+    target_size: int = Field(640, gt=0, le=10**6, description="pixels of the side that videos are made for")
+    task_type: str = "i2v"
+    use_meanflow: bool = False
+
+    @property
+    def shape(self) -> TransformerShape:
+        return self.transformer(single=0)
+
+    def generation(self) -> GenerationForm:
+        rows, columns = (480, 848) if self.target_size <= 640 else (720, 1280)
+        return GenerationForm(
+            channels=self.out_channels,
+            patch=self.patch,
+            joint=True,
+            whole_text=True,
+            # Words in quotes have embeddings of a second encoder, `text_2`: a batch without any is a caption without
+            # such words.
+            text=(TextForm(length=1000, template=TEMPLATE, blank=" ", skip=108, layer=-3),),
+            condition="channels_mask",
+            image_embeds=self.task_type == "i2v",
+            sampling=SamplingForm(rows, columns, 121, 24.0, guidance=6.0, even_levels=True, crop_images=True),
+        )
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        text = batch["text"][None]
+        return {
+            "hidden_states": latents[None],
+            "timestep": batch["timesteps"],
+            "encoder_hidden_states": text,
+            "encoder_attention_mask": torch.ones(text.shape[:2]),
+            # No words in quotes, and no image: masked, and features of zeros.
+            "encoder_hidden_states_2": text.new_zeros(1, 1, self.text_embed_2_dim),
+            "encoder_attention_mask_2": torch.zeros(1, 1),
+            "image_embeds": text.new_zeros(1, 1, self.image_embed_dim),
+        }

@@ -1,0 +1,101 @@
+"""HunyuanVideo 1.5: captions by two encoders and features of a given image, in one sequence with latents."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tessera.core.batch import Batch
+from tessera.diffusion.hunyuan_video.model import make_layout, make_refiner, rank_part
+from tessera.diffusion.hunyuan_video_1_5.config import HunyuanVideo15Config
+from tessera.nn.dit import FeedForward, TimeEmbedding
+from tessera.nn.joint_attention import JointLayout
+from tessera.nn.joint_transformer import TIME_FEATURES, JointTransformer
+from tessera.nn.layers import LayerNorm
+from tessera.nn.vit import PatchEmbed
+
+# Packed tensors that are conditions of a sample, in the order of their kinds; `<name>_index` holds their places.
+CONDITIONS = ("text", "text_2", "image_embeds")
+GLYPHS_INNER = 2048
+_EPS = 1e-5
+
+
+class GlyphProjection(nn.Module):
+    """Embed what the second encoder makes of the words that a video shows."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.norm = LayerNorm(width, _EPS)
+        self.first = nn.Linear(width, GLYPHS_INNER)
+        self.mlp = FeedForward(GLYPHS_INNER, GLYPHS_INNER, size, F.gelu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mlp(F.gelu(self.first(self.norm(x))))
+        return out
+
+
+class SiglipProjection(nn.Module):
+    """Embed the features of a given image."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.in_norm, self.out_norm = LayerNorm(width, _EPS), LayerNorm(size, _EPS)
+        self.mlp = FeedForward(width, width, size, F.gelu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out_norm(self.mlp(self.in_norm(x)))
+        return out
+
+
+class HunyuanVideo15Embeddings(nn.Module):
+    """Embed latents, the three kinds of conditions, and the time of each sample."""
+
+    def __init__(self, config: HunyuanVideo15Config) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.latents = PatchEmbed(config.in_channels * config.patch_values, size, bias=True)
+        self.text = make_refiner(config)
+        self.text_2 = GlyphProjection(config.text_embed_2_dim, size)
+        self.image_embeds = SiglipProjection(config.image_embed_dim, size)
+        self.widths = (config.text_embed_dim, config.text_embed_2_dim, config.image_embed_dim)
+        self.kind = nn.Embedding(len(CONDITIONS), size)
+        self.time = TimeEmbedding(TIME_FEATURES, size)
+        self.second_time = TimeEmbedding(TIME_FEATURES, size) if config.use_meanflow else None
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return latents, all conditions one kind after another, and what modulations are computed from."""
+        latents, times = self.latents(batch["latents"]), batch["timesteps"]
+        # An input that a batch lacks is computed as one without elements, so that its weights have a gradient of zero.
+        given = [latents.new_zeros(0, width) for width in self.widths]
+        given = [batch[name].to(x.dtype) if name in batch else x for name, x in zip(CONDITIONS, given, strict=True)]
+        embedded = [
+            self.text(given[0], times, batch.segments["text"]),
+            self.text_2(given[1]),
+            self.image_embeds(given[2]),
+        ]
+        parts = [
+            rank_part(x + kind, batch, f"{name}_index")
+            for name, x, kind in zip(CONDITIONS, embedded, self.kind.weight, strict=True)
+        ]
+        time = self.time(times)
+        if self.second_time is not None and "timesteps_r" in batch:
+            time = time + self.second_time(batch["timesteps_r"])
+        return latents, torch.cat(parts), F.silu(time.to(latents.dtype))
+
+
+class HunyuanVideo15Model(JointTransformer):
+    """Predict a velocity for each latent token.
+
+    Batches are those of families whose text and latents are one sequence. Besides `text` there may be `text_2`, of an
+    encoder of single characters, and `image_embeds`; each is packed with segments of its name, and its elements lie in
+    the main sequence where `text_index`, `text_2_index` and `image_embeds_index` say.
+    """
+
+    def __init__(self, config: HunyuanVideo15Config) -> None:
+        super().__init__(config.shape, HunyuanVideo15Embeddings(config))
+        self.config = config
+
+    def _layout(self, batch: Batch) -> JointLayout:
+        places = [batch[f"{name}_index"] for name in CONDITIONS if f"{name}_index" in batch]
+        return make_layout(self.config, batch.with_tensors(text_index=torch.cat(places)))

@@ -1,0 +1,304 @@
+"""What families with text and latents in one sequence share: parallel plan, parameter names, costs, example batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil, sqrt
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tessera.core.batch import Batch, Segments
+from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, Stream, TensorStyle
+from tessera.core.spec import FULL, ModelSpec, Training
+from tessera.diffusion.config import DiffusersConfig
+from tessera.diffusion.family import generation_family
+from tessera.diffusion.forms import GenerationForm
+from tessera.models.foreign_names import GENERATION_NAMES
+from tessera.models.text.costs import Measures
+from tessera.nn.joint_transformer import TIME_FEATURES, JointTransformer, TransformerShape
+from tessera.nn.stage_carry import CARRY
+from tessera.weights.map import ColumnsByHead, Rule, WeightMap
+
+# Latents and text are made by the task, on the device, from whole samples; their indices tell it which of them a rank
+# has.
+JOINT_STREAM = Stream(
+    tensors=("sample_index", "positions"),
+    segments="latents",
+    dim=-1,
+    positions=("text_index", "latent_index"),
+    index="token_index",
+)
+EXAMPLE_TEXT = 512
+PATCH = 2  # rows and columns of latents in a token, where patches are made before the model
+_BOTH = "{weight,bias}"
+
+
+class JointConfig(DiffusersConfig, ABC):
+    """Base of configurations of families with text and latents in one sequence."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> TransformerShape:
+        """Return the sizes and options of the transformer."""
+
+    @abstractmethod
+    def generation(self) -> GenerationForm:
+        """Return how latents and captions are read."""
+
+    @staticmethod
+    def check_rope(axes: Sequence[int], head_dim: int) -> None:
+        """Raise an error if the axes of positions do not rotate all of a head."""
+        if sum(axes) != head_dim or any(size < 0 or size % 2 for size in axes):
+            raise ValueError(f"axes_dims_rope {list(axes)} must be even and add up to attention_head_dim {head_dim}")
+
+
+def joint_family(
+    name: str,
+    config: type[JointConfig],
+    presets: Mapping[str, Mapping[str, Any]],
+    weights: Callable[[Any], WeightMap],
+    original: Callable[[Any], WeightMap] | None = None,
+) -> ModelSpec:
+    """Return the specification of a family. `weights`: names and shapes in diffusers folders, `original`: in the files
+    of its makers."""
+    parts: dict[str, Any] = {"build": _build, "plan": _plan, "weights": weights, "example": _example}
+    others = {} if original is None else {"original": original}
+    return generation_family(name, config, presets, costs=(_flops, _work), other_weights=others, **parts)
+
+
+def _build(config: JointConfig) -> JointTransformer:
+    return JointTransformer(config.shape)
+
+
+def _plan(config: JointConfig) -> ModelPlan:
+    return joint_plan(config.shape)
+
+
+def _flops(config: JointConfig, batch: Batch, training: Training = MappingProxyType({})) -> float:
+    return joint_flops(config.shape, batch, training)
+
+
+def _work(config: JointConfig, measures: Measures, training: Training = MappingProxyType({})) -> dict[str, np.ndarray]:
+    return joint_work(config.shape, measures, training)
+
+
+def _example(config: JointConfig, tokens: int) -> Batch:
+    return joint_example(config.shape, tokens)
+
+
+# ---------------------------------------------------------------------------------------------- plan
+
+
+def joint_plan(shape: TransformerShape) -> ModelPlan:
+    block, carry = shape.block, StageActivation(CARRY, shape.block.hidden)
+    layer = 2 * _layer_weights(shape)  # of a double block
+    embed = (shape.latent_values + shape.text_width) * block.hidden
+    units = [PipelineUnit("embed", embed / layer)]
+    attention: list[str] = []
+    blocks: list[str] = []
+    heads: dict[str, int] = {}
+    if shape.double:
+        blocks.append("blocks.{*}")
+        attention.append("blocks.{*}.attn.core")
+        heads |= {f"blocks.{{*}}.attn.{name}": block.heads for name in ("{latent,text}", "{latent,text}.{q,k,v}")}
+        units.append(PipelineUnit("blocks.{*}", 1.0, "latents", carry))
+    if shape.dual_blocks:
+        attention.append("blocks.{*}.attn2.core")
+        heads |= {f"blocks.{{*}}.attn2.{name}": block.heads for name in ("latent", "latent.{q,k,v}")}
+    if shape.single:
+        blocks.append("single_blocks.{*}")
+        attention.append("single_blocks.{*}.core")
+        heads |= {f"single_blocks.{{*}}.{name}": block.heads for name in ("proj", "proj.{q,k,v}")}
+        units.append(PipelineUnit("single_blocks.{*}", _layer_weights(shape) / layer, "latents", carry))
+    units.append(PipelineUnit("head", shape.out_values * block.hidden / layer))
+    return ModelPlan(
+        blocks=tuple(blocks),
+        tensor=joint_styles(shape),
+        units=tuple(units),
+        foreign_names=GENERATION_NAMES,
+        streams={"latents": JOINT_STREAM},
+        attention=tuple(attention),
+        heads=heads,
+    )
+
+
+def joint_styles(shape: TransformerShape) -> dict[str, TensorStyle]:
+    """Return the tensor-parallel style of every parameter."""
+    conditions = [name for name, has in (("guidance", shape.guidance), ("pooled", shape.pooled_width)) if has]
+    styles: dict[str, TensorStyle] = {
+        f"embed.{{latents,text}}.{_BOTH}": "replicate",
+        f"embed.{{{','.join(['time', *conditions])}}}.{{up,down}}.{_BOTH}": "replicate",
+        f"head.{{modulation,proj}}.{_BOTH}": "replicate",
+    }
+    tables = {"table": shape.table, "text_norm": shape.text_norm, "kind": shape.sample_kinds}
+    styles |= {f"embed.{name}.weight": "replicate" for name, has in tables.items() if has}
+    norm = shape.block.qk_norm
+    if shape.double:
+        styles[f"blocks.{{*}}.{{latent_modulation,text_modulation}}.{_BOTH}"] = "replicate"
+        styles |= _mlp_styles("blocks.{*}.{latent_mlp,text_mlp}")
+        styles |= _attention_styles("blocks.{*}.attn", "{latent,text}", "{latent_norm,text_norm}", norm)
+        styles |= _out_styles("blocks.{*}.attn.{latent_out,text_out}")
+    if shape.dual_blocks:
+        styles |= _attention_styles("blocks.{*}.attn2", "latent", "latent_norm", norm)
+        styles |= _out_styles("blocks.{*}.attn2.latent_out")
+    if shape.single:
+        styles[f"single_blocks.{{*}}.modulation.{_BOTH}"] = "replicate"
+        styles |= _attention_styles("single_blocks.{*}", "proj", "norm", norm, "{q,k,v,up}")
+        styles |= _out_styles("single_blocks.{*}.out")
+    return styles
+
+
+def _attention_styles(
+    path: str, projections: str, norms: str, norm: bool, names: str = "{q,k,v}"
+) -> dict[str, TensorStyle]:
+    styles: dict[str, TensorStyle] = {f"{path}.{projections}.{names}.{_BOTH}": "column"}
+    return styles | {f"{path}.{norms}.{{q,k}}.weight": "heads"} if norm else styles
+
+
+def _mlp_styles(path: str) -> dict[str, TensorStyle]:
+    return {f"{path}.up.{_BOTH}": "column", **_out_styles(f"{path}.down")}
+
+
+def _out_styles(path: str) -> dict[str, TensorStyle]:
+    return {f"{path}.weight": "row", f"{path}.bias": "replicate"}
+
+
+# ---------------------------------------------------------------------------------------------- parameter names
+
+# Native names, and those in diffusers folders, of weights that are stored as they are.
+DOUBLE_ATTENTION = (
+    ("attn.latent.{h}.{kind}", "attn.to_{h}.{kind}"),
+    ("attn.text.{h}.{kind}", "attn.add_{h}_proj.{kind}"),
+    ("attn.latent_norm.{h}.weight", "attn.norm_{h}.weight"),
+    ("attn.text_norm.{h}.weight", "attn.norm_added_{h}.weight"),
+    ("attn.latent_out.{kind}", "attn.to_out.0.{kind}"),
+    ("attn.text_out.{kind}", "attn.to_add_out.{kind}"),
+)
+DOUBLE_REST = (
+    ("latent_modulation.{kind}", "norm1.linear.{kind}"),
+    ("text_modulation.{kind}", "norm1_context.linear.{kind}"),
+    ("latent_mlp.up.{kind}", "ff.net.0.proj.{kind}"),
+    ("latent_mlp.down.{kind}", "ff.net.2.{kind}"),
+    ("text_mlp.up.{kind}", "ff_context.net.0.proj.{kind}"),
+    ("text_mlp.down.{kind}", "ff_context.net.2.{kind}"),
+)
+SINGLE = (
+    ("modulation.{kind}", "norm.linear.{kind}"),
+    ("proj.up.{kind}", "proj_mlp.{kind}"),
+    ("proj.{h}.{kind}", "attn.to_{h}.{kind}"),
+    ("norm.{h}.weight", "attn.norm_{h}.weight"),
+    ("out.bias", "proj_out.bias"),
+)
+CONDITIONS = (
+    ("embed.time.up.{kind}", "time_text_embed.timestep_embedder.linear_1.{kind}"),
+    ("embed.time.down.{kind}", "time_text_embed.timestep_embedder.linear_2.{kind}"),
+    ("embed.guidance.up.{kind}", "time_text_embed.guidance_embedder.linear_1.{kind}"),
+    ("embed.guidance.down.{kind}", "time_text_embed.guidance_embedder.linear_2.{kind}"),
+    ("embed.pooled.up.{kind}", "time_text_embed.text_embedder.linear_1.{kind}"),
+    ("embed.pooled.down.{kind}", "time_text_embed.text_embedder.linear_2.{kind}"),
+    ("head.modulation.{kind}", "norm_out.linear.{kind}"),
+)
+
+
+def double_rules(pairs: tuple[tuple[str, str], ...] = DOUBLE_ATTENTION + DOUBLE_REST) -> list[Rule]:
+    return [Rule("blocks.{i}." + native, "transformer_blocks.{i}." + foreign) for native, foreign in pairs]
+
+
+def single_rules(shape: TransformerShape) -> list[Rule]:
+    block = shape.block
+    joined = ColumnsByHead(block.heads, (block.hidden, block.intermediate))
+    pairs = [Rule("single_blocks.{i}." + n, "single_transformer_blocks.{i}." + f) for n, f in SINGLE]
+    return [*pairs, Rule("single_blocks.{i}.out.weight", "single_transformer_blocks.{i}.proj_out.weight", joined)]
+
+
+def idle_layers(shape: TransformerShape) -> tuple[str, ...]:
+    """Return the layers that nothing is computed with: those for text that nobody reads."""
+    kept = [number for number in range(shape.double) if shape.rest(number) == "kept"]
+    return tuple(f"blocks.{n}.{name}" for n in kept for name in ("attn.text_out", "text_mlp.up", "text_mlp.down"))
+
+
+def plain_rules(pairs: tuple[tuple[str, str], ...]) -> list[Rule]:
+    return [Rule(native, foreign) for native, foreign in pairs]
+
+
+# ---------------------------------------------------------------------------------------------- costs
+
+
+def joint_work(shape: TransformerShape, measures: Measures, training: Training) -> dict[str, np.ndarray]:
+    """Return the FLOPs of one forward and backward pass for each sample."""
+    double, single, first, last = (training.get(part, FULL) for part in ("blocks", "single_blocks", "embed", "head"))
+    tokens, text, samples = (measures[name].astype(np.float64) for name in ("tokens", "text", "samples"))
+    latents, size = tokens - text, shape.block.hidden
+    conditions = samples * (2 if shape.reference_time else 1)
+    attention = 4 * size * tokens**2
+    layer, closing = _layer_weights(shape), sum(shape.rest(number) != "computed" for number in range(shape.double))
+    doubles = shape.double * (tokens * layer + conditions * 12 * size**2)
+    doubles = doubles - closing * text * (layer - 3 * size**2)
+    if shape.last_rest == "absent":
+        doubles = doubles - closing * conditions * 4 * size**2
+    duals = len(shape.dual_blocks)
+    doubles = doubles + duals * (latents * 4 + conditions * 3) * size**2
+    times = TIME_FEATURES * (1 + shape.guidance) + shape.pooled_width
+    squares = 1 + shape.guidance + bool(shape.pooled_width)
+    total: np.ndarray = (
+        double.weights * 2 * doubles
+        + double.attention * (shape.double * attention + duals * 4 * size * latents**2)
+        + single.weights * 2 * shape.single * (tokens * layer + conditions * 3 * size**2)
+        + single.attention * shape.single * attention
+        # Latents, text and times have no gradient, so their first product is computed once less.
+        + first.first * 2 * size * (latents * shape.latent_values + text * shape.text_width + conditions * times)
+        + first.weights * 2 * conditions * squares * size**2
+        + last.weights * 2 * size * (latents * shape.out_values + conditions * 2 * size)
+    )
+    return {"latents": total}
+
+
+def joint_flops(shape: TransformerShape, batch: Batch, training: Training) -> float:
+    """Return the FLOPs of a whole batch, which is still on the host."""
+    return float(joint_work(shape, batch_measures(batch), training)["latents"].sum())
+
+
+def batch_measures(batch: Batch, conditions: Sequence[str] = ("text",)) -> dict[str, np.ndarray]:
+    """Return the measures of each sample of a batch. `conditions`: what is in the main sequence beside latents."""
+    lengths = np.array(batch.segments["latents"].lengths)
+    text = sum(np.array(batch.segments[name].lengths) for name in conditions if name in batch.segments)
+    return {"tokens": lengths, "text": np.asarray(text), "samples": np.ones_like(lengths)}
+
+
+def _layer_weights(shape: TransformerShape) -> int:
+    """Return the number of weights that an element is multiplied by in one block."""
+    return shape.block.hidden * (4 * shape.block.hidden + 2 * shape.block.intermediate)
+
+
+def joint_example(shape: TransformerShape, tokens: int) -> Batch:
+    """Return a batch of one sample with `tokens` tokens, all zero, of which text has a quarter at most."""
+    text = min(EXAMPLE_TEXT, tokens // 4)
+    latents = tokens - text
+    side = min(shape.table, ceil(sqrt(latents))) or ceil(sqrt(latents))
+    places = torch.arange(latents)
+    rows, columns = places // side, places % side
+    if shape.table:
+        rows = rows % shape.table
+    at = torch.stack([torch.zeros_like(places), rows, columns])
+    tensors: dict[str, Tensor] = {
+        "sample_index": torch.zeros(tokens, dtype=torch.int64),
+        "positions": torch.cat([torch.zeros(3, text, dtype=torch.int64), at], dim=1),
+        "text_index": torch.arange(text),
+        "latent_index": torch.arange(text, tokens),
+        "latents": torch.zeros(latents, shape.latent_values),
+        "text": torch.zeros(text, shape.text_width),
+        "timesteps": torch.zeros(1),
+    }
+    if shape.pooled_width:
+        tensors["pooled"] = torch.zeros(1, shape.pooled_width)
+    if shape.guidance:
+        tensors["guidance"] = torch.zeros(1)
+    if shape.sample_kinds:
+        tensors["additional_t_cond"] = torch.zeros(1, dtype=torch.int64)
+    segments = {"latents": Segments.of([tokens]), "text": Segments.of([text])}
+    return Batch(tensors, segments, {"latents": ((1, 1, latents),)}, sample_ids=("example",), seeds=(0,))

@@ -1,0 +1,104 @@
+"""The configuration of LTX-Video, in the form of diffusers' LTXVideoTransformer3DModel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from tessera.core.batch import Batch
+from tessera.diffusion.config import DiffusersConfig
+from tessera.diffusion.forms import GenerationForm, SamplingForm, TextForm
+
+
+class LTXVideoConfig(DiffusersConfig):
+    class_name: ClassVar[str] = "LTXVideoTransformer3DModel"
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "activation_fn": ("gelu-approximate",),
+        "qk_norm": ("rms_norm_across_heads",),
+        "norm_elementwise_affine": (False,),
+        "attention_bias": (True,),
+        "attention_out_bias": (True,),
+    }
+    own: ClassVar[tuple[str, ...]] = (*DiffusersConfig.own, "vae_compression", "frame_rate", "coordinates", "condition")
+
+    in_channels: int = Field(128, gt=0, le=10**6, description="values of a patch: channels x frames x height x width")
+    out_channels: int | None = Field(128, gt=0, le=10**6)
+    patch_size: int = Field(1, gt=0, le=1024)
+    patch_size_t: int = Field(1, gt=0, le=1024)
+    num_attention_heads: int = Field(32, gt=0, le=10**5)
+    attention_head_dim: int = Field(64, gt=0, le=10**5, multiple_of=2)
+    cross_attention_dim: int = Field(2048, gt=0, le=10**7)
+    num_layers: int = Field(28, gt=0, le=10**4)
+    norm_eps: float = Field(1e-6, gt=0)
+    caption_channels: int = Field(4096, gt=0, le=10**7)
+    vae_compression: tuple[int, int, int] = Field(
+        (8, 32, 32), description="frames, rows and columns of pixels that make one of latents; positions count pixels"
+    )
+    frame_rate: float = Field(25.0, gt=0, description="of samples whose batch does not say theirs")
+    coordinates: Literal["latents", "frames"] = Field(
+        "latents", description="of time: of latents (0.9.0 and 0.9.1), or of the first frame in each (from 0.9.5 on)"
+    )
+    condition: Literal["none", "replace"] = Field(
+        "none", description="whether given frames take the place of their noisy latents, with a time of zero"
+    )
+
+    @property
+    def hidden_size(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def patch(self) -> tuple[int, int, int]:
+        """Return the frames, rows and columns of latents in a patch."""
+        return (self.patch_size_t, self.patch_size, self.patch_size)
+
+    @property
+    def predicted(self) -> int:
+        """Return the number of values predicted for a patch."""
+        return self.out_channels or self.in_channels
+
+    def generation(self) -> GenerationForm:
+        newer = self.coordinates == "frames"
+        frames, rows, columns = self.patch
+        return GenerationForm(
+            channels=self.predicted // (frames * rows * columns),
+            patch=self.patch,
+            # The encoder reads padding as if it were text; the model reads the embeddings of text alone.
+            text=(TextForm(length=256 if newer else 128, padding="read", masked=False),),
+            condition=self.condition,
+            token_times=self.condition == "replace",
+            sampling=SamplingForm(512, 704, frames=161, fps=self.frame_rate, guidance=3.0, even_levels=True),
+        )
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        frames, rows, columns = batch.shapes["latents"][0]
+        time, *space = self.vae_compression
+        places = batch["positions"].to(latents.dtype)
+        if self.coordinates == "frames":
+            first = (places[0] * self.patch_size_t * time + (1 - time)).clamp(min=0) / self.frame_rate
+            pixels = [at * self.patch_size * step for at, step in zip(places[1:], space, strict=True)]
+            positions: dict[str, Any] = {"video_coords": torch.stack([first, *pixels])[None]}
+        else:
+            positions = {"rope_interpolation_scale": (time / self.frame_rate, *space)}
+        return {
+            "hidden_states": batch["latents"][None],
+            "encoder_hidden_states": batch["text"][None],
+            "timestep": batch["timesteps"],
+            "encoder_attention_mask": torch.ones(1, len(batch["text"])),
+            "num_frames": frames,
+            "height": rows,
+            "width": columns,
+            **positions,
+        }
+
+    @model_validator(mode="after")
+    def _widths_agree(self) -> LTXVideoConfig:
+        if self.cross_attention_dim != self.hidden_size:
+            raise ValueError(
+                f"cross_attention_dim {self.cross_attention_dim} must be the width of the captions' projection, "
+                f"num_attention_heads x attention_head_dim = {self.hidden_size}"
+            )
+        return self

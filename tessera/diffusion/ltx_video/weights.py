@@ -1,0 +1,45 @@
+"""Parameter names of LTX-Video: in diffusers folders ("hf"), and in the files of its makers ("original")."""
+
+from __future__ import annotations
+
+from tessera.diffusion.ltx_video.config import LTXVideoConfig
+from tessera.weights.map import Rule, WeightMap
+
+_PAIRS = (
+    ("embed.patch.{kind}", "proj_in.{kind}"),
+    ("embed.time.up.{kind}", "time_embed.emb.timestep_embedder.linear_1.{kind}"),
+    ("embed.time.down.{kind}", "time_embed.emb.timestep_embedder.linear_2.{kind}"),
+    ("embed.modulation.{kind}", "time_embed.linear.{kind}"),
+    ("embed.text.up.{kind}", "caption_projection.linear_1.{kind}"),
+    ("embed.text.down.{kind}", "caption_projection.linear_2.{kind}"),
+    ("blocks.{i}.modulation.table", "transformer_blocks.{i}.scale_shift_table"),
+    ("blocks.{i}.attn.qkv.{x}.{kind}", "transformer_blocks.{i}.attn1.to_{x}.{kind}"),
+    ("blocks.{i}.attn.{x}_norm.weight", "transformer_blocks.{i}.attn1.norm_{x}.weight"),
+    ("blocks.{i}.attn.out.{kind}", "transformer_blocks.{i}.attn1.to_out.0.{kind}"),
+    ("blocks.{i}.cross.q.{kind}", "transformer_blocks.{i}.attn2.to_q.{kind}"),
+    ("blocks.{i}.cross.kv.{x}.{kind}", "transformer_blocks.{i}.attn2.to_{x}.{kind}"),
+    ("blocks.{i}.cross.{x}_norm.weight", "transformer_blocks.{i}.attn2.norm_{x}.weight"),
+    ("blocks.{i}.cross.out.{kind}", "transformer_blocks.{i}.attn2.to_out.0.{kind}"),
+    ("blocks.{i}.mlp.up.{kind}", "transformer_blocks.{i}.ff.net.0.proj.{kind}"),
+    ("blocks.{i}.mlp.down.{kind}", "transformer_blocks.{i}.ff.net.2.{kind}"),
+    ("head.modulation.table", "scale_shift_table"),
+    ("head.proj.{kind}", "proj_out.{kind}"),
+)
+
+
+# How names in the makers' files differ from these.
+_ORIGINAL = (("proj_in.", "patchify_proj."), ("time_embed.", "adaln_single."), (".norm_{x}.", ".{x}_norm."))
+
+
+def weights(config: LTXVideoConfig) -> WeightMap:
+    return WeightMap(tuple(Rule(native, foreign) for native, foreign in _PAIRS))
+
+
+def original(config: LTXVideoConfig) -> WeightMap:
+    return WeightMap(tuple(Rule(native, _theirs(foreign)) for native, foreign in _PAIRS), mark="patchify_proj.weight")
+
+
+def _theirs(name: str) -> str:
+    for published, own in _ORIGINAL:
+        name = name.replace(published, own)
+    return name

@@ -1,0 +1,155 @@
+"""Train generation by direct preference: the error on the better of two samples should shrink more than on the worse,
+compared with a reference.
+
+Both of a pair get one noise level and one noise. The reference is the model as it was: without its adapters, or a
+frozen second copy of it.
+
+    loss of a pair = -log s(m),   s: the logistic function
+    m = -beta / 2 ((error(better) - error(worse)) - (the same of the reference)),   error: mean over a sample's latents
+
+Losses add up over pairs and are divided once, by the pairs of the global batch: any split of it trains alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from tessera.config.run_config import RunConfig
+from tessera.core.batch import Batch, Prediction
+from tessera.core.task import Counts, FrozenModule, Losses, LossTerm, Metric, Reference
+from tessera.diffusion.objectives.diffusion import DiffusionTask
+from tessera.diffusion.objectives.options import DiffusionOptions, SampleSegment
+from tessera.errors import TesseraError
+from tessera.lora.modules import without_adapters
+from tessera.runtime import device as devices
+from tessera.runtime.distributed import World
+from tessera.tasks import REFERENCE_MODEL
+
+PAIRS = "pairs"  # the count
+REFERENCE_ERRORS = "reference_errors"
+_PAIR = "pair_of_sample"
+
+
+class DiffusionDpoOptions(DiffusionOptions):
+    """Declare `train.task_options` of `DiffusionDpoTask`."""
+
+    beta: float = Field(2500.0, gt=0, le=1e9, description="how far the model may move from the reference: less is more")
+    beta_by_time: bool = Field(
+        False, description="multiply beta by the time of a pair's noise level, 0 to 1000, as MindSpeed-MM does"
+    )
+
+
+class PriorModel(Reference):
+    """Turn adapters off: the reference is the model as it was before it was adapted."""
+
+    def active(self, module: nn.Module) -> AbstractContextManager[None]:
+        return without_adapters(module)
+
+    def tensors(self, outputs: Prediction, batch: Batch) -> dict[str, Tensor]:
+        return {REFERENCE_ERRORS: sample_errors(outputs, batch)}
+
+
+class DiffusionDpoTask(DiffusionTask):
+    """Compare the errors on two samples with those of a reference. Options: `DiffusionDpoOptions`."""
+
+    section = DiffusionDpoOptions
+    options: DiffusionDpoOptions
+    _frozen: FrozenModule | None = None
+
+    @property
+    def reference(self) -> Reference | None:
+        return PriorModel() if self._frozen is None else None
+
+    def check(self, config: RunConfig, module: nn.Module) -> None:
+        if config.model.lora is not None and config.model.lora.modules_to_save:
+            raise TesseraError(
+                "diffusion_dpo compares with the model without its adapters, and model.lora.modules_to_save would have "
+                "changed that, too",
+                where="model.lora.modules_to_save",
+                fix="leave it out",
+            )
+        if config.model.lora is None and config.parallel.pp > 1:
+            raise TesseraError(
+                "diffusion_dpo of a whole model compares with a second copy of it, which is not split over stages",
+                where="parallel.pp",
+                fix="train adapters (model.lora: {}), which need no second copy, or shard the model: parallel.pp=1",
+            )
+        if config.parallel.cp > 1:
+            raise TesseraError(
+                "diffusion_dpo compares errors of whole samples, and with parallel.cp ranks share them",
+                where="parallel.cp",
+                allowed=[1],
+            )
+        if self._choose_encoders(config) is None:
+            raise TesseraError(
+                "pairs are read as images and videos, not as features",
+                where="train.task_options.encoders",
+                fix="train.task_options.encoders.folder=FOLDER encodes them in every step, with the parts of a "
+                "diffusers folder",
+            )
+
+    def frozen_components(self, config: RunConfig) -> Sequence[str]:
+        return () if config.model.lora is not None else (REFERENCE_MODEL,)
+
+    def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:
+        super().setup({name: part for name, part in components.items() if name != REFERENCE_MODEL}, world)
+        self._frozen = components.get(REFERENCE_MODEL)
+
+    def counts(self, batch: Batch) -> Counts:
+        return {PAIRS: len(self._pairs(batch))}
+
+    @staticmethod
+    def _pairs(batch: Batch) -> list[tuple[int, int]]:
+        """Return the segments of each pair: those that could be read, two by two."""
+        if PAIRS not in batch.counts:
+            raise TesseraError(
+                "the batch has no pairs", where="data.kind", fix="data.kind=generation_preference reads them"
+            )
+        found = [number for number, shape in enumerate(batch.shapes["frames"]) if shape[0]]
+        return list(zip(found[::2], found[1::2], strict=True))
+
+    def _samples(self, batch: Batch) -> list[SampleSegment]:
+        samples = super()._samples(batch)
+        for better, worse in self._pairs(batch):
+            samples[worse] = replace(samples[worse], index=samples[better].index)
+        return samples
+
+    def inputs(self, batch: Batch) -> Batch:
+        order = [number for pair in self._pairs(batch) for number in pair]
+        index = devices.send(order, torch.int64, batch["sample_index"].device)
+        batch = super().inputs(batch).with_tensors(**{_PAIR: index})
+        if self._frozen is None:
+            return batch
+        with self._frozen.use() as model:
+            return batch.with_tensors(**{REFERENCE_ERRORS: sample_errors(model(batch), batch)})
+
+    def losses(self, outputs: Prediction, batch: Batch) -> Losses:
+        change = sample_errors(outputs, batch) - batch[REFERENCE_ERRORS]
+        better, worse = change.view(-1, 2).unbind(1)
+        margin = -0.5 * self.options.beta * (better - worse)
+        if self.options.beta_by_time:
+            margin = margin * batch["timesteps"].index_select(0, batch[_PAIR]).view(-1, 2)[:, 0]
+        with torch.no_grad():
+            values = {"margin": margin, "accuracy": (margin > 0).float(), "error_change_chosen": better}
+            metrics = {name: Metric(value.sum(), PAIRS) for name, value in values.items()}
+        return Losses([LossTerm("diffusion_dpo_loss", -F.logsigmoid(margin).sum(), PAIRS)], metrics)
+
+
+def sample_errors(outputs: Prediction, batch: Batch) -> Tensor:
+    """Return the mean squared error on each sample of the pairs, better and worse in turn: [2 x pairs], in fp32."""
+    error = (outputs.latents.to(torch.float32) - batch["target"]).square().mean(1)
+    index, samples = batch["sample_of_latents"], len(batch.segments["latents"].lengths)
+    summed = error.new_zeros(2, samples).index_add(
+        1, index, torch.stack([error * batch["token_weights"], batch["trained_here"].to(error)])
+    )
+    return (summed[0] / summed[1].clamp(min=1)).index_select(0, batch[_PAIR])
+
+
+TASK = DiffusionDpoTask

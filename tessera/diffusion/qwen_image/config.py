@@ -1,0 +1,122 @@
+"""The configuration of Qwen-Image, whose fields are those of `QwenImageTransformer2DModel` of diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from tessera.core.batch import Batch
+from tessera.diffusion.forms import EditForm, GenerationForm, SamplingForm, TextForm
+from tessera.diffusion.joint import JointConfig
+from tessera.nn.joint_attention import JointShape
+from tessera.nn.joint_transformer import TransformerShape
+
+# What the text encoder reads before and behind a caption; the embeddings of the first part are left out.
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+TEMPLATE_TOKENS = 34
+# The same with reference images, which the text encoder reads, too.
+_EDIT_TEMPLATE = (
+    "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
+    "that meets the user's requirements while maintaining consistency with the original input where appropriate."
+    "<|im_end|>\n<|im_start|>user\n{images}{}<|im_end|>\n<|im_start|>assistant\n"
+)
+_EDIT_TEMPLATE_TOKENS = 64
+_IMAGE = "<|image_pad|>"
+_SHOWN = f"<|vision_start|>{_IMAGE}<|vision_end|>"
+# Edit reads one image, in the size that the VAE gets; Edit-2509 and Edit-2511 read any number, smaller and numbered.
+EDIT = EditForm(
+    "QwenImageEditPipeline",
+    TextForm(
+        length=1024, template=_EDIT_TEMPLATE.replace("{images}", _SHOWN), skip=_EDIT_TEMPLATE_TOKENS, image=_IMAGE
+    ),
+)
+EDIT_PLUS = EditForm(
+    "QwenImageEditPlusPipeline",
+    TextForm(length=1024, template=_EDIT_TEMPLATE, skip=_EDIT_TEMPLATE_TOKENS, image=_IMAGE),
+    each=f"Picture {{}}: {_SHOWN}",
+    shown_pixels=384 * 384,
+)
+_KINDS = 2  # entries of diffusers' table for `additional_t_cond`
+
+
+class QwenImageConfig(JointConfig):
+    class_name: ClassVar[str] = "QwenImageTransformer2DModel"
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"guidance_embeds": (False,)}
+
+    patch_size: int = Field(2, gt=0, le=10**4)
+    in_channels: int = Field(64, gt=0, le=10**6, description="numbers in a token")
+    out_channels: int | None = Field(16, gt=0, le=10**6, description="channels of the prediction")
+    num_layers: int = Field(60, gt=0, le=10**4)
+    attention_head_dim: int = Field(128, gt=0, le=10**6)
+    num_attention_heads: int = Field(24, gt=0, le=10**6)
+    joint_attention_dim: int = Field(3584, gt=0, le=10**8, description="width of text embeddings")
+    axes_dims_rope: tuple[int, int, int] = (16, 56, 56)
+    zero_cond_t: bool = Field(False, description="latents of reference images have the time 0")
+    use_additional_t_cond: bool = Field(False, description="each sample is of one of two kinds")
+    use_layer3d_rope: bool = Field(False, description="images of a sample are layers, and the last is what they make")
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> Self:
+        # Published files have the width of a pooled embedding, which the model does not read.
+        return super().from_hf({name: value for name, value in data.items() if name != "pooled_projection_dim"})
+
+    @model_validator(mode="after")
+    def _fits(self) -> QwenImageConfig:
+        self.check_rope(self.axes_dims_rope, self.attention_head_dim)
+        if self.zero_cond_t and (self.use_layer3d_rope or self.use_additional_t_cond):
+            raise ValueError(
+                "zero_cond_t is for reference images, use_layer3d_rope and use_additional_t_cond for layers"
+            )
+        return self
+
+    @property
+    def shape(self) -> TransformerShape:
+        hidden = self.num_attention_heads * self.attention_head_dim
+        return TransformerShape(
+            JointShape(hidden, self.num_attention_heads, 4 * hidden, attention=self.attention),
+            double=self.num_layers,
+            single=0,
+            latent_values=self.in_channels,
+            out_values=self.patch_size**2 * (self.out_channels or self.in_channels),
+            text_width=self.joint_attention_dim,
+            text_norm=True,
+            rope_axes=self.axes_dims_rope,
+            reference_time=self.zero_cond_t,
+            sample_kinds=_KINDS if self.use_additional_t_cond else 0,
+        )
+
+    def generation(self) -> GenerationForm:
+        return GenerationForm(
+            channels=self.out_channels or self.in_channels,
+            patch=(1, self.patch_size, self.patch_size),
+            joint=True,
+            text=(TextForm(length=512, template=TEMPLATE, skip=TEMPLATE_TOKENS),),
+            edit=(EDIT, EDIT_PLUS),
+            sampling=SamplingForm(
+                height=1024,
+                width=1024,
+                steps=50,
+                guidance=4.0,
+                negative=None,
+                even_levels=True,
+                keep_norm=True,
+                noise_in_float32=False,
+            ),
+            positions="layered" if self.use_layer3d_rope else "centered",
+        )
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        return {
+            "hidden_states": batch["latents"][None],
+            "encoder_hidden_states": batch["text"][None],
+            "timestep": batch["timesteps"] / 1000,
+            "img_shapes": [list(batch.shapes["latents"])],
+            "additional_t_cond": batch.get("additional_t_cond"),
+        }

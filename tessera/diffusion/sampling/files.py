@@ -1,0 +1,194 @@
+"""Write generated images and videos, and beside them a JSON file from which the same command makes them again."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from tessera.config.reader import build
+from tessera.diffusion.sampling.request import Request
+from tessera.errors import TesseraError, first_line, foreign_values, nearest
+from tessera.runtime.files import read_json_mapping, replace_file
+
+SUFFIXES = (".png", ".gif", ".mp4")
+FPS = 16.0  # where nothing says how many frames make a second
+_VERSION = 1  # of the metadata file
+_LIBRARIES = ("tessera-mm", "torch", "diffusers", "transformers")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Hold one generated image or video."""
+
+    prompt: str
+    seed: int
+    frames: np.ndarray  # [F, H, W, 3] uint8; an image has one frame
+
+    @property
+    def digest(self) -> str:
+        """Return a hash of the pixels, which does not depend on how a file stores them."""
+        shape = ",".join(map(str, self.frames.shape)).encode()
+        return hashlib.blake2b(shape + np.ascontiguousarray(self.frames).tobytes(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Record:
+    """Hold what a metadata file says: the model, the resolved request, and a hash of the pixels of each sample."""
+
+    model: Path
+    parts: Path  # the diffusers folder of VAE and text encoders
+    dtype: str
+    request: Request
+    digests: tuple[str, ...]
+    suffix: str = ".png"  # of the files
+    adapters: Mapping[Path, float] = field(default_factory=dict)  # merged into the model, with their strengths
+    adapters_2: Mapping[Path, float] = field(default_factory=dict)  # into its second expert
+
+
+def check_out(out: Path, frames: int) -> None:
+    """Raise if files of this name cannot hold what is asked for; called before anything is computed."""
+    if out.suffix.lower() not in SUFFIXES:
+        raise TesseraError(
+            f"{out.name} does not end in a known format",
+            where="--out",
+            allowed=SUFFIXES,
+            nearest=nearest(out.suffix.lower(), SUFFIXES),
+        )
+    if out.suffix.lower() == ".png" and frames > 1:
+        raise TesseraError(
+            f"a PNG holds one image, not {frames} frames", where="--out", fix="name a .mp4 or .gif file, or --frames 1"
+        )
+    if out.suffix.lower() == ".mp4":
+        _av()
+    if out.is_dir():
+        raise TesseraError(f"{out} is a folder", where="--out", fix=f"name a file in it, such as {out / 'sample.png'}")
+
+
+def sample_paths(out: Path, count: int) -> list[Path]:
+    """Return where each sample goes: `out` itself, or numbered files beside it."""
+    if count == 1:
+        return [out]
+    digits = len(str(count - 1))
+    return [out.with_name(f"{out.stem}-{number:0{digits}d}{out.suffix}") for number in range(count)]
+
+
+def metadata_path(out: Path) -> Path:
+    return out.with_suffix(".json")
+
+
+def write_samples(out: Path, record: Record, samples: Sequence[Generated], facts: Mapping[str, str]) -> Path:
+    """Write every sample and then the metadata file, whose path is returned. `facts`: more to say in it."""
+    paths = sample_paths(out, len(samples))
+    described = {
+        "version": _VERSION,
+        "model": str(record.model.absolute()),
+        "parts": str(record.parts.absolute()),
+        "dtype": record.dtype,
+        **{
+            key: {str(path.absolute()): strength for path, strength in merged.items()}
+            for key, merged in (("adapters", record.adapters), ("adapters_2", record.adapters_2))
+            if merged
+        },
+        "request": record.request.model_dump(mode="json"),
+        "samples": [
+            {"file": path.name, "prompt": one.prompt, "seed": one.seed, "pixels": one.digest}
+            for path, one in zip(paths, samples, strict=True)
+        ],
+        "made_with": {**_versions(), **facts},
+    }
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for path, sample in zip(paths, samples, strict=True):
+            replace_file(path, encoded(sample.frames, path.suffix.lower(), record.request.fps or FPS))
+        replace_file(metadata_path(out), (json.dumps(described, indent=2, ensure_ascii=False) + "\n").encode())
+    except OSError as error:
+        raise TesseraError(f"{out} cannot be written: {first_line(error)}", where="--out") from None
+    return metadata_path(out)
+
+
+def read_record(path: Path) -> Record:
+    """Return what a metadata file says. It is somebody's file: every value of it is checked."""
+    data = read_json_mapping(path, 16 << 20)
+    samples, request = data.get("samples"), data.get("request")
+    words = [data.get(key) for key in ("model", "parts", "dtype")]
+    known = data.get("version") == _VERSION and all(isinstance(word, str) for word in words)
+    if not known or not isinstance(request, dict) or not isinstance(samples, list) or not samples:
+        raise TesseraError(
+            "this is not the metadata file of a generation",
+            where=str(path),
+            fix="name the .json file that `tessera generate MODEL --prompt ... --out FILE` wrote beside FILE",
+        )
+    model, parts, dtype = map(str, words)
+    with foreign_values(str(path)):
+        suffix = Path(samples[0]["file"]).suffix
+        digests = tuple(str(one["pixels"]) for one in samples)
+        first, second = (
+            {Path(name): float(strength) for name, strength in data.get(key, {}).items()}
+            for key in ("adapters", "adapters_2")
+        )
+    checked = build(Request, request, f"{path}: request")
+    return Record(Path(model), Path(parts), dtype, checked, digests, suffix, first, second)
+
+
+def encoded(frames: np.ndarray, suffix: str, fps: float) -> bytes:
+    """Return frames [F, H, W, 3] as the bytes of a file."""
+    images = [Image.fromarray(frame) for frame in frames]
+    held = io.BytesIO()
+    if suffix == ".png":
+        images[0].save(held, format="PNG")
+    elif suffix == ".gif":
+        rest, milliseconds = images[1:], round(1000 / fps)
+        images[0].save(held, format="GIF", save_all=True, append_images=rest, duration=milliseconds, loop=0)
+    else:
+        _write_mp4(held, frames, fps)
+    return held.getvalue()
+
+
+def _write_mp4(held: io.BytesIO, frames: np.ndarray, fps: float) -> None:
+    av = _av()
+    height, width = frames.shape[1:3]
+    if height % 2 or width % 2:
+        raise TesseraError(
+            f"an MP4 needs even sizes, this video is {width}x{height}", where="--out", fix="name a .gif file"
+        )
+    with av.open(held, "w", format="mp4") as container:
+        names = [name for name in ("libx264", "mpeg4") if name in av.codecs_available]
+        options = {"crf": "16"} if names[0] == "libx264" else {"qscale": "2"}
+        stream = container.add_stream(names[0], rate=Fraction(fps).limit_denominator(1001), options=options)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for image in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise TesseraError(
+            "MP4 files are written with PyAV, which is not installed",
+            where="--out",
+            fix="pip install tessera-mm[video]; or name a .gif file",
+        ) from None
+    return av
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,129 @@
+"""Sample with a generation model that lies on several ranks: each has a part of its weights, layers or tokens.
+
+All ranks call the model together, with the same whole batch, and get the whole prediction: what samples need not know
+how many ranks there are. Ranks that would read other rows in training compute the passes of guidance in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tessera.core.batch import Batch, Prediction
+from tessera.core.model_plan import Stream
+from tessera.diffusion.forms import GenerationForm
+from tessera.errors import TesseraError
+from tessera.parallel.collectives import gathered
+from tessera.parallel.mesh import CONTEXT, DATA, Mesh
+from tessera.parallel.pipeline_stages import LocalStages, SequentialStages, StageModule
+from tessera.parallel.plan import Plan
+from tessera.parallel.sequence_sharding import BatchSharding, gathered_order, indices, local_positions, shard_batch
+
+Pass = TypeVar("Pass")
+
+
+@dataclass(frozen=True)
+class PassRanks:
+    """Hold the ranks that compute the passes of a step in turn: with the prompt, and without it."""
+
+    group: dist.ProcessGroup | None = None
+    position: int = 0
+
+    def predict(self, passes: Sequence[Pass], model: Callable[[Pass], Tensor]) -> list[Tensor]:
+        """Return the prediction of every pass; this rank computes one of them, where others compute the rest."""
+        if self.group is None or len(passes) == 1:
+            return [model(one) for one in passes]
+        ranks, count = self.group.size(), len(passes)
+        if ranks < count:
+            return [model(one) for one in passes]
+        own = model(passes[self.position % count])
+        return list(gathered(own, self.group).chunk(ranks)[:count])
+
+
+@dataclass
+class SharedTokens:
+    """Hold which latent tokens of a batch this rank computes, and where all lie when they are gathered."""
+
+    longest: int
+    order: Tensor
+
+
+@dataclass
+class ModelOverRanks:
+    """Call a model that is split by a plan like one that is whole."""
+
+    module: nn.Module
+    form: GenerationForm
+    plan: Plan
+    mesh: Mesh
+    device: torch.device
+    _stages: SequentialStages | None = None
+    _known: dict[Any, SharedTokens] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.module, LocalStages):
+            self._stages = SequentialStages(self.module, self.plan, self.mesh, self.device)
+
+    @property
+    def passes(self) -> PassRanks:
+        return PassRanks(self.mesh.group(DATA), self.mesh.position(DATA))
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Prediction:
+        sharding = self.plan.batch_sharding
+        if sharding is None or self.mesh.size(CONTEXT) == 1:
+            return self._predict(batch)
+        own = self._own(batch, sharding)
+        found = self._predict(own).latents
+        shared = self._shared(batch, sharding)
+        padded = found.new_zeros(shared.longest, found.shape[1])
+        padded[: len(found)] = found
+        group = self.mesh.group(CONTEXT)
+        assert group is not None, "several ranks share the sequence"
+        return Prediction(gathered(padded, group).index_select(0, shared.order))
+
+    def _own(self, batch: Batch, sharding: BatchSharding) -> Batch:
+        """Return this rank's part of a batch, as the task makes it in training."""
+        length, least = sharding.main.elements(batch), sharding.split.minimum
+        if length < least:
+            raise TesseraError(
+                f"samples of {length} tokens are too small for the ranks that share them: {least} at least",
+                where="parallel.cp",
+                fix="make larger samples, more of them in a batch, or lower parallel.cp",
+            )
+        own = shard_batch(batch, sharding, self.mesh.position(CONTEXT), {}).to(self.device)
+        index = own[Stream.sources("latent_index") if self.form.joint else sharding.main.index]
+        changed = {"latents": batch["latents"].index_select(0, index)}
+        sources = own.get(Stream.sources("text_index"))
+        if self.form.joint and not self.form.whole_text and sources is not None:
+            changed["text"] = batch["text"].index_select(0, sources)
+        return own.with_tensors(**changed)
+
+    def _shared(self, batch: Batch, sharding: BatchSharding) -> SharedTokens:
+        key = tuple((name, segments.lengths) for name, segments in sorted(batch.segments.items()))
+        if key not in self._known:
+            length, split = sharding.main.elements(batch), sharding.split
+            ranges = [split.ranges(length, position) for position in range(split.ranks)]
+            if self.form.joint:
+                places = batch["latent_index"].cpu()
+                by_rank = [local_positions(places, some)[1] for some in ranges]
+            else:
+                by_rank = [indices(some) for some in ranges]
+            order = gathered_order(by_rank, len(batch["latents"]))
+            self._known[key] = SharedTokens(max(map(len, by_rank)), order.to(self.device))
+        return self._known[key]
+
+    def _predict(self, batch: Batch) -> Prediction:
+        if self._stages is None:
+            return self.module(batch)  # type: ignore[no-any-return]
+
+        def work(stage: StageModule, carry: Tensor | None, mb: int) -> Any:
+            out = stage.run(batch, carry)
+            return out.latents if stage.is_last else out
+
+        return Prediction(self._stages.share(self._stages.run(work)))

@@ -1,0 +1,23 @@
+"""Tell how far sampling is."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from tessera.diffusion.sampling.pipeline import OnStep
+
+
+def progress() -> OnStep:
+    """Return what prints a line after each step: how far it is, and how long a step takes."""
+    last: list[float] = []
+
+    def show(finished: int, samples: int, step: int, steps: int) -> None:
+        now = time.monotonic()
+        rate = f", {now - last[-1]:.2f} s a step" if last and step > 1 else ""  # before the first, things were loaded
+        last[:] = [now]
+        end = "\r" if sys.stderr.isatty() and step < steps else "\n"
+        first = f"sample {finished + 1} of {samples}, " if samples > 1 else ""
+        print(f"{first}step {step} of {steps}{rate}", end=end, file=sys.stderr, flush=True)
+
+    return show

@@ -1,0 +1,223 @@
+"""Solve the equation that turns noise into latents, step by step.
+
+A folder's `scheduler/scheduler_config.json` says how. Euler's method for flow matching is ours and needs no library;
+the others are the scheduler classes of diffusers, so that trajectories are those of its pipelines. Every sample has a
+solver of its own: noise levels may depend on its size, and multistep solvers remember its past.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tessera.errors import TesseraError, first_line, foreign_values, nearest
+from tessera.runtime.files import read_json_mapping
+
+SCHEDULER_FILE = "scheduler/scheduler_config.json"
+EULER = "FlowMatchEulerDiscreteScheduler"
+_COGVIDEOX_DPM = "CogVideoXDPMScheduler"
+# Only these classes are made: a folder's file must not choose what is imported.
+_LIBRARY = (
+    EULER,
+    "UniPCMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "CogVideoXDDIMScheduler",
+    _COGVIDEOX_DPM,
+)
+SOLVERS: Mapping[str, str] = {"euler": EULER, "unipc": _LIBRARY[1], "dpm++": _LIBRARY[2]}
+# What our own Euler does not compute: other spacings of the noise levels, and noise that is added in between.
+_NOT_OURS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas", "stochastic_sampling")
+_MOST_STEPS = 10_000
+
+
+class Solver(Protocol):
+    """Describe a solver of one sample, which is used once."""
+
+    @property
+    def timesteps(self) -> Tensor:
+        """Return the time of each step, [steps] float32 on the host, from noise (1000) to data (0)."""
+
+    def step(self, number: int, prediction: Tensor, latents: Tensor) -> Tensor:
+        """Return the latents after step `number`, for what the model predicts from those before it."""
+
+
+class FlowEuler:
+    """Follow a velocity by Euler's method: sigma is the share of noise, the velocity is noise minus data."""
+
+    def __init__(self, config: Mapping[str, Any], steps: int, tokens: int, spaced_by_family: bool) -> None:
+        train = _number(config, "num_train_timesteps", 1000)
+        shift = _number(config, "shift", 1.0)
+        dynamic = bool(config.get("use_dynamic_shifting", False))
+        if spaced_by_family:
+            sigmas: np.ndarray = _even_sigmas(steps).astype(np.float32)
+        else:
+            # The ends of the training schedule, which are shifted once themselves.
+            ends = np.array([1.0, 1.0 / train], np.float32)
+            ends = ends if dynamic else _shifted(ends, shift)
+            sigmas = np.linspace(float(ends[0]) * train, float(ends[1]) * train, steps) / train
+        if not dynamic:
+            sigmas = _shifted(sigmas, shift)
+        else:
+            sigmas = _dynamic(sigmas, size_shift(config, tokens), str(config.get("time_shift_type", "exponential")))
+        last = config.get("shift_terminal")
+        if last and steps > 1:  # a single step has no end to stretch
+            sigmas = 1 - (1 - sigmas) * (1 - float(last)) / (1 - sigmas[-1])
+        self._sigmas = torch.cat([torch.from_numpy(np.asarray(sigmas, np.float32)), torch.zeros(1)])
+        self._timesteps = self._sigmas[:-1] * train
+
+    @property
+    def timesteps(self) -> Tensor:
+        return self._timesteps
+
+    def step(self, number: int, prediction: Tensor, latents: Tensor) -> Tensor:
+        change = self._sigmas[number + 1] - self._sigmas[number]
+        return (latents.float() + change * prediction).to(prediction.dtype)
+
+
+class LibrarySolver:
+    """Take the steps with a scheduler of diffusers. `generator`: for solvers that add noise in between."""
+
+    def __init__(self, scheduler: Any, generator: torch.Generator | None = None) -> None:
+        self._scheduler = scheduler
+        self._generator = generator
+        self._clean: Tensor | None = None  # of the step before, for CogVideoX's solver
+
+    @property
+    def timesteps(self) -> Tensor:
+        return self._scheduler.timesteps.float()  # type: ignore[no-any-return]
+
+    def step(self, number: int, prediction: Tensor, latents: Tensor) -> Tensor:
+        times = self._scheduler.timesteps
+        if type(self._scheduler).__name__ != _COGVIDEOX_DPM:
+            stepped = self._scheduler.step(prediction, times[number], latents, return_dict=False)
+            return stepped[0]  # type: ignore[no-any-return]
+        before = times[number - 1] if number else None
+        found, self._clean = self._scheduler.step(
+            prediction, self._clean, times[number], before, latents, generator=self._generator, return_dict=False
+        )
+        return found  # type: ignore[no-any-return]
+
+
+def scheduler_config(folder: Path) -> dict[str, Any] | None:
+    """Return how a diffusers folder is sampled; None if it does not say."""
+    path = folder / SCHEDULER_FILE
+    return read_json_mapping(path, 1 << 20) if path.is_file() else None
+
+
+def make_solver(
+    config: Mapping[str, Any],
+    steps: int,
+    tokens: int,
+    *,
+    spaced_by_family: bool,
+    generator: torch.Generator | None = None,
+) -> Solver:
+    """Return a solver for one sample of so many latent tokens.
+
+    `spaced_by_family`: the noise levels are even before they are shifted, as the pipelines of most families ask; if
+    not, the scheduler spaces them.
+    """
+    if not 1 <= steps <= _MOST_STEPS:
+        raise TesseraError(f"{steps} steps", where="--steps", allowed=[f"1 to {_MOST_STEPS}"])
+    name = str(config.get("_class_name", EULER))
+    if name not in _LIBRARY:
+        raise TesseraError(
+            f"the folder's scheduler is {name}", where=SCHEDULER_FILE, allowed=_LIBRARY, nearest=nearest(name, _LIBRARY)
+        )
+    with foreign_values(SCHEDULER_FILE):
+        _number(config, "num_train_timesteps", 1000)
+        if name == EULER and not any(config.get(key) for key in _NOT_OURS):
+            return FlowEuler(config, steps, tokens, spaced_by_family)
+        try:
+            made_by = _library_class(name)
+            taken = inspect.signature(made_by.__init__).parameters  # of others it would warn for every sample
+            scheduler = made_by.from_config({key: value for key, value in config.items() if key in taken})
+        except NotImplementedError as error:
+            raise TesseraError(f"{name} refuses its settings: {first_line(error)}", where=SCHEDULER_FILE) from error
+        flow = name == EULER or bool(config.get("use_flow_sigmas"))
+        options: dict[str, Any] = {"sigmas": _even_sigmas(steps)} if spaced_by_family and name == EULER else {}
+        if flow and config.get("use_dynamic_shifting"):
+            options["mu"] = size_shift(config, tokens)
+        scheduler.set_timesteps(**({"num_inference_steps": steps} | options))
+        return LibrarySolver(scheduler, generator)
+
+
+def with_solver(config: Mapping[str, Any], solver: str) -> dict[str, Any]:
+    """Return the configuration of another solver for the same noise levels."""
+    if solver not in SOLVERS:
+        raise TesseraError(
+            f"unknown solver {solver!r}", where="--solver", allowed=SOLVERS, nearest=nearest(solver, SOLVERS)
+        )
+    name = str(config.get("_class_name", EULER))
+    if SOLVERS[solver] == name:
+        return dict(config)
+    if name != EULER and config.get("prediction_type") != "flow_prediction":
+        raise TesseraError(
+            f"this model does not predict a velocity: {solver} does not solve it", where="--solver", allowed=["default"]
+        )
+    shared = ("num_train_timesteps", "use_dynamic_shifting", "time_shift_type", "shift_terminal")
+    sizes = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
+    kept = {key: config[key] for key in (*shared, *sizes) if config.get(key) is not None}
+    shift = config.get("shift", config.get("flow_shift", 1.0))
+    if SOLVERS[solver] == EULER:
+        return {**kept, "_class_name": EULER, "shift": shift}
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": shift}
+    return {**kept, **flow, "_class_name": SOLVERS[solver]}
+
+
+def with_shift(config: Mapping[str, Any], shift: float) -> dict[str, Any]:
+    """Return the configuration with noise levels that are shifted by a constant."""
+    euler = config.get("_class_name", EULER) == EULER
+    if not euler and not config.get("use_flow_sigmas"):
+        raise TesseraError("the noise levels of this model's scheduler are not shifted", where="--shift")
+    return {**config, "shift" if euler else "flow_shift": shift, "use_dynamic_shifting": False}
+
+
+def size_shift(config: Mapping[str, Any], tokens: int) -> float:
+    """Return the logarithm of the shift for an image of so many tokens: large images need more noise."""
+    first, last = _number(config, "base_image_seq_len", 256), _number(config, "max_image_seq_len", 4096)
+    low, high = float(config.get("base_shift", 0.5)), float(config.get("max_shift", 1.15))
+    slope = (high - low) / (last - first)
+    return tokens * slope + low - slope * first
+
+
+def _even_sigmas(steps: int) -> np.ndarray:
+    return np.linspace(1.0, 1 / steps, steps)
+
+
+def _shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def _dynamic(sigmas: np.ndarray, mu: float, kind: str) -> np.ndarray:
+    laws: Mapping[str, Callable[[float], float]] = {"exponential": math.exp, "linear": float}
+    if kind not in laws:
+        raise TesseraError(f"unknown time_shift_type {kind!r}", where=SCHEDULER_FILE, allowed=laws)
+    shift = laws[kind](mu)
+    return shift / (shift + (1 / sigmas - 1))
+
+
+def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e6:
+        raise TesseraError(f"{key} is {value!r}", where=SCHEDULER_FILE, allowed=["a number above 0, up to 1000000"])
+    return value
+
+
+def _library_class(name: str) -> Any:
+    try:
+        return getattr(importlib.import_module("diffusers"), name)
+    except (ImportError, AttributeError):
+        raise TesseraError(
+            f"the solver {name} is a class of diffusers, which is not installed or too old",
+            where=SCHEDULER_FILE,
+            fix="pip install tessera-mm[hf]; or --solver euler, for a model that predicts a velocity",
+        ) from None

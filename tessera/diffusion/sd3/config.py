@@ -1,0 +1,96 @@
+"""The configuration of Stable Diffusion 3 and 3.5, whose fields are those of `SD3Transformer2DModel` of diffusers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from tessera.core.batch import Batch
+from tessera.diffusion.forms import GenerationForm, SamplingForm, TextForm
+from tessera.diffusion.joint import JointConfig
+from tessera.nn.joint_attention import JointShape
+from tessera.nn.joint_transformer import TransformerShape
+
+
+class SD3Config(JointConfig):
+    class_name: ClassVar[str] = "SD3Transformer2DModel"
+
+    sample_size: int = Field(128, gt=0, le=10**6, description="rows and columns of latents that positions are made for")
+    patch_size: int = Field(2, gt=0, le=10**4)
+    in_channels: int = Field(16, gt=0, le=10**6)
+    num_layers: int = Field(18, gt=0, le=10**4)
+    attention_head_dim: int = Field(64, gt=0, le=10**6)
+    num_attention_heads: int = Field(18, gt=0, le=10**6)
+    joint_attention_dim: int = Field(4096, gt=0, le=10**8, description="width of text embeddings")
+    caption_projection_dim: int = Field(1152, gt=0, le=10**8, description="the width of the model")
+    pooled_projection_dim: int = Field(2048, gt=0, le=10**8, description="width of the pooled text embedding")
+    out_channels: int | None = Field(16, gt=0, le=10**6)
+    pos_embed_max_size: int = Field(96, gt=0, le=10**4, description="rows and columns of the table of positions")
+    dual_attention_layers: tuple[int, ...] = Field(
+        (), description="blocks in which latents attend among themselves, too"
+    )
+    qk_norm: Literal["rms_norm"] | None = None
+
+    @property
+    def hidden(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+    @model_validator(mode="after")
+    def _fits(self) -> SD3Config:
+        if self.caption_projection_dim != self.hidden:
+            raise ValueError(f"caption_projection_dim is the width of the model, {self.hidden}")
+        if self.hidden % 4:
+            raise ValueError(f"a width of {self.hidden} must be a multiple of 4: sines and cosines of rows and columns")
+        if self.sample_size < self.patch_size:
+            raise ValueError("sample_size is less than one patch")
+        outside = [number for number in self.dual_attention_layers if not 0 <= number < self.num_layers]
+        if outside or len(set(self.dual_attention_layers)) != len(self.dual_attention_layers):
+            raise ValueError(f"dual_attention_layers are numbers of blocks, from 0 to {self.num_layers - 1}, once each")
+        return self
+
+    @property
+    def shape(self) -> TransformerShape:
+        heads, patch = self.num_attention_heads, self.patch_size**2
+        return TransformerShape(
+            JointShape(self.hidden, heads, 4 * self.hidden, qk_norm=self.qk_norm is not None, attention=self.attention),
+            double=self.num_layers,
+            single=0,
+            latent_values=self.in_channels * patch,
+            out_values=(self.out_channels or self.in_channels) * patch,
+            text_width=self.joint_attention_dim,
+            pooled_width=self.pooled_projection_dim,
+            table=self.pos_embed_max_size,
+            table_base=self.sample_size // self.patch_size,
+            dual_blocks=self.dual_attention_layers,
+            last_rest="absent",
+        )
+
+    def generation(self) -> GenerationForm:
+        out = self.out_channels or self.in_channels
+        # Two encoders give one sequence of wide embeddings, a third one a second sequence behind it.
+        clip = TextForm(length=77, padding="encoded", masked=False, layer=-2, pooled=True)
+        return GenerationForm(
+            channels=out,
+            patch=(1, self.patch_size, self.patch_size),
+            joint=True,
+            text=(
+                clip,
+                replace(clip, encoder="text_encoder_2", tokenizer="tokenizer_2", pad=0, beside=True),
+                TextForm("text_encoder_3", "tokenizer_3", length=256, padding="encoded", masked=False),
+            ),
+            condition="channels" if self.in_channels > out else "none",
+            sampling=SamplingForm(height=1024, width=1024, steps=28, guidance=7.0, noise_in_float32=False),
+            positions="table",
+            table=self.pos_embed_max_size,
+        )
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        return {
+            "hidden_states": latents[None, :, 0],
+            "encoder_hidden_states": batch["text"][None],
+            "pooled_projections": batch["pooled"],
+            "timestep": batch["timesteps"],
+        }

@@ -1,0 +1,55 @@
+"""Wan 2.1 and 2.2: videos from text, from a first frame, and from a first and a last frame."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tessera.diffusion.family import generation_family
+from tessera.diffusion.wan.config import WanConfig
+from tessera.diffusion.wan.model import WanModel
+from tessera.diffusion.wan.original import MODEL_TYPES, hf_config
+from tessera.diffusion.wan.plan import example, flops, plan, work
+from tessera.diffusion.wan.weights import megatron, original, weights
+
+_SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # 14B is the default of diffusers
+_IMAGES = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # For a VAE of four channels and captions of 64 numbers, as the quickstart trains them.
+    "quickstart": {
+        "num_attention_heads": 4,
+        "attention_head_dim": 32,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 64,
+        "freq_dim": 64,
+        "ffn_dim": 384,
+        "num_layers": 4,
+    },
+    "2.1-t2v-1.3b": _SMALL,
+    "2.1-t2v-14b": {},
+    "2.1-i2v-14b": _IMAGES,
+    "2.1-flf2v-14b": {**_IMAGES, "pos_embed_seq_len": 514},
+    "2.2-t2v-a14b": {},  # of each of its two experts
+    "2.2-i2v-a14b": {"in_channels": 36},
+    "2.2-ti2v-5b": {
+        "num_attention_heads": 24,
+        "ffn_dim": 14336,
+        "num_layers": 30,
+        "in_channels": 48,
+        "out_channels": 48,
+    },
+}
+SPEC = generation_family(
+    "wan",
+    WanConfig,
+    PRESETS,
+    build=WanModel,
+    plan=plan,
+    weights=weights,
+    costs=(flops, work),
+    example=example,
+    megatron=megatron,
+    other_weights={"original": original},
+    originals=dict.fromkeys(MODEL_TYPES, hf_config),
+)

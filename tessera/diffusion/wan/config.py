@@ -1,0 +1,100 @@
+"""The configuration of Wan, whose fields are those of `WanTransformer3DModel` of diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from tessera.core.batch import Batch
+from tessera.diffusion.config import DiffusersConfig
+from tessera.diffusion.forms import GenerationForm, ImageCondition, SamplingForm, TextForm
+
+_LATENTS_22 = 48  # channels of the VAE of TI2V, the model whose tokens have times of their own
+
+
+class WanConfig(DiffusersConfig):
+    class_name: ClassVar[str] = "WanTransformer3DModel"
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"qk_norm": ("rms_norm_across_heads",)}
+    own: ClassVar[tuple[str, ...]] = ("attention", "token_times", "text_length")
+
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    num_attention_heads: int = Field(40, gt=0, le=10**6)
+    attention_head_dim: int = Field(128, gt=0, le=10**6)
+    in_channels: int = Field(16, gt=0, le=10**6, description="of noisy latents, with those of a condition")
+    out_channels: int = Field(16, gt=0, le=10**6)
+    text_dim: int = Field(4096, gt=0, le=10**8)
+    freq_dim: int = Field(256, gt=0, le=10**8)
+    ffn_dim: int = Field(13824, gt=0, le=10**8)
+    num_layers: int = Field(40, gt=0, le=10**4)
+    cross_attn_norm: bool = True
+    eps: float = Field(1e-6, gt=0)
+    image_dim: int | None = Field(None, gt=0, le=10**8, description="width of image embeddings; default: none are read")
+    added_kv_proj_dim: int | None = Field(None, gt=0, le=10**8)
+    rope_max_seq_len: int = Field(1024, gt=0, description="positions in diffusers' table; angles here have no table")
+    pos_embed_seq_len: int | None = Field(
+        None, gt=0, le=10**6, description="image embeddings of a sample that have learned positions"
+    )
+    token_times: bool | None = Field(
+        None, description="tokens have times of their own, so that frames can be given; default: with 48 channels"
+    )
+    text_length: int = Field(
+        512, gt=0, le=10**6, description="tokens of a caption, with the zeros behind a short one, which are attended to"
+    )
+
+    @property
+    def hidden(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def patch_values(self) -> int:
+        """Return the numbers in one token of the input."""
+        return self.in_channels * prod(self.patch_size)
+
+    @property
+    def rope_sizes(self) -> tuple[int, int, int]:
+        """Return the dimensions of a head that positions on each axis rotate: frames, rows, columns."""
+        side = 2 * (self.attention_head_dim // 6)
+        return self.attention_head_dim - 2 * side, side, side
+
+    def generation(self) -> GenerationForm:
+        times = self.out_channels == _LATENTS_22 if self.token_times is None else self.token_times
+        channels: ImageCondition = "mask_channels" if self.in_channels > self.out_channels else "none"
+        return GenerationForm(
+            channels=self.out_channels,
+            patch=self.patch_size,
+            # Short captions are followed by zeros, which the published models attend to.
+            text=(TextForm(length=self.text_length, padding="zeros", tidy=True),),
+            condition="replace" if times else channels,
+            image_embeds=self.image_dim is not None,
+            token_times=times,
+            sampling=SamplingForm(704, 1280, 121, fps=24.0) if times else SamplingForm(480, 832, 81),
+        )
+
+    def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
+        images = batch.get("image_embeds")
+        if images is not None:  # the embeddings of a first and a last frame are two entries of a batch
+            images = images.view(1 if self.pos_embed_seq_len is None else 2, -1, images.shape[1])
+        return {
+            "hidden_states": latents[None],
+            "timestep": batch["timesteps"],
+            "encoder_hidden_states": batch["text"][None],
+            "encoder_hidden_states_image": images,
+        }
+
+    @model_validator(mode="after")
+    def _fits(self) -> WanConfig:
+        if self.attention_head_dim % 2:
+            raise ValueError(f"attention_head_dim {self.attention_head_dim} must be even: pairs of it are rotated")
+        if (self.image_dim is None) != (self.added_kv_proj_dim is None):
+            raise ValueError("image_dim and added_kv_proj_dim are given together: image embeddings need both")
+        if self.added_kv_proj_dim not in (None, self.hidden):
+            raise ValueError(f"added_kv_proj_dim is the width of the model, {self.hidden}")
+        if self.pos_embed_seq_len is not None and self.image_dim is None:
+            raise ValueError("pos_embed_seq_len speaks of image embeddings, and image_dim is not given")
+        if min(self.patch_size) < 1:
+            raise ValueError(f"patch_size {list(self.patch_size)} must be positive")
+        return self

@@ -1,0 +1,184 @@
+"""Load what samples with a generation model: the model of a folder, a run, a checkpoint or adapters, and a pipeline's
+other parts; and write what it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tessera.config.trust import Trust
+from tessera.diffusion.sampling.files import (
+    Generated,
+    Record,
+    check_out,
+    metadata_path,
+    read_record,
+    sample_paths,
+    write_samples,
+)
+from tessera.diffusion.sampling.pipeline import OnStep, Pipeline
+from tessera.diffusion.sampling.request import Request
+from tessera.errors import TesseraError
+from tessera.hub.config import local_model
+from tessera.inference.load import AdapterPaths, FoundModel, adapter_strengths, find_model, load
+from tessera.lora.files import FIRST, SECOND, parts_in
+from tessera.lora.reading import part_of
+from tessera.models import resolve
+from tessera.weights.layouts import DiffusersFolder, pipeline_folder
+
+
+def generates_media(path: Path, trust: Trust = False) -> bool:
+    """Return whether the model at a path makes images or videos, and not text. Weights are not read."""
+    return resolve(find_model(local_model(path), None, trust).section)[0].generation is not None
+
+
+def load_pipeline(
+    path: str | Path,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    *,
+    adapters: AdapterPaths | None = None,
+    adapters_2: AdapterPaths | None = None,
+    base: str | Path | None = None,
+    shards: str | Path | None = None,
+    parts: str | Path | None = None,
+    parallel: Mapping[str, Any] | None = None,
+    trust: Trust = False,
+) -> Pipeline:
+    """Load a generation model from a diffusers folder, a run, one of its checkpoints or adapters.
+
+    `adapters`: LoRA files or PEFT folders that are merged into the model, with their strengths as `load` takes them. Of
+    a model with two experts they are for the one for much noise, `adapters_2` for the one for little noise; a file
+    that names both experts is for both.
+
+    `parts`: the diffusers folder whose VAE and text encoders are used, where the model does not lie in one. The other
+    arguments are those of `load`. With `parallel`, all ranks call everything together, and all get the samples.
+    """
+    folder = local_model(path)
+    found = find_model(folder, dtype, trust, None if base is None else Path(base))
+    spec, config = resolve(found.section)
+    if spec.generation is None:
+        raise TesseraError(
+            f"{spec.name} generates text", where=str(folder), fix="use tessera.load, or tessera generate"
+        )
+    home = _home(found, None if parts is None else Path(parts))
+    how: dict[str, Any] = {"base": base, "shards": shards, "parallel": parallel, "trust": trust}
+    boundary = DiffusersFolder(home).index.get("boundary_ratio")
+    if not (SECOND in DiffusersFolder(home).components() and isinstance(boundary, (int, float))):
+        if adapters_2 is not None:
+            raise TesseraError("this model has one expert", where="adapters_2", fix="give them as adapters")
+        model, _ = load(folder, device, found.dtype, adapters=adapters, **how)
+        return Pipeline([(model, 0.0)], spec.generation(config), home, model.device, found.dtype, model.passes)
+    second = part_of(found.section.path) == SECOND
+    first_merged, second_merged = _by_expert(adapter_strengths(adapters), adapter_strengths(adapters_2))
+    own, others = (second_merged, first_merged) if second else (first_merged, second_merged)
+    model, _ = load(folder, device, found.dtype, adapters=own, **how)
+    other, _ = load(
+        home / (FIRST if second else SECOND), device, found.dtype, adapters=others, parallel=parallel, trust=trust
+    )
+    experts = [(other, 1000.0 * boundary), (model, 0.0)] if second else [(model, 1000.0 * boundary), (other, 0.0)]
+    return Pipeline(experts, spec.generation(config), home, model.device, found.dtype, model.passes)
+
+
+def _by_expert(
+    adapters: Mapping[Path, float], adapters_2: Mapping[Path, float]
+) -> tuple[dict[Path, float], dict[Path, float]]:
+    """Return which adapters each expert gets: a file may name both."""
+    first = {path: strength for path, strength in adapters.items() if FIRST in parts_in(path)}
+    second = {path: strength for path, strength in adapters.items() if SECOND in parts_in(path)}
+    return first, {**second, **adapters_2}
+
+
+def _home(found: FoundModel, parts: Path | None) -> Path:
+    """Return the diffusers folder of VAE and text encoders: the one that is named, or that the model came from."""
+    place = parts or found.parts or found.section.path
+    home = None if place is None else pipeline_folder(place)
+    if home is not None:
+        return home
+    raise TesseraError(
+        "a VAE and text encoders are missing: they lie in the folder of a diffusers pipeline",
+        where="the model" if place is None else str(place),
+        fix="name that folder with --parts FOLDER",
+    )
+
+
+@dataclass(frozen=True)
+class Written:
+    """Hold what was written: files of samples, and their metadata."""
+
+    files: tuple[Path, ...]
+    metadata: Path
+    digests: tuple[str, ...]  # of the pixels of each sample
+
+
+def generate_files(
+    model: str | Path,
+    out: str | Path,
+    request: Request,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | None = None,
+    adapters: AdapterPaths | None = None,
+    adapters_2: AdapterPaths | None = None,
+    parts: str | Path | None = None,
+    parallel: Mapping[str, Any] | None = None,
+    trust: Trust = False,
+    on_step: OnStep | None = None,
+) -> Written:
+    """Load a model, make the samples of a request and write them beside a metadata file. Of several ranks, which all
+    call this, the first writes."""
+    target = Path(out)
+    check_out(target, request.frames or 1)
+    merged, merged_2 = adapter_strengths(adapters), adapter_strengths(adapters_2)
+    pipeline = load_pipeline(
+        model, device, dtype, adapters=merged, adapters_2=merged_2 or None, parts=parts, parallel=parallel, trust=trust
+    )
+    full = pipeline.resolved(request)
+    check_out(target, full.frames or 1)
+    samples: Sequence[Generated] = pipeline.run(full, on_step=on_step)
+    kind = str(pipeline.dtype).removeprefix("torch.")
+    digests = tuple(sample.digest for sample in samples)
+    record = Record(Path(model), pipeline.parts.folder, kind, full, digests, adapters=merged, adapters_2=merged_2)
+    made_with = {"device": str(pipeline.device)}
+    if parallel is not None:
+        made_with["ranks"] = str(dist.get_world_size())
+    if parallel is None or dist.get_rank() == 0:
+        write_samples(target, record, samples, made_with)
+    return Written(tuple(sample_paths(target, len(samples))), metadata_path(target), record.digests)
+
+
+def generate_again(
+    metadata: str | Path,
+    out: str | Path | None = None,
+    *,
+    device: str | torch.device | None = None,
+    parallel: Mapping[str, Any] | None = None,
+    trust: Trust = False,
+    on_step: OnStep | None = None,
+) -> tuple[Written, bool]:
+    """Make the samples of a metadata file once more; return also whether all pixels are the same as before.
+
+    `out`: where they go; None: beside the first ones, as NAME-again.
+    """
+    path = Path(metadata)
+    record = read_record(path)
+    target = path.with_name(f"{path.stem}-again{record.suffix}") if out is None else Path(out)
+    made = generate_files(
+        record.model,
+        target,
+        record.request,
+        device=device,
+        dtype=record.dtype,
+        adapters=record.adapters,
+        adapters_2=record.adapters_2,
+        parts=record.parts,
+        parallel=parallel,
+        trust=trust,
+        on_step=on_step,
+    )
+    return made, made.digests == record.digests

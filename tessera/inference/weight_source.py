@@ -1,0 +1,156 @@
+"""Find the weights of a model: in a Hugging Face folder, a run, or one checkpoint of it."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from tessera.checkpoint.files import MANIFEST
+from tessera.checkpoint.frozen import FrozenSource
+from tessera.checkpoint.hf import load_folder
+from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.state import MODEL
+from tessera.checkpoint.storage import read_table
+from tessera.config.run_config import load_config
+from tessera.config.saved_recipe import read_saved
+from tessera.errors import TesseraError
+from tessera.lora.files import is_adapters
+from tessera.runtime.files import refuse_pickle
+from tessera.weights.layouts import detect_layout, no_such_folder
+from tessera.weights.map import WeightMap
+
+CONFIG = "config.yaml"
+RUN_FILE = "run.json"
+REPLACING = ".replacing"  # files of the old run are on their way aside
+REPLACED = ".replaced"  # all of the old run is here, and the new one has not proved itself
+RESTORING = ".restoring"  # files of the old run are on their way back
+ASIDE = (RESTORING, REPLACED, REPLACING)
+
+_log = logging.getLogger("tessera")
+
+
+def run_exists(folder: Path) -> bool:
+    """Return whether a folder holds a run with checkpoints, also one whose files wait aside."""
+    return any(any((folder / aside / "checkpoints").glob("step-*")) for aside in ("", *ASIDE))
+
+
+def find_file(folder: Path, name: str) -> Path:
+    """Return where a file of a run lies now. It is aside if an attempt to replace the run was killed."""
+    return next((path for aside in ASIDE if (path := folder / aside / name).exists()), folder / name)
+
+
+def saved_config(folder: Path) -> dict[str, Any] | None:
+    """Return the configuration that a run goes on with; None if there is none.
+
+    It is that of the run, with the model of its newest checkpoint, which has the shapes of the stored weights.
+    """
+    kept = find_file(folder, CONFIG)
+    trained = CheckpointManager(find_file(folder, "checkpoints"), keep=1).newest_config()
+    if trained is None:
+        return read_saved(kept) if kept.is_file() else None
+    found = read_saved(trained)
+    if not kept.is_file():
+        return found
+    try:
+        config = read_saved(kept)
+        load_config({**config, "name": "run"})  # a folder may have been given a name that no recipe may have
+    except TesseraError as error:
+        raise TesseraError(
+            error.what,
+            where=str(kept),
+            allowed=error.allowed,
+            nearest=error.nearest,
+            fix=f"mend the file; `cp {shlex.quote(str(trained))} {shlex.quote(str(kept))}` takes the settings of the "
+            "newest checkpoint",
+        ) from error
+    if isinstance(found.get("model"), dict) and isinstance(config.get("model"), dict):
+        shape = {key: found["model"].get(key) for key in ("family", "preset", "config")}
+        if any(config["model"].get(key) != value for key, value in shape.items()):
+            _log.warning("%s describes another model than %s holds: the latter is taken", kept, trained.parent)
+        config = {**config, "model": {**config["model"], **shape}}
+    return config
+
+
+Origin = Literal["folder", "adapters", "run", "checkpoint"]
+
+
+def origin_of(path: Path) -> Origin:
+    """Return what lies at a path, by the files that mark it."""
+    if (path / MANIFEST).is_file():
+        return "checkpoint"
+    if (path / "config.yaml").is_file():
+        return "run"
+    if detect_layout(path) is not None:
+        return "folder"
+    if is_adapters(path):
+        return "adapters"
+    raise _nothing_here(path)
+
+
+def fill_from(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    weight_map: WeightMap | None,
+    tied: Mapping[str, str] | None = None,
+    expected: Iterable[str] = (),
+    base: Path | None = None,
+) -> None:
+    """Fill a model's tensors (plain or sharded) in place from the folder, run or checkpoint at `path`.
+
+    `expected`: all names of the model, when `tensors` is only a part of it. `base`: the folder of frozen weights that a
+    checkpoint does not store; None: the one that it names.
+    """
+    origin = origin_of(path)
+    if origin == "adapters":
+        raise TesseraError(
+            "these are adapters, without the model that they belong to",
+            where=str(path),
+            fix="give the model's folder as model.path, and this one as model.lora.path",
+        )
+    if origin == "folder":
+        if weight_map is None:
+            raise TesseraError("this family has no weight map: it cannot read Hugging Face folders", where=str(path))
+        load_folder(path, tensors, weight_map, tied=tied, expected=expected)
+        return
+
+    def read_frozen(folder: Path, frozen: Mapping[str, Tensor]) -> None:
+        fill_from(folder, frozen, weight_map, tied, expected)
+
+    source = FrozenSource(base, read_frozen)
+    named = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
+    if origin == "checkpoint":
+        CheckpointManager(path.parent, keep=1, frozen_source=source).load(path, named)
+    elif CheckpointManager(path / "checkpoints", keep=1, frozen_source=source).load_newest(named) is None:
+        raise TesseraError("this run has no checkpoint yet", where=str(path))
+
+
+def newest_names(path: Path) -> list[str]:
+    """Return the names of the model's tensors in a checkpoint, or in the newest one of a run."""
+    newest = path if (path / MANIFEST).is_file() else CheckpointManager(path / "checkpoints", keep=1).latest()
+    if newest is None:
+        raise TesseraError("this run has no checkpoint yet", where=str(path))
+    stored = read_table(newest).state_dict_metadata
+    return [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
+
+
+def _nothing_here(path: Path) -> TesseraError:
+    if path.is_file():
+        refuse_pickle(path)
+        return TesseraError(f"this is a file: {path}", fix="name the folder that it lies in")
+    if not path.is_dir():
+        return no_such_folder(path)
+    return TesseraError(
+        "no model here",
+        where=str(path),
+        allowed=[
+            "a Hugging Face folder (config.json)",
+            "adapters (adapter_config.json)",
+            "a run (config.yaml)",
+            f"a checkpoint ({MANIFEST})",
+        ],
+    )

@@ -1,0 +1,212 @@
+"""What PEFT writes about adapters: read, checked and written. It stands in `adapter_config.json` of a PEFT folder, and
+in the header of the files of diffusers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tessera.config.hub_ids import HubId, find_hub_id
+from tessera.config.pattern import first_matches
+from tessera.errors import TesseraError
+from tessera.lora.factors import Factors
+from tessera.weights.layouts import detect_layout
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_MAX_CONFIG_BYTES = 4 << 20
+# What changes how an adapter computes, and the values of it that mean: as plain LoRA does.
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "bias": ("none", None),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "fan_in_fan_out": (False, None),
+}
+
+
+def is_adapter_folder(path: Path) -> bool:
+    """Return whether a folder is one of PEFT."""
+    return (path / CONFIG).is_file()
+
+
+def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id: None) -> Path:
+    """Return the folder of the model that adapters belong to. Only folders of this machine are opened.
+
+    `downloaded`: returns where a model of a hub lies on this machine, without asking the hub.
+    """
+    if not is_adapter_folder(folder):
+        raise TesseraError(
+            "these adapters do not say which model they belong to",
+            where=str(folder),
+            fix=f"name the model as well: {_with_model(folder)}",
+        )
+    named = str(read_config(folder).get("base_model_name_or_path") or "")
+    if not named:
+        raise _without_base(folder)
+    for candidate in (Path(named), folder / named):
+        if detect_layout(candidate) is not None:
+            return candidate
+    id = find_hub_id(named, "model", str(folder / CONFIG))
+    kept = None if id is None else downloaded(id)
+    if kept is not None and detect_layout(kept) is not None:
+        return kept
+    fetch = "" if id is None else f"`tessera download {id}` fetches it, and then this works; or "
+    raise TesseraError(
+        f"the adapters belong to {named!r}, which is {'no folder' if id is None else 'not'} on this machine",
+        where=str(folder / CONFIG),
+        fix=f"{fetch}name the model's folder: {_with_model(folder)}; in a recipe model.path=MODEL "
+        f"model.lora.path={folder}",
+    )
+
+
+def _with_model(folder: Path) -> str:
+    return (
+        f"tessera generate MODEL --adapter {folder}, tessera convert {folder} OUT --like MODEL, or "
+        f"tessera.load({str(folder)!r}, base=MODEL)"
+    )
+
+
+def _without_base(folder: Path) -> TesseraError:
+    """Return what to do with adapters that name no model, such as those of a run that began from a seed."""
+    run = folder.absolute().parent
+    of_run = (run / "config.yaml").is_file()
+    return TesseraError(
+        "the adapters name no model"
+        + (": that of their run began from a seed, and no folder holds its weights" if of_run else ""),
+        where=str(folder / CONFIG),
+        fix=f"the run has the weights: `tessera convert {run} OUT` writes the model with its adapters merged, and "
+        f"`tessera generate {run}` uses it"
+        if of_run
+        else f"name it: {_with_model(folder)}; one that a run began from a seed is in its checkpoints alone: "
+        "tessera convert RUN OUT",
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the checked configuration of a PEFT folder."""
+    path = folder / CONFIG
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError("far too large")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise TesseraError(f"not readable as a configuration of adapters: {error}", where=str(path)) from None
+    return parse_config(text, str(path))
+
+
+def parse_config(text: str, where: str, prefix: str = "") -> dict[str, Any]:
+    """Return the checked configuration in a JSON text. `prefix`: of its keys; others belong to other models."""
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TesseraError(f"not readable as a configuration of adapters: {error}", where=where) from None
+    if not isinstance(config, dict):
+        raise TesseraError(f"a configuration is a mapping, this is a {type(config).__name__}", where=where)
+    config = {key.removeprefix(prefix): value for key, value in config.items() if key.startswith(prefix)}
+    for key, allowed in _PLAIN.items():
+        if key in config and config[key] not in allowed:
+            raise TesseraError(f"{key} = {config[key]!r} is not supported", where=where, allowed=allowed[:1])
+    return config
+
+
+def target_parameters(config: Mapping[str, Any], where: str) -> list[str]:
+    """Return the parameters that a configuration adapts by their names, which are those of experts."""
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise TesseraError("target_parameters is a list of names", where=where)
+    return targets
+
+
+def ranks_and_alphas(config: Mapping[str, Any], modules: Collection[str], where: str) -> dict[str, tuple[float, float]]:
+    """Return the rank and the alpha that a configuration states for each module."""
+    ranks = _by_pattern(config, "rank_pattern", modules, config.get("r", 8), where)
+    alphas = _by_pattern(config, "alpha_pattern", modules, config.get("lora_alpha", 8), where)
+    return {module: (ranks[module], float(alphas[module])) for module in modules}
+
+
+def _by_pattern(
+    config: Mapping[str, Any], key: str, modules: Collection[str], default: Any, where: str
+) -> dict[str, Any]:
+    """Return a number for each module by PEFT's rule: that of the first pattern that matches the end of its name.
+
+    The match begins at a dot. `default` is for modules that no pattern matches.
+    """
+    patterns = config.get(key) or {}
+    numbers = list(patterns.values()) if isinstance(patterns, dict) else [None]
+    if not all(_is_size(number) for number in numbers):
+        raise TesseraError(f"{key} is a mapping of patterns to numbers above 0", where=where)
+    if not _is_size(default):
+        name = "r" if key == "rank_pattern" else "lora_alpha"
+        raise TesseraError(f"{name} = {str(default)[:40]!r} is no number above 0", where=where)
+    found = first_matches(list(patterns), modules, within=r"(.*\.)?({})$", where=f"{where}, {key}")
+    return {module: default if number is None else numbers[number] for module, number in found.items()}
+
+
+def _is_size(number: Any) -> bool:
+    """Return whether a rank or an alpha is a number above 0 that a float can hold."""
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number <= sys.float_info.max
+
+
+def make_config(
+    made: Mapping[str, Factors],
+    others: Collection[str],
+    base: str,
+    dropout: float,
+    task_type: str | None,
+    saved: Sequence[str] = (),
+    experts: Mapping[str, Factors] | None = None,
+    other_experts: Collection[str] = (),
+) -> dict[str, Any]:
+    """Return the configuration of adapters by module. `others`: all modules, `task_type`: which methods
+    PEFT gives the model, `saved`: modules that were trained whole, `experts`: adapters by stacked parameter, and
+    `other_experts`: all such parameters."""
+    experts = experts or {}
+    every = {**made, **experts}
+    ranks = Counter(factors.adapter.rank for factors in every.values())
+    alphas = Counter(factors.adapter.alpha for factors in every.values())
+    rank, alpha = ranks.most_common(1)[0][0], alphas.most_common(1)[0][0]
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": _plain(alpha),
+        "lora_dropout": 0.0 if experts else dropout,  # PEFT takes none where parameters are adapted
+        "use_rslora": next(iter(every.values())).adapter.rslora,
+        "use_dora": next(iter(every.values())).adapter.dora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": list(saved) or None,
+        "ensure_weight_tying": bool(saved),  # a head that shares the weight of an embedding goes with it
+        "target_modules": _targets(made, others),
+        "target_parameters": _targets(experts, other_experts, parts=2) if experts else None,
+        "rank_pattern": {m: f.adapter.rank for m, f in every.items() if f.adapter.rank != rank},
+        "alpha_pattern": {m: _plain(f.adapter.alpha) for m, f in every.items() if f.adapter.alpha != alpha},
+        "task_type": task_type,
+    }
+
+
+def _targets(made: Collection[str], others: Collection[str], parts: int = 1) -> list[str]:
+    """Return the endings of names, of so many parts, by which PEFT finds what is adapted; whole names if others end
+    alike."""
+    ends = {_ending(name, parts) for name in made}
+    ambiguous = any(name not in made and _ending(name, parts) in ends for name in others)
+    return sorted(made) if ambiguous or any(end.isdigit() for end in ends) else sorted(ends)
+
+
+def _ending(name: str, parts: int) -> str:
+    return ".".join(name.split(".")[-parts:])
+
+
+def _plain(number: float) -> float | int:
+    return int(number) if float(number).is_integer() else number

@@ -1,0 +1,209 @@
+"""Fill a model's adapters from files, runs and checkpoints, in any layout; or merge them into its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.files import MANIFEST, box_slices
+from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.weights import TensorSource, fill
+from tessera.config import saved_recipe
+from tessera.config.run_config import LoraSection, load_config
+from tessera.errors import TesseraError, few_names
+from tessera.lora.experts import take_experts
+from tessera.lora.factors import Factors, check_operation, check_shapes, join_to_native, merge_factors
+from tessera.lora.files import FIRST, SECOND, is_adapters, match_names, open_adapters, read_saved
+from tessera.lora.peft import CONFIG, is_adapter_folder
+from tessera.lora.select import Adapters, expert_paths, factor_names, magnitude_name, spelled_out, tensor_names
+from tessera.weights.map import Identity, WeightMap
+
+
+def part_of(model: Path | None) -> str:
+    """Return which model of a pipeline lies in a folder: of two experts, files name the second one apart."""
+    return SECOND if model is not None and model.name == SECOND else FIRST
+
+
+def settled(
+    section: LoraSection, parameters: Iterable[str], weight_map: WeightMap | None, part: str = FIRST
+) -> LoraSection:
+    """Return the section with its targets filled in if it only names adapters to start from.
+
+    `parameters`: names of all parameters of the model. `part`: see `part_of`.
+    """
+    path, parameters = section.path, list(parameters)
+    if path is None or section.targets:
+        return section
+    if is_adapters(path):
+        found = read_adapters(path, layer_paths(parameters), weight_map, part, expert_paths(parameters))
+        adapters = {layer: factors.adapter for layer, factors in found.items()}
+        first = next(iter(adapters.values()))
+        update = {"rank": first.rank, "alpha": first.alpha, "rslora": first.rslora, "dora": first.dora}
+        saved = list(read_saved(path, parameters, weight_map))
+        return spelled_out(section.model_copy(update={**update, "modules_to_save": saved}), adapters)
+    if (path / "config.yaml").is_file():
+        trained = load_config(saved_recipe.read_saved(path / "config.yaml")).model.lora
+        if trained is not None:
+            kept = {"path": path, "dropout": section.dropout, "merge": section.merge, "forms": section.forms}
+            return trained.model_copy(update=kept)
+    raise TesseraError(
+        f"no adapters at {path}",
+        where="model.lora.path",
+        allowed=["a PEFT folder", "a LoRA file (.safetensors)", "a run or checkpoint that trained adapters"],
+    )
+
+
+def targets_origin(section: LoraSection) -> str | None:
+    """Return where the targets of adapters to start from stand; None where the recipe has them."""
+    path = section.path
+    if path is None or section.targets:
+        return None
+    if is_adapter_folder(path):
+        return f"{path / CONFIG}, target_modules"
+    return str(path) if is_adapters(path) else f"{path / 'config.yaml'}, model.lora.targets"
+
+
+def fill_adapters(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    adapters: Adapters,
+    parameters: Iterable[str],
+    weight_map: WeightMap | None,
+    part: str = FIRST,
+    saved: Collection[str] = (),
+) -> None:
+    """Fill the matrices of adapters among `tensors` (plain or sharded) from a file, a PEFT folder, a run or a
+    checkpoint, and the parameters that were trained whole: those of the folder, or `saved`.
+
+    `tensors` may belong to a pipeline stage; `adapters`, and `parameters`, the names of all parameters, are those of
+    the whole model. A file must have the same adapters as `adapters`; `weight_map` translates its names.
+    """
+    parameters = list(parameters)
+    whole = read_saved(path, parameters, weight_map)
+    wanted = {name for layer, adapter in adapters.items() for name in tensor_names(layer, adapter)}
+    wanted.update(whole if is_adapters(path) else saved)
+    here = {name: tensor for name, tensor in tensors.items() if name in wanted}
+    if not is_adapters(path):
+        checkpoint = path if (path / MANIFEST).is_file() else CheckpointManager(path / "checkpoints", keep=1).latest()
+        if checkpoint is None:
+            raise TesseraError("this run has no checkpoint yet", where=str(path))
+        CheckpointManager(checkpoint.parent, keep=1).load(checkpoint, {f"model.{n}": t for n, t in here.items()})
+        return
+    paths, experts = layer_paths(parameters), expert_paths(parameters)
+    Ranks.current().on_all(
+        lambda: _fill(path, here, adapters, read_adapters(path, paths, weight_map, part, experts), whole)
+    )
+
+
+def _fill(
+    where: Path,
+    tensors: Mapping[str, Tensor],
+    adapters: Adapters,
+    found: Mapping[str, Factors],
+    saved: Mapping[str, Tensor],
+) -> None:
+    for one, other, what in ((adapters, found, "has no adapter for"), (found, adapters, "also has an adapter for")):
+        missing = [path for path in one if path not in other]
+        if missing:
+            raise TesseraError(
+                f"the folder {what} {few_names(missing, 5)}",
+                where=str(where),
+                fix="leave out model.lora.targets: the adapters name the layers that they are for",
+            )
+    whole = dict(saved)
+    for path, factors in found.items():
+        if factors.adapter.dora != adapters[path].dora:
+            raise TesseraError(
+                f"{path}: in the folder dora is {factors.adapter.dora}, in the recipe {adapters[path].dora}",
+                where="model.lora.dora",
+                fix="leave out model.lora.targets and dora: the folder states them",
+            )
+        if not math.isclose(factors.adapter.scale, adapters[path].scale):
+            raise TesseraError(
+                f"{path}: the folder scales by {factors.adapter.scale:g}, the recipe by {adapters[path].scale:g}",
+                where="model.lora.alpha",
+                fix="leave out model.lora.targets, rank and alpha: the folder states them",
+            )
+        a, b = factor_names(path)
+        if a in tensors and b in tensors:
+            check_shapes(
+                path, factors, (*tensors[a].shape[:-2], tensors[b].shape[-2], tensors[a].shape[-1]), str(where)
+            )
+        whole |= {a: factors.a, b: factors.b}
+        if factors.m is not None:
+            whole[magnitude_name(path)] = factors.m
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+
+    def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        return whole[name][box_slices(offsets, sizes)]
+
+    for name, target in tensors.items():
+        fill(target, TensorSource(name, (name,), Identity()), shapes, read, str(where))
+
+
+def merge_into(
+    path: Path,
+    strength: float,
+    tensors: Mapping[str, Tensor],
+    parameters: Iterable[str],
+    weight_map: WeightMap | None,
+    part: str = FIRST,
+) -> None:
+    """Add the adapters of a file or a folder, `strength` times, to the weights of a model, which may be sharded.
+
+    `parameters`: names of all parameters of the model, of which `tensors` may be those of a pipeline stage.
+    """
+    if not math.isfinite(strength):
+        raise TesseraError(
+            f"a strength of {strength}", where=str(path), allowed=["a finite number, 1 as it was trained"]
+        )
+    parameters = list(parameters)
+    found = read_adapters(path, layer_paths(parameters), weight_map, part, expert_paths(parameters))
+    merge_factors(found, tensors, strength, str(path))
+
+
+def layer_paths(parameters: Iterable[str]) -> list[str]:
+    """Return the layers that parameters are the weights of."""
+    return [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
+
+
+def read_adapters(
+    path: Path,
+    paths: Sequence[str],
+    weight_map: WeightMap | None,
+    part: str = FIRST,
+    experts: Mapping[str, tuple[str, ...]] | None = None,
+) -> dict[str, Factors]:
+    """Read all adapters of a file or a PEFT folder and return them by the paths of native layers.
+
+    `paths`: the layers of the model. An adapter for a layer that is not among them is an error; one for a layer that
+    nothing is computed with is passed over. `part`: see `part_of`. `experts`: see `expert_paths`.
+    """
+    if weight_map is None:
+        raise TesseraError("this family has no weight map: it cannot exchange adapters", where=str(path))
+    stored = open_adapters(path, part)
+    stacked: dict[str, Factors] = {}
+    if experts:
+        stacked, stored = take_experts(stored, experts, weight_map)
+        if not stored.sides:
+            return stacked
+    table, names = match_names(stored, paths, weight_map)
+    foreign = stored.factors(names, table)
+    idle = {*weight_map.idle, *table.idle}
+    found: dict[str, Factors] = {}
+    for layer in paths:
+        match = table.rule_for(f"{layer}.weight")
+        if match is None or layer in idle:
+            continue
+        rule, needed = match
+        present = [foreign.get(name.removesuffix(".weight")) for name in needed]
+        if any(present):
+            check_operation(rule.op, layer, stored.where)
+            found[layer] = join_to_native(rule.op, present)
+    if not found and not stacked:
+        raise TesseraError("no adapters here", where=stored.where)
+    return {**found, **stacked}

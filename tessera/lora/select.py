@@ -1,0 +1,228 @@
+"""Low-rank adapters (LoRA): what they are called and how much they weigh. A layer W x becomes W x + scale B A x.
+
+The layer keeps its name and its weight, and gets two more: `q.lora_a.weight` [rank, in], `q.lora_b.weight` [out, rank].
+
+DoRA scales the rows of W + scale B A to lengths that are trained, `q.lora_m.weight` [out]. With PiSSA the matrices
+begin as a part of W: what they began as, `q.lora_a0.weight` and `q.lora_b0.weight`, is frozen and taken away from them.
+
+Experts have their weights stacked. An adapter of theirs is a pair of matrices for each expert, and has a name beside
+those of the weights: `experts.gate_up_proj.lora_a.weight` [experts, rank, in], one for gate and up, and
+`experts.gate_up_proj.lora_b.weight` [experts, 2, out, rank]; `experts.down_proj` likewise, with one weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tessera.config.pattern import ancestors, matches, select_trees
+from tessera.config.run_config import LoraSection, LoraTarget
+from tessera.errors import TesseraError
+
+A, B = "lora_a", "lora_b"
+MAGNITUDE, START_A, START_B = "lora_m", "lora_a0", "lora_b0"
+_TAILS = (f".{A}.weight", f".{B}.weight", f".{MAGNITUDE}.weight", f".{START_A}.weight", f".{START_B}.weight")
+# Adapters of stacked experts, by the names that transformers and PEFT (`target_parameters`) have for the weights -> the
+# weights here that each is for.
+EXPERT_WEIGHTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    rank: int
+    alpha: float
+    rslora: bool = False
+    dora: bool = False
+    pissa: bool = False
+    stacked: tuple[str, ...] = ()  # of experts: the weights that share it, which lie beside it
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+Adapters = Mapping[str, Adapter]  # path of a layer -> its adapter
+
+
+class UnknownLayersError(TesseraError):
+    """Report adapters for layers that a model does not have. `layers`: as their file names them, without a prefix."""
+
+    layers: tuple[str, ...] = ()
+
+
+def factor_names(path: str) -> tuple[str, str]:
+    """Return the names of the two parameters of a layer's adapter."""
+    return f"{path}{_TAILS[0]}", f"{path}{_TAILS[1]}"
+
+
+def magnitude_name(path: str) -> str:
+    """Return the name of the lengths of rows that DoRA trains."""
+    return f"{path}{_TAILS[2]}"
+
+
+def start_names(path: str) -> tuple[str, str]:
+    """Return the names of what both matrices began as, with PiSSA."""
+    return f"{path}{_TAILS[3]}", f"{path}{_TAILS[4]}"
+
+
+def tensor_names(path: str, adapter: Adapter) -> tuple[str, ...]:
+    """Return the names of all parameters of a layer's adapter."""
+    return (
+        *factor_names(path),
+        *((magnitude_name(path),) if adapter.dora else ()),
+        *(start_names(path) if adapter.pissa else ()),
+    )
+
+
+def weight_names(path: str, adapter: Adapter) -> tuple[str, ...]:
+    """Return the names of the weights that an adapter is for: that of its layer, or those of stacked experts."""
+    home = path.rpartition(".")[0]
+    return tuple(f"{home}.{name}" for name in adapter.stacked) or (f"{path}.weight",)
+
+
+def adapter_for(weight: str, adapters: Adapters) -> tuple[str, int] | None:
+    """Return the path of the adapter of a weight, and which of the weights that share it this is; None: it has none."""
+    owner, _, kind = weight.rpartition(".")
+    if kind == "weight" and owner in adapters:
+        return owner, 0
+    for name, weights in EXPERT_WEIGHTS.items():
+        path = f"{owner}.{name}"
+        if kind in weights and path in adapters and adapters[path].stacked:
+            return path, weights.index(kind)
+    return None
+
+
+def factor_shapes(adapter: Adapter, weight: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of A and B for a layer whose weight, or each of whose stacked weights, has a shape."""
+    *experts, outputs, inputs = weight
+    shared = [len(adapter.stacked)] if adapter.stacked else []
+    return (*experts, adapter.rank, inputs), (*experts, *shared, outputs, adapter.rank)
+
+
+def expert_paths(parameters: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Return the adapters that the stacked experts among parameters can have, with the weights of each."""
+    known = set(parameters)
+    owners = [name.removesuffix(".down") for name in parameters if name.endswith(".down")]
+    needed = [weight for weights in EXPERT_WEIGHTS.values() for weight in weights]
+    return {
+        f"{owner}.{name}": weights
+        for owner in owners
+        if all(f"{owner}.{weight}" in known for weight in needed)
+        for name, weights in EXPERT_WEIGHTS.items()
+    }
+
+
+def is_factor(name: str) -> bool:
+    """Return whether a parameter belongs to an adapter."""
+    return name.endswith(_TAILS)
+
+
+def is_output_factor(name: str) -> bool:
+    """Return whether a parameter is matrix B of an adapter."""
+    return name.endswith(_TAILS[1])
+
+
+def adapter_of(section: LoraSection) -> Adapter:
+    """Return the adapter of layers that have no settings of their own."""
+    return Adapter(section.rank, section.alpha, section.rslora, section.dora, section.init == "pissa")
+
+
+def choose(
+    section: LoraSection,
+    layers: Sequence[str],
+    default: Sequence[str],
+    refused: Mapping[str, str],
+    experts: Mapping[str, tuple[str, ...]] | None = None,
+    origin: str | None = None,
+) -> dict[str, Adapter]:
+    """Return the adapters that a recipe asks for, among `layers`; `default`: those it means when it names none.
+
+    `refused`: other paths -> why nothing there can have an adapter. `experts`: the adapters that stacked experts can
+    have; they get one where a pattern names the module of experts or something in it, for there are very many of them.
+    Of several patterns that match a layer the last one wins. `origin`: the file that the targets were read from;
+    default: the recipe.
+    """
+    experts = experts or {}
+    chosen: dict[str, Adapter] = {}
+    for number, target in enumerate(section.targets):
+        given = target if isinstance(target, LoraTarget) else LoraTarget(modules=target)
+        where = origin or f"model.lora.targets.{number}"
+        adapter = replace(adapter_of(section), rank=given.rank or section.rank, alpha=given.alpha or section.alpha)
+        named = [path for path in experts if any(matches(given.modules, above) for above in ancestors(path)[-2:])]
+        chosen.update({path: replace(adapter, stacked=experts[path]) for path in named})
+        if not any(matches(given.modules, above) for path in layers for above in ancestors(path)):
+            if named:
+                continue
+            _check_refused(given.modules, refused, experts, where, origin is not None)
+        found = select_trees([given.modules], [*layers, *experts], where)
+        chosen.update(dict.fromkeys((path for path in found if path not in experts), adapter))
+    if not section.targets:
+        chosen = dict.fromkeys(default, adapter_of(section))
+    if not chosen:
+        raise TesseraError(
+            "no layer to adapt: this model has no plain linear layer in its text blocks",
+            where="model.lora.targets",
+            fix="name linear layers by pattern",
+        )
+    _check_experts(section, [path for path, adapter in chosen.items() if adapter.stacked])
+    return {path: chosen[path] for path in [*layers, *experts] if path in chosen}
+
+
+def _check_refused(
+    pattern: str, refused: Mapping[str, str], experts: Mapping[str, tuple[str, ...]], where: str, trained: bool
+) -> None:
+    """Raise if a pattern that matches no layer names something that has no adapters, or a part of experts.
+    `trained`: adapters that exist already name it."""
+    for path, weights in experts.items():
+        owner, _, name = path.rpartition(".")
+        for weight in weights:
+            if matches(pattern, f"{owner}.{weight}"):
+                raise TesseraError(
+                    f"the adapter of {owner}.{weight} is called {name}"
+                    + (f": {' and '.join(weights)} have one together" if len(weights) > 1 else ""),
+                    where=where,
+                    fix=f"write {pattern.rpartition('.')[0]}.{name}",
+                )
+        if any(matches(pattern, above) for above in ancestors(path)):
+            raise TesseraError(
+                f"{pattern} holds experts and no plain linear layer, and experts get adapters where a pattern names "
+                "them",
+                where=where,
+                fix=f"write {pattern}{owner.removeprefix(next(a for a in ancestors(path) if matches(pattern, a)))}",
+            )
+    for path, why in refused.items():
+        if any(matches(pattern, above) for above in ancestors(path)):
+            raise TesseraError(
+                f"{path} cannot have an adapter: {why}",
+                where=where,
+                fix="adapters that were trained without this layer can be used here" if trained else None,
+            )
+
+
+def _check_experts(section: LoraSection, paths: Sequence[str]) -> None:
+    """Raise if adapters of experts are asked for in a form that they do not have."""
+    unserved = {
+        "dora": (section.dora, "DoRA"),
+        "init": (section.init == "pissa", "an initialisation by singular vectors (PiSSA)"),
+        "quantize": (section.quantize is not None, "weights in fewer bits"),
+    }
+    for key, (asked, what) in unserved.items():
+        if paths and asked:
+            raise TesseraError(
+                f"{paths[0]}: adapters of experts are plain LoRA, without {what}",
+                where=f"model.lora.{key}",
+                fix=f"leave {key} out, or take experts out of model.lora.targets",
+            )
+
+
+def spelled_out(section: LoraSection, adapters: Adapters) -> LoraSection:
+    """Return the same section with every layer named, as a run keeps it: no other file is needed to understand it."""
+    plain = adapter_of(section)
+    targets: list[str | LoraTarget] = [
+        path
+        if replace(adapter, stacked=()) == plain
+        else LoraTarget(modules=path, rank=adapter.rank, alpha=adapter.alpha)
+        for path, adapter in adapters.items()
+    ]
+    return section.model_copy(update={"targets": targets})

@@ -1,1 +1,0 @@
-"""Parts that several model families share: text decoder, vision configuration, processors, family helpers."""

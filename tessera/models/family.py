@@ -1,0 +1,203 @@
+"""Helpers that make the specification of a family from its parts: text-only and vision-language."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import Field
+from torch import nn
+
+from tessera.config.reader import Section, build
+from tessera.core.batch import Batch
+from tessera.core.model_plan import ModelPlan
+from tessera.core.spec import Component, ModelSpec, Processor
+from tessera.data.chat import ChatTemplate
+from tessera.errors import TesseraError
+from tessera.models.foreign_names import TEXT_NAMES
+from tessera.models.text.costs import VisionCosts, batch_flops, example_batch, language_work, vision_language_work
+from tessera.models.text.decoder import (
+    ATTENTION,
+    BLOCKS,
+    TEXT_STREAM,
+    TextConfig,
+    build_head,
+    build_text,
+    language_weights,
+    text_experts,
+    text_heads,
+    text_styles,
+    text_units,
+)
+from tessera.models.text.hf import HFTextFormat
+from tessera.nn.causal_lm import LanguageModel
+from tessera.ops.attention import AttentionBackend
+from tessera.weights.map import WeightMap
+from tessera.weights.megatron_form import MegatronForm
+
+HFTextFormats = Mapping[str, tuple[HFTextFormat, str]]  # model_type -> format, class of transformers
+
+
+class LanguageConfig(Section):
+    formats: ClassVar[HFTextFormats] = {}
+
+    text: TextConfig
+    tie_word_embeddings: bool = False
+    attention: AttentionBackend = Field("auto", description="implementation of attention")
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any]) -> Self:
+        kind = str(data.get("model_type"))
+        if kind not in cls.formats:
+            raise TesseraError(f"model_type {kind!r} is another family", where="config.json", allowed=cls.formats)
+        where = f"config.json ({kind})"
+        text = cls.formats[kind][0].read(data, where, dynamic=True)
+        return build(cls, {"text": text, "tie_word_embeddings": bool(data.get("tie_word_embeddings"))}, where)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the fields of `config.json`, in the first text format that can describe this model."""
+        fitting = [one for one in self.formats.values() if one[0].fits(self.text)]
+        text_format, architecture = fitting[0] if fitting else next(iter(self.formats.values()))
+        fields = text_format.write(self.text)
+        return {"architectures": [architecture], **fields, "tie_word_embeddings": self.tie_word_embeddings}
+
+
+def language_family(
+    name: str,
+    config: type[LanguageConfig],
+    presets: Mapping[str, Mapping[str, Any]],
+    templates: Sequence[ChatTemplate],
+) -> ModelSpec:
+    """Return the specification of a family that is a text decoder and a head.
+
+    `templates`: chat templates it may use; the first whose special tokens the tokenizer has is taken.
+    """
+    return ModelSpec(
+        name=name,
+        config=config,
+        components={"model": Component(_build, _plan, {"hf": _weights})},
+        flops=functools.partial(batch_flops, language_work),
+        work=language_work,
+        example=_example,
+        presets=presets,
+        processor=functools.partial(_text_processor, templates),
+        task="language",
+        hf_types=tuple(config.formats),
+    )
+
+
+def vision_family(
+    name: str,
+    config: type[Section],
+    presets: Mapping[str, Mapping[str, Any]],
+    *,
+    build: Callable[[Any], nn.Module],
+    plan: Callable[[Any], ModelPlan],
+    weights: Callable[[Any], WeightMap],
+    costs: Callable[[Any], VisionCosts],
+    example: Callable[[Any, int], Batch],
+    processor: str,
+    hf_types: tuple[str, ...] = (),
+    megatron: Callable[[Any], MegatronForm] | None = None,
+    other_weights: Mapping[str, Callable[[Any], WeightMap]] | None = None,
+    originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] | None = None,
+) -> ModelSpec:
+    """Return the specification of a vision-language family from its parts.
+
+    `processor`: name of the class in the family's `processor.py`, which is imported when it is first needed: a model
+    alone needs no tokenizer and no image library. `hf_types`: `model_type` values of its folders; default: the name.
+    `other_weights`, `originals`: weight maps by form, and configurations by `model_type`, of folders in other forms.
+    """
+    work = functools.partial(vision_language_work, costs)
+    return ModelSpec(
+        name=name,
+        config=config,
+        components={"model": Component(build, plan, {"hf": weights, **(other_weights or {})}, megatron=megatron)},
+        flops=functools.partial(batch_flops, work),
+        work=work,
+        example=example,
+        presets=presets,
+        processor=functools.partial(_load_processor, name, processor),
+        task="language",
+        hf_types=hf_types or (name,),
+        originals=originals or {},
+    )
+
+
+def preset(
+    vocab: int,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: Sequence[int],
+    *,
+    tied: bool = False,
+    **text: Any,
+) -> dict[str, Any]:
+    """Return the preset of a text decoder. `heads`: numbers of query heads and of key-value heads."""
+    return {
+        "text": {
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads[0],
+            "num_key_value_heads": heads[1],
+            **text,
+        },
+        "tie_word_embeddings": tied,
+    }
+
+
+def quickstart_preset(*, tied: bool = True, **text: Any) -> dict[str, Any]:
+    """Return the preset of a text decoder small enough to learn something in minutes on two cores."""
+    # The initial range is about 1/sqrt(hidden): the published 0.02 suits widths of thousands.
+    return preset(512, 128, 384, 4, (4, 2), tied=tied, initializer_range=0.06, **text)
+
+
+def _load_processor(family: str, class_name: str, config: Any, folder: Path, **options: Any) -> Processor:
+    module = importlib.import_module(f"tessera.models.{family}.processor")
+    processor: Processor = getattr(module, class_name).load(config, folder, **options)
+    return processor
+
+
+def _text_processor(
+    templates: Sequence[ChatTemplate], config: LanguageConfig, folder: Path, **options: Any
+) -> Processor:
+    # Imported when first used: a model without its processor needs no tokenizer.
+    from tessera.models.text.processor import TextProcessor
+
+    text = config.text
+    return TextProcessor.load(Path(folder), text.vocab_size, templates, max_length=text.max_length, **options)
+
+
+def _build(config: LanguageConfig) -> LanguageModel:
+    text = build_text(config.text, config.attention)
+    return LanguageModel(text, build_head(text, config.tie_word_embeddings), config.text.initializer_range)
+
+
+def _plan(config: LanguageConfig) -> ModelPlan:
+    tied = config.tie_word_embeddings
+    return ModelPlan(
+        blocks=(BLOCKS,),
+        tensor=text_styles(config.text, tied),
+        units=text_units(config.text),
+        streams={"text": TEXT_STREAM},
+        experts=text_experts(config.text),
+        attention=(ATTENTION,),
+        heads=text_heads(config.text),
+        fsdp_root=("text.embed", "head"),
+        tied={"head": "text.embed"} if tied else {},
+        foreign_names=TEXT_NAMES,
+    )
+
+
+def _weights(config: LanguageConfig) -> WeightMap:
+    return language_weights(config.text, config.tie_word_embeddings)
+
+
+def _example(config: LanguageConfig, tokens: int) -> Batch:
+    return example_batch(tokens, {})

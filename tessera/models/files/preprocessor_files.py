@@ -1,0 +1,200 @@
+"""Options of processors, and the preprocessor files of families that cut images into grids of patches.
+
+preprocessor_config.json and video_preprocessor_config.json are read and written as transformers does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from pydantic import Field, model_validator
+
+from tessera.data.media.video_frames import VideoSampling
+from tessera.errors import TesseraError
+from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
+from tessera.models.text.processor import TextOptions
+from tessera.models.vision.patches import CLIP_MEAN, CLIP_STD, Patches
+from tessera.runtime import files
+
+Bounds = tuple[int | None, int | None]
+BICUBIC = 3  # Pillow's number for it
+
+
+class Geometry(Protocol):
+    """Declare the sizes in a vision encoder's configuration by which images are cut into patches."""
+
+    @property
+    def patch_size(self) -> int: ...
+
+    @property
+    def spatial_merge_size(self) -> int: ...
+
+    @property
+    def temporal_patch_size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class GridFiles:
+    """Hold the class names in a family's preprocessor files, and the default bounds of pixels."""
+
+    processor: str = "Qwen2VLProcessor"
+    image: str = "Qwen2VLImageProcessor"
+    video: str = "Qwen2VLVideoProcessor"
+    image_bounds: tuple[int, int] = (56 * 56, 1280 * 28 * 28)
+    video_bounds: tuple[int, int] = (128 * 28 * 28, 768 * 28 * 28)
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
+    whole_clips: bool = False  # the bounds of videos are those of all their frames together
+
+    def read(
+        self, folder: Path, vision: Geometry, *, image_bounds: Bounds, video_bounds: Bounds
+    ) -> tuple[Patches, Patches]:
+        """Return the patches of images and of videos. Bounds that are given take precedence over the folder's."""
+        both = read_json(folder / BOTH_FILE)
+        image_file = read_json(folder / IMAGE_FILE) or both.get("image_processor") or {}
+        video_file = read_json(folder / VIDEO_FILE) or both.get("video_processor") or {}
+        usual = {"image_mean": self.mean, "image_std": self.std}
+        if not video_file:  # as in transformers; the bounds stay those of videos
+            video_file = {
+                key: image_file[key] for key in ("image_mean", "image_std", "rescale_factor") if key in image_file
+            }
+        image_file, video_file = {**usual, **image_file}, {**usual, **video_file}
+        image = _patches(image_file, vision, image_bounds, self.image_bounds, folder / IMAGE_FILE, "")
+        video = _patches(video_file, vision, video_bounds, self.video_bounds, folder / VIDEO_FILE, "video_")
+        return image, replace(video, whole_clips=self.whole_clips)
+
+    def write(self, folder: Path, image: Patches, video: Patches, sampling: VideoSampling) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        named = {"processor_class": self.processor}
+        image_fields = {**named, "image_processor_type": self.image, **_common(image)}
+        video_fields = {
+            **named,
+            "video_processor_type": self.video,
+            **_common(video),
+            "cap_pixels_per_frame": False,
+            "do_sample_frames": True,
+        }
+        if sampling.frames is None:
+            video_fields |= {"fps": sampling.fps, "min_frames": sampling.min_frames, "max_frames": sampling.max_frames}
+        else:
+            video_fields |= {"num_frames": sampling.frames}
+        for name, content in ((IMAGE_FILE, image_fields), (VIDEO_FILE, video_fields)):
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_sampling(folder: Path) -> dict[str, Any]:
+    """Return the settings of video sampling in a folder's files, by Tessera's names: `frames` for `num_frames`."""
+    data = read_json(folder / VIDEO_FILE) or read_json(folder / BOTH_FILE).get("video_processor") or {}
+    names = {"fps": "fps", "min_frames": "min_frames", "max_frames": "max_frames", "frames": "num_frames"}
+    found = {ours: data.get(theirs) for ours, theirs in names.items()}
+    return {ours: value for ours, value in found.items() if isinstance(value, (int, float)) and value > 0}
+
+
+def read_norm(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return mean, std and scale of pixels, as far as a preprocessor file has them."""
+    found: dict[str, Any] = {}
+    for key, name in (("image_mean", "mean"), ("image_std", "std")):
+        given = data.get(key)
+        if given is None:
+            continue
+        if not isinstance(given, list | tuple) or len(given) != 3 or not all(isinstance(n, int | float) for n in given):
+            raise TesseraError(f"{key} = {given!r} must be a list of three numbers", where=str(path))
+        found[name] = tuple(map(float, given))
+    scale = data.get("rescale_factor")
+    if scale is not None and not isinstance(scale, int | float):
+        raise TesseraError(f"rescale_factor = {scale!r} must be a number", where=str(path))
+    return found if scale is None else {**found, "scale": float(scale)}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    data = files.read_json(path)
+    return data if isinstance(data, dict) else {}
+
+
+def _patches(
+    data: Mapping[str, Any], vision: Geometry, given: Bounds, default: tuple[int, int], path: Path, prefix: str
+) -> Patches:
+    checks = {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": BICUBIC,
+    }
+    for key, wanted in checks.items():
+        if data.get(key) is not None and data[key] != wanted:
+            raise TesseraError(f"{key} = {data[key]!r}, the model needs {wanted!r}", where=str(path))
+    size = data.get("size") if isinstance(data.get("size"), dict) else {}
+    assert isinstance(size, dict)
+    least = given[0] or data.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or default[0]
+    most = given[1] or data.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or default[1]
+    if least > most:
+        raise TesseraError(
+            f"{prefix}min_pixels ({least}) is more than {prefix}max_pixels ({most})", where="data.processor"
+        )
+    extra = read_norm(data, path)
+    return Patches(
+        int(least),
+        int(most),
+        vision.patch_size,
+        vision.spatial_merge_size,
+        vision.temporal_patch_size,
+        **extra,
+    )
+
+
+def _common(patches: Patches) -> dict[str, Any]:
+    return {
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": BICUBIC,
+        "rescale_factor": patches.scale,
+        "image_mean": list(patches.mean),
+        "image_std": list(patches.std),
+        "patch_size": patches.patch,
+        "temporal_patch_size": patches.temporal,
+        "merge_size": patches.merge,
+        "min_pixels": patches.min_pixels,
+        "max_pixels": patches.max_pixels,
+        "size": {"shortest_edge": patches.min_pixels, "longest_edge": patches.max_pixels},
+    }
+
+
+class VideoOptions(TextOptions):
+    """Declare the keys of `data.processor` that concern videos. A key that is left out is set by the model's folder."""
+
+    fps: float = Field(2.0, ge=1e-6, le=1e6, description="frames taken from each second of a video")
+    min_frames: int = Field(4, gt=0, le=10**6, description="taken even from a short video, if it has them")
+    max_frames: int = Field(768, gt=0, le=10**6, description="taken even from a long video")
+    frames: int | None = Field(
+        None, gt=0, le=10**6, description="frames taken from every video, in place of fps and its bounds"
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_sample(self) -> Self:
+        if self.frames is not None and self.model_fields_set & {"fps", "min_frames", "max_frames"}:
+            raise ValueError("give frames, or fps with min_frames and max_frames, not both")
+        if self.min_frames > self.max_frames:
+            raise ValueError(f"min_frames ({self.min_frames}) is more than max_frames ({self.max_frames})")
+        return self
+
+    def sampling(self, folder: Path) -> VideoSampling:
+        """Return the video sampling of the recipe, with keys that it leaves out from the folder."""
+        given = {name: getattr(self, name) for name in ("fps", "min_frames", "max_frames")}
+        if self.frames is not None:
+            return VideoSampling(**given, frames=self.frames)
+        said = self.model_fields_set & given.keys()
+        stored = {name: value for name, value in read_sampling(folder).items() if name not in said}
+        if said:
+            stored.pop("frames", None)  # the recipe samples by rate
+        return VideoSampling(**{**given, **stored})

@@ -1,0 +1,106 @@
+"""Adapters for classes from outside: import by path, and call with a batch."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tessera.config.registry import refuse_standard_library
+from tessera.core.batch import Batch
+from tessera.errors import TesseraError, nearest
+
+IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+C = TypeVar("C")
+
+
+def import_class(path: str, base: type[C], where: str) -> type[C]:
+    """Return the class at `package.module:Name`, which must be a subclass of `base`."""
+    if not IMPORT_PATH.fullmatch(path):
+        raise TesseraError(f"not an import path: {path!r}", where=where, fix="write package.module:ClassName")
+    refuse_standard_library(path, where)
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise  # the module exists, something it needs does not
+        raise TesseraError(
+            f"no module named {module_name!r}",
+            where=where,
+            fix="run where Python finds it: install the package, or put its folder on PYTHONPATH",
+        ) from None
+    found = getattr(module, name, None)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        classes = [n for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
+        raise TesseraError(
+            f"{path} is not a subclass of {base.__name__}" if found is not None else f"{module_name} has no {name!r}",
+            where=where,
+            allowed=classes,
+            nearest=nearest(name, classes),
+        )
+    return found
+
+
+def takes_batch(module: nn.Module) -> bool:
+    """Return whether `forward` takes the batch itself: its first parameter is called `batch`."""
+    names = list(inspect.signature(module.forward).parameters)
+    return bool(names) and names[0] == "batch"
+
+
+def accept_batches(module: nn.Module, arguments: Callable[[Batch], Mapping[str, Tensor]]) -> nn.Module:
+    """Make `module(batch)` call `module(**arguments(batch))`; other calls do not change.
+
+    This is a hook and not a wrapper, so that parameter names stay the same. It runs after the hook of `fully_shard`,
+    which does not cast tensors inside a batch; they are cast here to the dtype of the gathered weights.
+    """
+
+    def spread(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any] | None:
+        if len(args) != 1 or not isinstance(args[0], Batch):
+            return None
+        given = arguments(args[0])
+        dtype = _computed_in(owner)
+        cast = {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in given.items()}
+        return (), {**cast, **kwargs}
+
+    module.register_forward_pre_hook(spread, with_kwargs=True)
+    return module
+
+
+def _computed_in(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype of the weights that are gathered now, or None if each block gathers (and casts) for itself."""
+    whole = (p for p in module.parameters() if p.is_floating_point() and not isinstance(p, DTensor))
+    return next((p.dtype for p in whole), None)
+
+
+class Arguments:
+    """Turn a batch's tensors into keyword arguments of a module; an unknown one is an error that names it.
+
+    A name with a dot (`loss.labels`) belongs to the task: no Python parameter can have such a name.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = inspect.signature(module.forward).parameters.values()
+        self.open = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self.owner = type(module).__name__
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        given = {name: tensor for name, tensor in batch.tensors.items() if "." not in name}
+        for name in given:
+            if not self.open and name not in self.known:
+                raise TesseraError(
+                    f"{self.owner}.forward takes no argument {name!r}, which the data gives",
+                    where="data.kind",
+                    allowed=self.known,
+                    nearest=nearest(name, self.known),
+                    fix="give the tensors of a batch the names of forward's parameters, "
+                    "or call its first parameter `batch` to get the batch itself",
+                )
+        return given

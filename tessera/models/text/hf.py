@@ -1,0 +1,271 @@
+"""The text decoder in the config.json of Hugging Face folders: its fields to ours, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tessera.errors import TesseraError
+from tessera.models.text.decoder import ExpertsConfig, RopeScaling, TextConfig
+
+_SAME = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "attention_bias",
+    "max_position_embeddings",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+
+Check = tuple[str, Any, tuple[Any, ...]]  # name, value in the folder, supported values
+
+
+class UnsupportedValueError(TesseraError):
+    """Report a value of config.json with which a family here would compute something else than the folder means."""
+
+
+def override(fields: Mapping[str, Any], *removed: str, **changed: Any) -> dict[str, Any]:
+    """Return the fields without the removed and with the changed ones."""
+    return {**{name: value for name, value in fields.items() if name not in removed}, **changed}
+
+
+@dataclass(frozen=True)
+class HFTextFormat:
+    """Describe one `model_type` of a text decoder: which fields it fixes, its defaults, and what is written.
+
+    A folder that leaves out a field means the default of transformers' class of that type, whatever a recipe's own
+    default is: `defaults` has a value for every field (see `hf_defaults`).
+    """
+
+    model_type: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # values of our fields for every folder of this type
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of our fields that the folder leaves out
+    expert_defaults: Mapping[str, Any] | None = None  # the same for experts, if the type has some
+    omitted_fields: tuple[str, ...] = ()  # fields this type does not have: they are not written
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)  # written besides ours
+
+    def read(self, data: Mapping[str, Any], where: str, dynamic: bool = False) -> dict[str, Any]:
+        """Return the fields of a `TextConfig`.
+
+        `dynamic`: dynamic rope is accepted, because the family refuses samples whose positions it would scale.
+        """
+        _check_text_fields(data, where, dynamic)
+        rope = _rope(data)
+        present = [name for name in _SAME if name in data and name not in self.omitted_fields]
+        # For a token, null means that there is none; for a number, it means the default.
+        fields = {name: data[name] for name in present if data[name] is not None or name.endswith("_token_id")}
+        fields = {**self.defaults, **fields}
+        if fields["num_key_value_heads"] is None or ("num_key_value_heads" in data and not data["num_key_value_heads"]):
+            fields["num_key_value_heads"] = fields["num_attention_heads"]
+        if "head_dim" not in self.defaults and fields.get("head_dim") == _derived_head(fields):
+            fields.pop("head_dim", None)  # equals what we derive
+        theta = data.get("rope_theta") if rope.get("rope_theta") is None else rope["rope_theta"]  # 0 is not: none given
+        if theta is not None:
+            fields["rope_theta"] = theta
+        for name in ("mrope_section", "partial_rotary_factor"):
+            value = rope.get(name, data.get(name))
+            if value is not None:
+                fields[name] = value
+        scaling = _read_scaling(rope, fields["max_position_embeddings"], where)
+        if scaling is not None:
+            fields["rope_scaling"] = scaling
+        experts = self._read_experts(data)
+        if experts:
+            fields["experts"] = experts
+        for name, value in self.fixed.items():
+            if fields.get(name, value) != value:
+                raise UnsupportedValueError(f"{name} = {fields[name]!r} is not supported", where=where, allowed=[value])
+        return {**fields, **self.fixed}
+
+    def _read_experts(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        defaults = self.expert_defaults or {}
+        count = data.get("num_experts", data.get("num_local_experts", defaults.get("num_experts")))
+        if not count:
+            return {}
+        names = [name for name in ExpertsConfig.model_fields if name != "num_experts" and data.get(name) is not None]
+        return {**defaults, "num_experts": count, **{name: data[name] for name in names}}
+
+    def hidden_and_head(self, data: Mapping[str, Any]) -> tuple[int, float]:
+        """Return `hidden_size` and the head size of a folder, with defaults for what it leaves out."""
+        fields = {**self.defaults, **{name: value for name, value in data.items() if value is not None}}
+        return fields["hidden_size"], fields["hidden_size"] / (fields["num_attention_heads"] or 1)
+
+    def fits(self, text: TextConfig) -> bool:
+        """Return whether this type can describe the text decoder."""
+        return all(getattr(text, name) == value for name, value in self.fixed.items())
+
+    def write(self, text: TextConfig, where: str = "model.config.text") -> dict[str, Any]:
+        """Return the text fields of a config.json that transformers 5 reads."""
+        for name, value in self.fixed.items():
+            if getattr(text, name) != value:
+                raise TesseraError(
+                    f"a {self.model_type} has {name} = {value}, this model {getattr(text, name)}",
+                    where=f"{where}.{name}",
+                    fix="leave it as it is in the family, or do without an export",
+                )
+        if "head_dim" in self.omitted_fields and text.head_size * text.num_attention_heads != text.hidden_size:
+            raise TesseraError(
+                f"transformers has no {self.model_type} whose heads ({text.num_attention_heads} x {text.head_size}) do "
+                f"not fill hidden_size ({text.hidden_size})",
+                where=f"{where}.head_dim",
+            )
+        plain = text.model_dump(mode="json")
+        fields = {name: plain[name] for name in _SAME if name not in self.omitted_fields and name != "head_dim"}
+        if "head_dim" not in self.omitted_fields:
+            fields["head_dim"] = text.head_size
+        return {
+            "model_type": self.model_type,
+            **fields,
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+            "rope_parameters": _write_rope(text),
+            **_write_experts(text.experts),
+            **self.extra_fields,
+        }
+
+
+# Fixed fields of most types; each format says where it differs.
+PLAIN_TEXT: Mapping[str, Any] = {
+    "qk_norm": False,
+    "sandwich_norm": False,
+    "experts": None,
+    "partial_rotary_factor": 1.0,
+    "mrope_section": None,
+    "mrope_interleaved": False,
+}
+NO_SLIDING_WINDOW = {"use_sliding_window": False}
+
+
+def hf_defaults(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None, length: int, **other: Any
+) -> dict[str, Any]:
+    """Return the defaults of transformers' class for fields that a folder leaves out.
+
+    A test compares every one of them with the installed release.
+    """
+    sizes = dict(zip(_SAME, (vocab, hidden, intermediate, layers, heads, kv_heads), strict=False))
+    rest = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": length, "initializer_range": 0.02}
+    return {**sizes, **rest, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **other}
+
+
+def hf_expert_defaults(count: int, chosen: int, width: int, normalized: bool) -> dict[str, Any]:
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": normalized,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": (),
+    }
+
+
+LLAMA = HFTextFormat(
+    "llama",
+    override(PLAIN_TEXT, attention_bias=False),
+    hf_defaults(32000, 4096, 11008, 32, 32, None, 2048, bos_token_id=1, eos_token_id=2),
+    extra_fields={"mlp_bias": False},
+)
+QWEN2 = HFTextFormat(
+    "qwen2",
+    override(PLAIN_TEXT, attention_bias=True),
+    hf_defaults(151936, 4096, 22016, 32, 32, 32, 32768),
+    omitted_fields=("attention_bias", "head_dim"),
+    extra_fields=NO_SLIDING_WINDOW,
+)
+QWEN3 = HFTextFormat(
+    "qwen3",
+    override(PLAIN_TEXT, qk_norm=True, attention_bias=False),
+    hf_defaults(151936, 4096, 22016, 32, 32, 32, 32768, head_dim=128),
+    extra_fields=NO_SLIDING_WINDOW,
+)
+QWEN3_MOE = HFTextFormat(
+    "qwen3_moe",
+    override(PLAIN_TEXT, "experts", qk_norm=True, attention_bias=False),
+    hf_defaults(151936, 2048, 6144, 24, 32, 4, 32768, head_dim=None),
+    hf_expert_defaults(128, 8, 768, normalized=False),
+    extra_fields=NO_SLIDING_WINDOW,
+)
+LANGUAGE_FORMATS = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
+
+
+def language_format(text: TextConfig, default: str) -> HFTextFormat:
+    """Return the first format that can describe the text decoder, or the default, whose `write` says what differs."""
+    return next((one for one in LANGUAGE_FORMATS.values() if one.fits(text)), LANGUAGE_FORMATS[default])
+
+
+def _derived_head(fields: Mapping[str, Any]) -> int | None:
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+
+
+def _rope(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the rope fields under their old or new key; where both exist, transformers uses the old one."""
+    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    return rope if isinstance(rope, Mapping) else {}
+
+
+def _read_scaling(rope: Mapping[str, Any], max_positions: Any, where: str) -> dict[str, Any] | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in ("default", "mrope"):
+        return None
+    if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= rope.keys():
+        raise TesseraError("a llama3 rope needs low_freq_factor and high_freq_factor", where=where)
+    names = [name for name in RopeScaling.model_fields if rope.get(name) is not None]
+    defaults = {"original_max_position_embeddings": max_positions} if kind in ("llama3", "yarn") else {}
+    scaling = {**defaults, **{name: rope[name] for name in names}, "rope_type": kind}
+    if kind == "yarn" and "factor" in rope and rope["factor"] is None:  # null: the ratio of the two lengths
+        scaling["factor"] = max_positions / scaling["original_max_position_embeddings"]
+    return scaling
+
+
+def _write_rope(text: TextConfig) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": text.rope_theta}
+    if text.rope_scaling is not None:
+        scaling = text.rope_scaling.model_dump(mode="json")
+        rope |= {name: scaling[name] for name in text.rope_scaling.used_fields if scaling[name] is not None}
+    if text.mrope_section is not None:
+        rope["mrope_section"] = list(text.mrope_section)
+    if text.mrope_interleaved:
+        rope["mrope_interleaved"] = True
+    if text.partial_rotary_factor != 1:
+        rope["partial_rotary_factor"] = text.partial_rotary_factor
+    return rope
+
+
+def _write_experts(experts: ExpertsConfig | None) -> dict[str, Any]:
+    if experts is None:
+        return {}
+    plain = experts.model_dump(mode="json")
+    return {**plain, "num_local_experts": experts.num_experts}
+
+
+def _check_text_fields(data: Mapping[str, Any], where: str, dynamic: bool) -> None:
+    rope = _rope(data)
+    ropes = ("default", "mrope", "llama3", "linear", "yarn", *(("dynamic",) if dynamic else ()))
+    checks: list[Check] = [
+        ("hidden_act", data.get("hidden_act", "silu"), ("silu",)),
+        ("attention_dropout", data.get("attention_dropout") or 0.0, (0.0,)),
+        ("use_sliding_window", bool(data.get("use_sliding_window")), (False,)),
+        ("mlp_bias", bool(data.get("mlp_bias")), (False,)),
+        ("rope type", rope.get("rope_type", rope.get("type", "default")), ropes),
+    ]
+    check_supported(checks, where)
+
+
+def check_supported(checks: Sequence[Check], where: str) -> None:
+    """Raise an error for the first value that would change the computation in a way we do not support."""
+    for name, value, allowed in checks:
+        if value not in allowed:
+            raise UnsupportedValueError(f"{name} = {value!r} is not supported", where=where, allowed=allowed)

@@ -1,0 +1,136 @@
+"""Give a language model a head of one number, the reward of what it has read, in the place of its vocabulary."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from tessera.core.batch import Batch
+from tessera.core.model_plan import ModelPlan
+from tessera.core.spec import Component, ModelSpec, Passes, Training
+from tessera.errors import TesseraError
+from tessera.nn.causal_lm import CausalLMBase
+from tessera.weights.map import Rule, WeightMap
+
+HEAD = "head.weight"
+SCORE = "score.weight"  # what transformers calls it
+_LANGUAGE, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+
+
+def with_reward_head(spec: ModelSpec) -> ModelSpec:
+    """Return the family with a head of one number: the module, its plan and its weight map."""
+    if spec.head == "reward":
+        return spec
+    main = spec.main
+    maps = {"hf": _mapped(main.weights["hf"])} if "hf" in main.weights else {}
+    component = Component(_built(spec.name, main.build), _planned(main.plan), maps)
+    return replace(
+        spec,
+        components={**spec.components, "model": component},
+        flops=_without_vocabulary(spec.flops),
+        work=_without_vocabulary(spec.work),
+        task="reward",
+        head="reward",
+    )
+
+
+def _built(family: str, build: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
+    def make(config: Any) -> nn.Module:
+        module = build(config)
+        if not isinstance(module, CausalLMBase) or module.text is None:
+            raise TesseraError(
+                f"models of the family {family} have no text decoder that a reward could be read from",
+                where="train.task",
+                fix="take a language or vision-language family",
+            )
+        module.head = nn.Linear(module.text.shape.hidden, 1, bias=False)
+        return module
+
+    return make
+
+
+def _planned(plan: Callable[[Any], ModelPlan]) -> Callable[[Any], ModelPlan]:
+    def make(config: Any) -> ModelPlan:
+        made = plan(config)
+        return replace(made, tensor={**made.tensor, HEAD: "replicate"}, tied={})
+
+    return make
+
+
+def _mapped(weights: Callable[[Any], WeightMap]) -> Callable[[Any], WeightMap]:
+    """Return the weight map with the head under its name in classifiers. A head for tokens in a folder is not read."""
+
+    def make(config: Any) -> WeightMap:
+        made = weights(config)
+        head = made.rule_for(HEAD)
+        left = () if head is None else head[1]
+        rules = (*(rule for rule in made.rules if rule.native != HEAD), Rule(HEAD, SCORE))
+        return replace(made, rules=rules, skip=(*made.skip, *left), others={})
+
+    return make
+
+
+def _without_vocabulary(costs: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Return FLOPs without those of a head for tokens: a product with one row counts for nothing."""
+    return None if costs is None else functools.partial(_count_without_head, costs)
+
+
+def _count_without_head(
+    costs: Callable[..., Any], config: Any, given: Batch | Mapping[str, Any], training: Training | None = None
+) -> Any:
+    """Count by `costs`. A function of the module, because loaders send it to their worker processes."""
+    return costs(config, given, training={**(training or {}), "head": Passes(0.0, 0.0, 0.0)})
+
+
+def classifier_obstacle(described: Mapping[str, Any]) -> str | None:
+    """Return why transformers has no class for a reward model with this config.json; None if it has one."""
+    name = str(next(iter(described.get("architectures") or []), ""))
+    if name.endswith(_CLASSIFIER):
+        return None
+    if not name.endswith(_LANGUAGE):
+        return f"transformers has no class that gives a {name or 'model like this'} a head of one number"
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
+    except ImportError:
+        return None  # nobody here could say
+    wanted = name.removesuffix(_LANGUAGE) + _CLASSIFIER
+    return None if wanted in KNOWN.values() else f"the installed transformers has no class {wanted}"
+
+
+def as_classifier(described: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
+    """Return the config.json of a reward model, from that of the language model it was made from."""
+    reason = classifier_obstacle(described)
+    if reason is not None:
+        raise TesseraError(
+            f"this reward model has no Hugging Face folder: {reason}",
+            where=where,
+            fix="use it from the run's folder (tessera.load); --adapters writes those of a run that has some",
+        )
+    name = str(described["architectures"][0])
+    labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {**described, "architectures": [name.replace(_LANGUAGE, _CLASSIFIER)], **labels}
+
+
+def number_of_classes(described: Mapping[str, Any]) -> int | None:
+    """Return how many numbers a classifier with this config.json gives; None for other models."""
+    name = next(iter(described.get("architectures") or []), "")
+    if not str(name).endswith(_CLASSIFIER):
+        return None
+    return described.get("num_labels") or len(described.get("id2label") or {0: "", 1: ""})
+
+
+def is_classifier(described: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a model with a head of one number."""
+    labels = number_of_classes(described)
+    if labels is not None and labels != 1:
+        raise TesseraError(
+            f"this model sorts into {labels} classes, and a reward is one number",
+            where="config.json (num_labels)",
+            allowed=[1],
+            fix="leave out model.family: then the class of transformers is trained itself (train.task=returns_loss)",
+        )
+    return labels is not None

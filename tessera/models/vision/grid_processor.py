@@ -1,0 +1,209 @@
+"""Processors of families that cut images of any size into a grid of patches: the Qwen-VL models and GLM-4.1V."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from PIL import Image
+from pydantic import Field
+
+from tessera.core.sample import MediaSize, PartKind
+from tessera.data.chat import ChatTemplate
+from tessera.data.media.images import to_rgb
+from tessera.data.media.video_frames import Rule
+from tessera.data.tokenizer import ChatEncoder, load_tokenizer
+from tessera.errors import TesseraError, foreign_values
+from tessera.models.files.preprocessor_files import Geometry, GridFiles, VideoOptions
+from tessera.models.files.side_files import IMAGE_FILE, VIDEO_FILE
+from tessera.models.text.processor import ConversationProcessor, check_special_tokens, with_system
+from tessera.models.vision.media_layout import MediaLayout
+from tessera.models.vision.patches import Patches, block_positions
+
+
+class GridOptions(VideoOptions):
+    """Declare the keys of `data.processor`. Those that are left out come from the model's folder."""
+
+    min_pixels: int | None = Field(None, gt=0, le=10**12, description="smaller images are enlarged")
+    max_pixels: int | None = Field(None, gt=0, le=10**12, description="larger images are scaled down")
+    video_min_pixels: int | None = Field(None, gt=0, le=10**12, description="the same bounds for each frame of a video")
+    video_max_pixels: int | None = Field(None, gt=0, le=10**12)
+
+
+@dataclass(frozen=True, eq=False)
+class GridProcessor(ConversationProcessor):
+    """Cut media into a grid of patches (time, height, width), which are merged block by block into tokens."""
+
+    files: ClassVar[GridFiles] = GridFiles()
+    frames_rule: ClassVar[Rule] = "steps"
+
+    image: Patches
+    video: Patches
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: Path,
+        chosen: GridOptions,
+        template: ChatTemplate,
+        *,
+        geometry: Geometry,
+        ids: dict[str, int],
+        vocabulary: int,
+    ) -> Self:
+        """Return the processor of a folder with tokenizer.json and perhaps preprocessor files.
+
+        `ids`: the ids of special tokens in the model's configuration.
+        """
+        template = with_system(template, chosen, folder)
+        encoder = ChatEncoder(load_tokenizer(folder))
+        check_special_tokens(encoder, template, ids, vocabulary, folder)
+        with foreign_values(str(folder)):
+            image, video = cls.files.read(
+                folder,
+                geometry,
+                image_bounds=(chosen.min_pixels, chosen.max_pixels),
+                video_bounds=(chosen.video_min_pixels, chosen.video_max_pixels),
+            )
+        if (image.mean, image.std, image.scale) != (video.mean, video.std, video.scale):
+            raise TesseraError(
+                "images and video frames are normalised differently",
+                where=str(folder / VIDEO_FILE),
+                fix=f"use the same image_mean, image_std and rescale_factor there and in {IMAGE_FILE}",
+            )
+        # Rule "ends" takes any number of frames: the last temporal patch is filled up with its last frame.
+        multiple = 1 if cls.frames_rule == "ends" else geometry.temporal_patch_size
+        sampling = replace(chosen.sampling(folder), multiple=multiple, rule=cls.frames_rule)
+        return cls(encoder, template, sampling, chosen.train_on, False, image, video)
+
+    def fingerprint_fields(self) -> list[Any]:
+        return [asdict(self.image), asdict(self.video)]
+
+    def patches(self, kind: PartKind) -> Patches:
+        return self.image if kind == "image" else self.video
+
+    @property
+    def pixel_norm(self) -> Patches:
+        return self.image
+
+    def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int]:
+        height, width = self.patches(kind).fit(size.height, size.width, size.frames)
+        return width, height
+
+    def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
+        patches = self.patches(kind)
+        t, h, w = patches.grid(size.height, size.width, size.frames)
+        return MediaLayout(tokens=(patches.tokens((t, h, w)),), lengths=(h * w,) * t, grid=(t, h, w))
+
+    def pixels(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
+        t, h, w = layout.grid
+        frames = [to_rgb(media)] if isinstance(media, Image.Image) else np.asarray(media)
+        positions = np.tile(block_positions(h, w, self.image.merge), (t, 1))
+        order = None
+        if layout.token_order is not None:  # order of tokens, each a block of patches
+            block = self.image.merge**2
+            order = (layout.token_order[:, None] * block + np.arange(block)).reshape(-1)
+            positions = positions[order]
+        return {"pixels": self.patches(kind).cut(frames, layout.grid, order), "patch_positions": positions}
+
+    def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
+        # Where each step along time is a run of its own, positions of every step begin at its own run.
+        grids = [
+            (1, *layout.grid[1:]) if len(layout.tokens) > 1 else layout.grid
+            for layout in layouts
+            for _ in layout.tokens
+        ]
+        intervals = [layout.interval for layout in layouts for _ in layout.tokens]
+        return grid_positions(length, spans, grids, self.image.merge, intervals)
+
+    def save_preprocessor(self, folder: Path) -> None:
+        self.files.write(folder, self.image, self.video, self.sampling)
+
+
+def grid_positions(
+    length: int,
+    spans: Sequence[tuple[int, int]],
+    grids: Sequence[Sequence[int]],
+    merge: int,
+    intervals: Sequence[float] | None = None,
+) -> np.ndarray:
+    """Return positions [3, length] in time, height and width of a sequence with images and videos.
+
+    Text tokens advance all three axes. The tokens of an image or video count along each axis from the position where it
+    begins; text after it continues one past the largest position on any axis. Qwen2-VL and Qwen2.5-VL were published
+    with this rule (their authors' code in transformers up to 5.2, their fine-tuning code, and vLLM), and `generate`
+    follows it. transformers 5.3 to 5.22 continues after the longer *side* of a video instead, so that positions of text
+    after a video that lasts longer than it is wide differ there.
+
+    `intervals`: positions between two steps along time, for each image or video; default: 1. Products are rounded down
+    from fp32, as in the reference.
+    """
+    positions = np.empty((3, length), dtype=np.int64)
+    at = position = 0
+    steps = [1.0] * len(grids) if intervals is None else intervals
+    for (start, count), (t, h, w), step in zip(spans, grids, steps, strict=True):
+        positions[:, at:start] = np.arange(position, position + start - at)
+        position += start - at
+        grid = np.indices((t, h // merge, w // merge), dtype=np.int64).reshape(3, -1)
+        grid[0] = grid[0].astype(np.float32) * np.float32(step)
+        positions[:, start : start + count] = grid + position
+        at, position = start + count, position + int(grid.max()) + 1
+    positions[:, at:] = np.arange(position, position + length - at)
+    return positions
+
+
+DEFAULT_RATE = 24.0  # frames per second of a video without a known rate, as in the references
+
+
+@dataclass(frozen=True, eq=False)
+class TimestampedVideoProcessor(GridProcessor):
+    """Write the time of every step of a video as text: GLM-4.1V and Qwen3-VL.
+
+    Each step along time is a run of visual tokens with its timestamp beside it. The vision encoders of these families
+    have learned position embeddings, which are interpolated for the size of an image.
+    """
+
+    table_side: int = 1  # entries of the position embedding along each side
+
+    @abstractmethod
+    def timestamp(self, first: float, last: float) -> str:
+        """Return the text of a step whose first and last frame are shown at these seconds."""
+        ...
+
+    @abstractmethod
+    def position_table(self, positions: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return entries of the position embedding, and their weights, for patches at `positions` [P, 2] of a grid."""
+        ...
+
+    def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
+        patches = self.patches(kind)
+        t, h, w = patches.grid(size.height, size.width, size.frames)
+        timestamps = tuple(self.timestamp(*shown) for shown in self._seconds(size, t, patches.temporal))
+        return MediaLayout(
+            tokens=(h * w // patches.merge**2,) * t,
+            lengths=(h * w,) * t,
+            grid=(t, h, w),
+            timestamps=timestamps if kind == "video" else (),
+        )
+
+    def pixels(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
+        t, h, w = layout.grid
+        index, weights = self.position_table(block_positions(h, w, self.image.merge), h, w)
+        return {
+            **super().pixels(kind, media, layout),
+            "patch_index": np.tile(index, (t, 1)),
+            "patch_weights": np.tile(weights, (t, 1)),
+        }
+
+    def _seconds(self, size: MediaSize, steps: int, temporal: int) -> list[tuple[float, float]]:
+        """Return the time of the first and the last frame of each step."""
+        chosen = self.sampling.choose(size.total, size.rate) if size.total else []
+        if len(chosen) != size.frames:  # the caller sampled the frames
+            chosen = self.sampling.spread(size.frames, size.total or size.frames)
+        rate, last = size.rate or DEFAULT_RATE, size.frames - 1
+        ends = [(chosen[min(n * temporal, last)], chosen[min((n + 1) * temporal - 1, last)]) for n in range(steps)]
+        return [(first / rate, end / rate) for first, end in ends]

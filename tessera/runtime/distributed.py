@@ -1,0 +1,252 @@
+"""Join and leave a world of ranks, and exchange small values without a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store
+
+from tessera.errors import TesseraError
+from tessera.runtime import device as devices
+from tessera.runtime.launcher import watch_launcher
+from tessera.runtime.rendezvous import JOIN_TIMEOUT_S, check_ranks, open_store, rank_info
+from tessera.runtime.torch_internals import default_store, fake_store
+
+# Error texts of torch's backends when a peer or a connection is lost: a line of the backend's source, or its report.
+# The name of a backend alone says nothing: errors of one's own may contain it as well.
+_BACKENDS = "|".join(devices.COLLECTIVE_BACKENDS)
+_PEER_WORDS = re.compile(
+    rf"\b({_BACKENDS})/[\w./-]+\.(cc|cpp|h):\d+|\b({_BACKENDS}) (error|communicator was aborted|connect\w* failed)"
+    r"|\b(closed|reset) by peer\b|\bbroken pipe\b|\bprocess ?group\S* .*\b(abort\w*|timed out|timeout|watchdog)\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """Identify this process among all ranks. It is passed explicitly; nothing reads it from global state."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def environment_ranks(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
+    """Return (rank, world size, local rank) as torchrun sets them; (0, 1, 0) without a launcher."""
+    try:
+        return int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0))
+    except ValueError:
+        raise TesseraError("RANK, WORLD_SIZE and LOCAL_RANK must be numbers", where="environment") from None
+
+
+def expected_rank() -> int:
+    """Return the rank that this process has or will have."""
+    return dist.get_rank() if dist.is_initialized() else environment_ranks()[0]
+
+
+def expected_world_size() -> int:
+    """Return the size of the world that `world` will join, before it does."""
+    return dist.get_world_size() if dist.is_initialized() else environment_ranks()[1]
+
+
+@contextlib.contextmanager
+def world(
+    device: str = "auto",
+    timeout_s: float = 600,
+    *,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
+    config: str = "",
+    folder: Path | None = None,
+) -> Iterator[World]:
+    """Join the world that the environment describes; leave it at the end, whatever happened.
+
+    A single process gets a group of one as well, over an in-process store: no port, and one path for one or many ranks.
+    A group that the caller has set up already (tests, a user's own program) is used and left alone. Ranks that do not
+    come within `join_timeout_s`, or that differ in `config` or in the shared `folder`, are named in an error.
+    """
+    watch_launcher()
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local = 0 if device == "cpu" else rank_on_machine()
+        yield World(rank, size, local, devices.resolve_shared(device, local))
+        return
+    rank, size, local = environment_ranks()
+    here = devices.resolve(device, local)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    backend = devices.backend(here, with_host=True)
+    if size == 1:
+        store: Store = HashStore()
+    else:
+        store = open_store(rank, size, join_timeout_s)
+        check_ranks(store, rank_info(rank, size, local, here, config), join_timeout_s, folder)
+        store.set_timeout(timeout)
+    with _one_excepthook(size):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        try:
+            yield World(rank, size, local, here)
+        finally:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _one_excepthook(size: int) -> Iterator[None]:
+    """Restore the hook for uncaught errors, which torch wraps with every process group to name the rank, and never
+    restores. The hook stays for an error of one of several ranks that is just being raised."""
+    before = sys.excepthook
+    named = getattr(before, "__module__", "") == dist.distributed_c10d.__name__
+    try:
+        yield
+    except BaseException:
+        if named or size == 1:
+            sys.excepthook = before
+        raise
+    sys.excepthook = before
+
+
+def rank_on_machine() -> int:
+    """Return this rank's number among the ranks of its machine: as the launcher says, or counted, which all ranks do
+    together."""
+    if "LOCAL_RANK" in os.environ:
+        return environment_ranks()[2]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return 0
+    # Through the store and not by a collective: those of an accelerator need to know the device already.
+    store = PrefixStore("machines", default_store())
+    store.set(str(rank), socket.gethostname())
+    return sum(store.get(str(other)).decode() == socket.gethostname() for other in range(rank))
+
+
+@contextlib.contextmanager
+def fake_world(size: int, rank: int = 0) -> Iterator[World]:
+    """Make a world of any size in one process, for plans and dry runs: collectives return at once and move nothing."""
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
+    try:
+        yield World(rank, size, 0, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Sum a tensor over ranks in place; do nothing without a group."""
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(values, group=group)
+    return values
+
+
+def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Return [ranks, n] on every rank from [n] of each. It is done by a sum: if ranks are out of step, gloo ends the
+    process when a gather meets one of another size, and raises an error for a sum."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values[None]
+    table = values.new_zeros(dist.get_world_size(), *values.shape)
+    table[dist.get_rank()] = values
+    dist.all_reduce(table)
+    return table
+
+
+def agree_on_step(step: int, *flags: bool) -> list[bool]:
+    """Return each flag, true on every rank if it is true on one. Ranks that are not at the same step are named instead:
+    their collectives would pair up all the same, and mix one step's numbers into another's."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(flags)
+    vote = torch.tensor([step, -step, *map(float, flags)], dtype=torch.float64)
+    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+    highest, lowest, *raised = vote.tolist()
+    if highest != -lowest:
+        raise OutOfStep(gather_over_ranks(torch.tensor([step]))[:, 0].tolist())
+    return [bool(flag) for flag in raised]
+
+
+class RankFailure(TesseraError):
+    """Raised when another rank, or the agreement between ranks, failed; not for an error in this rank's own work."""
+
+    exit_code = 3
+
+
+class OutOfStep(RankFailure):
+    def __init__(self, steps: Sequence[int]) -> None:
+        # Without a majority the main rank is the measure.
+        common = max(dict.fromkeys(steps), key=lambda s: (steps.count(s), s == steps[0]))
+        self.ranks = [rank for rank, step in enumerate(steps) if step != common]
+        found = ", ".join(f"rank {rank} is at step {steps[rank]}" for rank in self.ranks[:8])
+        super().__init__(
+            f"{found}, the others are at step {common}: the ranks are out of step",
+            fix="a callback or loader that ends or skips a step must do so on every rank; then `tessera resume`",
+        )
+
+
+def is_peer_error(error: BaseException) -> bool:
+    """Return whether a collective broke because its partner did; then the cause lies on another rank."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(_PEER_WORDS.search(str(error)))
+
+
+@contextlib.contextmanager
+def main_rank_first(world: World) -> Iterator[None]:
+    """Let the main rank run the block, then the others. They poll instead of waiting in a collective, which has a
+    timeout."""
+    if world.size == 1:
+        yield
+        return
+    store = PrefixStore("main-rank-first", default_store())
+    done = f"done/{store.add(f'turns/{world.rank}', 1)}"  # every rank counts its own turns, and all come to each
+    if world.is_main:
+        try:
+            yield
+        except BaseException:
+            store.set(done, "failed")
+            raise
+        store.set(done, "done")
+        return
+    while not store.check([done]):
+        time.sleep(0.05)
+    if store.get(done) != b"done":
+        raise RankFailure("the main rank failed", fix="look at what it said")
+    yield
+
+
+def wait_for(works: Iterable[dist.Work | None]) -> None:
+    """Wait for collectives that were begun. The watchdog treats a rank in this function as one that waits for
+    others."""
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def barrier() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()

@@ -1,0 +1,72 @@
+"""Scale gradients in place, and scale the loss dynamically for computation in float16.
+
+The loss is multiplied by a scale before backward, so that small gradients do not vanish in float16, and gradients are
+divided by it afterwards. A step whose gradients overflow is dropped and halves the scale; many good steps double it.
+The scale lives on the device: nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from tessera.config.run_config import LossScaleSection
+from tessera.runtime.modules import local_shard
+from tessera.runtime.torch_internals import foreach_mul_
+
+LEAST_SCALE = 1.0  # a smaller one would make gradients smaller than without scaling
+
+
+@torch.no_grad()
+def scale_gradients(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
+    """Multiply gradients by `factor`, which may lie on another device than they do (CPU offload)."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient is not None:
+            local = local_shard(gradient)
+            by_kind.setdefault((local.device, local.dtype), []).append(local)
+    for (device, dtype), tensors in by_kind.items():
+        if dtype.itemsize >= 4:
+            foreach_mul_(tensors, factor.to(device=device, dtype=dtype))
+            continue
+        # A factor that is rounded to bf16 first would be off by the same part of a percent for every gradient of the
+        # step: products are made in fp32 and rounded once.
+        wide = factor.to(device=device, dtype=torch.float32)
+        for tensor in tensors:
+            tensor.copy_(tensor.float() * wide)
+
+
+class LossScale:
+    """Hold the scale of the loss and adapt it after every step."""
+
+    def __init__(self, section: LossScaleSection, device: torch.device) -> None:
+        self._growth_steps = section.growth_steps
+        self.state = torch.tensor([section.start, 0.0], device=device)  # the scale, and good steps since it changed
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss that backward starts from."""
+        return loss * self.state[0].to(loss.dtype)
+
+    def unscale(self, parameters: Iterable[Tensor]) -> None:
+        """Divide the gradients by the scale: afterwards they are those of the loss."""
+        scale_gradients((parameter.grad for parameter in parameters), 1.0 / self.state[0])
+
+    @torch.no_grad()
+    def update(self, grad_norm: Tensor) -> None:
+        """Adapt the scale to a step whose gradients have this norm."""
+        scale, good = self.state
+        overflow = ~torch.isfinite(grad_norm.to(self.state))
+        grown = good + 1 >= self._growth_steps
+        larger = torch.where(grown, scale * 2, scale)
+        self.state[0], self.state[1] = (
+            torch.where(overflow, (scale / 2).clamp(min=LEAST_SCALE), larger),
+            torch.where(overflow | grown, torch.zeros_like(good), good + 1),
+        )
+
+    def explains(self, loss: float) -> bool:
+        """Return whether gradients that are not finite are an overflow that a smaller scale may cure: the loss itself
+        is finite, and the scale can still shrink. Reads the scale, so it waits for the device."""
+        return math.isfinite(loss) and float(self.state[0]) > LEAST_SCALE

@@ -1,0 +1,78 @@
+"""Show how far long work is: a live line on a terminal, a plain line now and then elsewhere, nothing for quick work."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from types import TracebackType
+from typing import Literal
+
+from tessera.runtime import log
+
+_AFTER = 1.0  # seconds until a terminal shows a line
+_REFRESH = 0.2  # seconds between two versions of it
+_EVERY = 10.0  # seconds between plain lines
+
+
+def human_bytes(count: float) -> str:
+    """Return a number of bytes in the unit that suits it."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+class WorkProgress:
+    """Count what is done of some work, and say it from time to time; `unit`: "bytes", or what is counted.
+
+    Only the main rank shows anything. Where a bar of the run is on the terminal already, lines go above it.
+    """
+
+    def __init__(self, what: str, total: int, unit: str = "bytes") -> None:
+        self._what, self._total, self._unit, self._done = what, total, unit, 0
+        self._began = self._shown = time.monotonic()
+        self._width = 0  # columns of the live line; 0: none is there
+        self._silent = os.environ.get("RANK", "0") != "0"
+
+    def __enter__(self) -> WorkProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        if self._width:
+            print("\r" + " " * self._width, end="\r", file=sys.stderr, flush=True)
+            self._width = 0
+        return False
+
+    def count(self, done: int = 1) -> None:
+        """Say that so much more is done; 0, now and then, where work is counted in large portions."""
+        self._done += done
+        if self._silent:
+            return
+        now = time.monotonic()
+        # A bar of the run replaces stderr: what is written there has to be whole lines.
+        live = log.is_terminal(sys.stderr) and sys.stderr is sys.__stderr__
+        if live and now - self._began >= _AFTER and now - self._shown >= _REFRESH:
+            self._shown = now
+            line = self.line(now)[:99]
+            print("\r" + line.ljust(self._width), end="", file=sys.stderr, flush=True)
+            self._width = max(self._width, len(line))
+        elif not live and now - self._shown >= _EVERY:
+            self._shown = now
+            log.logger().info("%s", self.line(now))
+
+    def line(self, now: float) -> str:
+        """Return how much is done, how fast, and how long the rest will take."""
+        if not self._done:
+            total = human_bytes(self._total) if self._unit == "bytes" else f"{self._total:,} {self._unit}"
+            return f"{self._what}: 0 of {total} so far, {now - self._began:.0f} s"
+        rate = self._done / max(now - self._began, 1e-9)
+        left = max(0, self._total - self._done) / rate
+        if self._unit == "bytes":
+            done = f"{human_bytes(self._done)} of {human_bytes(self._total)}, {human_bytes(rate)}/s"
+        else:
+            done = f"{self._done:,} of {self._total:,} {self._unit}, {rate:.3g}/s"
+        return f"{self._what}: {done}, {left:.0f} s left"

@@ -1,0 +1,283 @@
+"""Folder layouts: where a published model keeps the configuration and the weights of its components.
+
+A transformers folder is one component: `config.json` and `model*.safetensors`. A diffusers folder is a pipeline:
+`model_index.json` names components, each with a sub-folder of its own; those of diffusers keep their weights in
+`diffusion_pytorch_model*.safetensors`, those of transformers in `model*.safetensors`. Loading, converting and exporting
+ask a layout and know no file names.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tessera.config.hub_ids import hub_hint
+from tessera.errors import TesseraError, nearest
+from tessera.runtime.files import PICKLE_SUFFIXES, check_inside, read_json, read_json_mapping, refuse_pickle
+
+CONFIG_FILE = "config.json"
+CLASS_NAME = "_class_name"  # in the config.json of a component of diffusers
+ROOT = ""  # the name of the only component of a folder without sub-folders
+_MOST_LISTED = 20  # folders that an error lists
+_MAX_CONFIG_BYTES = 4 << 20
+_MAX_INDEX_BYTES = 256 << 20
+
+
+def nearest_folder(path: Path) -> str | None:
+    """Return the existing folder whose name is nearest to that of a missing one, which may be mistyped further up."""
+    existing, missing = path.parent, path.name
+    while not existing.is_dir() and existing != existing.parent:
+        existing, missing = existing.parent, existing.name
+    name = nearest(missing, _folders_in(existing))
+    if name is None:
+        return None
+    whole = existing / name / path.relative_to(existing / missing)
+    return str(whole if whole.is_dir() else existing / name)
+
+
+def no_such_folder(path: Path, where: str | None = None) -> TesseraError:
+    """Return the error for a folder that is not there, with the nearest one that is and the few beside it."""
+    near, beside = nearest_folder(path), _folders_in(path.parent)
+    # A name under a folder that is here is no name on a hub: what lies in that folder was meant.
+    listed = beside if path.parent.name and len(beside) <= _MOST_LISTED else []
+    named = "name a folder on this machine" + ("" if path.is_absolute() else ", or a model on a hub: hf://org/name")
+    return TesseraError(
+        f"no such folder: {path}",
+        where=where,
+        allowed=[path.parent / name for name in listed] or None,
+        nearest=near,
+        fix=("" if near else hub_hint(path)) or named,
+    )
+
+
+def _folders_in(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    except OSError:
+        return []
+
+
+class FolderLayout(ABC):
+    """Describe a folder of a known layout. Components have names; that of a folder with a single one is `ROOT`."""
+
+    name: ClassVar[str]
+    marker: ClassVar[str]  # the file by which the layout is known
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def detect(cls, folder: Path) -> bool:
+        """Return whether a folder has this layout."""
+        return (folder / cls.marker).is_file()
+
+    @abstractmethod
+    def components(self) -> tuple[str, ...]:
+        """Return the names of the components that have a configuration."""
+
+    @abstractmethod
+    def component_folder(self, component: str) -> Path:
+        """Return the folder that holds the files of a component."""
+
+    @abstractmethod
+    def weights_stem(self, component: str) -> str:
+        """Return how the names of a component's weight files begin."""
+
+    @abstractmethod
+    def root_files(self, written: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
+        """Return the files that belong beside the components when these configurations, by component, are written."""
+
+    def config(self, component: str = ROOT) -> dict[str, Any]:
+        """Return the config.json of a component."""
+        folder = self.component_folder(component)
+        if not folder.is_dir():
+            raise no_such_folder(folder, "model.path")
+        if not (folder / CONFIG_FILE).is_file():
+            raise TesseraError(
+                f"no {CONFIG_FILE} in {folder}",
+                where="model.path",
+                fix=f"give the folder that holds {CONFIG_FILE} and weights",
+            )
+        return read_json_mapping(folder / CONFIG_FILE, _MAX_CONFIG_BYTES)
+
+    def weight_files(self, component: str = ROOT) -> list[Path]:
+        """Return the safetensors files of a component: by its index, or the one file, or all there are."""
+        folder = self.component_folder(component)
+        if folder.is_file():
+            refuse_pickle(folder)
+        if not folder.is_dir():
+            raise no_such_folder(folder)
+        index, single = self.index_file(component), self.shard_file(1, 1, component)
+        if (folder / index).is_file():
+            found = _indexed(folder / index)
+        elif (folder / single).is_file():
+            found = [folder / single]
+        else:
+            found = sorted(folder.glob("*.safetensors"))
+        for path in found:
+            check_inside(path, self.folder)
+        if found:
+            return found
+        for path in sorted(folder.iterdir()):
+            if path.suffix in PICKLE_SUFFIXES:
+                refuse_pickle(path)
+        raise TesseraError(
+            "no safetensors file here",
+            where=str(folder),
+            allowed=[index, single, "*.safetensors"],
+            fix="name the model's folder",
+        )
+
+    def indexed_tensors(self, component: str = ROOT) -> list[str]:
+        """Return the names of the tensors that the index of a component lists; none where it has no index."""
+        index = self.component_folder(component) / self.index_file(component)
+        return list(_weight_map(index)) if index.is_file() else []
+
+    def index_file(self, component: str = ROOT) -> str:
+        return f"{self.weights_stem(component)}.safetensors.index.json"
+
+    def shard_file(self, number: int, count: int, component: str = ROOT) -> str:
+        """Return the name of weight file `number` of `count`, counted from 1."""
+        stem = self.weights_stem(component)
+        return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+
+
+class TransformersFolder(FolderLayout):
+    name = "transformers"
+    marker = CONFIG_FILE
+
+    def components(self) -> tuple[str, ...]:
+        return (ROOT,)
+
+    def component_folder(self, component: str) -> Path:
+        if component != ROOT:
+            raise TesseraError(
+                f"this folder has one component, and no {component!r}",
+                where=str(self.folder),
+                fix="name a diffusers folder (model_index.json), or leave the component out",
+            )
+        return self.folder
+
+    def weights_stem(self, component: str) -> str:
+        # A component that was taken out of a diffusers folder keeps the file names it had there.
+        stems = ("model", DiffusersFolder.STEM)
+        return next((stem for stem in stems if any(self.folder.glob(f"{stem}*.safetensors*"))), "model")
+
+    def root_files(self, written: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
+        return {}
+
+
+class ComponentFolder(TransformersFolder):
+    """Describe one component of a pipeline of diffusers that is written alone."""
+
+    name = "component of diffusers"
+
+    def weights_stem(self, component: str) -> str:
+        return DiffusersFolder.STEM
+
+
+def single_folder(config: Mapping[str, Any]) -> type[TransformersFolder]:
+    """Return the layout in which a single component with this config.json is written."""
+    return ComponentFolder if CLASS_NAME in config else TransformersFolder
+
+
+class DiffusersFolder(FolderLayout):
+    """Describe a pipeline of diffusers. `index` is that of one to be written; otherwise it is read from the folder.
+
+    Without the name of a component, that which is trained is meant: the transformer.
+    """
+
+    name = "diffusers"
+    marker = "model_index.json"
+    STEM = "diffusion_pytorch_model"
+    TRAINED = "transformer"
+
+    def __init__(self, folder: Path, index: Mapping[str, Any] | None = None) -> None:
+        super().__init__(folder)
+        self.index = dict(index) if index is not None else read_json_mapping(folder / self.marker, _MAX_CONFIG_BYTES)
+
+    def components(self) -> tuple[str, ...]:
+        return tuple(name for name in self._classes() if (self.folder / name / CONFIG_FILE).is_file())
+
+    def component_folder(self, component: str) -> Path:
+        self._library(component)
+        return self.folder / (component or self.TRAINED)
+
+    def weights_stem(self, component: str) -> str:
+        return "model" if self._library(component) == "transformers" else self.STEM
+
+    def root_files(self, written: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
+        return {self.marker: (json.dumps(self.index, indent=2) + "\n").encode()}
+
+    def _classes(self) -> dict[str, Sequence[Any]]:
+        """Return library and class of every part of the pipeline: what is not a pair of names is a setting."""
+        found: dict[str, Sequence[Any]] = {}
+        for name, value in self.index.items():
+            if isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value):
+                if Path(name).name != name or name in ("", ".", ".."):
+                    raise TesseraError(
+                        f"a component outside of the folder: {name!r}", where=str(self.folder / self.marker)
+                    )
+                found[name] = value
+        return found
+
+    def _library(self, component: str) -> str:
+        classes = self._classes()
+        component = component or self.TRAINED
+        if component not in classes:
+            raise TesseraError(
+                f"this pipeline has no component {component!r}",
+                where=str(self.folder / self.marker),
+                allowed=list(classes),
+                nearest=nearest(component, classes),
+                fix="name the sub-folder of one component",
+            )
+        return str(classes[component][0])
+
+
+LAYOUTS: tuple[type[FolderLayout], ...] = (DiffusersFolder, TransformersFolder)
+
+
+def detect_layout(folder: Path) -> FolderLayout | None:
+    """Return the layout of a folder; None if it has none of the known ones."""
+    return next((layout(folder) for layout in LAYOUTS if layout.detect(folder)), None)
+
+
+def folder_layout(folder: Path) -> FolderLayout:
+    """Return the layout of a folder. One without a configuration is treated as a transformers folder."""
+    return detect_layout(folder) or TransformersFolder(folder)
+
+
+def pipeline_folder(place: Path) -> Path | None:
+    """Return the diffusers folder that a folder is, or is a component of."""
+    return next((folder for folder in (place, place.parent) if DiffusersFolder.detect(folder)), None)
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
+    """Return the files of tensors, by their names, as an index of weights lists them."""
+    try:
+        return dict(read_json(index, _MAX_INDEX_BYTES)["weight_map"].items())
+    except (TesseraError, KeyError, TypeError, AttributeError) as error:
+        why = error.what if isinstance(error, TesseraError) else repr(error)
+        raise TesseraError(f"not an index of weights: {why}", where=str(index)) from error
+
+
+def _indexed(index: Path) -> list[Path]:
+    """Return the files that an index of weights names, all of which must lie beside it."""
+    try:
+        names = sorted(set(_weight_map(index).values()))
+    except TypeError as error:
+        raise TesseraError(f"not an index of weights: {error!r}", where=str(index)) from error
+    paths = []
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise TesseraError(f"the index names a file outside of its folder: {name!r}", where=str(index))
+        path = index.parent / name
+        refuse_pickle(path)
+        if not path.is_file():
+            raise TesseraError(f"the index names {name}, which is not there", where=str(index))
+        paths.append(path)
+    return paths

@@ -1,0 +1,188 @@
+"""The form in which Megatron-style jobs keep a model, as data: names, splits over tensor ranks, parts of a pipeline.
+
+A family declares it beside its other forms (`Component.megatron`). `checkpoint.legacy.megatron` reads and writes files
+by it. Names are those of whole tensors; a file of a rank holds slices, with layers counted from the first of its stage.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tessera.weights.map import Box, Concat, Shapes, WeightMap
+from tessera.weights.rows import Columns, TensorRows
+
+LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
+
+
+class TensorSplit(Protocol):
+    """Define how tensor parallelism divides a tensor, and how the slices are joined."""
+
+    def divide(self, tensor: TensorRows, ranks: int) -> list[TensorRows]: ...
+
+    def join(self, slices: list[Tensor]) -> Tensor: ...
+
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], slices: Shapes) -> list[Box]:
+        """Return the boxes of slices, by tensor rank, that make a box of the whole tensor."""
+        ...
+
+    def join_boxes(self, boxes: list[Tensor]) -> Tensor: ...
+
+    def join_rows(self, boxes: list[Tensor]) -> TensorRows:
+        """Do as `join_boxes` does with the boxes of a whole tensor, and copy nothing."""
+        ...
+
+
+@dataclass(frozen=True)
+class EvenSplit:
+    """Divide along `dim`; `blocks` > 1: each of so many equal blocks of rows (gate and up, or q, k and v) by itself.
+
+    `units`: what is never divided, such as heads; the first ranks get one more where they do not divide evenly. Without
+    it, elements of `dim` are the units.
+    """
+
+    dim: int = 0
+    blocks: int = 1
+    units: int | None = None
+
+    def divide(self, tensor: TensorRows, ranks: int) -> list[TensorRows]:
+        length = self._block_length(tensor.shape)
+        sizes = self._sizes(length, ranks)
+        starts = [sum(sizes[:rank]) for rank in range(ranks)]
+        if self.dim:
+            return [tensor.narrow(self.dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+        return [
+            TensorRows.joined(tensor.rows(block * length + start, size) for block in range(self.blocks))
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+
+    def join(self, slices: list[Tensor]) -> Tensor:
+        blocks = zip(*(self._blocks(part) for part in slices), strict=True)
+        return self._cat([part for parts in blocks for part in parts])
+
+    def _cat(self, parts: list[Tensor]) -> Tensor:
+        """Join tensors; a single one is not copied."""
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
+
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], slices: Shapes) -> list[Box]:
+        # In the whole tensor each block of all ranks comes before the next block.
+        order = [(rank, block) for block in range(self.blocks) for rank in range(len(slices))]
+        lengths = [slices[rank][self.dim] // self.blocks for rank, _ in order]
+        pieces = [tuple(length if dim == self.dim else 0 for dim in range(len(offsets))) for length in lengths]
+        found: list[Box] = []
+        for piece, inside, size in Concat(tuple(lengths), self.dim).boxes(offsets, sizes, pieces):
+            rank, block = order[piece]
+            start = inside[self.dim] + block * lengths[piece]
+            found.append((rank, (*inside[: self.dim], start, *inside[self.dim + 1 :]), size))
+        return found
+
+    def join_boxes(self, boxes: list[Tensor]) -> Tensor:
+        return self.join_rows(boxes).whole()
+
+    def join_rows(self, boxes: list[Tensor]) -> TensorRows:
+        return TensorRows((Columns(tuple(boxes), self.dim),) if self.dim and len(boxes) > 1 else tuple(boxes))
+
+    def _blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        self._block_length(tensor.shape)
+        return tensor.chunk(self.blocks, dim=self.dim)
+
+    def _block_length(self, shape: Sequence[int]) -> int:
+        if shape[self.dim] % self.blocks:
+            raise ValueError(f"{shape[self.dim]} rows are not {self.blocks} equal blocks")
+        return shape[self.dim] // self.blocks
+
+    def _sizes(self, length: int, ranks: int) -> list[int]:
+        units = self.units or length
+        return [(units // ranks + (rank < units % ranks)) * (length // units) for rank in range(ranks)]
+
+
+@dataclass(frozen=True)
+class JoinedColumns:
+    """Divide the columns of a layer that reads two inputs side by side, each by itself. The first input is as wide as
+    the output, so that a slice tells where it ends."""
+
+    def divide(self, tensor: TensorRows, ranks: int) -> list[TensorRows]:
+        first, rest = self._widths(tensor.shape, 1, ranks)
+        whole = tensor.whole()
+        blocks = ((0, first), (first * ranks, rest))
+        return [
+            TensorRows.of(torch.cat([whole.narrow(1, start + rank * size, size) for start, size in blocks], dim=1))
+            for rank in range(ranks)
+        ]
+
+    def join(self, slices: list[Tensor]) -> Tensor:
+        parts = [part.split(list(self._widths(part.shape, len(slices), 1)), dim=1) for part in slices]
+        return torch.cat([part[block] for block in range(2) for part in parts], dim=1)
+
+    def boxes(self, offsets: Sequence[int], sizes: Sequence[int], slices: Shapes) -> list[Box]:
+        order = [(rank, block) for block in range(2) for rank in range(len(slices))]
+        lengths = [self._widths(slices[rank], len(slices), 1)[block] for rank, block in order]
+        found: list[Box] = []
+        for piece, inside, size in Concat(tuple(lengths), 1).boxes(offsets, sizes, [(0, one) for one in lengths]):
+            rank, block = order[piece]
+            before = self._widths(slices[rank], len(slices), 1)[0] if block else 0
+            found.append((rank, (inside[0], inside[1] + before), size))
+        return found
+
+    def join_boxes(self, boxes: list[Tensor]) -> Tensor:
+        return self.join_rows(boxes).whole()
+
+    def join_rows(self, boxes: list[Tensor]) -> TensorRows:
+        return TensorRows((Columns(tuple(boxes), 1),) if len(boxes) > 1 else tuple(boxes))
+
+    @staticmethod
+    def _widths(shape: Sequence[int], of: int, ranks: int) -> tuple[int, int]:
+        """Return the columns of both inputs for each of `ranks`, of a tensor that is one of `of` slices."""
+        first = shape[0] // of
+        rest = shape[1] - first
+        if shape[0] % (of * ranks) or rest < 0 or rest % ranks:
+            raise ValueError(f"{shape[0]} and {shape[1] - first} columns are not divided by {of * ranks} ranks")
+        return first // ranks, rest // ranks
+
+
+ROWS, COLUMNS, GATE_AND_UP = EvenSplit(), EvenSplit(dim=1), EvenSplit(blocks=2)
+QUERIES_KEYS_VALUES = EvenSplit(blocks=3)
+
+
+@dataclass(frozen=True)
+class PipelinePart:
+    """Describe how a pipeline divides an encoder or the decoder."""
+
+    option: Literal["vit", "llm", "audio", "dit", "dit_single"]  # as the layer lists of converters call it
+    layers: str  # the names of its layers begin so
+    first: tuple[str, ...]  # what lies on the stage of its first layer
+    last: tuple[str, ...]  # what lies on the stage of its last layer
+    count: int  # layers
+
+
+@dataclass(frozen=True)
+class MegatronForm:
+    """Describe the weights of one configuration of a family in Megatron's form."""
+
+    weights: WeightMap  # native names <-> Megatron names
+    splits: tuple[tuple[str, TensorSplit], ...]  # regular expressions of names; others are whole on every rank
+    parts: tuple[PipelinePart, ...]
+    kv_heads: int
+    experts: int = 0
+    tied: bool = False  # the head is the table of embeddings; in a pipeline the last stage has a copy
+    table: str = "text_decoder.embedding.word_embeddings.weight"
+    head: str = "text_decoder.output_layer.weight"
+
+    def split_of(self, name: str) -> TensorSplit | None:
+        """Return how tensor parallelism divides a tensor; None where every rank has all of it."""
+        return next((split for pattern, split in self.splits if _compiled(pattern).fullmatch(name)), None)
+
+    def part_of(self, name: str) -> PipelinePart | None:
+        """Return the part of a pipeline that a tensor belongs to."""
+        return next((part for part in self.parts if name.startswith((part.layers, *part.first, *part.last))), None)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)

@@ -1,0 +1,130 @@
+"""Tensors in several parts, which are written and compared without being joined.
+
+Most of what one form of weights makes of another is rows in another order: gate and up in one tensor, queries, keys and
+values by head. Such a tensor is a list of views, and no byte of it is copied before it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tessera.runtime.libc import same_bytes
+
+Bytes = NDArray[np.uint8]
+_CHUNK = 256 << 10  # bytes at a time: what is read, summed, written and compared stays in a processor's cache
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Hold tensors side by side, along another dimension than the first. They are joined some rows at a time."""
+
+    parts: tuple[Tensor, ...]
+    dim: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0].shape
+        return (*first[: self.dim], sum(part.shape[self.dim] for part in self.parts), *first[self.dim + 1 :])
+
+    def rows(self, start: int, count: int) -> Columns:
+        return Columns(tuple(part[start : start + count] for part in self.parts), self.dim)
+
+    def whole(self) -> Tensor:
+        return torch.cat(self.parts, dim=self.dim)
+
+
+Part = Tensor | Columns
+
+
+@dataclass(frozen=True)
+class TensorRows:
+    """Hold a tensor as parts along its first dimension, each a view of another tensor, or of several."""
+
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorRows:
+        return TensorRows((tensor,))
+
+    @staticmethod
+    def joined(several: Iterable[TensorRows]) -> TensorRows:
+        return TensorRows(tuple(part for rows in several for part in rows.parts))
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type of all parts; None where they differ."""
+        return self.parts[0].dtype if len({part.dtype for part in self.parts}) == 1 else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = tuple(self.parts[0].shape)
+        return first if len(self.parts) == 1 else (sum(part.shape[0] for part in self.parts), *first[1:])
+
+    def whole(self) -> Tensor:
+        """Return one tensor; a single part is not copied."""
+        parts = [part.whole() if isinstance(part, Columns) else part for part in self.parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def rows(self, start: int, count: int) -> TensorRows:
+        """Return some of the rows."""
+        found, at = list[Part](), 0
+        for part in self.parts:
+            low, high = max(start - at, 0), min(start + count - at, part.shape[0])
+            if low < high:
+                found.append(_rows(part, low, high - low))
+            at += part.shape[0]
+        return TensorRows(tuple(found) or (_rows(self.parts[0], 0, 0),))
+
+    def narrow(self, dim: int, start: int, count: int) -> TensorRows:
+        """Return a range of another dimension than the first."""
+        assert dim > 0
+        parts = (part.whole() if isinstance(part, Columns) else part for part in self.parts)
+        return TensorRows(tuple(part.narrow(dim, start, count) for part in parts))
+
+    def chunks(self) -> Iterator[Bytes]:
+        """Return the bytes, some at a time. Parts that do not lie in order are copied, as little as that."""
+        for part in self.parts:
+            step = max(1, _CHUNK // max(1, prod(part.shape[1:]) * part.dtype.itemsize))
+            for some in _in_order(part, step):
+                data = _bytes(some)
+                yield from (data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK))
+
+    def same_bits(self, other: Tensor) -> bool:
+        """Return whether a tensor has the same type, shape and bits: one that is not a number equals itself here."""
+        if self.dtype != other.dtype or self.shape != tuple(other.shape):
+            return False
+        there, at = _bytes(other), 0
+        for chunk in self.chunks():
+            if not same_bytes(chunk, there[at : at + len(chunk)]):
+                return False
+            at += len(chunk)
+        return True
+
+
+def _rows(part: Part, start: int, count: int) -> Part:
+    return part.rows(start, count) if isinstance(part, Columns) else part[start : start + count]
+
+
+def _in_order(part: Part, step: int) -> Iterator[Tensor]:
+    """Return tensors whose elements lie in order: the whole part, or copies of so many rows at a time."""
+    if isinstance(part, Columns):
+        yield from (part.rows(start, step).whole() for start in range(0, part.shape[0], step))
+    elif part.is_contiguous() or not part.dim():
+        yield part
+    else:
+        yield from part.split(step)
+
+
+def _bytes(tensor: Tensor) -> Bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()

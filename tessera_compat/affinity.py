@@ -1,0 +1,191 @@
+"""Bind the threads of a process to CPU cores: which cores there are, to which NUMA node a device belongs, and which
+thread gets which core.
+
+Nothing here knows how a user asks for it; `/sys` and `/proc` are arguments, so that every machine can be imitated.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tessera.errors import TesseraError, first_line
+
+SYS, PROC = Path("/sys"), Path("/proc")
+MIN_FINE_CORES = 5  # with fewer cores a core of its own for each important thread would leave too few for the rest
+# Names that torch gives to its threads.
+_BACKWARD = re.compile(r"autograd")
+_COLLECTIVE = re.compile(r"watchdg|heartbt|gloo|nccl|hccl")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Hold the cores of a machine and those of each NUMA node."""
+
+    online: frozenset[int]
+    allowed: frozenset[int]  # those that this process may use: taskset and control groups leave some out
+    nodes: dict[int, frozenset[int]]  # NUMA node -> cores; one node where the machine does not tell
+
+
+def parse_cores(text: str) -> frozenset[int]:
+    """Return the cores of a list as the kernel writes it, such as 0-3,8."""
+    cores: set[int] = set()
+    for span in text.strip().split(","):
+        if span:
+            first, _, last = span.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
+
+
+def format_cores(cores: Iterable[int]) -> str:
+    """Return cores as the kernel writes them: 0-3,8."""
+    spans: list[list[int]] = []
+    for core in sorted(cores):
+        if spans and spans[-1][1] == core - 1:
+            spans[-1][1] = core
+        else:
+            spans.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def read_topology(sys: Path = SYS, allowed: Iterable[int] | None = None) -> Topology:
+    """Return the cores and NUMA nodes of this machine."""
+    usable = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
+    try:
+        online = parse_cores((sys / "devices/system/cpu/online").read_text())
+    except (OSError, ValueError):
+        online = usable
+    nodes: dict[int, frozenset[int]] = {}
+    for folder in sorted((sys / "devices/system/node").glob("node[0-9]*")):
+        try:
+            cores = parse_cores((folder / "cpulist").read_text())
+        except (OSError, ValueError):
+            continue
+        if cores:  # a node of memory alone has none
+            nodes[int(folder.name.removeprefix("node"))] = cores
+    return Topology(online, usable, nodes or {0: online})
+
+
+def numa_node(pci_address: str | None, sys: Path = SYS) -> int | None:
+    """Return the NUMA node of a device; None where the machine does not tell."""
+    if pci_address is None:
+        return None
+    try:
+        node = int((sys / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None  # -1: a machine with a single node
+
+
+def consecutive_cores(devices: int, topology: Topology) -> list[frozenset[int]]:
+    """Return equally many consecutive cores for each device. Cores that are left over stay unused; with fewer cores
+    than devices, devices share them."""
+    return _split(topology.allowed, devices)
+
+
+def numa_cores(nodes: Sequence[int | None], topology: Topology) -> list[frozenset[int]]:
+    """Return for each device its share of the cores of its NUMA node, which devices of one node split evenly.
+
+    Devices whose node is not known are spread over the nodes in order, as machines are usually built.
+    """
+    known = [node for node, cores in sorted(topology.nodes.items()) if cores & topology.allowed] or [0]
+    places = [node if node in known else known[number * len(known) // len(nodes)] for number, node in enumerate(nodes)]
+    shares: dict[int, list[frozenset[int]]] = {}
+    for node in set(places):
+        usable = topology.nodes.get(node, frozenset()) & topology.allowed
+        shares[node] = _split(usable or topology.allowed, places.count(node))
+    return [shares[node].pop(0) for node in places]
+
+
+def _split(cores: Iterable[int], parts: int) -> list[frozenset[int]]:
+    ordered = sorted(cores)
+    each = len(ordered) // parts
+    if each == 0:
+        return [frozenset({ordered[part * len(ordered) // parts]}) for part in range(parts)]
+    return [frozenset(ordered[part * each : (part + 1) * each]) for part in range(parts)]
+
+
+def overlaps(sets: Sequence[frozenset[int]]) -> list[tuple[int, int, frozenset[int]]]:
+    """Return the pairs of devices that share cores, with the cores."""
+    return [
+        (one, other, sets[one] & sets[other])
+        for one in range(len(sets))
+        for other in range(one + 1, len(sets))
+        if sets[one] & sets[other]
+    ]
+
+
+class ThreadBinder:
+    """Bind the threads of this process to cores, and threads that begin later when it is asked again.
+
+    Coarse: all threads may use all cores. Fine: the thread that calls `bind` (the one that queues the work), the
+    backward pass and the collectives have a core each, and all other threads share the rest.
+    """
+
+    def __init__(self, cores: Iterable[int], *, fine: bool = False, proc: Path = PROC) -> None:
+        self.cores = tuple(sorted(cores))
+        assert self.cores
+        self.fine = fine and len(self.cores) >= MIN_FINE_CORES
+        self._tasks = proc / "self" / "task"
+        self._known: set[int] = set()
+
+    def bind(self) -> None:
+        """Bind every thread that has begun since the last call."""
+        threads = {int(name) for name in os.listdir(self._tasks)}
+        caller = threading.get_native_id()
+        for thread in sorted(threads - self._known):
+            try:
+                os.sched_setaffinity(thread, self.cores_of(self._name(thread), thread == caller))
+            except ProcessLookupError:  # it has ended since
+                continue
+            except OSError as error:
+                raise TesseraError(
+                    f"this process may not use the cores {format_cores(self.cores)}: {first_line(error)}",
+                    fix=f"name cores among {format_cores(os.sched_getaffinity(0))}",
+                ) from None
+        self._known = threads
+
+    def cores_of(self, name: str, is_caller: bool) -> tuple[int, ...]:
+        """Return the cores of a thread by its name."""
+        if not self.fine:
+            return self.cores
+        if is_caller:
+            return self.cores[:1]
+        if _BACKWARD.search(name):
+            return self.cores[1:2]
+        if _COLLECTIVE.search(name):
+            return self.cores[2:3]
+        return self.cores[3:]
+
+    def _name(self, thread: int) -> str:
+        try:
+            return (self._tasks / str(thread) / "comm").read_text().strip()
+        except OSError:
+            return ""
+
+
+def bind_children(cores: Iterable[int]) -> None:
+    """Give processes that this one forks from now on these cores: a child would inherit the single core of the thread
+    that forks it, and worker processes of a loader would crowd there."""
+    chosen = frozenset(cores)
+    os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, chosen))
+
+
+def bind_interrupts(pci_address: str | None, cores: Iterable[int], sys: Path = SYS, proc: Path = PROC) -> int:
+    """Let these cores serve the interrupts of a device; return how many interrupts it has. Needs root."""
+    folder = None if pci_address is None else sys / "bus/pci/devices" / pci_address.lower() / "msi_irqs"
+    if folder is None or not folder.is_dir():
+        raise TesseraError("the machine does not tell which interrupts belong to this device", fix="leave bind_irq out")
+    numbers = sorted(os.listdir(folder))
+    for number in numbers:
+        try:
+            (proc / "irq" / number / "smp_affinity_list").write_text(format_cores(cores))
+        except OSError as error:
+            raise TesseraError(
+                f"interrupt {number} cannot be bound: {first_line(error)}", fix="run as root, or leave bind_irq out"
+            ) from None
+    return len(numbers)

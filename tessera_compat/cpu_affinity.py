@@ -1,0 +1,187 @@
+"""Read `CPU_AFFINITY_CONF` and bind a rank to CPU cores by it, on any device.
+
+The grammar is that of torch on Ascend: comma-separated items without spaces, in any order.
+
+    1                  mode 0 (off), 1 (coarse) or 2 (fine); also written mode:1
+    npu0:0-2, npu0:5   cores of device 0, repeatable; gpu0 and device0 mean the same
+    force:1            bind also to cores that taskset or a control group leaves out
+    npu_affine:1       cores of the device's NUMA node, split among the devices of that node
+    lazy_bind:0        bind at the start, so that worker processes of the loader are bound too; default 1: after the
+                       first step, so that they are not
+    bind_irq:1         keep the first two cores of each device for its interrupts; needs root
+
+Other than there, what cannot be meant is an error, and cores that two devices share are named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from tessera.core.callback import Callback, StepResult, TrainerHandle
+from tessera.errors import TesseraError, nearest
+from tessera.runtime import log
+from tessera_compat import affinity
+from tessera_compat.affinity import ThreadBinder, Topology, format_cores
+
+VARIABLE = "CPU_AFFINITY_CONF"
+_SWITCHES = {"force": False, "npu_affine": False, "lazy_bind": True, "bind_irq": False}
+_FORMS = ["1", "mode:1", "npu0:0-2", "npu0:5", *(f"{name}:0 or {name}:1" for name in _SWITCHES)]
+_RANGE = re.compile(r"(?:npu|gpu|device)(\d{1,6}):(\d{1,6})(?:-(\d{1,6}))?")
+_INTERRUPT_CORES = 2
+
+
+@dataclass(frozen=True)
+class AffinityConf:
+    """Hold the value of `CPU_AFFINITY_CONF`."""
+
+    mode: int = 0
+    cores: Mapping[int, frozenset[int]] = field(default_factory=dict)  # of devices that are named
+    force: bool = False
+    npu_affine: bool = False
+    lazy_bind: bool = True
+    bind_irq: bool = False
+
+
+def parse_affinity(text: str) -> AffinityConf:
+    """Return the meaning of a value, or raise an error that names the item."""
+    mode: int | None = None
+    cores: dict[int, frozenset[int]] = {}
+    switches: dict[str, bool] = {}
+    for item in text.split(",") if text else []:
+        key, colon, value = item.partition(":")
+        if found := _RANGE.fullmatch(item):
+            device, first, last = int(found[1]), int(found[2]), int(found[3] or found[2])
+            if last < first:
+                _refuse(item, f"the range {first}-{last} is empty", fix=f"write {key}:{last}-{first}")
+            cores[device] = cores.get(device, frozenset()) | frozenset(range(first, last + 1))
+        elif (number := value if key == "mode" and colon else item).isascii() and number.isdigit():
+            if len(number) > 6 or int(number) > 2:
+                _refuse(item, f"there is no mode {number}", ["0 (off)", "1 (coarse)", "2 (fine)"])
+            if mode is not None:
+                _refuse(item, "a second mode", fix="name one mode")
+            mode = int(number)
+        elif key in _SWITCHES:
+            if value not in ("0", "1"):
+                _refuse(item, f"{key} is 0 or 1", [f"{key}:0", f"{key}:1"])
+            switches[key] = value == "1"
+        elif item.strip() != item:
+            _refuse(item, "white space", fix=f"write {VARIABLE} without spaces")
+        else:
+            _refuse(item, "not understood", _FORMS, near=nearest(key, ["mode", *_SWITCHES]))
+    if mode is None and (cores or switches):
+        raise TesseraError(
+            "no mode is given, so nothing would be bound", where=f"{VARIABLE}={text}", fix=f"write {VARIABLE}=1,{text}"
+        )
+    return AffinityConf(mode or 0, cores, **{**_SWITCHES, **switches})
+
+
+def _refuse(
+    item: str, why: str, allowed: Sequence[str] | None = None, *, near: str | None = None, fix: str | None = None
+) -> NoReturn:
+    raise TesseraError(f"{item!r}: {why}", where=VARIABLE, allowed=allowed, nearest=near, fix=fix)
+
+
+def cores_of_devices(conf: AffinityConf, nodes: Sequence[int | None], topology: Topology) -> list[frozenset[int]]:
+    """Return the cores of each device. `nodes` holds their NUMA nodes, as far as the machine tells."""
+    devices = len(nodes)
+    chosen = affinity.numa_cores(nodes, topology) if conf.npu_affine else affinity.consecutive_cores(devices, topology)
+    for device, cores in conf.cores.items():
+        if device >= devices:
+            raise TesseraError(
+                f"cores for device {device}: this machine has {devices}",
+                where=VARIABLE,
+                allowed=[f"0 to {devices - 1}"],
+                fix=f"leave npu{device} out",
+            )
+        if missing := cores - topology.online:
+            raise TesseraError(
+                f"device {device}: this machine has no core {format_cores(missing)}",
+                where=VARIABLE,
+                allowed=[format_cores(topology.online)],
+            )
+        chosen[device] = cores
+    if conf.bind_irq:
+        for device, cores in enumerate(chosen):
+            if len(cores) <= _INTERRUPT_CORES:
+                raise TesseraError(
+                    f"bind_irq keeps {_INTERRUPT_CORES} cores, and device {device} has {len(cores)}", where=VARIABLE
+                )
+    return chosen
+
+
+@dataclass(frozen=True)
+class RankCores:
+    """Hold the cores of one rank, and what is to be said about them."""
+
+    cores: frozenset[int]  # for threads; empty where nothing is bound
+    interrupts: frozenset[int] = frozenset()
+    warnings: tuple[str, ...] = ()
+
+
+def cores_of_rank(conf: AffinityConf, device: int, nodes: Sequence[int | None], topology: Topology) -> RankCores:
+    """Return the cores of one device, or none where cores are asked for that this process may not use."""
+    sets = cores_of_devices(conf, nodes, topology)
+    warnings = [
+        f"{VARIABLE}: devices {one} and {other} share the cores {format_cores(both)}"
+        for one, other, both in affinity.overlaps(sets)
+        if conf.cores  # devices that share cores because there are too few need no word
+    ]
+    outside = frozenset().union(*sets) - topology.allowed
+    if outside and not conf.force:
+        warnings.append(
+            f"{VARIABLE}: nothing is bound, for this process may not use the cores {format_cores(outside)}; "
+            "force:1 tries it all the same"
+        )
+        return RankCores(frozenset(), warnings=tuple(warnings))
+    ordered = sorted(sets[device])
+    kept = _INTERRUPT_CORES if conf.bind_irq else 0
+    cores = frozenset(ordered[kept:])
+    if conf.mode == 2 and len(cores) < affinity.MIN_FINE_CORES:
+        warnings.append(
+            f"{VARIABLE}: {len(cores)} cores are too few for mode 2, which needs {affinity.MIN_FINE_CORES}: all "
+            "threads share them"
+        )
+    return RankCores(cores, frozenset(ordered[:kept]), tuple(warnings))
+
+
+class KeepThreadsBound(Callback):
+    """Bind the threads of a rank after each step in which new ones began."""
+
+    def __init__(self, binder: ThreadBinder, children: frozenset[int]) -> None:
+        self.binder = binder
+        self.children = children
+        self._began = False
+
+    def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
+        self.binder.bind()
+        if not self._began:
+            self._began = True
+            log.logger().info("%s: bound to the cores %s", VARIABLE, format_cores(self.binder.cores))
+            if self.binder.fine:
+                affinity.bind_children(self.children)
+
+
+def bind_rank(
+    conf: AffinityConf, device: int, pci_addresses: Sequence[str | None], *, warn: bool = True
+) -> list[Callback]:
+    """Bind this process by the configuration; return the callbacks that bind what begins later."""
+    if conf.mode == 0:
+        return []
+    topology = affinity.read_topology()
+    nodes = [affinity.numa_node(address) for address in pci_addresses]
+    chosen = cores_of_rank(conf, device, nodes, topology)
+    if warn:
+        for warning in chosen.warnings:
+            log.logger().warning("%s", warning)
+    if not chosen.cores:
+        return []
+    if chosen.interrupts:
+        affinity.bind_interrupts(pci_addresses[device], chosen.interrupts)
+    if not conf.lazy_bind:
+        # Coarse at first in both modes: threads and processes that begin now inherit the mask of this one.
+        ThreadBinder(chosen.cores).bind()
+    binder = ThreadBinder(chosen.cores, fine=conf.mode == 2)
+    return [KeepThreadsBound(binder, topology.allowed if conf.lazy_bind else chosen.cores)]

@@ -1,0 +1,146 @@
+"""Let ranks wait for a debugger, and write the file by which VS Code attaches to them.
+
+`TESSERA_DEBUG=0,2` makes ranks 0 and 2 wait before they begin, each on port 22333 plus its number, at the loopback
+address unless `TESSERA_DEBUG_HOST` names another. Whoever reaches the port can run code in the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tessera.errors import TesseraError, first_line
+from tessera.runtime.distributed import environment_ranks
+
+VARIABLE, HOST_VARIABLE = "TESSERA_DEBUG", "TESSERA_DEBUG_HOST"
+FIRST_PORT = 22333
+LOOPBACK = "127.0.0.1"
+_MAX_RANKS = 65536 - FIRST_PORT
+_PAUSE_S = 24 * 3600.0  # other ranks wait so long for one that stands at a breakpoint
+LAUNCH_FILE = Path(".vscode") / "launch.json"
+
+
+def debugged_ranks(world_size: int | None, environ: Mapping[str, str] = os.environ) -> list[int]:
+    """Return the ranks that `TESSERA_DEBUG` names: numbers and ranges such as 0,2-3, or all. `world_size` is None where
+    it depends on how many machines come."""
+    text = environ.get(VARIABLE, "")
+    if text == "":
+        return []
+    allowed = ["0", "0,2", "0-3", "all"]
+    if text == "all":
+        if world_size is None:
+            raise TesseraError(
+                "how many ranks there will be is not known", where=f"{VARIABLE}=all", allowed=allowed[:3]
+            )
+        return list(range(world_size))
+    ranks: set[int] = set()
+    for item in text.split(","):
+        found = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", item)
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            raise TesseraError(f"not a rank: {item!r}", where=f"{VARIABLE}={text}", allowed=allowed)
+        ranks.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+    if world_size is not None and max(ranks) >= world_size:
+        raise TesseraError(
+            f"there is no rank {max(ranks)}: the run has {world_size}",
+            where=f"{VARIABLE}={text}",
+            allowed=[f"0 to {world_size - 1}"],
+        )
+    return sorted(ranks)
+
+
+def check_debug(world_size: int | None, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Refuse what cannot be debugged, before ranks start; return the settings of a run whose ranks may stand still."""
+    if not debugged_ranks(world_size, environ):
+        return {}
+    _debugger()
+    return {
+        "parallel.join_timeout_s": _PAUSE_S,
+        "parallel.timeout_s": _PAUSE_S,
+        "parallel.watch": False,  # a rank at a breakpoint looks stalled
+    }
+
+
+def wait_for_debugger(environ: Mapping[str, str] = os.environ) -> None:
+    """Wait for a debugger if `TESSERA_DEBUG` names this rank."""
+    rank, world_size, _ = environment_ranks(environ)
+    if rank in debugged_ranks(world_size, environ):
+        setup_debugpy(environ.get(HOST_VARIABLE, LOOPBACK))
+
+
+def setup_debugpy(host: str = LOOPBACK, base_port: int = FIRST_PORT) -> None:
+    """Listen on `base_port` plus the rank of this process, and wait until a debugger attaches.
+
+    Scripts call it without arguments. Where other machines must reach the port, name an address of this one, or
+    0.0.0.0 for all of them: whoever connects can run code here.
+    """
+    debugger = _debugger()
+    rank = environment_ranks()[0]
+    port = base_port + rank
+    try:
+        debugger.listen((host, port))
+    except (OSError, RuntimeError) as error:
+        raise TesseraError(
+            f"rank {rank} cannot listen on {host}:{port}: {first_line(error)}",
+            where=VARIABLE,
+            fix="end whatever uses the port, or name another address in " + HOST_VARIABLE,
+        ) from None
+    print(f"[Rank {rank}] Waiting for debugger attach on port {port}...", flush=True)
+    debugger.wait_for_client()
+    print(f"[Rank {rank}] Debugger attached!", flush=True)
+
+
+def _debugger() -> Any:
+    try:
+        import debugpy
+    except ModuleNotFoundError:
+        raise TesseraError(
+            "the debugger debugpy is not installed", where=VARIABLE, fix="pip install 'tessera-mm[debug]'"
+        ) from None
+    return debugpy
+
+
+def vscode_launch(ranks: Sequence[int], host: str = "localhost", remote_root: str = ".") -> str:
+    """Return a launch.json with one entry for each rank, and one that attaches to all of them."""
+    if not ranks or max(ranks) >= _MAX_RANKS:
+        raise TesseraError(f"ports from {FIRST_PORT} serve ranks 0 to {_MAX_RANKS - 1}", where="--nproc")
+    entries = [
+        {
+            "name": f"Attach to Worker {rank}",
+            "type": "debugpy",
+            "request": "attach",
+            "connect": {"host": host, "port": FIRST_PORT + rank},
+            "pathMappings": [{"localRoot": "${workspaceFolder}", "remoteRoot": remote_root}],
+            "justMyCode": False,
+        }
+        for rank in ranks
+    ]
+    together = {"name": "Attach to all workers", "configurations": [entry["name"] for entry in entries]}
+    return json.dumps({"version": "0.2.0", "configurations": entries, "compounds": [together]}, indent=2) + "\n"
+
+
+def write_vscode(folder: Path, text: str, overwrite: bool = False) -> list[str]:
+    """Write `.vscode/launch.json` below a folder; return what was done. A file that is there is kept beside it."""
+    path = folder / LAUNCH_FILE
+    messages = []
+    try:
+        if path.exists():
+            if path.read_text(encoding="utf-8") == text:
+                return [f"{path} is as it should be"]
+            if not overwrite:
+                raise TesseraError(
+                    f"{path} is already there",
+                    where="tessera config vscode",
+                    fix="add --overwrite, which keeps the old file as launch.json.bak; or --print to copy entries",
+                )
+            kept = path.with_name("launch.json.bak")
+            path.replace(kept)
+            messages.append(f"kept the old file as {kept}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TesseraError(f"{path} cannot be written: {first_line(error)}", where="tessera config vscode") from None
+    return [*messages, f"wrote {path}"]

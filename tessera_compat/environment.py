@@ -1,0 +1,207 @@
+"""Honour, pass on or explain the environment variables that launch scripts of MindSpeed-MM and Megatron set.
+
+`check_environment` refuses values that cannot be meant and returns one line for each variable that is set; whoever
+starts ranks calls it. `prepare_rank` does what a rank must do before its work begins; `begin_job` does both for the
+rank of a job file, whose variables also become settings.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tessera.core.callback import Callback
+from tessera.errors import TesseraError, nearest
+from tessera.runtime import device as devices
+from tessera.runtime.distributed import environment_ranks
+from tessera_compat.cpu_affinity import VARIABLE as AFFINITY
+from tessera_compat.cpu_affinity import bind_rank, parse_affinity
+from tessera_compat.debug import check_debug, wait_for_debugger
+
+Treatment = Literal["honoured", "passed on", "no effect"]
+
+
+@dataclass(frozen=True)
+class AllowedValues:
+    """Hold the values that a variable may have: a pattern, and the words for an error."""
+
+    pattern: str
+    allowed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """State how a run treats an environment variable."""
+
+    treatment: Treatment
+    meaning: str  # what it is, and what to use here
+    values: AllowedValues | None = None  # None: any
+    setting: str = ""  # key of the recipe that a job file's value becomes
+
+
+_SWITCH = AllowedValues(r"[01]", ("0", "1"))
+_SECONDS = AllowedValues(r"\d{1,9}", ("seconds, such as 1200",))
+_TRUE = AllowedValues(r"(?i:true|false|0|1)", ("true", "false"))
+_TO_ASCEND = "for Ascend's runtime"
+
+VARIABLES: dict[str, Variable] = {
+    AFFINITY: Variable("honoured", "binds each rank to CPU cores, on every device"),
+    "TASK_QUEUE_ENABLE": Variable(
+        "passed on",
+        "depth of Ascend's dispatch queue; other devices queue by themselves",
+        AllowedValues(r"[012]", ("0 (off)", "1", "2")),
+    ),
+    "CUDA_DEVICE_MAX_CONNECTIONS": Variable(
+        "passed on",
+        "Megatron wants 1, FSDP2 there more; nothing here depends on it",
+        AllowedValues(r"[1-9]|[12]\d|3[0-2]", ("1 to 32",)),
+    ),
+    "HCCL_CONNECT_TIMEOUT": Variable(
+        "honoured",
+        "how long ranks wait for each other; in a recipe: parallel.join_timeout_s",
+        _SECONDS,
+        setting="parallel.join_timeout_s",
+    ),
+    "HCCL_EXEC_TIMEOUT": Variable(
+        "honoured",
+        "how long a collective may take; in a recipe: parallel.timeout_s",
+        _SECONDS,
+        setting="parallel.timeout_s",
+    ),
+    "HCCL_DETERMINISTIC": Variable(
+        "passed on",
+        "order of sums in Ascend's collectives",
+        AllowedValues(r"(?i:true|false|strict|0|1)", ("true", "false", "strict")),
+    ),
+    "HCCL_WHITELIST_DISABLE": Variable("passed on", f"{_TO_ASCEND}: who may connect", _SWITCH),
+    "HCCL_BUFFSIZE": Variable(
+        "passed on", f"{_TO_ASCEND}: MiB of a communication buffer", AllowedValues(r"\d{1,6}", ("MiB",))
+    ),
+    "HCCL_SOCKET_IFNAME": Variable("passed on", "network interface of Ascend's collectives"),
+    "GLOO_SOCKET_IFNAME": Variable("honoured", "network interface of gloo; torch reads it"),
+    "PYTORCH_NPU_ALLOC_CONF": Variable(
+        "passed on", "Ascend's caching allocator; for other devices set PYTORCH_ALLOC_CONF"
+    ),
+    "COMBINED_ENABLE": Variable("passed on", f"{_TO_ASCEND}: merges operations on strided tensors", _SWITCH),
+    "ASCEND_GLOBAL_LOG_LEVEL": Variable(
+        "passed on",
+        f"{_TO_ASCEND}: how much it logs",
+        AllowedValues(r"[0-4]", ("0 (debug) to 4 (nothing)",)),
+    ),
+    "ASCEND_SLOG_PRINT_TO_STDOUT": Variable("passed on", f"{_TO_ASCEND}: where it logs", _SWITCH),
+    "ASCEND_LAUNCH_BLOCKING": Variable(
+        "passed on", "waits after each operation on Ascend; CUDA_LAUNCH_BLOCKING=1 does it on CUDA", _SWITCH
+    ),
+    "ASCEND_RT_VISIBLE_DEVICES": Variable(
+        "passed on", "which Ascend devices a process sees; CUDA_VISIBLE_DEVICES for CUDA"
+    ),
+    "ACLNN_CACHE_LIMIT": Variable(
+        "passed on", f"{_TO_ASCEND}: cache of operations", AllowedValues(r"\d{1,9}", ("a number",))
+    ),
+    "MULTI_STREAM_MEMORY_REUSE": Variable(
+        "passed on", f"{_TO_ASCEND}: allocator", AllowedValues(r"[012]", ("0", "1", "2"))
+    ),
+    "NPU_ASD_ENABLE": Variable(
+        "passed on",
+        "Ascend's search for silent errors; the guard of a run searches on every device (docs: survive bad steps)",
+        AllowedValues(r"[0-3]", ("0 (off) to 3",)),
+    ),
+    "CLOSE_MATMUL_K_SHIFT": Variable("passed on", f"{_TO_ASCEND}: order of sums in products", _SWITCH),
+    "TOKENIZERS_PARALLELISM": Variable("honoured", "threads of tokenizers; off in worker processes"),
+    "OMP_NUM_THREADS": Variable("honoured", "threads of torch on the CPU"),
+    "NON_MEGATRON": Variable("no effect", "chose between two trainers there; here there is one", _TRUE),
+    "VP_SIZE": Variable("no effect", "virtual pipeline stages come from --virtual-pipeline-model-parallel-size"),
+    "ENABLE_GC_THRESHOLD": Variable(
+        "no effect", "sets Python's garbage collector there; it is left as it is here", _SWITCH
+    ),
+    "HF_SAVE_WAIT_MODE": Variable(
+        "no effect", "for saving Hugging Face folders there; an export here is whole or not there"
+    ),
+    "MM_FORCE_EP_BALANCE": Variable("no effect", "a debugging aid: it routes tokens evenly, which changes results"),
+    "VLLM_USE_V1": Variable("no effect", "for a library that is not used here"),
+    "JSONARGPARSE_DEFAULT_ENV": Variable("honoured", "true: mm-convert takes options from variables, too", _TRUE),
+}
+_FOREIGN = re.compile(r"(?:ASCEND|HCCL|ACLNN|NPU|PYTORCH_NPU)_\w+")
+
+
+def check_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Refuse values that cannot be meant; return a line for each variable that is set and not simply honoured."""
+    lines = []
+    for name, value in sorted(environ.items()):
+        known = VARIABLES.get(name)
+        if known is None and not _FOREIGN.fullmatch(name):
+            continue
+        if known is None:
+            near = nearest(name, VARIABLES)
+            hint = f"; did you mean {near}?" if near else ""
+            lines.append(f"{name}={value}: passed on as it is; nothing here reads it{hint}")
+            continue
+        if known.values and not re.fullmatch(known.values.pattern, value):
+            raise TesseraError(
+                f"{name}={value}", where="environment", allowed=known.values.allowed, fix=f"mend or unset {name}"
+            )
+        if name == AFFINITY:
+            parse_affinity(value)
+        if known.treatment != "honoured" or known.setting:
+            treatment = "honoured in job files" if known.setting else known.treatment
+            lines.append(f"{name}={value}: {treatment}: {known.meaning}")
+    return lines
+
+
+def explain_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """Check the variables, and print once per run what becomes of them."""
+    lines = check_environment(environ)
+    launched_here = environ.get("TORCHELASTIC_RUN_ID") == "tessera"  # then the launcher has said it
+    if environment_ranks(environ)[0] == 0 and not launched_here:
+        for line in lines:
+            print(line, file=sys.stderr)
+
+
+def job_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return the settings of a recipe that the environment of a job gives: {"parallel.join_timeout_s": 1200.0}."""
+    check_environment(environ)
+    return {
+        known.setting: float(environ[name])
+        for name, known in VARIABLES.items()
+        if known.setting and name in environ and float(environ[name]) > 0  # 0: wait as long as it takes
+    }
+
+
+def prepare_rank(environ: Mapping[str, str] = os.environ) -> list[Callback]:
+    """Do what the environment asks of this rank; return the callbacks that its run needs for it.
+
+    To be called before the rank joins the others: threads and processes inherit cores from whoever begins them.
+    """
+    conf = parse_affinity(environ.get(AFFINITY, ""))
+    if conf.mode == 0:
+        return []
+    if devices.binds_cores_itself():
+        return []
+    rank, _, local = environment_ranks(environ)
+    ranks_here = max(1, local + 1, int(environ.get("LOCAL_WORLD_SIZE", 1)))
+    return bind_rank(conf, local, devices.pci_addresses(ranks_here), warn=rank == 0)
+
+
+@dataclass(frozen=True)
+class JobStart:
+    """Hold what the environment adds to a job."""
+
+    settings: dict[str, Any]  # of its recipe
+    callbacks: list[Callback]
+
+
+def begin_job(prepared: list[Callback] | None = None) -> JobStart:
+    """Check and explain the variables of a job, wait for a debugger, and prepare this rank.
+
+    `prepared`: the callbacks of `prepare_rank`, where whoever started the script has called it.
+    """
+    explain_environment()
+    settings = {**job_settings(), **check_debug(environment_ranks()[1])}
+    if prepared is None:
+        wait_for_debugger()
+        prepared = prepare_rank()
+    return JobStart(settings, prepared)

@@ -1,0 +1,227 @@
+"""Build modules from specifications, and give them what Megatron's modules have: `MegatronModule`, `Float16Module`."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tessera.errors import TesseraError
+from tessera.runtime.torch_internals import tree_map_only
+from tessera_compat.megatron import parallel_state
+from tessera_compat.megatron.config import ModelParallelConfig, TransformerConfig
+from tessera_compat.megatron.sharding import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+
+
+class ModelType(enum.Enum):
+    """Say of how many stacks of layers a model consists."""
+
+    encoder_or_decoder = 1
+    retro_encoder = 2
+    retro_decoder = 3
+    encoder_and_decoder = 4
+
+
+class AttnMaskType(enum.Enum):
+    """Say which positions attention may see."""
+
+    padding = 1
+    causal = 2
+    no_mask = 3
+    padding_causal = 4
+    arbitrary = 5
+
+
+class LayerType(enum.Enum):
+    """Say to which stack a layer belongs."""
+
+    encoder = 1
+    decoder = 2
+
+
+class AttnBackend(enum.Enum):
+    """Name implementations of attention; the layers here have one."""
+
+    flash = 1
+    fused = 2
+    unfused = 3
+    local = 4
+    auto = 5
+
+
+@dataclass
+class ModuleSpec:
+    """Say of which class a module is, with which arguments it is built, and of which modules it consists."""
+
+    module: tuple[str, str] | type | Callable[..., Any]
+    params: dict[str, Any] = field(default_factory=dict)
+    submodules: Any = None
+
+
+def import_module(module_path: tuple[str, str]) -> Any:
+    """Return the class that a (module, name) pair stands for."""
+    path, name = module_path
+    return vars(importlib.import_module(path))[name]
+
+
+def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
+    """Return the class or function of a specification."""
+    target = spec_or_module.module if isinstance(spec_or_module, ModuleSpec) else spec_or_module
+    return import_module(target) if isinstance(target, tuple) else target
+
+
+def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the module that a specification describes; a function is returned as it is."""
+    target = get_module(spec_or_module)
+    if not isinstance(target, type):
+        return target
+    spec = spec_or_module if isinstance(spec_or_module, ModuleSpec) else ModuleSpec(target)
+    if spec.submodules is not None:
+        kwargs["submodules"] = spec.submodules
+    return target(*args, **spec.params, **kwargs)
+
+
+class MegatronModule(nn.Module):
+    """Hold a `config`, and describe the shards of the module's parameters."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Describe what this rank holds: its own parameters, then those of each child."""
+        own = dict(self.named_parameters(recurse=False))
+        shards: dict[str, Any] = dict(make_sharded_tensors_for_checkpoint(own, prefix, {}, sharded_offsets))
+        for name, child in self.named_children():
+            shards.update(sharded_state_dict_default(child, f"{prefix}{name}.", sharded_offsets, metadata))
+        return shards
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def set_is_first_microbatch(self) -> None:
+        """Do nothing: no layer keeps anything from one micro-batch to the next."""
+
+
+class GraphableMegatronModule(MegatronModule):
+    """Serve newer code, which derives from this name, as a `MegatronModule`; nothing is captured in a graph."""
+
+
+class IdentityOp(nn.Module):
+    """Return the input. It takes the place of a module that a specification leaves out."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x
+
+
+class IdentityFuncOp(IdentityOp):
+    """Return a function that returns its input."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward
+
+
+def float16_to_fp32(value: Any) -> Any:
+    """Return nested values with tensors of 16 bit cast to float32."""
+    return tree_map_only(Tensor, lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t, value)
+
+
+def fp32_to_float16(value: Any, float16_convertor: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested values with float32 tensors cast to 16 bit."""
+    return tree_map_only(Tensor, lambda t: float16_convertor(t) if t.dtype == torch.float32 else t, value)
+
+
+class ModelWrapper(MegatronModule):
+    """Hold a model as `module`, whose state is its own state."""
+
+    module: Any
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        self.module.set_input_tensor(input_tensor)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        return sharded_state_dict_default(self.module, prefix, sharded_offsets, metadata)
+
+
+class Float16Module(ModelWrapper):
+    """Hold a model whose parameters are cast once to fp16 or bf16.
+
+    Positional inputs of the first pipeline stage are cast on the way in, outputs of the last one on the way out.
+    """
+
+    def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
+        super().__init__(config)
+        self.fp16, self.bf16 = config.fp16, config.bf16
+        if not (self.fp16 or self.bf16):
+            raise TesseraError("Float16Module needs fp16 or bf16", where="TransformerConfig", fix="set fp16=True")
+        dtype = torch.float16 if self.fp16 else torch.bfloat16
+        self.add_module("module", module.to(dtype))
+        self.float16_convertor = lambda value: value.to(dtype)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if parallel_state.is_pipeline_first_stage():
+            inputs = fp32_to_float16(inputs, self.float16_convertor)
+        outputs = self.module(*inputs, **kwargs)
+        return float16_to_fp32(outputs) if parallel_state.is_pipeline_last_stage() else outputs
+
+
+def wrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a model and what it wraps, from the outside to the inside. Wrappers keep their model as `module`."""
+    current: nn.Module | None = model
+    while current is not None:
+        yield current
+        current = dict(current.named_children()).get("module")
+
+
+def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
+    """Return an attribute of the outermost of a model and what it wraps that has it."""
+    if isinstance(model, list):
+        raise TesseraError("one model is expected here, not a list of chunks", where="get_attr_wrapped_model")
+    for one in wrapped(model):
+        if hasattr(one, attr) and (allow_none or getattr(one, attr) is not None):
+            return one if return_model_obj else getattr(one, attr)
+    raise TesseraError(
+        f"the model has no {attr!r}", where=type(model).__name__, fix="models of these schedules are MegatronModules"
+    )
+
+
+def get_model_config(model: nn.Module) -> ModelParallelConfig:
+    """Return the configuration of a model, inside of whatever wraps it."""
+    config: ModelParallelConfig = get_attr_wrapped_model(model, "config", allow_none=False)
+    return config
+
+
+def get_model_type(model: nn.Module) -> ModelType:
+    kind: ModelType = get_attr_wrapped_model(model, "model_type")
+    return kind
+
+
+def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -> Any:
+    """Return a model without its wrappers, or a list of models without theirs."""
+    if isinstance(model, list):
+        return [unwrap_model(one, module_instances) for one in model]
+    inner = list(wrapped(model))
+    return next((one for one in inner if not isinstance(one, module_instances or ModelWrapper)), inner[-1])
+
+
+def refuse_inference(**options: Any) -> None:
+    """Raise for arguments of inference and packing, which training scripts leave at None."""
+    for name, value in options.items():
+        if value is not None:
+            raise TesseraError(
+                f"{name} is not offered: these layers train on whole sequences", fix="leave it out, or see tessera.load"
+            )

@@ -1,0 +1,414 @@
+"""Keep the process groups of tensor, pipeline, data, context and expert parallelism, as `megatron.core.parallel_state`.
+
+`initialize_model_parallel` builds one `ParallelState`; the functions of this module read it. Ranks are ordered by
+`order`, whose first axis varies fastest: `tp-cp-ep-dp-pp` as in release 0.12.1.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from tessera.errors import TesseraError
+from tessera.runtime.log import logger
+from tessera_compat.state import current
+
+Group = dist.ProcessGroup | None
+WHERE = "initialize_model_parallel"
+AXES = ("tp", "cp", "ep", "dp", "pp")
+
+
+def rank_groups(world: int, sizes: dict[str, int], order: Sequence[str], axes: Sequence[str]) -> list[list[int]]:
+    """Return the groups of ranks that differ in their coordinates on `axes` alone, each in ascending order."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(world):
+        rest, fixed = rank, []
+        for axis in order:
+            rest, coordinate = divmod(rest, sizes[axis])
+            if axis not in axes:
+                fixed.append(coordinate)
+        groups.setdefault(tuple(fixed), []).append(rank)
+    return list(groups.values())
+
+
+@dataclass
+class ParallelState:
+    """Hold the sizes of all axes and the groups of this rank: `groups["tp"]`, `groups["dp-cp"]` and so on."""
+
+    sizes: dict[str, int]
+    expert_sizes: dict[str, int]
+    order: tuple[str, ...]
+    timeout: datetime.timedelta
+    virtual_size: int | None
+    virtual_rank: int | None
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    ranks: dict[str, list[int]] = field(default_factory=dict)
+    overrides: dict[str, int] = field(default_factory=dict)  # what `set_*` functions have set
+
+    def make(self, name: str, axes: str, sizes: dict[str, int] | None = None, backend: str | None = None) -> None:
+        """Create all groups over the axes `a-b`, as all ranks do together, and keep that of this rank."""
+        for ranks in rank_groups(dist.get_world_size(), sizes or self.sizes, self.order, axes.split("-")):
+            self.make_group(name, ranks, backend)
+
+    def make_group(self, name: str, ranks: list[int], backend: str | None = None) -> None:
+        group = dist.new_group(ranks, timeout=self.timeout, backend=backend)
+        if dist.get_rank() in ranks:
+            self.groups[name], self.ranks[name] = group, ranks
+
+    def size(self, name: str) -> int:
+        return self.overrides.get(f"{name} size", len(self.ranks[name]))
+
+    def rank(self, name: str) -> int:
+        return self.overrides.get(f"{name} rank", self.ranks[name].index(dist.get_rank()))
+
+
+def _refuse(what: str, where: str, fix: str | None = None) -> TesseraError:
+    return TesseraError(what, where=f"{WHERE}: {where}", fix=fix)
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_split_rank: int | None = None,
+    use_sharp: bool = False,
+    context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    expert_model_parallel_size: int = 1,
+    num_distributed_optimizer_instances: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    nccl_communicator_config_path: str | None = None,
+    distributed_timeout_minutes: int = 30,
+    order: str = "tp-cp-ep-dp-pp",
+    encoder_tensor_model_parallel_size: int = 0,
+    encoder_pipeline_model_parallel_size: int | None = 0,
+    get_embedding_ranks: Callable[..., list[int]] | None = None,
+    get_position_embedding_ranks: Callable[..., list[int]] | None = None,
+    create_gloo_process_groups: bool = True,
+) -> None:
+    """Create the process groups of all axes; every rank calls it with the same numbers."""
+    if not dist.is_initialized():
+        raise _refuse("the process group is missing", "first", "call torch.distributed.init_process_group before it")
+    if current().parallel is not None:
+        raise _refuse("model parallelism is initialized already", "twice", "call destroy_model_parallel() first")
+    for name, value, nothing in (
+        ("pipeline_model_parallel_split_rank", pipeline_model_parallel_split_rank, None),
+        ("hierarchical_context_parallel_sizes", hierarchical_context_parallel_sizes, None),
+        ("num_distributed_optimizer_instances", num_distributed_optimizer_instances, 1),
+        ("encoder_tensor_model_parallel_size", encoder_tensor_model_parallel_size, 0),
+        ("encoder_pipeline_model_parallel_size", encoder_pipeline_model_parallel_size or 0, 0),
+    ):
+        if value != nothing:
+            raise _refuse(f"{name}={value} is not offered: models here have one stack of layers", name)
+    if use_sharp or nccl_communicator_config_path:
+        logger().info("use_sharp and nccl_communicator_config_path: without effect, groups take torch's settings")
+    world = dist.get_world_size()
+    tp, pp, cp, ep = (
+        tensor_model_parallel_size,
+        pipeline_model_parallel_size,
+        context_parallel_size,
+        expert_model_parallel_size,
+    )
+    etp = expert_tensor_parallel_size or tp
+    for what, product in (("tensor x pipeline x context", tp * pp * cp), ("expert layers", etp * ep * pp)):
+        if product < 1 or world % product:
+            raise _refuse(
+                f"{world} ranks cannot be split: {what} parallelism needs a multiple of {product}",
+                f"tensor {tp}, pipeline {pp}, context {cp}, expert {ep}",
+                "change the sizes or the number of ranks",
+            )
+    names = tuple(order.lower().split("-"))
+    if sorted(set(names)) != sorted(names) or not set(names) <= set(AXES):
+        raise _refuse(f"order {order!r} must name each of {', '.join(AXES)} at most once", "order")
+    left_out = [axis for axis, size in zip(AXES, (tp, cp, ep, 0, pp), strict=True) if size > 1 and axis not in names]
+    if left_out:
+        raise _refuse(f"order {order!r} leaves out {', '.join(left_out)}, whose size is above 1", "order")
+    names += tuple(axis for axis in AXES if axis not in names)
+    if virtual_pipeline_model_parallel_size is not None and pp < 2:
+        raise _refuse("an interleaved schedule needs two pipeline stages or more", "pipeline_model_parallel_size")
+    state = ParallelState(
+        sizes={"tp": tp, "cp": cp, "ep": 1, "dp": world // (tp * pp * cp), "pp": pp},
+        expert_sizes={"tp": etp, "cp": 1, "ep": ep, "dp": world // (etp * ep * pp), "pp": pp},
+        order=names,
+        timeout=datetime.timedelta(minutes=distributed_timeout_minutes),
+        virtual_size=virtual_pipeline_model_parallel_size,
+        virtual_rank=None if virtual_pipeline_model_parallel_size is None else 0,
+    )
+    for name in ("tp", "pp", "dp", "cp", "dp-cp", "tp-pp", "tp-dp", "tp-dp-cp", "tp-cp"):
+        state.make(name, name)
+    # Each kind of message has a group of its own, so that one kind never waits behind another: gradients, and with
+    # several model chunks what goes from the last stage to the first.
+    state.make("pp backward", "pp")
+    if virtual_pipeline_model_parallel_size is not None:
+        state.make("pp wrap", "pp")
+        state.make("pp wrap backward", "pp")
+    for name, axes in (("ep", "ep"), ("etp", "tp"), ("etp-ep", "tp-ep"), ("etp-ep-pp", "tp-ep-pp"), ("edp", "dp")):
+        state.make(name, axes, state.expert_sizes)
+    if create_gloo_process_groups:
+        for name in ("dp", "dp-cp"):
+            state.make(f"{name} gloo", name, backend="gloo")
+    for ranks in rank_groups(world, state.sizes, state.order, ["pp"]):
+        ends = [ranks[0], ranks[-1]] if len(ranks) > 1 else ranks
+        state.make_group("embedding", get_embedding_ranks(ranks) if get_embedding_ranks else ends)
+        first = get_position_embedding_ranks(ranks) if get_position_embedding_ranks else ranks[:1]
+        state.make_group("position embedding", first)
+    current().parallel = state
+
+
+def destroy_model_parallel() -> None:
+    """Forget the groups; `initialize_model_parallel` can be called again."""
+    current().parallel = None
+
+
+def model_parallel_is_initialized() -> bool:
+    return current().parallel is not None
+
+
+def is_initialized() -> bool:
+    return model_parallel_is_initialized()
+
+
+def is_unitialized() -> bool:
+    return not model_parallel_is_initialized()
+
+
+def _state() -> ParallelState:
+    state: ParallelState | None = current().parallel
+    if state is None:
+        raise TesseraError(
+            "model parallelism is not initialized", where="parallel_state", fix=f"call parallel_state.{WHERE}(tp, pp)"
+        )
+    return state
+
+
+def _group(name: str, check_initialized: bool = True) -> Any:
+    state = _state() if check_initialized else current().parallel
+    return state.groups.get(name) if state is not None else None
+
+
+def get_tensor_model_parallel_group(check_initialized: bool = True) -> Any:
+    return _group("tp", check_initialized)
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return _state().size("tp")
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return _state().rank("tp")
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Return the global rank of the first rank in this rank's tensor-parallel group."""
+    return _state().ranks["tp"][0]
+
+
+def set_tensor_model_parallel_world_size(world_size: int) -> None:
+    _state().overrides["tp size"] = world_size
+
+
+def set_tensor_model_parallel_rank(rank: int) -> None:
+    _state().overrides["tp rank"] = rank
+
+
+def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Any:
+    return _group("pp", check_initialized)
+
+
+def get_pipeline_message_group(wraps: bool, backward: bool) -> Any:
+    """Return the group in which one kind of message travels between stages; the name is Tessera's own."""
+    group = _group("pp" + " wrap" * wraps + " backward" * backward)
+    if group is None:
+        raise _refuse(
+            "the groups for several model chunks are missing",
+            "virtual_pipeline_model_parallel_size",
+            f"give it to {WHERE} instead of setting it afterwards",
+        )
+    return group
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    return _state().size("pp")
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    return _state().rank("pp")
+
+
+def set_pipeline_model_parallel_world_size(world_size: int) -> None:
+    _state().overrides["pp size"] = world_size
+
+
+def set_pipeline_model_parallel_rank(rank: int) -> None:
+    _state().overrides["pp rank"] = rank
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    return _state().ranks["pp"][0]
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    return _state().ranks["pp"][-1]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    state = _state()
+    return state.ranks["pp"][(state.rank("pp") + 1) % len(state.ranks["pp"])]
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    state = _state()
+    return state.ranks["pp"][state.rank("pp") - 1]
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    return _state().virtual_size
+
+
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    _state().virtual_size = world_size
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    return _state().virtual_rank
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    _state().virtual_rank = rank
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
+    """Return whether this rank, in its current model chunk, embeds the tokens."""
+    state = _state()
+    chunk = state.virtual_rank if vp_stage is None else vp_stage
+    if not ignore_virtual and state.virtual_size is not None and chunk != 0:
+        return False
+    return state.rank("pp") == 0
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
+    """Return whether this rank, in its current model chunk, computes the loss."""
+    state = _state()
+    chunk = state.virtual_rank if vp_stage is None else vp_stage
+    if not ignore_virtual and state.virtual_size is not None and chunk != state.virtual_size - 1:
+        return False
+    return state.rank("pp") == state.size("pp") - 1
+
+
+def is_rank_in_embedding_group(ignore_virtual: bool = False) -> bool:
+    if "embedding" not in _state().ranks:
+        return False
+    return ignore_virtual or is_pipeline_first_stage() or is_pipeline_last_stage()
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    return "position embedding" in _state().ranks
+
+
+def get_embedding_group(check_initialized: bool = True) -> Any:
+    return _group("embedding", check_initialized)
+
+
+def get_position_embedding_group(check_initialized: bool = True) -> Any:
+    return _group("position embedding", check_initialized)
+
+
+def get_model_parallel_group(check_initialized: bool = True) -> Any:
+    return _group("tp-pp", check_initialized)
+
+
+def _data_name(with_context_parallel: bool) -> str:
+    return "dp-cp" if with_context_parallel else "dp"
+
+
+def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
+    return _group(_data_name(with_context_parallel))
+
+
+def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
+    group = _group(f"{_data_name(with_context_parallel)} gloo")
+    if group is None:
+        raise TesseraError("there are no gloo groups", where=WHERE, fix="pass create_gloo_process_groups=True")
+    return group
+
+
+def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    return _state().size(_data_name(with_context_parallel))
+
+
+def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    return _state().rank(_data_name(with_context_parallel))
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    return _state().ranks[_data_name(with_context_parallel)][0]
+
+
+def get_context_parallel_group(check_initialized: bool = True) -> Any:
+    return _group("cp", check_initialized)
+
+
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
+    return list(_state().ranks["cp"])
+
+
+def get_context_parallel_world_size() -> int:
+    state = current().parallel
+    return 1 if state is None else state.size("cp")
+
+
+def get_context_parallel_rank() -> int:
+    state = current().parallel
+    return 0 if state is None else state.rank("cp")
+
+
+def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> Any:
+    return _group("tp-dp-cp" if with_context_parallel else "tp-dp")
+
+
+def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Any:
+    return _group("tp-cp", check_initialized)
+
+
+def get_expert_model_parallel_group(check_initialized: bool = True) -> Any:
+    return _group("ep", check_initialized)
+
+
+def get_expert_model_parallel_world_size() -> int:
+    return _state().size("ep")
+
+
+def get_expert_model_parallel_rank() -> int:
+    return _state().rank("ep")
+
+
+def get_expert_tensor_parallel_group(check_initialized: bool = True) -> Any:
+    return _group("etp", check_initialized)
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    return _state().size("etp")
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    return _state().rank("etp")
+
+
+def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> Any:
+    return _group("etp-ep", check_initialized)
+
+
+def get_expert_tensor_model_pipeline_parallel_group() -> Any:
+    return _group("etp-ep-pp")
+
+
+def get_expert_data_parallel_group(check_initialized: bool = True) -> Any:
+    return _group("edp", check_initialized)
+
+
+def get_expert_data_parallel_rank() -> int:
+    return _state().rank("edp")

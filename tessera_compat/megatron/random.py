@@ -1,0 +1,175 @@
+"""Keep named random streams beside torch's own, on any device, as `megatron.core.tensor_parallel.random`.
+
+Ranks of one tensor-parallel group share torch's stream, so that dropout of what they all hold is the same, and have a
+stream of their own (`model-parallel-rng`) for what is split between them. The names say cuda as the copied API does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from tessera.errors import TesseraError, nearest
+from tessera.runtime import device as devices
+from tessera.runtime.rng import derive
+from tessera_compat.megatron import parallel_state
+from tessera_compat.state import current
+
+MODEL_PARALLEL = "model-parallel-rng"
+EXPERT_PARALLEL = "expert-parallel-rng"
+DATA_PARALLEL = "data-parallel-rng"
+
+
+def _stream() -> Any:
+    """Return the module whose `get_rng_state` and `set_rng_state` are those of the current device."""
+    device = devices.current()
+    return torch if device.type == "cpu" else torch.get_device_module(device)
+
+
+class CudaRNGStatesTracker:
+    """Keep states of random streams by name; `fork` draws from one of them for a while."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def is_initialized(self) -> bool:
+        return bool(self.states_)
+
+    def reset(self) -> None:
+        """Forget all streams."""
+        self.states_: dict[str, Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self.states_ = states
+
+    def add(self, name: str, seed: int) -> None:
+        """Begin a stream from a seed that no other stream began from."""
+        if seed in self.seeds_:
+            raise TesseraError(f"the seed {seed} is that of another random stream", where=f"add({name!r})")
+        if name in self.states_:
+            raise TesseraError(f"there is a random stream {name!r} already", where="add", fix="call reset() before")
+        self.seeds_.add(seed)
+        stream = _stream()
+        before = stream.get_rng_state()
+        stream.manual_seed(seed)
+        self.states_[name] = stream.get_rng_state()
+        stream.set_rng_state(before)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Draw from the stream `name` inside the block, and from the former one again after it."""
+        if name not in self.states_:
+            raise TesseraError(
+                f"there is no random stream {name!r}",
+                nearest=nearest(name, self.states_),
+                fix="call model_parallel_cuda_manual_seed(seed) after initialize_model_parallel",
+            )
+        stream = _stream()
+        before = stream.get_rng_state()
+        stream.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = stream.get_rng_state()
+            stream.set_rng_state(before)
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """Return the tracker of this run."""
+    state = current()
+    if state.rng is None:
+        state.rng = CudaRNGStatesTracker()
+    tracker: CudaRNGStatesTracker = state.rng
+    return tracker
+
+
+def initialize_rng_tracker(use_te_rng_tracker: bool = False, **options: bool) -> None:
+    """Make the tracker of this run if there is none yet."""
+    asked = [name for name, value in {"use_te_rng_tracker": use_te_rng_tracker, **options}.items() if value]
+    if asked:
+        raise TesseraError(f"{asked[0]}=True cannot be served: there is one kind of tracker here")
+    get_cuda_rng_tracker()
+
+
+def get_expert_parallel_rng_tracker_name() -> str:
+    return EXPERT_PARALLEL
+
+
+def get_data_parallel_rng_tracker_name() -> str:
+    return DATA_PARALLEL
+
+
+def model_parallel_cuda_manual_seed(
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+) -> None:
+    """Seed torch's stream on the current device and the named streams of this rank, with the offsets of 0.12.1.
+
+    Without an accelerator the stream of the device is the host's, so this also seeds what is drawn on the host.
+    """
+    initialize_rng_tracker(
+        te_rng_tracker, inference_rng_tracker=inference_rng_tracker, use_cudagraphable_rng=use_cudagraphable_rng
+    )
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    _stream().manual_seed(seed)
+    tracker.add(DATA_PARALLEL, seed)
+    tracker.add(MODEL_PARALLEL, seed + 2718 + parallel_state.get_tensor_model_parallel_rank())
+    expert = 100 * parallel_state.get_expert_model_parallel_rank() + parallel_state.get_expert_tensor_parallel_rank()
+    tracker.add(EXPERT_PARALLEL, seed + 1024 + expert)
+
+
+@contextmanager
+def model_parallel_stream() -> Iterator[None]:
+    """Draw what is split between tensor-parallel ranks; without seeded streams, draw from torch's own."""
+    tracker = get_cuda_rng_tracker()
+    if not tracker.is_initialized():
+        yield
+        return
+    with tracker.fork():
+        yield
+
+
+@contextmanager
+def layout_independent_init(*words: object) -> Iterator[None]:
+    """Draw the weights of one part of a model on the host from the process seed and the name of the part.
+
+    Each part then begins with the same weights however many ranks the model is split over.
+    """
+    with torch.random.fork_rng(devices=[]):
+        # Only the host's generator: `torch.manual_seed` would seed that of the accelerator as well.
+        torch.default_generator.manual_seed(derive(torch.initial_seed(), "megatron init", *words))
+        yield
+
+
+def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    """Run a function without keeping its activations; backward computes them again with the same random numbers."""
+    if distribute_saved_activations:
+        raise TesseraError("distribute_saved_activations=True cannot be served", fix="pass False")
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    recomputing = [False]
+
+    def with_streams(*inputs: Any) -> Any:
+        if not recomputing[0]:
+            recomputing[0] = True
+            return function(*inputs)
+        after = tracker.get_states()
+        tracker.set_states(dict(states))
+        try:
+            return function(*inputs)
+        finally:
+            tracker.set_states(after)
+
+    return torch_checkpoint(with_streams, *args, use_reentrant=False)

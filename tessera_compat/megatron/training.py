@@ -1,0 +1,164 @@
+"""Build models for training and print from one rank, as `megatron.training`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tessera.errors import TesseraError
+from tessera.runtime import device as devices
+from tessera_compat import state
+from tessera_compat.megatron import parallel_state
+from tessera_compat.megatron.config import TransformerConfig
+from tessera_compat.megatron.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from tessera_compat.megatron.mappings import broadcast_data
+from tessera_compat.megatron.module import Float16Module, ModelType, get_model_config
+
+Provider = Callable[..., nn.Module]
+
+
+def _argument(name: str, default: Any) -> Any:
+    """Return an argument of the run, or the default if the script has parsed none."""
+    args = state.current().args
+    return default if args is None else vars(args).get(name, default)
+
+
+def _provided(provider: Provider, pre_process: bool, post_process: bool) -> nn.Module:
+    """Call a provider for one stage. One that takes no stage is called without, unless there are several stages."""
+    names = inspect.signature(provider).parameters
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
+    if takes_all or {"pre_process", "post_process"} <= set(names):
+        return provider(pre_process=pre_process, post_process=post_process)
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        raise TesseraError(
+            "model_provider takes no pre_process and post_process, which tell the first stage from the last",
+            where="get_model",
+            fix="def model_provider(pre_process=True, post_process=True)",
+        )
+    return provider()
+
+
+def get_model(
+    model_provider_func: Provider,
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    wrap_with_ddp: bool = True,
+) -> list[nn.Module]:
+    """Return the model chunks of this rank: on its device, in 16 bit if asked to, and wrapped for data parallelism."""
+    if model_type is not ModelType.encoder_or_decoder:
+        raise TesseraError(f"{model_type} is not offered", where="get_model", allowed=["ModelType.encoder_or_decoder"])
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    models: list[nn.Module] = []
+    for chunk in range(chunks or 1):
+        if chunks is not None:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+        first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        model = _provided(model_provider_func, first, last)
+        model.model_type = model_type  # type: ignore[assignment]
+        models.append(model)
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+        count = sum(parameter.numel() for model in models for parameter in model.parameters())
+        ranks = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
+        print(f" > number of parameters on (tensor, pipeline) model parallel rank {ranks}: {count}", flush=True)
+    models = [model.to(devices.current()) for model in models]
+    config: Any = get_model_config(models[0])
+    if config.fp16 or config.bf16:
+        models = [Float16Module(config, model) for model in models]
+    if wrap_with_ddp:
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=bool(_argument("accumulate_allreduce_grads_in_fp32", False)),
+            check_for_nan_in_grad=bool(_argument("check_for_nan_in_loss_and_grad", False)),
+        )
+        wrapped = [DistributedDataParallel(config, ddp_config, model) for model in models]
+        if _argument("data_parallel_random_init", False):
+            for one in wrapped:
+                one.broadcast_params()
+        models = list(wrapped)
+    return models
+
+
+def core_transformer_config_from_args(
+    args: Any, config_class: type[TransformerConfig] | None = None
+) -> TransformerConfig:
+    """Return the configuration that command-line arguments describe; fields have the names of arguments."""
+    kind = config_class or TransformerConfig
+    given = {one.name: vars(args)[one.name] for one in fields(kind) if one.name in vars(args)}
+    if "norm_epsilon" in vars(args):
+        given["layernorm_epsilon"] = vars(args)["norm_epsilon"]
+    given.setdefault("pipeline_dtype", given.get("params_dtype", torch.float32))
+    if vars(args).get("swiglu"):
+        given.update(activation_func=torch.nn.functional.silu, gated_linear_unit=True)
+    if "disable_bias_linear" in vars(args):
+        given["add_bias_linear"] = not vars(args)["disable_bias_linear"]
+    return kind(**{name: value for name, value in given.items() if value is not None})
+
+
+def _is_rank(rank: int) -> bool:
+    return not dist.is_initialized() or dist.get_rank() == rank % dist.get_world_size()
+
+
+def print_rank_0(message: object) -> None:
+    """Print on the first rank, or where there is one process."""
+    if _is_rank(0):
+        print(message, flush=True)
+
+
+def is_last_rank() -> bool:
+    return _is_rank(-1)
+
+
+def print_rank_last(message: object) -> None:
+    """Print on the last rank, which knows the loss when a pipeline computes it."""
+    if is_last_rank():
+        print(message, flush=True, file=sys.stdout)
+
+
+def get_batch_on_this_tp_rank(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, Any]:
+    """Return the next batch on all tensor-parallel ranks; only the first one reads it from its iterator."""
+    first = parallel_state.get_tensor_model_parallel_rank() == 0
+    if first and data_iterator is None:
+        raise TesseraError("the first tensor-parallel rank has no data", where="get_batch_on_this_tp_rank")
+    data = next(data_iterator) if first and data_iterator is not None else None
+    types: list[Any] = [None if data is None else {name: tensor.dtype for name, tensor in data.items()}]
+    source, group = (
+        parallel_state.get_tensor_model_parallel_src_rank(),
+        parallel_state.get_tensor_model_parallel_group(),
+    )
+    dist.broadcast_object_list(types, src=source, group=group)
+    names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    batch: dict[str, Any] = dict.fromkeys(names)
+    for name, dtype in types[0].items():
+        batch.update(broadcast_data([name], data, dtype))
+    return batch
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return this rank's part of every sequence: the n-th slice from the front and the n-th from the end, which have
+    together as much causal attention as those of any other rank."""
+    ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    if ranks == 1:
+        return batch
+    own = {}
+    for name, tensor in batch.items():
+        if tensor is not None:
+            dim = 2 if name == "attention_mask" else 1
+            slices = torch.tensor_split(tensor, 2 * ranks, dim=dim)
+            if tensor.shape[dim] % (2 * ranks):
+                raise TesseraError(f"a sequence of {tensor.shape[dim]} does not divide into {2 * ranks} slices")
+            tensor = torch.cat([slices[rank], slices[-1 - rank]], dim=dim)
+        own[name] = tensor
+    return own
+
+
+def average_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.Tensor:
+    """Return the losses averaged over data-parallel ranks."""
+    group = parallel_state.get_data_parallel_group()
+    together = torch.stack([loss.detach().clone().reshape(()) for loss in losses])
+    dist.all_reduce(together, group=group)
+    return together.div_(group.size())

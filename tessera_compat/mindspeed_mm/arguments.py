@@ -1,0 +1,362 @@
+"""Parse the command line of a MindSpeed-MM job into the namespace that its scripts expect.
+
+    args = parse_args()                       # of sys.argv
+    args.micro_batch_size, args.params_dtype  # Megatron's names
+    args.mm.model.text_decoder.num_layers     # the JSON files behind --mm-model, --mm-data and --mm-tool
+
+Names, defaults and states of the flags are in `flags.FLAGS`. A job may also be one YAML file whose `gpt_args` and
+`lora_args` are the flags and whose `model` and `data` are the JSON files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from tessera.config.fsdp2_file import FSDP2_KEYS
+from tessera.errors import TesseraError, nearest
+from tessera_compat.mindspeed_mm.config_files import ConfigReader, MissingKeyError, read_job_file, read_job_yaml
+from tessera_compat.mindspeed_mm.flags import FLAGS, Flag
+from tessera_compat.mindspeed_mm.report import JobReport
+
+WHERE = "command line"
+_TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
+_YAML_PARTS = ("gpt_args", "lora_args", "data", "model", "MM_TOOL_PATH")
+_CP_ALGORITHMS = ("ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo")
+
+
+class Args(argparse.Namespace):
+    """Hold the values of all flags under Megatron's names, and the JSON files under `mm`.
+
+    `given` lists the names that the command line sets; others have their defaults. `extra` lists the names that the
+    user's own `extra_args_provider` has added.
+    """
+
+    mm: ConfigReader
+    given: tuple[str, ...]
+    extra: tuple[str, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise MissingKeyError(
+            f"there is no argument {name!r}",
+            where="get_args()",
+            nearest=nearest(name, [str(key) for key in vars(self)]),
+        )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raise user errors instead of leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise TesseraError(message, where=WHERE)
+
+
+def parse_args(
+    argv: Sequence[str] | None = None,
+    *,
+    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    allow_refused: bool = False,
+    world_size: int | None = None,
+) -> Args:
+    """Return the arguments of a job.
+
+    `argv`: words after the name of the script; default: those of this process. `extra_args_provider` adds flags of the
+    user's own to the parser, as in Megatron. `args_defaults`: values for arguments that are not given.
+    `allow_refused`: flags that a run would refuse are only kept, for a report. `world_size`: number of ranks; default:
+    as the launcher has set it.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parts: dict[str, Any] = {}
+    if words and words[0].endswith((".yaml", ".yml")) and not words[0].startswith("-"):
+        words, parts = _flatten_yaml(Path(words[0]), words[1:])
+    parser = _parser()
+    if extra_args_provider is not None:
+        parser = extra_args_provider(parser) or parser
+    plain, left_over = parser.parse_known_args(words)  # which asks for every name whether it is there
+    args = Args(**vars(plain))
+    _check_words(words, left_over)
+    args.given = tuple(dict.fromkeys(_destination(word) for word in words if word.startswith("--")))
+    args.extra = tuple(sorted(set(vars(args)) - {flag.destination for flag in FLAGS.values()} - {"given"}))
+    for name, value in (args_defaults or {}).items():
+        if name not in args.given:
+            setattr(args, name, value)
+    args.lora_target_modules = _split_words(args.lora_target_modules)
+    if not allow_refused:
+        refuse_flags(args)
+    _check_values(args)
+    args.mm = _config_files(args, parts)
+    _derive(args, world_size)
+    _check(args)
+    return args
+
+
+def refuse_flags(args: Args) -> None:
+    """Raise an error for the flags that are given and that no run here can honour."""
+    refused = [flag for flag in given_flags(args) if flag.treated(getattr(args, flag.destination))[0] == "refused"]
+    if refused:
+        lines = "\n    ".join(f"{flag.name}: {flag.note}" for flag in refused)
+        raise TesseraError(
+            f"{len(refused)} of the flags cannot be honoured:\n    {lines}",
+            where=WHERE,
+            fix="leave them out; docs/reference/compat-flags.md lists what every flag becomes",
+        )
+
+
+def given_flags(args: Args) -> list[Flag]:
+    """Return the entries of `FLAGS` for training flags that the command line sets."""
+    return [flag for flag in FLAGS.values() if flag.scope == "training" and flag.destination in args.given]
+
+
+def flag_report(args: Args) -> JobReport:
+    """Return what becomes of each flag that the command line sets."""
+    report = JobReport(places={"model.freeze": "freeze in model.json, or requires_grad_(False) in model_provider"})
+    if args.fsdp2_config_path is not None:
+        report.places |= {ours: f"{theirs} of {args.fsdp2_config_path}" for theirs, ours in FSDP2_KEYS.items()}
+    for flag in given_flags(args):
+        value = getattr(args, flag.destination)
+        state, note = flag.treated(value)
+        outcome = {"honoured": "mapped", "meaningless": "not needed", "refused": "not supported"}[state]
+        report.add(WHERE, flag.name, value, outcome, note)  # type: ignore[arg-type]
+    return report
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="tessera", allow_abbrev=False, conflict_handler="resolve", add_help=False)
+    for flag in FLAGS.values():
+        if flag.scope != "training":
+            continue
+        options: dict[str, Any] = {"dest": flag.destination, "default": flag.default}
+        if flag.kind.startswith("switch"):
+            options["action"] = "store_false" if flag.kind == "switch off" else "store_true"
+        elif flag.kind == "words":
+            options["nargs"] = "+"
+        else:
+            options["type"] = _TYPES[flag.kind]
+        parser.add_argument(flag.name, **options)
+    return parser
+
+
+def _destination(word: str) -> str:
+    name = word.partition("=")[0]
+    return FLAGS[name].destination if name in FLAGS else name.lstrip("-").replace("-", "_")
+
+
+def _check_words(words: Sequence[str], left_over: Sequence[str]) -> None:
+    """Raise an error for words that the parser left over, and for a flag that is given twice with two values."""
+    for word in left_over:
+        name = word.partition("=")[0]
+        flag = FLAGS.get(name)
+        if flag is not None:
+            fix = "put it before the name of the script" if flag.state == "honoured" else "leave it out"
+            raise TesseraError(f"{name}: {flag.note}", where=WHERE, fix=fix)
+        if name in ("--help", "-h"):
+            known = sorted(one.name for one in FLAGS.values() if one.scope == "training" and one.state != "refused")
+            print("flags (docs/reference/compat-flags.md says what each becomes):", *known, sep="\n  ")
+            raise SystemExit(0)
+        if word.startswith("-"):
+            raise TesseraError(f"unknown flag {name}", where=WHERE, nearest=nearest(name, FLAGS))
+        raise _several_words(words, word)
+    values: dict[str, str] = {}
+    for word, value in zip(words, [*words, ""][1:], strict=True):
+        if word.startswith("--") and not value.startswith("--") and values.setdefault(word, value) != value:
+            raise TesseraError(f"{word} is given twice: {values[word]} and {value}", where=WHERE, fix="give it once")
+
+
+def _several_words(words: Sequence[str], extra: str) -> TesseraError:
+    """Return the error for a word that no flag takes: most often one of a placeholder, such as `your path to data`."""
+    end = words.index(extra)
+    start = max((at for at in range(end) if words[at].startswith("-")), default=None)
+    if start is None or words[start].partition("=")[0] not in FLAGS:
+        return TesseraError(f"a word that belongs to no flag: {extra}", where=WHERE)
+    while end < len(words) and not words[end].startswith("-"):
+        end += 1
+    flag, value = words[start], " ".join(words[start + 1 : end])
+    return TesseraError(
+        f"{flag} takes one value, and is given several words: {value}",
+        where=WHERE,
+        fix=f'write the path in the place of {value!r} in the script, or put it into quotes ({flag} "{value}") '
+        "where blanks belong to it",
+    )
+
+
+def _flatten_yaml(path: Path, more: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return the flags that a YAML job stands for, and its parts that are no flags."""
+    data = read_job_yaml(path)
+    if "gpt_args" not in data:
+        near = nearest("gpt_args", data)
+        raise TesseraError("a job of this form has a section gpt_args", where=str(path), nearest=near)
+    words: list[str] = []
+    for section in ("gpt_args", "lora_args"):
+        words += _words_of(data.get(section) or {}, f"{path}: {section}")
+    parts = {key: data[key] for key in ("data", "model") if data.get(key) is not None}
+    if data.get("MM_TOOL_PATH"):
+        words += ["--mm-tool", str(data["MM_TOOL_PATH"])]
+    for key, value in data.items():
+        if key not in _YAML_PARTS and isinstance(value, (dict, list)):  # scalars at the top are anchors
+            near = nearest(key, _YAML_PARTS)
+            raise TesseraError(f"unknown section {key!r}", where=str(path), allowed=_YAML_PARTS, nearest=near)
+    return [*words, *more], parts
+
+
+def _words_of(section: Mapping[str, Any], where: str) -> list[str]:
+    words: list[str] = []
+    for key, value in section.items():
+        name = "--" + key.replace("_", "-")
+        name = name if name in FLAGS or f"--{key}" not in FLAGS else f"--{key}"
+        if isinstance(value, Mapping):
+            words += _words_of(value, where)
+        elif value is True:
+            words.append(name)
+        elif isinstance(value, list):
+            words += [name, *map(str, value)]
+        elif value is not False and value is not None:
+            words += [name, str(value)]
+    return words
+
+
+def _split_words(words: Sequence[str]) -> list[str]:
+    """Return target modules one by one; scripts join them with spaces or with commas."""
+    return [name for word in words for name in str(word).replace(",", " ").split()]
+
+
+def _config_files(args: Args, parts: Mapping[str, Any]) -> ConfigReader:
+    files: dict[str, Any] = {}
+    for name in ("model", "data", "tool"):
+        path = getattr(args, f"mm_{name}")
+        if path is not None and name in parts:
+            raise TesseraError(f"--mm-{name} and the section {name!r} of the YAML file both say it", where=WHERE)
+        files[name] = read_job_file(Path(path)) if path is not None else parts.get(name) or {}
+    reader = ConfigReader({}, "args.mm")
+    for name, data in files.items():
+        setattr(reader, name, ConfigReader(data, getattr(args, f"mm_{name}") or f"section {name}"))
+    return reader
+
+
+def _derive(args: Args, world_size: int | None) -> None:
+    """Set what Megatron derives from the flags and from the environment."""
+    args.world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+    args.rank = int(os.environ.get("RANK", 0))
+    args.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    args.params_dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    args.consumed_train_samples = args.consumed_valid_samples = 0
+    args.iteration = 0
+    model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if args.world_size % model_ranks:
+        raise TesseraError(
+            f"{args.world_size} ranks are not a multiple of {model_ranks}, the tensor, pipeline and context parallel "
+            "sizes together",
+            where=WHERE,
+            fix="start as many ranks (NPUS_PER_NODE x NNODES), or choose other sizes",
+        )
+    args.data_parallel_size = args.world_size // model_ranks
+    if args.micro_batch_size is None:
+        args.micro_batch_size = 1
+    if args.global_batch_size is None:
+        args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+
+
+def _check_values(args: Args) -> None:
+    """Raise an error for a number below what any flag can have, and for a word that is empty."""
+    for name in args.given:
+        value, flag = getattr(args, name), "--" + name.replace("_", "-")
+        least = 1 if name.endswith(("parallel_size", "batch_size")) else 0
+        if isinstance(value, int) and value < least:
+            raise TesseraError(f"{flag} {value}", where=WHERE, allowed=[f"{least} or more"])
+        if value == "":
+            raise TesseraError(f"{flag} is empty", where=WHERE, fix="give it a value, or leave it out")
+    if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction <= 1:
+        raise TesseraError(f"--lr-warmup-fraction {args.lr_warmup_fraction}", where=WHERE, allowed=["0 to 1"])
+
+
+_TOGETHER = "these two contradict each other"
+# Flags of which at most one can be set, or which need another one: (condition, message).
+_CONTRADICTIONS: tuple[tuple[Callable[[Args], Any], str], ...] = (
+    (lambda a: a.bf16 and a.fp16, f"--bf16 and --fp16: {_TOGETHER}"),
+    (lambda a: a.downcast_to_bf16 and a.fp16, f"--downcast-to-bf16 and --fp16: {_TOGETHER}"),
+    (
+        lambda a: a.use_torch_fsdp2 and a.use_distributed_optimizer,
+        f"--use-torch-fsdp2 and --use-distributed-optimizer: {_TOGETHER}; both shard the optimizer",
+    ),
+    (
+        lambda a: a.use_torch_fsdp2 and a.pipeline_model_parallel_size > 1,
+        "--use-torch-fsdp2 does not go with a pipeline; leave it out, or --pipeline-model-parallel-size 1",
+    ),
+    (
+        lambda a: a.fsdp2_config_path and not a.use_torch_fsdp2,
+        "--fsdp2-config-path has no effect without --use-torch-fsdp2",
+    ),
+    (
+        lambda a: "train_iters" in a.given and "train_samples" in a.given,
+        f"--train-iters and --train-samples: {_TOGETHER}",
+    ),
+    (
+        lambda a: a.lr_warmup_fraction and a.lr_warmup_iters,
+        f"--lr-warmup-fraction and --lr-warmup-iters: {_TOGETHER}",
+    ),
+    (
+        lambda a: a.recompute_method and a.recompute_granularity != "full",
+        "--recompute-method needs --recompute-granularity full",
+    ),
+    (
+        lambda a: (a.virtual_pipeline_model_parallel_size or 1) > 1 and a.pipeline_model_parallel_size == 1,
+        "--virtual-pipeline-model-parallel-size needs a pipeline: --pipeline-model-parallel-size above 1",
+    ),
+    (
+        lambda a: a.overlap_param_gather and not (a.use_distributed_optimizer or a.use_torch_fsdp2 or a.layerzero),
+        "--overlap-param-gather needs --use-distributed-optimizer",
+    ),
+    (
+        lambda a: a.load_base_model and not a.lora_target_modules,
+        "--load-base-model is for adapters: it needs --lora-target-modules",
+    ),
+    (
+        lambda a: a.ulysses_degree_in_cp and a.context_parallel_algo != "hybrid_cp_algo",
+        "--ulysses-degree-in-cp needs --context-parallel-algo hybrid_cp_algo",
+    ),
+    (
+        lambda a: a.lr_scale_modules and a.lr_mult == 1.0,
+        "--lr-scale-modules has no effect without --lr-mult",
+    ),
+    (
+        lambda a: a.lr is not None and a.min_lr > a.lr,
+        "--min-lr is larger than --lr",
+    ),
+)
+
+
+def _check(args: Args) -> None:
+    """Raise an error for flags that contradict each other, and for values that no flag can have."""
+    found = [message for condition, message in _CONTRADICTIONS if condition(args)]
+    if found:
+        raise TesseraError("\n    ".join(found), where=WHERE, fix="keep one of each pair")
+    words = {
+        "lr_decay_style": ("constant", "linear", "cosine"),
+        "recompute_granularity": ("full", "selective", None),
+        "recompute_method": ("uniform", "block", None),
+        "context_parallel_algo": _CP_ALGORITHMS,
+        "dpo_loss_type": ("sigmoid",),
+        "optimizer": ("adam", "sgd", "muon"),
+    }
+    for name, allowed in words.items():
+        value = getattr(args, name)
+        if value not in allowed:
+            choices = [word for word in allowed if word]
+            flag = "--" + name.replace("_", "-")
+            raise TesseraError(f"{flag} {value}", where=WHERE, allowed=choices, nearest=nearest(value, choices))
+    step = args.micro_batch_size * args.data_parallel_size
+    if min(args.micro_batch_size, args.global_batch_size) < 1 or args.global_batch_size % step:
+        raise TesseraError(
+            f"a global batch of {args.global_batch_size} is not a multiple of {args.micro_batch_size} (micro batch) x "
+            f"{args.data_parallel_size} (data parallel ranks)",
+            where=WHERE,
+            fix=f"--global-batch-size {max(1, args.global_batch_size // step) * step}",
+        )

@@ -1,0 +1,268 @@
+"""Offer `ModelHub` and `TransformersModel`: a class of transformers, or a user's subclass of one, as a model to train.
+
+ModelHub.MODEL_MAPPINGS["internvl"] = InternVLChatModelGeneration
+model = TransformersModel(args.mm.model)          # init_from_hf_path names a folder with config.json and weights
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tessera.checkpoint.state import model_tensors, tied_names
+from tessera.core.batch import IGNORE
+from tessera.core.model_plan import ModelPlan
+from tessera.errors import TesseraError, nearest
+from tessera.inference.weight_source import fill_from
+from tessera.models.transformers import ClassHub
+from tessera.models.transformers.weights import published_names
+from tessera.runtime.log import logger
+from tessera.runtime.modules import without_weights
+from tessera.runtime.torch_internals import build_from_config, unsplit_modules
+from tessera.weights.map import WeightMap
+from tessera_compat import state
+from tessera_compat.mindspeed_mm.config_files import ConfigReader
+from tessera_compat.mindspeed_mm.fsdp2 import Fsdp2Config
+from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin, MultiModalModule
+
+WHERE = "model.json"
+LossType = Literal["default", "per_sample_loss", "per_token_loss", "token_loss", "square_loss"]
+# Flags of the command line that choose a loss -> its name in model.json. Without one, `loss_cfg.loss_type` decides.
+_LOSS_FLAGS: dict[str, LossType] = {
+    "calculate_per_sample_loss": "per_sample_loss",
+    "calculate_per_token_loss": "per_token_loss",
+    "calculate_token_loss": "token_loss",
+    "calculate_square_loss": "square_loss",
+}
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """Return the content of a `model.json`: a mapping, or what `args.mm.model` is."""
+    if isinstance(config, ConfigReader):
+        return config.to_dict()
+    if isinstance(config, Mapping):
+        return dict(config)
+    raise TesseraError(
+        f"a model is configured by a mapping, this is a {type(config).__name__}",
+        where=WHERE,
+        fix="give args.mm.model, or the content of model.json as a dict",
+    )
+
+
+def flag(name: str) -> Any:
+    """Return an argument of the run; None where there is none, or where nobody parsed a command line."""
+    args = state.current().args
+    return None if args is None else vars(args).get(name)
+
+
+@runtime_checkable
+class OverwritesConfig(Protocol):
+    """Declare a class that adapts the configuration of its folder before it is built."""
+
+    def overwrite_transformer_config(self, transformer_config: Any) -> Any: ...
+
+
+class ModelHub:
+    """Choose the class of a model by its id."""
+
+    MODEL_MAPPINGS: ClassVar[dict[str, type[nn.Module]]] = {}  # a script adds its own; ids of transformers are known
+
+    @staticmethod
+    def build(config: Any, transformer_config: Any) -> type[nn.Module]:
+        """Return the class for a `model.json` and a config.json.
+
+        `model_id` decides; without one the class that config.json names, and then its `model_type`. A folder never
+        brings code: classes are those of transformers, and those in `MODEL_MAPPINGS`.
+        """
+        known, model_id = ModelHub.MODEL_MAPPINGS, plain(config).get("model_id")
+        data = transformer_config.to_dict()
+        if model_id in known:
+            return known[str(model_id)]
+        if model_id is None and data.get("model_type") in known and not data.get("architectures"):
+            return known[str(data["model_type"])]
+        try:
+            found: type[nn.Module] = ClassHub().choose(data, None if model_id is None else str(model_id))
+        except TesseraError:
+            if model_id is None and data.get("model_type") in known:
+                return known[str(data["model_type"])]
+            raise TesseraError(
+                f"no class is known for model_id {model_id!r} and model_type {data.get('model_type')!r}",
+                where=WHERE,
+                allowed=[*known, *ClassHub().classes, "a class of transformers"],
+                nearest=nearest(str(model_id), [*known, *ClassHub().classes]),
+                fix='ModelHub.MODEL_MAPPINGS["ID"] = YourClass, and model_id: ID',
+            ) from None
+        return found
+
+
+class TransformersModel(MultiModalModule, FSDP2Mixin):
+    """Train a class of transformers: `forward` returns the loss of the labels. The class itself is `model`.
+
+    Patterns of `fsdp2_config.yaml` are paths inside of `model`. Weights come from the folder `init_from_hf_path`, read
+    as safetensors, or with `--init-model-with-meta-device` from `--load`.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        data = plain(config)
+        self.loss_type = _loss_type(data.get("loss_cfg") or {})
+        folder = data.get("init_from_hf_path")
+        if not folder:
+            raise TesseraError(
+                "no folder to build the model from", where=WHERE, fix="init_from_hf_path: a folder with config.json"
+            )
+        self.transformer_config, self.model = _load(config, str(folder))
+        self.model.train()
+        # Classes since transformers 5.3 are told which tokens stand for media; batches of MindSpeed-MM do not say it.
+        self.marks_media = "mm_token_type_ids" in inspect.signature(self.model.forward).parameters
+        if isinstance(self.model, FSDP2Mixin):
+            self.model.freeze(config)
+
+    def forward(self, input_ids: Tensor | None = None, labels: Tensor | None = None, **inputs: Any) -> Any:
+        """Return `loss` and `loss_mask` (the positions that it is made of); without labels, what the class returns."""
+        given = {name: value for name, value in inputs.items() if value is not None}
+        if input_ids is not None and self.marks_media and ("image_grid_thw" in given or "video_grid_thw" in given):
+            given.setdefault("mm_token_type_ids", self._kinds(input_ids))
+        outputs = self.model(input_ids=input_ids, **given, use_cache=False)
+        if labels is None:
+            return outputs
+        loss, mask = self.compute_language_model_loss(outputs.logits.float(), labels)
+        return {"loss": loss, "loss_mask": mask}
+
+    def _kinds(self, input_ids: Tensor) -> Tensor:
+        """Return 1 for tokens of images, 2 for those of videos, and 0 for all others."""
+        kinds = torch.zeros_like(input_ids)
+        for kind, name in ((1, "image_token_id"), (2, "video_token_id")):
+            kinds[input_ids == self.transformer_config.to_dict().get(name, -1)] = kind
+        return kinds
+
+    def compute_language_model_loss(
+        self, logits: Tensor, labels: Tensor, ignore_index: int = IGNORE
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of the next tokens, and which positions have one.
+
+        default: mean over the positions of the micro-batch; per_sample_loss: mean over its samples of their means;
+        per_token_loss: sum; token_loss: sum over the mean number of positions of all ranks; square_loss: the same with
+        each position weighted by one over the root of its sample's number of labels.
+        """
+        shifted = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+        mask = shifted != ignore_index
+        each = F.cross_entropy(logits.transpose(1, 2), shifted, ignore_index=ignore_index, reduction="none")
+        if self.loss_type == "per_sample_loss":
+            return (each.sum(1) / mask.sum(1).clamp(min=1)).mean(), mask
+        if self.loss_type == "per_token_loss":
+            return each.sum(), mask
+        weights = mask.to(each.dtype)
+        if self.loss_type == "square_loss":
+            weights = weights / (labels != ignore_index).sum(1, keepdim=True).clamp(min=1).sqrt()
+        total = weights.sum()
+        if self.loss_type != "default" and dist.is_initialized():
+            dist.all_reduce(total)
+            total = total / dist.get_world_size()
+        return (each * weights).sum() / total.clamp(min=torch.finfo(each.dtype).tiny), mask
+
+    def model_plan(self) -> ModelPlan:
+        """Return the plan: blocks are the modules that the class declares unsplittable."""
+        names = unsplit_modules(self.model)
+        units = [path for path, part in self.model.named_modules() if path and type(part).__name__ in names]
+        blocks = [path for path in units if not any(path.startswith(f"{outer}.") for outer in units)]
+        return ModelPlan(
+            blocks=tuple(f"model.{path}" for path in blocks),
+            tensor={name: "replicate" for name, _ in self.named_parameters()},
+            foreign_names={name: (f"model.{name}",) for name, _ in self.model.named_children()},
+        )
+
+    def offer_parameter_type(self, dtype: torch.dtype) -> None:
+        """Answer forward steps that ask `model.model` for the type of FSDP2's parameters, where it is no group itself.
+
+        The newest pretrain_transformers.py does so by a private method of torch, which a module of no group lacks.
+        """
+        answer = SimpleNamespace(_mp_policy=SimpleNamespace(param_dtype=dtype))
+        for part in (self.model, getattr(self.model, "model", None)):
+            if part is not None and not hasattr(part, "_get_fsdp_state"):
+                vars(part)["_get_fsdp_state"] = lambda: answer
+
+    def post_meta_init(self) -> None:
+        """Let the class complete what it left open, if it can."""
+        if isinstance(self.model, FSDP2Mixin):
+            self.model.post_meta_init()
+
+    def fully_shard(self, process_group: Any = None, fsdp2_config_path: Any = None, **kwargs: Any) -> bool:
+        """Let the class shard itself over a group, if it can; return whether it did."""
+        return isinstance(self.model, FSDP2Mixin) and self.model.fully_shard(process_group, fsdp2_config_path, **kwargs)
+
+    def _fully_shard(self, fsdp2_kwargs: dict[str, Any], fsdp2_config: Fsdp2Config) -> None:
+        if isinstance(self.model, FSDP2Mixin):
+            assert fsdp2_config.plan is not None
+            self.model.shard_itself(fsdp2_config.plan.below("model"), fsdp2_kwargs)
+        else:
+            super()._fully_shard(fsdp2_kwargs, fsdp2_config)
+
+
+def _load(config: Any, folder: str) -> tuple[Any, nn.Module]:
+    """Return the configuration of a folder and its model, in float32, without a cache of keys and values."""
+    try:
+        from transformers import AutoConfig
+    except ModuleNotFoundError:
+        raise TesseraError(
+            "TransformersModel builds classes of the transformers library, which is not installed",
+            fix="pip install 'tessera-mm[hf]'",
+        ) from None
+    if flag("trust_remote_code"):
+        raise TesseraError(
+            "--trust-remote-code would run the code that lies in a model folder; that is never done",
+            where="command line",
+            fix="install the code as a package, and put its class into ModelHub.MODEL_MAPPINGS",
+        )
+    try:
+        settings = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise TesseraError(f"{folder} has no configuration that transformers reads: {error}", where=WHERE) from None
+    kind: Any = ModelHub.build(config, settings)
+    if isinstance(kind, OverwritesConfig):
+        settings = kind.overwrite_transformer_config(settings)
+    settings.use_cache = False
+    try:
+        made = build_from_config(kind, settings, torch.float32, "sdpa")
+    except Exception as error:  # whatever a constructor makes of a wrong field
+        raise TesseraError(f"{kind.__name__} cannot be built from {folder}: {error}", where=WHERE) from error
+    if not flag("init_model_with_meta_device"):
+        fill_from(Path(folder), model_tensors(made), _weight_map(kind, settings), tied_names(made))
+    return settings, made
+
+
+def _weight_map(kind: Any, settings: Any) -> WeightMap:
+    """Return the names that weights of a class have in files. Of a user's class they are those of the library's class
+    that it extends: the library would pass over what it does not find, and draw it."""
+    from transformers import PreTrainedModel
+
+    published: Any = next(one for one in kind.__mro__ if one.__module__.startswith("transformers."))
+    if published is PreTrainedModel:  # a class that the library does not know: its own names
+        return WeightMap((), same_names=True)
+    return published_names(without_weights(lambda: build_from_config(published, settings, torch.float32, "sdpa")))
+
+
+def _loss_type(loss_cfg: Mapping[str, Any]) -> LossType:
+    asked = {loss for name, loss in _LOSS_FLAGS.items() if flag(name)}
+    if loss_cfg.get("loss_type") is not None:
+        asked.add(loss_cfg["loss_type"])
+    if len(asked) > 1 or asked - set(get_args(LossType)):
+        raise TesseraError(
+            f"which loss is meant: {', '.join(map(str, sorted(asked)))}",
+            where=f"{WHERE}: loss_cfg.loss_type, and the flags --calculate-...",
+            allowed=[*get_args(LossType), "one of them"],
+        )
+    if loss_cfg.get("compute_mode", "default") != "default":
+        logger().warning(
+            "loss_cfg.compute_mode has no effect on TransformersModel: the class computes all logits; families of "
+            "Tessera compute their loss in chunks, always"
+        )
+    return next(iter(asked), "default")

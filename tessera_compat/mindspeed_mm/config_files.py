@@ -1,0 +1,201 @@
+"""Read the configuration files of MindSpeed-MM jobs: JSON files, and YAML with anchors and merge keys.
+
+Recipes of Tessera are read by `core.config`, which is stricter. Here anchors and merge keys (`<<`) are allowed because
+published files use them; a key or an anchor that is given twice is refused, since one of the two would be lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tessera.errors import TesseraError, nearest
+
+MAX_BYTES, MAX_NODES, MAX_DEPTH = 4 << 20, 100_000, 60
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # what YAML 1.1 takes for text: 1e-8
+
+
+class MissingKeyError(TesseraError, AttributeError):
+    """Report a missing key. As an `AttributeError` it lets `getattr` with a default and `hasattr` work."""
+
+
+class ConfigReader:
+    """Give attribute access to a nested configuration: `args.mm.model.text_decoder.num_layers`.
+
+    Lists of mappings become lists of readers. `in` and `to_dict` work at every level, and attributes can be set.
+    """
+
+    def __init__(self, data: Mapping[str, Any], where: str = "configuration") -> None:
+        vars(self)["_where"] = where
+        for key, value in data.items():
+            vars(self)[str(key)] = _wrapped(value, f"{where}: {key}")
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached for missing names alone. Copying asks for names with underscores before there are any attributes.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        known = self.keys()
+        raise MissingKeyError(
+            f"no key {name!r}", where=vars(self).get("_where"), allowed=known, nearest=nearest(name, known)
+        )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ConfigReader) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"ConfigReader({self.to_dict()!r})"
+
+    def keys(self) -> list[str]:
+        return [key for key in vars(self) if key != "_where"]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return vars(self)[name] if name in self else default
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as plain data."""
+        return {key: _plain(vars(self)[key]) for key in self.keys()}
+
+
+def _wrapped(value: Any, where: str) -> Any:
+    if isinstance(value, Mapping):
+        return ConfigReader(value, where)
+    return [_wrapped(item, where) for item in value] if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, ConfigReader):
+        return value.to_dict()
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class _JobLoader(yaml.SafeLoader):
+    """Read YAML with anchors and merge keys, without keys or anchors that are given twice."""
+
+    _nodes = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        anchor = event.anchor if not self.check_event(yaml.events.AliasEvent) else None
+        if anchor is not None and anchor in self.anchors:
+            raise yaml.composer.ComposerError(None, None, f"anchor &{anchor} is given twice", event.start_mark)
+        self._nodes += 1
+        if self._nodes > MAX_NODES:
+            raise yaml.composer.ComposerError(None, None, "too large to be a configuration", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def flatten_mapping(self, node: Any) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_NODES:  # merge keys that double what they merge
+            raise yaml.constructor.ConstructorError(None, None, "too large to be a configuration", node.start_mark)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
+            if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                problem = f"key {key_node.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_job_yaml(path: Path) -> dict[str, Any]:
+    """Return a YAML configuration of a job; numbers that YAML 1.1 takes for text (1e-8) become numbers."""
+    text = _text(path).replace("\t", "    ")
+    try:
+        data = yaml.load(text, Loader=_JobLoader)  # a SafeLoader: it makes plain data alone
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise TesseraError(f"not readable as YAML: {getattr(error, 'problem', None) or error}", where=where) from None
+    except (RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TesseraError(f"not readable as YAML: {str(error)[:200]}", where=str(path)) from None
+    _check_extent(data, str(path))
+    return _mapping(_with_numbers(data), path)
+
+
+def read_job_json(path: Path) -> dict[str, Any]:
+    """Return a JSON configuration of a job; a key that is given twice is refused."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise TesseraError(f"key {twice!r} is given twice", where=str(path), fix="keep one of the two")
+        return found
+
+    try:
+        data = json.loads(_text(path), object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        where = f"{path}:{error.lineno}:{error.colno}"
+        raise TesseraError(f"not readable as JSON: {error.msg}", where=where) from None
+    except (RecursionError, ValueError) as error:
+        raise TesseraError(f"not readable as JSON: {str(error)[:200]}", where=str(path)) from None
+    _check_extent(data, str(path))
+    return _mapping(data, path)
+
+
+def read_job_file(path: Path) -> dict[str, Any]:
+    """Return a configuration file of a job by its ending."""
+    return read_job_yaml(path) if path.suffix in (".yaml", ".yml") else read_job_json(path)
+
+
+def _check_extent(data: Any, where: str) -> None:
+    """Refuse what is too deep, or too large once every alias stands for a copy."""
+    nodes, left = 0, [(data, 0)]
+    while left:
+        value, depth = left.pop()
+        nodes += 1
+        if depth > MAX_DEPTH:
+            raise TesseraError("nested too deeply to be a configuration", where=where)
+        if nodes > MAX_NODES:
+            raise TesseraError("too large to be a configuration", where=where)
+        if isinstance(value, (dict, list)):
+            left += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
+
+
+def _with_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _with_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(item) for item in value]
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
+def _mapping(data: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise TesseraError(f"a configuration is a mapping, this is a {type(data).__name__}", where=str(path))
+    return data
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise TesseraError(f"too large to be a configuration ({path.stat().st_size} bytes)", where=str(path))
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        beside = sorted(p.name for p in path.parent.glob("*")) if path.parent.is_dir() else []
+        raise TesseraError(
+            f"no such file: {path}",
+            nearest=nearest(path.name, beside),
+            fix="paths are relative to the folder that the job is started in",
+        ) from None
+    except UnicodeDecodeError:
+        raise TesseraError("not a text file", where=str(path)) from None
+    except OSError as error:
+        raise TesseraError(f"cannot be read: {error.strerror}", where=str(path)) from None

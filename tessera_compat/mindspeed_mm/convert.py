@@ -1,0 +1,123 @@
+"""The command `mm-convert CONVERTER METHOD --cfg.key value ...` of MindSpeed-MM, in front of `tessera.convert`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tessera.errors import TesseraError, first_line, nearest, reported
+from tessera.models import FAMILIES
+from tessera.runtime import log
+from tessera_compat.mindspeed_mm.convert_options import (
+    CommandLine,
+    Converter,
+    Method,
+    collect,
+    collect_plain,
+    help_of,
+    shown,
+)
+from tessera_compat.mindspeed_mm.convert_table import CONVERTERS, FOLDERS, type_of
+
+T = TypeVar("T")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run `mm-convert` and exit as every command here does: 2 for a mistake of the user."""
+    with reported(), log.on_screen():
+        try:
+            written = run(sys.argv[1:] if words is None else list(words))
+        except OSError as error:
+            raise TesseraError(first_line(error), where=str(error.filename or "mm-convert")) from None
+        if written is not None:
+            print(f"wrote {written}")
+
+
+def run(words: Sequence[str]) -> Path | None:
+    """Carry out a command line and return the folder that was written; None if only help was asked for."""
+    single = [name for name, converter in CONVERTERS.items() if "" in converter.methods]
+    given = CommandLine.of(words, single)
+    if not given.path:
+        print(_help())
+        return None
+    converter = _found(given.path[0], CONVERTERS, "converter")
+    if len(given.path) < 2 and given.path[0] not in single:
+        print(_help_of_converter(given.path[0], converter))
+        return None
+    name = "" if given.path[0] in single else given.path[1]
+    method = _found(name, converter.methods, f"method of {given.path[0]}")
+    where = f"mm-convert {' '.join(given.path)}"
+    if given.help:
+        print(help_of(" ".join(given.path), method))
+        return None
+    if method.refused is not None or method.run is None:
+        raise TesseraError(f"{' '.join(given.path)}: {method.refused}", where="mm-convert")
+    built = _constructor(given, converter)
+    values = {**collect(given, method), **built}
+    if given.show is not None:
+        print(shown(values, method, given.show), end="")
+        return None
+    missing = [key for key, option in method.options.items() if option.required and key not in values]
+    if missing:
+        raise TesseraError(f"missing: {', '.join(f'--{method.prefix}{key}' for key in missing)}", where=where)
+    if not name.startswith("lora_"):
+        for key in FOLDERS:
+            if key in values:
+                _check_folder(converter, Path(values[key]))
+    return method.run(converter.family, values)
+
+
+def _constructor(given: CommandLine, converter: Converter) -> dict[str, Any]:
+    """Take the options of the converter itself, which stand before the method, out of what was typed."""
+    known = [f"--{name}" for name in converter.options]
+    early = [one for one in given.options if one[0] == 1 and one[1] in known]
+    given.options = [one for one in given.options if one not in early]
+    method = Method("", options=converter.options, prefix="")
+    return collect_plain({key.removeprefix("--"): value for _, key, value in early}, method, given.path[0])
+
+
+def _found(name: str, known: Mapping[str, T], kind: str) -> T:
+    if name not in known:
+        raise TesseraError(
+            f"no {kind} {name!r}", where="mm-convert", allowed=sorted(known), nearest=nearest(name, known)
+        )
+    return known[name]
+
+
+def _check_folder(converter: Converter, folder: Path) -> None:
+    """Raise unless a Hugging Face folder is one that a converter is for."""
+    kind = type_of(folder)
+    spec = FAMILIES.get(converter.family) if converter.family else None
+    types = converter.types if spec is None else (*spec.hf_types, *spec.originals)
+    if types and kind not in types:
+        raise TesseraError(
+            f"this converter is for {converter.family or types[0]}, the folder's model_type is {kind!r}",
+            where=str(folder / "config.json"),
+            allowed=types,
+        )
+
+
+def _help() -> str:
+    lines = [
+        "mm-convert CONVERTER METHOD --cfg.key value ... [--config FILE.yaml] [--print_config]",
+        "mm-convert CONVERTER METHOD --key value ...     converters of DCP, whose options have no cfg.",
+        "mm-convert CONVERTER METHOD -h                  what a method takes",
+        "",
+        "converters:",
+    ]
+    for name, converter in CONVERTERS.items():
+        works = [method for method, found in converter.methods.items() if found.refused is None]
+        reason = next((found.refused for found in converter.methods.values()), "")
+        lines.append(
+            f"  {name}: {', '.join(name or '(no method) --style merge, --style split' for name in works) or reason}"
+        )
+    return "\n".join(lines)
+
+
+def _help_of_converter(name: str, converter: Converter) -> str:
+    lines = [f"mm-convert {name} METHOD", ""]
+    for method, found in converter.methods.items():
+        lines.append(f"  {method}  {found.about if found.refused is None else f'refused: {found.refused}'}")
+    return "\n".join(lines)

@@ -1,0 +1,220 @@
+"""The methods of `mm-convert` between Hugging Face folders and Megatron-style shards, also of adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tessera.checkpoint.files import MANIFEST, Entry, SafetensorsFile, storage_order
+from tessera.checkpoint.forms import SafetensorsForm
+from tessera.checkpoint.legacy.megatron import MegatronLayout, check_layout, plan_megatron, read_megatron
+from tessera.checkpoint.planned_folder import PlannedFolder
+from tessera.checkpoint.publish import made_from, publish
+from tessera.config.run_config import ModelSection
+from tessera.errors import TesseraError, nearest
+from tessera.inference.weight_source import run_exists
+from tessera.lora.peft import CONFIG, WEIGHTS, is_adapter_folder
+from tessera.models import FAMILIES, is_original, resolve
+from tessera.tools.conversion import Form, check_apart
+from tessera.tools.convert import convert
+from tessera.tools.resplit import resplit
+from tessera.tools.shard_layout import parse_layout
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.megatron_form import COLUMNS, ROWS, MegatronForm
+from tessera.weights.rows import TensorRows
+
+Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
+_TEXT = "text_decoder.decoder.layers.{i}."
+_VISION = "image_encoder.encoder.blocks.layers.{i}."
+_CANONICAL = "common_model_config.enable_canonical_hf_struct"
+
+
+def hf_to_mm(family: str, options: Options) -> Path:
+    layout = layout_of(options, "parallel_config.", two_levels=True)
+    return convert(options["hf_config.hf_dir"], options["mm_dir"], to="mm", layout=layout)
+
+
+def mm_to_hf(family: str, options: Options) -> Path:
+    layout = layout_of(options, "parallel_config.", two_levels=False)
+    like, source = Path(options["hf_config.hf_dir"]), Path(options["mm_dir"])
+    if is_run(source):  # whole tensors, and lists that only have to fit the model
+        check_layout(_form_of(ModelSection(path=like)), parse_layout(layout), str(source))
+    return convert(source, options["save_hf_dir"], to=form_like(like), like=like, source_layout=layout)
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is that of `--save` of a job, or an iteration in it."""
+    return run_exists(folder) or (folder / MANIFEST).is_file()
+
+
+def form_like(folder: Path) -> Form:
+    """Return the form that a Hugging Face folder has: that of transformers, or of the model's makers."""
+    return "original" if any(is_original(FAMILIES.get(name), folder) for name in FAMILIES.names()) else "hf"
+
+
+def resplit_mm(family: str, options: Options) -> Path:
+    before = layout_of(options, "source_parallel_config.", two_levels=False)
+    after = layout_of(options, "target_parallel_config.", two_levels=False)
+    source, target, like = Path(options["source_dir"]), options["target_dir"], options.get("hf_config.hf_dir")
+    if is_run(source):
+        return convert(source, target, to="mm", layout=after)
+    return resplit(source, target, family, before, after, like=None if like is None else Path(like))
+
+
+def _form_of(model: ModelSection) -> MegatronForm:
+    spec, config = resolve(model)
+    assert spec.main.megatron is not None, "a converter is of a family with such a form"
+    return spec.main.megatron(config)
+
+
+def layout_of(options: Options, prefix: str, *, two_levels: bool) -> dict[str, Any]:
+    """Return a layout from the options of a parallel configuration.
+
+    Converting to shards takes a list of lists, one for each virtual stage; reading them takes a list.
+    """
+    found: dict[str, Any] = {}
+    for key, part in (("llm_pp_layers", "llm"), ("vit_pp_layers", "vit")):
+        lists = options.get(prefix + key)
+        if lists is None:
+            continue
+        nested = isinstance(lists, list) and bool(lists) and all(isinstance(inner, list) for inner in lists)
+        flat = isinstance(lists, list) and bool(lists) and not any(isinstance(inner, list) for inner in lists)
+        if not (nested if two_levels else flat):
+            shape = "a list of lists, such as [[28]]" if two_levels else "a list, such as [28]"
+            raise TesseraError(f"{prefix}{key} must be {shape}, not {lists!r}", where="mm-convert")
+        found[part] = lists
+    tp = options.get(prefix + "tp_size", 1)
+    for key in ("vit_tp_size", "audio_tp_size"):
+        if options.get(prefix + key, 0) not in (0, None, tp):
+            raise TesseraError(
+                f"{prefix}{key} must be tp_size: encoders are divided as the decoder is", where="mm-convert"
+            )
+    return {**found, "tp": tp, "ep": options.get(prefix + "ep_size", 1)}
+
+
+# ---------------------------------------------------------------------------------------------- adapters
+
+_TEXT_LAYERS = (
+    *((f"self_attn.{kind}_proj", f"self_attention.{kind}_proj", "B") for kind in "qkv"),
+    ("self_attn.o_proj", "self_attention.linear_proj", "A"),
+    *((f"mlp.{kind}_proj", f"mlp.{kind}_proj", "B") for kind in ("gate", "up")),
+    ("mlp.down_proj", "mlp.linear_fc2", "A"),
+)
+_VISION_LAYERS = (
+    ("attn.qkv", "self_attention.linear_qkv", "B"),
+    ("attn.proj", "self_attention.linear_proj", "A"),
+    *((f"mlp.{kind}_proj", f"mlp.{kind}_proj", "B") for kind in ("gate", "up")),
+    ("mlp.down_proj", "mlp.linear_fc2", "A"),
+)  # in the folder, in a job, and which matrix of the adapter tensor parallelism divides
+
+
+def lora_hf_to_mm(family: str, options: Options) -> Path:
+    """Divide the adapters of a PEFT folder as a job loads them."""
+    folder, target = Path(options["hf_config.hf_dir"]), Path(options["mm_dir"])
+    check_apart(target, folder)
+    layout = _checked_layout(options, two_levels=True)
+    form = _adapter_form(family, options, layout)
+    with SafetensorsForm(folder) as stored:
+        read: dict[str, str] = {}
+        for name in stored.tensors():
+            match = form.weights.rule_for(name)
+            if match is None:
+                raise _unknown_layer(name, form, folder)
+            read[match[1][0]] = name
+        plans = {name: stored.tensors()[own] for name, own in read.items()}
+
+        def write(staging: Path) -> None:
+            with PlannedFolder(staging, plan_megatron(form, layout, plans, str(target))) as files:
+                for name, own in read.items():
+                    files.put(name, TensorRows.of(stored.read(own)))
+                files.sync()
+
+        publish(target, write, origin=made_from("mm", folder))
+    return target
+
+
+def lora_mm_to_hf(family: str, options: Options) -> Path:
+    """Write the adapters of a job as PEFT keeps them. Its configuration is that of the folder it began from, if any."""
+    source, target = Path(options["mm_dir"]), Path(options["save_hf_dir"])
+    check_apart(target, source, options.get("hf_config.hf_dir"))
+    layout = _checked_layout(options, two_levels=False)
+    if is_run(source):
+        return convert(source, target, adapters=True)
+    form = _adapter_form(family, options, layout)
+    found, _ = read_megatron(source, form, layout, some_layers=True)
+    names = {foreign: native for native, foreign in _names(form)}
+    odd = [name for name in found if name not in names]
+    if odd:
+        raise TesseraError(f"{odd[0]} is no matrix of an adapter", where=str(source), nearest=nearest(odd[0], names))
+    began = options.get("hf_config.hf_dir")
+    if began is not None and not is_adapter_folder(Path(began)):
+        raise TesseraError(f"no {CONFIG} here", where=str(began), fix="name the folder of PEFT that the job began with")
+
+    def write(staging: Path) -> None:
+        entries = storage_order([Entry(names[name], tensor.dtype, tensor.shape) for name, tensor in found.items()])
+        own = {native: foreign for foreign, native in names.items()}
+        with SafetensorsFile(staging / WEIGHTS, entries) as file:
+            for entry in entries:
+                file.put(entry.key, found[own[entry.key]].read())
+        if began is not None:
+            (staging / CONFIG).write_bytes((Path(began) / CONFIG).read_bytes())
+
+    publish(target, write, origin=made_from("adapters", source))
+    return target
+
+
+def _checked_layout(options: Options, *, two_levels: bool) -> MegatronLayout:
+    if options.get(_CANONICAL) is not True:
+        raise TesseraError(
+            "jobs that train adapters have layers as the folder has them",
+            where=f"--cfg.{_CANONICAL}",
+            fix=f"--cfg.{_CANONICAL} true",
+        )
+    return parse_layout(layout_of(options, "parallel_config.", two_levels=two_levels))
+
+
+def _adapter_form(family: str, options: Options, layout: MegatronLayout) -> MegatronForm:
+    """Return the form of adapters: native names are those of the PEFT folder."""
+    form = _form_of(ModelSection(family=family, preset="quickstart"))
+    new = options.get("common_model_config.new_transformers_weight_key") is True
+    begin = str(options.get("common_model_config.model_prefix") or "")
+    text, vision = ("model.language_model.", "model.visual.") if new else ("model.", "visual.")
+    rules, splits = [], []
+    for own, job, layers in (
+        (f"{begin}{text}layers.{{i}}.", _TEXT, _TEXT_LAYERS),
+        (f"{begin}{vision}blocks.{{i}}.", _VISION, _VISION_LAYERS),
+    ):
+        for ours, theirs, divided in layers:
+            for side in "AB":
+                rules.append(Rule(f"{own}{ours}.lora_{side}.weight", f"{job}{theirs}.lora_{side}.default.weight"))
+            pattern = (job + theirs).replace(".", r"\.").replace("{i}", r"\d+")
+            split = ROWS if divided == "B" else COLUMNS
+            splits.append((rf"{pattern}\.lora_{divided}\.default\.weight", split))
+    parts = tuple(replace(part, count=sum(layout.stages(part))) for part in form.parts)
+    made = replace(form, weights=WeightMap(tuple(rules)), splits=tuple(splits), parts=parts)
+    made = replace(made, kv_heads=layout.tp, experts=0, tied=False)
+    check_layout(made, layout, "mm-convert")
+    return made
+
+
+def _names(form: MegatronForm) -> list[tuple[str, str]]:
+    """Return all names that adapters can have, in the folder and in a job."""
+    counts = {part.layers: part.count for part in form.parts}
+    found = []
+    for rule in form.weights.rules:
+        (foreign,) = rule.foreign_names()
+        for number in range(counts[foreign.partition("{i}")[0]]):
+            found.append((rule.native.replace("{i}", str(number)), foreign.replace("{i}", str(number))))
+    return found
+
+
+def _unknown_layer(name: str, form: MegatronForm, folder: Path) -> TesseraError:
+    known = [rule.native for rule in form.weights.rules]
+    return TesseraError(
+        f"{name} is the adapter of no layer that jobs adapt",
+        where=str(folder),
+        nearest=nearest(name, known),
+        fix='check model_prefix (PEFT: "base_model.model.") and new_transformers_weight_key',
+    )

@@ -1,0 +1,282 @@
+"""The methods of `mm-convert` for transformers of video generation: folders, files of their makers, and shards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron, read_megatron, stored_layout
+from tessera.checkpoint.legacy.torch_files import StoredTensor, read_torch_file
+from tessera.checkpoint.planned_folder import PlannedFolder
+from tessera.checkpoint.publish import made_from, publish
+from tessera.config.run_config import ModelSection
+from tessera.errors import TesseraError, first_line, nearest
+from tessera.models import resolve
+from tessera.tools.conversion import check_apart
+from tessera.tools.convert import convert
+from tessera.tools.resplit import resplit
+from tessera.tools.shard_layout import parse_layout
+from tessera.weights.file_plan import PlannedTensor
+from tessera.weights.map import WeightMap
+from tessera.weights.megatron_form import MegatronForm
+from tessera.weights.rows import TensorRows
+from tessera_compat.mindspeed_mm.convert_shards import is_run
+
+Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
+_TARGET = "target_parallel_config."
+_PIPELINES = ("wan", "cogvideox")  # families whose shards are also divided over stages
+_TENSORS = ("hunyuan_video", "cogvideox")  # and over tensor ranks
+_VIRTUAL = ("wan",)
+_ADAPTER = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+
+
+def hf_to_mm(family: str, options: Options) -> Path:
+    """Divide the transformer of a diffusers folder as a job loads it."""
+    _check_version(options)
+    layout = target_layout(family, options)
+    return convert(options["source_path"], options["target_path"], to="mm", layout=layout)
+
+
+def mm_to_hf(family: str, options: Options) -> Path:
+    """Join shards, or take the run of a job, to a transformer as diffusers keeps it."""
+    source, like = Path(options["source_path"]), Path(options["hf_dir"])
+    if is_run(source):
+        return convert(source, options["target_path"])
+    return convert(source, options["target_path"], to="hf", like=like)
+
+
+def resplit_mm(family: str, options: Options) -> Path:
+    """Divide shards anew; how they are divided now, their files say."""
+    source, target, after = Path(options["source_path"]), options["target_path"], target_layout(family, options)
+    if is_run(source):
+        return convert(source, target, to="mm", layout=after)
+    before = stored_layout(source, _form(family).parts)
+    lists = {part: [list(chunk) for chunk in chunks] for part, chunks in before.layers.items()}
+    return resplit(source, target, family, {"tp": before.tp, **lists}, after)
+
+
+def target_layout(family: str, options: Options) -> dict[str, Any]:
+    """Return the layout of a target, as the lists and sizes of the options say."""
+    layers, tp = options.get(f"{_TARGET}pp_layers") or [], options.get(f"{_TARGET}tp_size") or 1
+    nested = isinstance(layers, list) and bool(layers) and isinstance(layers[0], list)
+    stages = sum(len(one) for one in layers) if nested else len(layers)
+    where = f"--cfg.{_TARGET}"
+    if tp > 1 and family not in _TENSORS:
+        raise TesseraError(f"jobs keep {family} whole on every tensor rank", where=f"{where}tp_size", allowed=[1])
+    if tp > 1 and options.get("version") == "i2v" and family == "hunyuan_video":
+        raise TesseraError("jobs that continue images are not divided over tensor ranks", where=f"{where}tp_size")
+    if stages > 1 and family not in _PIPELINES:
+        raise TesseraError(f"jobs of {family} have no pipeline", where=f"{where}pp_layers", allowed=["[]"])
+    if nested and len(layers) > 1 and family not in _VIRTUAL:
+        raise TesseraError(f"jobs of {family} have no virtual stages", where=f"{where}pp_layers", fix="give one list")
+    if options.get(f"{_TARGET}ep_size", 1) not in (0, 1):
+        raise TesseraError("these models have no experts", where=f"{where}ep_size", allowed=[1])
+    return {"tp": tp, **({"dit": layers} if stages > 1 else {})}
+
+
+def _form(family: str) -> MegatronForm:
+    """Return the form of a family by its names alone: sizes are those of what is converted."""
+    spec, config = resolve(ModelSection(family=family, preset="quickstart"))
+    assert spec.main.megatron is not None, "a converter is of a family with such a form"
+    return spec.main.megatron(config)
+
+
+def _check_version(options: Options) -> None:
+    if str(options.get("version", "")).endswith("-lora"):
+        raise TesseraError(
+            "adapters in the files of HunyuanVideo's makers are not converted",
+            where="--version",
+            allowed=["t2v", "i2v"],
+            fix="adapters of PEFT or diffusers are read as they are: model.lora.path in a recipe",
+        )
+
+
+# ---------------------------------------------------------------------------------------------- files of the makers
+
+Tensors = dict[str, Tensor]
+_HUNYUAN_NAMES = (
+    (r"(txt_in\.t_embedder|time_in|guidance_in)\.mlp\.", r"\1.time_embed."),
+    (r"vector_in\.in_layer\.", "vector_in.fc1."),
+    (r"vector_in\.out_layer\.", "vector_in.fc2."),
+    (r"final_layer\.linear\.", "proj_out."),
+    (r"final_layer\.adaLN_modulation\.", "adaLN_modulation."),
+)
+_COG = r"model\.diffusion_model\."
+_COG_LAYER = _COG + r"transformer\.layers\.(\d+)\."
+_COG_BLOCK = r"videodit_blocks.\1."
+_COG_NAMES = (
+    (_COG + r"time_embed\.", "time_embed.time_embed."),
+    (_COG + r"ofs_embed\.", "ofs_embed."),
+    (_COG + r"mixins\.patch_embed\.proj\.", "patch_embed.proj."),
+    (_COG + r"mixins\.patch_embed\.text_proj\.", "caption_projection."),
+    (_COG + r"mixins\.pos_embed\.", "pos_embed."),
+    (_COG + r"transformer\.final_layernorm\.", "norm_final."),
+    (_COG + r"mixins\.final_layer\.norm_final\.", "norm_out."),
+    (_COG + r"mixins\.final_layer\.linear\.", "proj_out_linear."),
+    (_COG + r"mixins\.final_layer\.adaLN_modulation\.", "adaLN_modulation."),
+    (_COG + r"mixins\.adaln_layer\.adaLN_modulations\.(\d+)\.", _COG_BLOCK + "scale_shift_table."),
+    (_COG + r"mixins\.adaln_layer\.query_layernorm_list\.(\d+)\.", _COG_BLOCK + "self_atten.q_norm."),
+    (_COG + r"mixins\.adaln_layer\.key_layernorm_list\.(\d+)\.", _COG_BLOCK + "self_atten.k_norm."),
+    (_COG_LAYER + r"input_layernorm\.", _COG_BLOCK + "norm1."),
+    (_COG_LAYER + r"post_attention_layernorm\.", _COG_BLOCK + "norm2."),
+    (_COG_LAYER + r"attention\.dense\.", _COG_BLOCK + "self_atten.proj_out."),
+    (_COG_LAYER + r"attention\.query_key_value\.", _COG_BLOCK + "self_atten.proj_qkv."),
+    (_COG_LAYER + r"mlp\.dense_h_to_4h\.", _COG_BLOCK + "ff.net.0.proj."),
+    (_COG_LAYER + r"mlp\.dense_4h_to_h\.", _COG_BLOCK + "ff.net.2."),
+)
+
+
+def hunyuan_source_to_mm(family: str, options: Options) -> Path:
+    """Divide a file of HunyuanVideo's makers as a job loads it."""
+    _check_version(options)
+    found = _renamed(_source_tensors(Path(options["source_path"])), _HUNYUAN_NAMES)
+    for name in [name for name in found if re.fullmatch(r"single_blocks\.\d+\.linear1\.(weight|bias)", name)]:
+        tensor, number = found.pop(name), name.split(".")[1]
+        width = found[f"single_blocks.{number}.linear2.weight"].shape[0]  # queries, keys and values are so wide each
+        kind = name.rpartition(".")[2]
+        found[f"single_blocks.{number}.linear1_qkv.{kind}"] = tensor[: 3 * width]
+        found[f"single_blocks.{number}.linear1_mlp.{kind}"] = tensor[3 * width :]
+    return _write(family, options, found)
+
+
+def cog_source_to_mm(family: str, options: Options) -> Path:
+    """Divide a file of CogVideoX's makers as a job loads it. Layers that no job has are left out."""
+    found = _renamed(_source_tensors(Path(options["source_path"])), _COG_NAMES)
+    found = {name: tensor for name, tensor in found.items() if not name.startswith(("model.", "first_stage_model."))}
+    if options.get("remove_pos_emb"):
+        found = {name: tensor for name, tensor in found.items() if not name.startswith("pos_embed.")}
+    return _write(family, options, found)
+
+
+def _source_tensors(path: Path) -> Tensors:
+    """Return the tensors of a safetensors file, or of a file of torch, which may hold them under `module`."""
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, "pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise TesseraError(f"not a safetensors file: {first_line(error)}", where=str(path)) from None
+    if not path.is_file():
+        raise TesseraError(f"no such file: {path}", where="--cfg.source_path", fix="name a .pt or .safetensors file")
+    content = read_torch_file(path)
+    content = content.get("module", content) if isinstance(content, dict) else content
+    if not isinstance(content, dict) or not any(isinstance(one, StoredTensor) for one in content.values()):
+        raise TesseraError("it holds no model", where=str(path), fix="tensors by name are expected, or under `module`")
+    return {str(name): one.read() for name, one in content.items() if isinstance(one, StoredTensor)}
+
+
+def _renamed(tensors: Tensors, names: tuple[tuple[str, str], ...]) -> Tensors:
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        new = name
+        for pattern, word in names:
+            new, count = re.subn("^" + pattern, word, new)
+            if count:
+                break
+        if not name.endswith("_extra_state"):
+            found[new] = tensor
+    return found
+
+
+def _write(family: str, options: Options, tensors: Mapping[str, Tensor]) -> Path:
+    """Write whole tensors by the names of jobs as shards of the target's layout."""
+    source, target = Path(options["source_path"]), Path(options["target_path"])
+    check_apart(target, source)
+    layout = parse_layout(target_layout(family, options))
+    form = _sized(_form(family), tensors, layout)
+    known = {rule for rule in (form.part_of(name) for name in tensors) if rule is not None}
+    strange = [name for name in tensors if form.part_of(name) is None]
+    if strange or not known:
+        raise TesseraError(
+            f"{strange[0] if strange else 'nothing'} belongs to no part of {family}",
+            where=str(source),
+            nearest=nearest(strange[0], [part.layers for part in form.parts]) if strange else None,
+            fix="name the file that the makers of the model publish",
+        )
+    plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+    def write(staging: Path) -> None:
+        with PlannedFolder(staging, plan_megatron(form, layout, plans, str(target))) as files:
+            for name, tensor in tensors.items():
+                files.put(name, TensorRows.of(tensor))
+            files.sync()
+
+    publish(target, write, origin=made_from("mm", source))
+    return target
+
+
+def _sized(form: MegatronForm, tensors: Mapping[str, Any], layout: MegatronLayout) -> MegatronForm:
+    """Return the form with as many layers as there are tensors of; names are those of jobs on both sides."""
+    counts = {
+        layers: len({name.removeprefix(layers).split(".")[0] for name in tensors if name.startswith(layers)})
+        for layers in (part.layers for part in form.parts)
+    }
+    parts = tuple(replace(part, count=counts[part.layers]) for part in form.parts)
+    whole = WeightMap((), same_names=True)
+    return replace(form, weights=whole, parts=parts, kv_heads=layout.tp)
+
+
+# ---------------------------------------------------------------------------------------------- adapters
+
+
+def merge_lora(family: str, options: Options) -> Path:
+    """Merge adapters of a job into shards of the model that they were trained beside."""
+    rank, alpha = options.get("lora_rank", 8), options.get("lora_alpha", 16)
+    if not rank or rank < 0:
+        raise TesseraError(f"adapters of rank {rank}", where="--lora_rank", allowed=["1 or more"])
+    folders = {key: Path(options[key]) for key in ("source_path", "lora_path")}
+    for key, folder in folders.items():
+        if is_run(folder):
+            raise TesseraError(
+                f"{folder} is the run of a job, which is whole",
+                where=f"--cfg.{key}",
+                fix=f"tessera convert {folder} TARGET merges its adapters; --to mm writes shards",
+            )
+    base, adapters = (_whole(family, folder) for folder in folders.values())
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in adapters.items():
+        match = _ADAPTER.fullmatch(name)
+        if match is None:
+            raise TesseraError(f"{name} is no matrix of an adapter", where=str(folders["lora_path"]))
+        pairs.setdefault(f"{match[1].removeprefix('base_model.model.')}.weight", {})[match[2]] = tensor
+    merged = dict(base)
+    for name, pair in pairs.items():
+        if name not in base or set(pair) != {"A", "B"}:
+            raise TesseraError(
+                f"the adapter of {name} {'has one matrix' if name in base else 'belongs to no layer'}",
+                where=str(folders["lora_path"]),
+                nearest=nearest(name, base),
+            )
+        if pair["A"].shape[0] != rank:
+            raise TesseraError(f"the adapter of {name} has rank {pair['A'].shape[0]}", where="--lora_rank")
+        added = (alpha / rank) * (pair["B"].to(torch.float32) @ pair["A"].to(torch.float32))
+        merged[name] = (base[name].to(torch.float32) + added).to(base[name].dtype)
+    return _write(family, options, merged)
+
+
+def _whole(family: str, folder: Path) -> Tensors:
+    """Return whole tensors of shards by the names of jobs. Adapters have no layers of every number."""
+    form = _form(family)
+    before = stored_layout(folder, form.parts)
+    if before.tp > 1 or before.pp > 1:
+        raise TesseraError(
+            f"its files are of {before.tp} tensor and {before.pp} pipeline ranks",
+            where=str(folder),
+            fix="join them first: mm-convert CONVERTER resplit, without pp_layers and tp_size",
+        )
+    free = replace(form, weights=WeightMap((), same_names=True), parts=(), splits=())
+    found, _ = read_megatron(folder, free)
+    return {name: tensor.read() for name, tensor in found.items()}
+
+
+SOURCES: Mapping[str, Callable[[str, Options], Path]] = {
+    "hunyuan_video": hunyuan_source_to_mm,
+    "cogvideox": cog_source_to_mm,
+}

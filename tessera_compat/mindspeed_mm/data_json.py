@@ -1,0 +1,347 @@
+"""Translate `data.json`: conversations (`huggingface`) and the tiles of InternVL (`multimodal`) to our data section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tessera.errors import TesseraError, nearest
+from tessera_compat.mindspeed_mm.report import (
+    JobReport,
+    KeyRule,
+    all_of,
+    fixed,
+    part_of,
+    refused,
+    sets,
+    translate,
+    unneeded,
+)
+
+# Chat templates by family. The model's folder has the template itself; the name must not contradict it.
+TEMPLATES: dict[str, tuple[str, ...]] = {
+    "qwen2_vl": ("qwen2vl", "qwen2_vl"),
+    "qwen2_5_vl": ("qwen2vl", "qwen2_vl"),
+    "qwen3_vl": ("qwen3_vl", "qwen3_vl_nothink"),
+    "glm4v": ("glm4.1v", "glm4v"),
+    "internvl": ("internvl2_5", "internvl2", "internvl3", "internvl", "internlm2-chat"),
+    "llava": ("llava", "llava-plain", "vicuna", "llava_v1", "mpt"),
+}
+_SAMPLE_TYPES = ("huggingface", "multimodal", "image")  # the last two: files in LLaVA's format
+_INDEX = unneeded("files are measured once, and their index is kept")
+PREPROCESS_KEYS: dict[str, KeyRule] = {
+    "image_max_pixels": sets("processor.max_pixels"),
+    "image_min_pixels": sets("processor.min_pixels"),
+    "video_max_pixels": sets("processor.video_max_pixels"),
+    "video_min_pixels": sets("processor.video_min_pixels"),
+    "video_fps": sets("processor.fps"),
+    "video_maxlen": sets("processor.max_frames"),
+    "use_fast_tokenizer": unneeded("tokenizer.json of the folder is read"),
+    "fix_mistral_regex": unneeded("tokenizer.json of the folder is read"),
+    "trust_remote_code": unneeded("no code of a model folder is ever run"),
+    **all_of(fixed(False), "split_special_tokens crop_to_patches image_do_pan_and_scan"),
+    **all_of(refused("videos are sampled without their sound"), "use_audio_in_video"),
+    "audio_sampling_rate": unneeded("no family here hears"),
+    **all_of(
+        unneeded("pixels are bounded by image_max_pixels and video_max_pixels"), "image_resolution video_resolution"
+    ),
+}
+_TILED_IMAGES = all_of(
+    unneeded("images are cut into tiles of one size"),
+    "image_max_pixels image_min_pixels video_max_pixels video_min_pixels",
+)
+BASIC_KEYS: dict[str, KeyRule] = {
+    "mask_history": sets("mask_history"),
+    "cutoff_len": sets("length"),
+    **all_of(
+        _INDEX,
+        "cache_dir overwrite_cache preprocessing_batch_size preprocessing_num_workers streaming preprocess_on_fly "
+        "async_preprocess async_preprocess_buffer_size",
+    ),
+    "tool_format": unneeded("the template of the model's folder writes calls of functions"),
+    "enable_thinking": fixed(False),
+    "stage": fixed("sft", "pt", "rm", "dpo"),
+    **all_of(refused("name a file of held-out samples in val_dataset"), "val_rate"),
+    "use_pmcc_data": refused("data that another program has encrypted cannot be read"),
+}
+LOADER_KEYS: dict[str, KeyRule] = {
+    "dataloader_mode": fixed("sampler", "base", "variable"),
+    "prefetch_factor": sets("prefetch"),
+    "pin_memory": unneeded("batches are copied ahead to the device"),
+    "drop_last": unneeded("the order of samples goes on into the next epoch"),
+    "enable_preload": unneeded("batches are copied ahead to the device"),
+    **all_of(unneeded("the command line says it"), "num_workers batch_size seed"),
+    "data_sharding": unneeded("each rank reads its own rows"),
+    **all_of(unneeded("rows of equal work are made from measured samples"), "priority_mode group_data"),
+}
+COLLATE_KEYS: dict[str, KeyRule] = {
+    "ignore_pad_token_for_loss": fixed(True),
+    **all_of(unneeded("rows are packed, padding is never trained on"), "pad_to_multiple_of pad_id pad_token_id"),
+}
+_SAMPLERS = {
+    "BaseRandomBatchSampler": True,
+    "LengthGroupedSampler": True,
+    "BucketBatchSampler": True,
+    "stateful_distributed_sampler": True,
+    "SequentialSampler": False,
+}
+COLUMN_KEYS = (
+    *("system", "images", "videos", "audios", "messages", "role_tag", "content_tag", "user_tag", "assistant_tag"),
+    *("observation_tag", "function_tag", "system_tag", "chosen", "rejected", "prompt", "query", "response"),
+    *("history", "tools"),
+)
+_FORMATS = {"sharegpt": "sharegpt", "alpaca": "alpaca", "openai": "messages", "multimodal_tool": "messages"}
+TILE_KEYS: dict[str, KeyRule] = {
+    "max_dynamic_patch": sets("processor.max_tiles"),
+    "min_dynamic_patch": sets("processor.min_tiles"),
+    "max_num_frame": sets("processor.max_frames"),
+    "min_num_frame": sets("processor.min_frames"),
+    "dynamic_image_size": fixed(True),
+    "use_thumbnail": unneeded("the model's folder says it"),
+    **all_of(unneeded("the model says it"), "patch_size image_size down_sample_ratio use_text_processer"),
+    "group_by_length": unneeded("rows of equal work are made from measured samples"),
+    "sampling_method": unneeded("frames are taken evenly"),
+    "repeat_time": fixed(1),
+    "mm_use_im_start_end": fixed(False),
+}
+
+
+@dataclass
+class DataFile:
+    """Hold the content of a `data.json` under the names of a recipe."""
+
+    section: dict[str, Any] = field(default_factory=dict)  # our data section, processor options dotted
+    processor_folder: str | None = None  # where tokenizer and preprocessor files are
+    pairs: bool = False  # pairs of answers, for DPO
+
+
+def read_data(data: Mapping[str, Any], source: str, report: JobReport, family: str | None) -> DataFile:
+    """Return what a `data.json` (or the `data` section of a YAML job) says; every key gets a line in the report."""
+    translate(data, {}, source, report, handled={"dataset_param", "dataloader_param", "val_dataset_param"})
+    param = data.get("dataset_param")
+    if not isinstance(param, Mapping):
+        near = nearest("dataset_param", data)
+        raise TesseraError(
+            "there is no dataset_param", where=source, nearest=near, fix="it names the files to train on"
+        )
+    kind = param.get("dataset_type")
+    if kind not in _SAMPLE_TYPES:
+        raise TesseraError(
+            f"dataset_param.dataset_type {kind!r} is not read here",
+            where=source,
+            allowed=_SAMPLE_TYPES,
+            nearest=nearest(str(kind), _SAMPLE_TYPES),
+            fix="data of generation models and audio is not here yet",
+        )
+    report.add(source, "dataset_param.dataset_type", kind, "mapped", "data.kind")
+    file = DataFile()
+    read = _conversations if kind == "huggingface" else _tiles
+    read(file, param, source, report, family)
+    if data.get("val_dataset_param"):
+        held_out = DataFile()
+        _conversations(
+            held_out, part_of(data, "val_dataset_param", source), source, report, family, "val_dataset_param."
+        )
+        file.section["eval"] = held_out.section["train"]
+    _loader(file, part_of(data, "dataloader_param", source), source, report)
+    return file
+
+
+def _conversations(
+    file: DataFile,
+    param: Mapping[str, Any],
+    source: str,
+    report: JobReport,
+    family: str | None,
+    at: str = "dataset_param.",
+) -> None:
+    parts = {"dataset_type", "basic_parameters", "preprocess_parameters", "attr"}
+    translate(param, {}, source, report, at, parts)
+    basic, given, attr = (part_of(param, key, source) for key in ("basic_parameters", "preprocess_parameters", "attr"))
+    rules = {**PREPROCESS_KEYS, **_TILED_IMAGES} if family in ("internvl", "llava") else PREPROCESS_KEYS
+    # 0 is no bound. For images the folder's own then holds; that of videos is larger than what jobs allow a frame.
+    unbounded = {"image_min_pixels": None, "video_min_pixels": 1}
+    bounds = {key: unbounded[key] if key in unbounded and not value else value for key, value in given.items()}
+    where = f"{at}preprocess_parameters."
+    file.section |= translate(bounds, rules, source, report, where, {"model_name_or_path"}, "data.")
+    _processor_folder(
+        file, given.get("model_name_or_path"), f"{at}preprocess_parameters.model_name_or_path", source, report
+    )
+    handled = {"dataset", "template", "max_samples", "val_dataset", "val_max_samples", "train_on_prompt", "packing"}
+    file.section |= translate(
+        basic, BASIC_KEYS, source, report, f"{at}basic_parameters.", {*handled, "neat_packing", "dataset_dir"}, "data."
+    )
+    if "dataset_dir" in basic:
+        note = "data.train: root, the folder that holds the media" if basic["dataset_dir"] else "not set"
+        outcome = "mapped" if basic["dataset_dir"] else "not needed"
+        report.add(source, f"{at}basic_parameters.dataset_dir", basic["dataset_dir"], outcome, note)  # type: ignore[arg-type]
+    columns, record_format = _columns(file, attr, source, report, at)
+    pack = bool(basic.get("packing") or basic.get("neat_packing") or attr.get("packing"))
+    file.section["pack"] = pack
+    for key in ("packing", "neat_packing"):
+        if key in basic:
+            report.add(source, f"{at}basic_parameters.{key}", basic[key], "mapped", "data.pack")
+    if basic.get("train_on_prompt"):
+        file.section["train_on"] = ["system", "user", "assistant", "tool"]
+    if "train_on_prompt" in basic:
+        report.add(source, f"{at}basic_parameters.train_on_prompt", basic["train_on_prompt"], "mapped", "data.train_on")
+    _template(basic.get("template"), family, f"{at}basic_parameters.template", source, report)
+    for split, name, limit in (("train", "dataset", "max_samples"), ("eval", "val_dataset", "val_max_samples")):
+        sets_of = _sources(basic.get(name), basic.get(limit), columns, record_format, basic.get("dataset_dir"))
+        if sets_of:
+            file.section[split] = sets_of
+            report.add(source, f"{at}basic_parameters.{name}", basic[name], "mapped", f"data.{split}")
+        if limit in basic:
+            outcome = "mapped" if basic[limit] else "not needed"
+            note = f"data.{split}: max_samples" if basic[limit] else "not set"
+            report.add(source, f"{at}basic_parameters.{limit}", basic[limit], outcome, note)  # type: ignore[arg-type]
+    if "train" not in file.section:
+        raise TesseraError(
+            f"{at}basic_parameters.dataset names no file", where=source, fix='"dataset": "./data/a.json"'
+        )
+
+
+def _sources(
+    names: Any, limit: Any, columns: Mapping[str, str], record_format: str, folder: Any
+) -> list[dict[str, Any]]:
+    """Return our sets for `a.json,b.json`. Their media lie in `folder`, as data.json calls it `dataset_dir`."""
+    if not names:
+        return []
+    common: dict[str, Any] = {"format": record_format}
+    if columns:
+        common["columns"] = dict(columns)
+    if limit:
+        common["max_samples"] = limit
+    paths = [name.strip() for name in str(names).split(",") if name.strip()]
+    return [{"path": path, "root": str(folder) if folder else _media_root(Path(path)), **common} for path in paths]
+
+
+def _media_root(file: Path) -> str:
+    """Return the folder of media where data.json names none: that of the job, or of a file that lies elsewhere.
+
+    Records may come from anywhere, so they cannot choose it: a path outside of it is refused.
+    """
+    start = Path.cwd()
+    return "." if file.resolve().is_relative_to(start) and start != Path(start.anchor) else str(file.parent)
+
+
+def _columns(
+    file: DataFile, attr: Mapping[str, Any], source: str, report: JobReport, at: str
+) -> tuple[dict[str, str], str]:
+    """Return the names of keys and speakers in the records, and the format of the records."""
+    formatting = attr.get("formatting") or ("sharegpt" if attr else "auto")
+    if formatting not in (*_FORMATS, "auto"):
+        near = nearest(str(formatting), _FORMATS)
+        raise TesseraError(f"{at}attr.formatting {formatting!r}", where=source, allowed=_FORMATS, nearest=near)
+    columns: dict[str, str] = {}
+    for key, value in attr.items():
+        name = f"{at}attr.{key}"
+        if key in COLUMN_KEYS and value:
+            columns[key] = str(value)
+            report.add(source, name, value, "mapped", f"data.train: columns.{key}")
+        elif key in COLUMN_KEYS:
+            report.add(source, name, value, "not needed", "not set")
+        elif key == "ranking":
+            file.pairs = bool(value)
+            report.add(source, name, value, "mapped", "data.kind=preference" if value else "data.kind=chat")
+        elif key in ("formatting", "packing"):
+            report.add(source, name, value, "mapped", "data.train: format" if key == "formatting" else "data.pack")
+        elif key == "pretrain":
+            report.add(source, name, value, "mapped", "data.train: format=text" if value else "data.train: format")
+        else:
+            near = nearest(key, [*COLUMN_KEYS, "ranking", "formatting"])
+            hint = f"; did you mean {near}?" if near else ""
+            report.add(source, name, value, "not supported", f"unknown key{hint}")
+    if attr.get("pretrain"):
+        columns = {"text": columns["prompt"]} if "prompt" in columns else {}
+        return columns, "text"
+    if file.pairs:
+        return {key: columns[key] for key in columns}, "preference"
+    return columns, str(_FORMATS.get(str(formatting), "auto"))
+
+
+def _template(name: Any, family: str | None, key: str, source: str, report: JobReport) -> None:
+    if name is None:
+        return
+    known = TEMPLATES.get(family or "", ())
+    if family is None or name in known or name == "default":
+        report.add(source, key, name, "not needed", "the model's folder has the template")
+    else:
+        near = nearest(str(name), known)
+        hint = f"; did you mean {near}?" if near else ""
+        report.add(source, key, name, "not supported", f"{family} has the templates {', '.join(known)}{hint}")
+
+
+def _processor_folder(file: DataFile, folder: Any, key: str, source: str, report: JobReport) -> None:
+    if folder:
+        file.processor_folder = str(folder)
+        report.add(source, key, folder, "mapped", "model.tokenizer, or model.path")
+
+
+def _tiles(file: DataFile, param: Mapping[str, Any], source: str, report: JobReport, family: str | None) -> None:
+    """Read the form of InternVL: one or several files in LLaVA's format, each with the folder of its images."""
+    at = "dataset_param."
+    parts = {"dataset_type", "basic_parameters", "preprocess_parameters", "tokenizer_config", "template_name"}
+    file.section |= translate(param, TILE_KEYS, source, report, at, parts, "data.")
+    tokenizer = part_of(param, "tokenizer_config", source)
+    _processor_folder(file, tokenizer.get("from_pretrained"), f"{at}tokenizer_config.from_pretrained", source, report)
+    rule = unneeded("tokenizer.json of the folder is read")
+    names = "hub_backend autotokenizer_name add_eos_token use_fast model_max_length cache_dir padding_side"
+    words = all_of(rule, names)
+    translate(tokenizer, words, source, report, f"{at}tokenizer_config.", {"from_pretrained"})
+    images = unneeded("preprocessor_config.json of the folder says how images are prepared")
+    given = part_of(param, "preprocess_parameters", source)
+    translate(given, dict.fromkeys(given, images), source, report, f"{at}preprocess_parameters.")
+    _template(param.get("template_name"), family, f"{at}template_name", source, report)
+    basic = param.get("basic_parameters") or {}
+    sections = basic if isinstance(basic, list) else [basic]
+    file.section["train"] = []
+    for one in sections:
+        if not isinstance(one, Mapping):
+            raise TesseraError(f"{at}basic_parameters: {one!r:.80} is no section with data_path", where=source)
+        rules = {"repeat_time": fixed(1), "max_samples": sets("max_samples")}
+        more = translate(one, rules, source, report, f"{at}basic_parameters.", {"data_path", "data_folder"})
+        if not one.get("data_path"):
+            raise TesseraError(f"{at}basic_parameters.data_path names no file", where=source)
+        root = str(one.get("data_folder") or Path(str(one["data_path"])).parent)
+        file.section["train"].append({"path": one["data_path"], "root": root, "format": "llava", **more})
+        for key in ("data_path", "data_folder"):
+            if key in one:
+                report.add(source, f"{at}basic_parameters.{key}", one[key], "mapped", "data.train")
+    file.section["pack"] = False
+
+
+def _loader(file: DataFile, loader: Mapping[str, Any], source: str, report: JobReport) -> None:
+    handled = {"sampler_type", "shuffle", "collate_param"}
+    file.section |= translate(loader, LOADER_KEYS, source, report, "dataloader_param.", handled, "data.")
+    file.section["shuffle"] = read_sampler(loader, source, report)
+    collate = part_of(loader, "collate_param", source)
+    translate(collate, COLLATE_KEYS, source, report, "dataloader_param.collate_param.", {"model_name", "collator_id"})
+    for key in ("model_name", "collator_id"):
+        name = collate.get(key)
+        if name is None:
+            continue
+        pairs = str(name).endswith("_dpo")
+        if pairs != file.pairs:
+            raise TesseraError(
+                f"collate_param.{key} {name!r} and attr.ranking {str(file.pairs).lower()} contradict each other",
+                where=source,
+                fix="pairs of answers need both, conversations neither",
+            )
+        report.add(source, f"dataloader_param.collate_param.{key}", name, "not needed", "the family has its collator")
+
+
+def read_sampler(loader: Mapping[str, Any], source: str, report: JobReport) -> bool:
+    """Return whether samples are shuffled, as the names of a sampler and `shuffle` say."""
+    sampler, shuffle = loader.get("sampler_type"), loader.get("shuffle")
+    if sampler is not None and str(sampler) not in _SAMPLERS:
+        near = nearest(str(sampler), _SAMPLERS)
+        hint = f"; did you mean {near}?" if near else ""
+        report.add(source, "dataloader_param.sampler_type", sampler, "not supported", f"no such sampler here{hint}")
+    elif sampler is not None:
+        report.add(source, "dataloader_param.sampler_type", sampler, "mapped", "data.shuffle")
+    if "shuffle" in loader:
+        report.add(source, "dataloader_param.shuffle", shuffle, "mapped", "data.shuffle")
+    return bool(shuffle) if shuffle is not None else _SAMPLERS.get(str(sampler), True)

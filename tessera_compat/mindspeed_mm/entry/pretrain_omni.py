@@ -1,0 +1,6 @@
+"""Refuse a job whose models are not here yet, with the reason."""
+
+from tessera_compat.mindspeed_mm.entry_points import refuse
+
+if __name__ == "__main__":
+    refuse("pretrain_omni.py")

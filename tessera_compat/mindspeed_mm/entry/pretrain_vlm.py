@@ -1,0 +1,6 @@
+"""Train a vision-language model by flags and JSON files."""
+
+from tessera_compat.mindspeed_mm.entry_points import pretrain, run_command
+
+if __name__ == "__main__":
+    run_command(pretrain)

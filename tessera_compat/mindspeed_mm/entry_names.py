@@ -1,0 +1,129 @@
+"""Offer the small names that the entry files of MindSpeed-MM import, so that edited copies of them run.
+
+What these names do there, a flag or the trainer does here; a function that would change a run says which.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from tessera.errors import TesseraError
+from tessera_compat import state
+from tessera_compat.mindspeed_mm.data import current_device
+
+# Keys of a batch and of a record.
+PROMPT_IDS, PROMPT_MASK = "prompt_ids", "prompt_mask"
+PROMPT_IDS_2, PROMPT_MASK_2 = "prompt_ids_2", "prompt_mask_2"
+TEXT, PROMPT, CAPTIONS = "text", "prompt", "captions"
+VIDEO, VIDEO_MASK, VIDEO_REJECTED = "video", "video_mask", "video_rejected"
+LATENTS, MASKED_VIDEO, INPUT_MASK = "latents", "masked_video", "input_mask"
+FILE_INFO, FILE_REJECTED_INFO = "file", "file_rejected"
+SCORE, SCORE_REJECTED = "score", "score_rejected"
+GLOBAL_STEP_TOKEN_NUM, AVG_PER_STEP_TOKEN_NUM = "global_step_token_num", "avg_per_step_token_num"
+
+
+def get_num_microbatches() -> int:
+    """Return how many micro-batches a rank has in a step."""
+    args = state.get_args()
+    return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+
+
+cal_gradient_accumulation_size = get_num_microbatches
+
+
+def get_current_global_batch_size() -> int:
+    """Return the samples of a step."""
+    return int(state.get_args().global_batch_size)
+
+
+def get_micro_batch_size() -> int:
+    """Return the samples of a micro-batch."""
+    return int(state.get_args().micro_batch_size)
+
+
+def update_num_microbatches(consumed_samples: int, *args: Any, **kwargs: Any) -> None:
+    """Do nothing: the number of micro-batches stays the same for a whole run."""
+
+
+def get_value_from_args(key: str, default_value: Any = None) -> Any:
+    """Return a value of the arguments by its dotted name, such as `mm.data.dataset_param`."""
+    found = state.get_args()
+    for part in key.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            break
+    if found is None and default_value is None:
+        raise KeyError(f"there is no argument {key!r}")
+    return default_value if found is None else found
+
+
+def get_model_config(config: Any) -> Any:
+    """Return a part of model.json as it is: VLMModel reads the file itself."""
+    return config
+
+
+def merge_mm_args(args: Any) -> None:
+    """Do nothing: `args.mm` holds the JSON files since the command line was parsed."""
+    assert args.mm is not None
+
+
+def is_enable_lora() -> bool:
+    """Return whether adapters are trained."""
+    return bool(state.get_args().lora_target_modules)
+
+
+def is_use_dynamic_dpcp() -> bool:
+    """Return False: one layout serves a whole run."""
+    return False
+
+
+def is_npu_available() -> bool:
+    """Return False: scripts ask in order to patch torch, and words for devices mean the device of this machine."""
+    return False
+
+
+def get_device(device: str = "") -> torch.device:
+    """Return the device of this rank."""
+    return current_device()
+
+
+def get_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
+    """Return a type by one of its names; bfloat16 where none is given."""
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: torch.bfloat16}
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = names.get(dtype) or getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise TesseraError(f"{dtype!r} is no type of numbers", where="get_dtype", allowed=[n for n in names if n])
+    return found
+
+
+class _NotHere:
+    """Refuse a call of a name, and of its `apply`, with what to do instead."""
+
+    def __init__(self, name: str, fix: str) -> None:
+        self.name, self.fix = name, fix
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TesseraError(f"{self.name} does nothing that a run here needs", where=self.name, fix=self.fix)
+
+    apply = __call__
+
+
+_ENCODERS = "leave out --hetero-parallel; encoders get a split of their own by parallel.encoders in a recipe"
+change_parallel_state = _NotHere("change_parallel_state", _ENCODERS)
+apply_hetero_parallel_hooks = _NotHere("apply_hetero_parallel_hooks", _ENCODERS)
+hetero_align_config = _NotHere("hetero_align_config", _ENCODERS)
+get_dpcp_batch_for_step = _NotHere("get_dpcp_batch_for_step", "leave out use_dynamic_dpcp of model.json")
+EncoderBalanceComm = _NotHere("EncoderBalanceComm", "leave out --encoder-dp-balance; data.balance does it in a recipe")
+PrefetchGradAccDataLoader = _NotHere(
+    "PrefetchGradAccDataLoader", "--calculate-per-token-loss counts the tokens of all ranks and micro-batches"
+)
+DynamicBatchingDataLoader = _NotHere(
+    "DynamicBatchingDataLoader", "data.pack fills rows in the recipe that `tessera migrate JOB.sh` writes"
+)
+torch_fully_sharded_data_parallel_init = _NotHere(
+    "torch_fully_sharded_data_parallel_init", "setup_model_and_optimizer shards the model, as fsdp2_config.yaml says"
+)

@@ -1,0 +1,218 @@
+"""Run a user's `forward_step` as a task, with the loss rules of Megatron 0.12.1.
+
+    forward_step(data_iterator, model) -> (output, loss_func)
+    loss_func(output) -> (loss, report)              a mean over one micro-batch
+                      -> (loss, tokens, report)      a sum over so many tokens
+                      -> loss                        as the migration guide prints it
+
+Megatron multiplies each loss by the context-parallel size, divides it by the micro-batches of a step and averages
+gradients over data- and context-parallel ranks. So the gradient is that of
+
+    context_parallel / (micro-batches of all ranks) * sum over all micro-batches of loss, or of loss / tokens,
+
+and with `--calculate-per-token-loss` that of context_parallel * (sum of losses) / (sum of tokens). Both are one loss
+term with a count, which is how a task states its loss.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tessera.core.batch import Batch
+from tessera.core.task import Losses, LossTerm, Task
+from tessera.errors import TesseraError
+from tessera.runtime import device as devices
+from tessera_compat.megatron import parallel_state
+
+MICRO_BATCHES, TOKENS = "micro_batches", "tokens"
+ForwardStep = Callable[[Iterator[Any], nn.Module], Any]
+Report = dict[str, tuple[Tensor, Tensor]]  # name -> numerator and denominator, without gradient
+
+
+@dataclass
+class MicroBatch(Batch):
+    """Hold what a data iterator gave for one micro-batch, as it is.
+
+    It is the only element of the list `box`, so that `release` drops it also for records that outlive the step.
+    """
+
+    box: list[Any] = field(default_factory=list)
+
+    @staticmethod
+    def of(value: Any, row: int = 0, samples: int = 1) -> MicroBatch:
+        """Return a micro-batch with this content."""
+        return MicroBatch({}, rows=((row, 0),), counts={"samples": samples}, box=[value])
+
+    def release(self) -> None:
+        """Drop the content, which may be large."""
+        self.box.clear()
+
+
+class OneMicroBatch(Iterator[Any]):
+    """Serve as the data iterator of one call of `forward_step`: yield the micro-batch of this call, once."""
+
+    def __init__(self, batch: MicroBatch, owner: str) -> None:
+        self._values, self._owner = iter(list(batch.box)), owner
+
+    def __next__(self) -> Any:
+        for value in self._values:
+            return value
+        raise TesseraError(
+            f"{self._owner} took a second batch from its data iterator",
+            where=self._owner,
+            fix="take one batch in each call: a step calls it once for every micro-batch",
+        )
+
+
+class ForwardResult(NamedTuple):
+    """Hold the checked result of `forward_step`."""
+
+    output: Any
+    loss_func: Callable[..., Any]
+
+
+class ForwardStepTask(Task):
+    """Compute what the user's `forward_step` computes. It keeps the reports of the latest micro-batches."""
+
+    def __init__(self, forward_step: ForwardStep | None = None, *, per_token: bool = False, cp: int = 1) -> None:
+        self.forward_step = forward_step
+        self.per_token, self.cp = per_token, cp
+        self.reports: list[Report] = []
+        self.collected: list[Any] | None = None  # of `loss_func(output, non_loss_data=True)`, while somebody asks
+
+    def counts(self, batch: Batch) -> dict[str, int] | None:
+        """Return 1 for each micro-batch; None with `per_token`: only the loss function knows how many tokens it has."""
+        return None if self.per_token else {MICRO_BATCHES: 1}
+
+    def forward(self, model: nn.Module, batch: Batch) -> ForwardResult:
+        assert self.forward_step is not None, "train, train_step or pretrain gives the function first"
+        assert isinstance(batch, MicroBatch)
+        name = callback_name(self.forward_step)
+        result = self.forward_step(OneMicroBatch(batch, name), model)
+        if not isinstance(result, (tuple, list)) or len(result) != 2 or not callable(result[1]):
+            raise TesseraError(
+                f"{name} returned {described(result)}",
+                where=name,
+                allowed=["(output, loss_func)"],
+                fix="return the model's output and the function that computes the loss of it",
+            )
+        return ForwardResult(*result)
+
+    def losses(self, outputs: ForwardResult, batch: Batch) -> Losses:
+        name = callback_name(outputs.loss_func)
+        if self.collected is not None:
+            self.collected.append(outputs.loss_func(outputs.output, non_loss_data=True))
+        loss, tokens, report = self._checked(outputs.loss_func(outputs.output), name)
+        self.reports.append(report)
+        if self.per_token:
+            return Losses([LossTerm("loss", loss, TOKENS, float(self.cp))], counts={TOKENS: tokens})
+        mean = loss if tokens is None else loss / tokens.clamp(min=1)  # 0.12.1 divides by zero where a batch has none
+        return Losses([LossTerm("loss", mean, MICRO_BATCHES, float(self.cp))])
+
+    def _checked(self, found: Any, name: str) -> tuple[Tensor, Any, Report]:
+        """Return the loss, the number of tokens if there is one, and the report; refuse everything else by name."""
+        if isinstance(found, Tensor):
+            found = (found, {})
+        if not isinstance(found, (tuple, list)) or len(found) not in (2, 3):
+            raise self._wrong(name, described(found))
+        loss, tokens, report = found[0], found[1] if len(found) == 3 else None, found[-1]
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise self._wrong(name, f"{described(loss)} as the loss")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise TesseraError(
+                f"{name} returned a loss without a gradient",
+                where=name,
+                fix="compute it from the output of the model, and return it without detach() or item()",
+            )
+        if not isinstance(report, Mapping):
+            raise self._wrong(name, f"{described(report)} as the report")
+        if len(found) == 3:
+            if not _is_scalar(tokens):
+                raise self._wrong(name, f"{described(tokens)} as the number of tokens")
+            tokens = torch.as_tensor(tokens, device=loss.device).detach().reshape(())
+        elif self.per_token:
+            raise TesseraError(
+                f"{name} returned no number of tokens, and --calculate-per-token-loss divides by it",
+                where=name,
+                allowed=["(sum of losses, number of tokens, report)"],
+                fix="return three values, or leave the flag out",
+            )
+        return loss.reshape(()), tokens, {str(key): self._ratio(name, str(key), value) for key, value in report.items()}
+
+    def _ratio(self, name: str, key: str, value: Any) -> tuple[Tensor, Tensor]:
+        pair = value if isinstance(value, (tuple, list)) else (value, 1)
+        if len(pair) != 2 or not all(_is_scalar(number) for number in pair):
+            raise self._wrong(name, f"{described(value)} as {key!r} of the report")
+        numerator, denominator = (torch.as_tensor(number).detach().clone().reshape(()) for number in pair)
+        return numerator, denominator.to(numerator.device)
+
+    def _wrong(self, name: str, what: str) -> TesseraError:
+        return TesseraError(
+            f"{name} returned {what}",
+            where=name,
+            allowed=["(loss, report)", "(sum of losses, number of tokens, report)", "loss"],
+            fix="the loss is a tensor with one element; the report is a dict of numbers, or of pairs (sum, count)",
+        )
+
+
+def mean_reports(reports: Sequence[Report]) -> dict[str, Tensor]:
+    """Return the means over micro-batches as Megatron reports them: of pairs (sum, count) the sums are divided by the
+    counts, of plain numbers the mean is taken. The names are those of the first micro-batch."""
+    if not reports:
+        return {}
+    means: dict[str, Tensor] = {}
+    for name in reports[0]:
+        found = [report[name] for report in reports if name in report]
+        wide = devices.sum_dtype(found[0][0].device)
+        total = torch.stack([numerator.to(wide) for numerator, _ in found]).sum()
+        means[name] = total / torch.stack([denominator.to(wide) for _, denominator in found]).sum()
+    return means
+
+
+def compute_token_level_loss(outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [sum of losses / cp, tokens] of this rank, the tokens alone, and [sum of losses, tokens] of data ranks.
+
+    `outputs` has the losses of tokens or their sum under "loss", and which tokens count under "loss_mask"; with context
+    parallelism the number of tokens of the whole sequence under "token_nums" instead.
+    """
+    cp = parallel_state.get_context_parallel_world_size()
+    losses = outputs["loss"].float()
+    if cp > 1:
+        total, tokens = losses.sum(), outputs["token_nums"].sum()
+    else:
+        mask = outputs["loss_mask"].reshape(-1).float()
+        total = (losses.reshape(-1) * mask).sum() if losses.numel() == mask.numel() else losses.sum()
+        tokens = mask.sum()
+    both = torch.stack([total, tokens.to(total)])
+    reported = both.detach().clone()
+    dist.all_reduce(reported, group=parallel_state.get_data_parallel_group())
+    return both / both.new_tensor([cp, 1]), tokens.detach().to(torch.int64), reported
+
+
+def callback_name(function: Any) -> str:
+    """Return the name of a user's function for messages, also of a `partial` and of an object that is called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(function.__qualname__) if hasattr(function, "__qualname__") else type(function).__name__
+
+
+def described(value: Any) -> str:
+    """Return a few words on what a callback returned."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}: {', '.join(type(one).__name__ for one in value[:4])}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

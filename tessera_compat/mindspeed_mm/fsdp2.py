@@ -1,0 +1,237 @@
+"""Offer `Fsdp2Config` and the helper functions of MindSpeed-MM's `_fully_shard`, under their names and arguments.
+
+Patterns are those of `core.pattern`, and one that matches nothing is an error; there it is a printed warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from tessera.config.fsdp2_file import TYPE_NAMES, read_fsdp2_file
+from tessera.config.pattern import select
+from tessera.errors import TesseraError
+from tessera.parallel.activations import apply_recompute
+from tessera.parallel.fsdp import prefetch_modules, shard_modules
+from tessera.parallel.modules import Recompute, native_patterns
+from tessera.parallel.plan import DTYPES, Plan
+from tessera.runtime import device as devices
+from tessera.runtime.distributed import rank_on_machine
+from tessera.runtime.modules import clean_name
+from tessera_compat.state import current
+
+_WORDS = {DTYPES[name]: word for word, name in TYPE_NAMES.items()}
+REPLICATE, SHARD = "Replicate", "Shard"
+
+
+@dataclass
+class Fsdp2Config:
+    """Hold the keys of `fsdp2_config.yaml`: what a class's own `_fully_shard` is given to read."""
+
+    sharding_size: int | str | None = None
+    sub_modules_to_wrap: Sequence[str] | None = None
+    reshard_after_forward: bool | int = True
+    param_dtype: str | None = None  # bf16, fp16 or fp32
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    cast_forward_inputs: bool = True
+    offload_to_cpu: bool = False
+    pin_memory: bool = True
+    num_to_forward_prefetch: int = 0
+    num_to_backward_prefetch: int = 0
+    ignored_modules: Sequence[str] | None = None
+    recompute_modules: Sequence[str] | None = None
+    use_reentrant: bool = True
+    align_fsdp_param_groups: bool = False
+    expert_parallel_size: int = 1
+    reshard_local_experts: bool = True
+    moe_modules: Sequence[str] | None = None
+    plan: Plan | None = field(default=None, repr=False)  # of a run that shards the module; None: the caller does
+
+    @classmethod
+    def load_from_yaml(cls, yml_file: str | Path) -> Fsdp2Config:
+        """Return what a file says, with its defaults."""
+        file = read_fsdp2_file(Path(yml_file))
+        return cls(**{one.name: file.value(one.name) for one in fields(cls) if one.name != "plan"})
+
+    @classmethod
+    def from_plan(cls, plan: Plan) -> Fsdp2Config:
+        """Return a plan in the words of the file."""
+        return cls(
+            sharding_size=plan.shard,
+            sub_modules_to_wrap=plan.blocks,
+            reshard_after_forward=plan.reshard_after_forward,
+            param_dtype=_WORDS[plan.param_dtype],
+            reduce_dtype=_WORDS[plan.reduce_dtype],
+            output_dtype=None if plan.output_dtype is None else _WORDS[plan.output_dtype],
+            cast_forward_inputs=plan.cast_forward_inputs,
+            offload_to_cpu=plan.offload,
+            pin_memory=plan.pin_memory,
+            num_to_forward_prefetch=plan.prefetch_forward,
+            num_to_backward_prefetch=plan.prefetch_backward,
+            ignored_modules=plan.ignored,
+            recompute_modules=tuple(one.path for one in plan.recompute),
+            use_reentrant=plan.use_reentrant,
+            plan=plan,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the keywords of torch's `fully_shard` for a block, without the mesh.
+
+        The type of the output is the root's alone: between blocks it would meet weights of another type.
+        """
+        policy = MixedPrecisionPolicy(
+            param_dtype=_dtype(self.param_dtype),
+            reduce_dtype=_dtype(self.reduce_dtype),
+            cast_forward_inputs=self.cast_forward_inputs,
+        )
+        # Pinning needs a driver to pin for.
+        pin = self.pin_memory and devices.is_accelerator("auto")
+        return {
+            "mp_policy": policy,
+            "reshard_after_forward": self.reshard_after_forward,
+            "offload_policy": CPUOffloadPolicy(pin_memory=pin) if self.offload_to_cpu else OffloadPolicy(),
+        }
+
+
+def _dtype(word: str | None) -> torch.dtype | None:
+    return None if word is None else DTYPES[TYPE_NAMES[word]]
+
+
+# ---------------------------------------------------------------------------------------------- mesh of a file
+
+
+def device_of_group(process_group: dist.ProcessGroup) -> torch.device:
+    """Return the device of this rank that the group's collectives work on."""
+    if dist.get_backend(process_group) == "gloo":
+        return torch.device("cpu")
+    return devices.resolve_shared("auto", rank_on_machine())
+
+
+def create_device_mesh(sharding_size: int | str | None, process_group: dist.ProcessGroup) -> DeviceMesh:
+    """Return a mesh of the group's ranks: one axis where all of them share one copy, otherwise copies x ranks."""
+    ranks = dist.get_process_group_ranks(process_group)
+    size = len(ranks) if sharding_size == "auto" else int(sharding_size or 1)
+    if len(ranks) % size:
+        raise TesseraError(
+            f"{len(ranks)} ranks cannot form groups of {size}",
+            where="sharding_size",
+            allowed=[n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0],
+        )
+    kind = device_of_group(process_group).type
+    if size == len(ranks):
+        return DeviceMesh.from_group(process_group, kind, mesh_dim_names=(SHARD,))
+    return DeviceMesh(kind, torch.tensor(ranks).view(-1, size), mesh_dim_names=(REPLICATE, SHARD))
+
+
+# ---------------------------------------------------------------------------------------------- helpers
+
+
+@contextmanager
+def sharding(module: nn.Module, config: Fsdp2Config, arguments: dict[str, Any]) -> Iterator[None]:
+    """Make a module the one that helpers without an argument mean."""
+    stack = current().sharding
+    stack.append((module, config, arguments))
+    try:
+        yield
+    finally:
+        stack.pop()
+
+
+def _current() -> tuple[nn.Module, Fsdp2Config, dict[str, Any]]:
+    if not current().sharding:
+        raise TesseraError(
+            "no module is being sharded",
+            fix="call it from `_fully_shard`, or give it the module and a list of patterns",
+        )
+    return current().sharding[-1]
+
+
+def _config_of(module: nn.Module) -> Fsdp2Config:
+    """Return the settings that a module is being sharded with; the defaults where its caller shards it directly."""
+    return next((config for other, config, _ in reversed(current().sharding) if other is module), Fsdp2Config())
+
+
+def select_paths(model: nn.Module, config: Sequence[str] | None) -> list[str]:
+    """Return the paths that patterns (or import paths of classes) select, in the order of the model's tree."""
+    tree = {clean_name(name + ".")[:-1]: part for name, part in model.named_modules() if name}
+    return select(native_patterns(config or (), tree, {}), tree, f"modules of {type(model).__name__}")
+
+
+def get_submodules_by_path(model: nn.Module, config: Sequence[str] | None) -> list[nn.Module] | None:
+    """Return the modules that patterns select; None for None."""
+    return None if config is None else [model.get_submodule(path) for path in select_paths(model, config)]
+
+
+def set_recompute_modules_to_wrap(
+    module: nn.Module | None = None,
+    recompute_modules_config: Sequence[str] | None = None,
+    use_reentrant: bool | None = None,
+) -> None:
+    """Recompute the activations of these modules in backward. Without a module: those that the recipe asks for."""
+    if module is None:
+        module, config, _ = _current()
+        recompute_modules_config = config.recompute_modules
+    else:
+        config = _config_of(module)
+    # A recipe may say what a module keeps; the file and this function cannot.
+    planned = {} if config.plan is None else {one.path: one for one in config.plan.recompute}
+    paths = select_paths(module, recompute_modules_config)
+    reentrant = config.use_reentrant if use_reentrant is None else use_reentrant
+    apply_recompute(module, [planned.get(path, Recompute(path)) for path in paths], reentrant)
+
+
+def set_fullyshard_modules_to_wrap(
+    module: nn.Module | None = None, fullyshard_modules_config: Sequence[str] | None = None, **fsdp2_kwargs: Any
+) -> None:
+    """Make each of these modules a shard group, and the module itself the root. Without a module: those that the
+    recipe asks for."""
+    if module is None:
+        module, config, arguments = _current()
+        fullyshard_modules_config, fsdp2_kwargs = config.sub_modules_to_wrap, {**arguments, **fsdp2_kwargs}
+    else:
+        config = _config_of(module)
+    paths = select_paths(module, fullyshard_modules_config)
+    if config.plan is not None:
+        shard_modules(module, paths, fsdp2_kwargs, config.plan)
+        return
+    for path in sorted(paths, key=lambda path: -path.count(".")):
+        fully_shard(module.get_submodule(path), **fsdp2_kwargs)
+    policy: MixedPrecisionPolicy = fsdp2_kwargs.get("mp_policy", MixedPrecisionPolicy())
+    fully_shard(module, **{**fsdp2_kwargs, "mp_policy": replace(policy, output_dtype=_dtype(config.output_dtype))})
+
+
+def set_modules_to_prefetch(
+    module: nn.Module | int | None = None,
+    fullyshard_modules_config: Sequence[str] | int | None = None,
+    num_to_forward_prefetch: int | None = None,
+    num_to_backward_prefetch: int | None = None,
+) -> None:
+    """Gather the weights of the next groups while one computes, along the tree of the model.
+
+    Called as `(module, list, forward, backward)`, as `(forward, backward)`, or without arguments; what is left out is
+    what the recipe asks for.
+    """
+    if isinstance(module, nn.Module):
+        config, patterns = _config_of(module), fullyshard_modules_config
+        assert not isinstance(patterns, int), "the second argument is a list of patterns"
+        paths = select_paths(module, patterns)
+    else:
+        if isinstance(module, int):
+            assert not isinstance(fullyshard_modules_config, Sequence), "the second argument is a number of groups"
+            num_to_forward_prefetch, num_to_backward_prefetch = module, fullyshard_modules_config
+        module, config, _ = _current()
+        named = ((clean_name(name + ".")[:-1], part) for name, part in module.named_modules() if name)
+        paths = [path for path, part in named if isinstance(part, FSDPModule)]
+    forward = config.num_to_forward_prefetch if num_to_forward_prefetch is None else num_to_forward_prefetch
+    backward = config.num_to_backward_prefetch if num_to_backward_prefetch is None else num_to_backward_prefetch
+    prefetch_modules(module, paths, forward, backward)

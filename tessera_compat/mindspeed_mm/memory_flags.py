@@ -1,0 +1,91 @@
+"""Translate the flags that save memory: what is recomputed, and what waits in host memory.
+
+MindSpeed applies them one inside the other. Here a layer is recomputed as a whole, or its attention waits in host
+memory, or parts of it are recomputed: of several flags the one that saves most counts for a layer. No result changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tessera.config.pattern import matches
+from tessera.config.run_config import ModelSection
+from tessera.models import resolve
+from tessera_compat.mindspeed_mm.arguments import Args
+from tessera_compat.mindspeed_mm.model_json import TEXT, VISION, ModelFile, recompute_patterns
+from tessera_compat.mindspeed_mm.report import JobReport
+
+
+def set_memory(section: dict[str, Any], args: Args, model: ModelFile, report: JobReport) -> None:
+    """Set what is recomputed and what waits in host memory in the section `parallel` of a recipe."""
+    stages = section.get("layers", {})
+    whole = _whole_layers(section, args, model)
+    patterns = [one["modules"] if isinstance(one, dict) else one for one in whole]
+    if "vision" in model.recompute:
+        whole += recompute_patterns(model.recompute["vision"], VISION, stages.get("vision"))
+    offload = list(model.offload)
+    every = range(_depth(args, model))
+    left = {layer for layer in every if not any(matches(pattern, f"{TEXT}.{layer}") for pattern in patterns)}
+    if args.swap_attention and left:
+        offload.append(f"{_layers(left, every)}.attn")
+    if args.recompute_norm:
+        norms = left & set(every[: args.recompute_norm_num_layers])
+        if args.swap_attention:
+            report.change("--recompute-norm", "the outputs of norms wait in host memory with attention")
+        elif norms:
+            section["recompute_norm"] = [_layers(norms, every)]
+            left -= norms  # which computes the function between the products again, too
+    if args.recompute_activation_function:
+        functions = left & set(every[: args.recompute_activation_function_num_layers])
+        if functions:
+            section["recompute_activation"] = [f"{_layers(functions, every)}.mlp"]
+        else:
+            report.change("--recompute-activation-function", "other flags recompute it in these layers already")
+    if whole:
+        section["recompute"] = whole
+    if offload:
+        section["activation_offload"] = offload
+
+
+def _whole_layers(section: dict[str, Any], args: Args, model: ModelFile) -> list[Any]:
+    """Return the text layers that are recomputed as a whole, or all of them but attention."""
+    settings = {
+        "recompute_granularity": args.recompute_granularity,
+        "recompute_method": args.recompute_method,
+        "recompute_num_layers": args.recompute_num_layers,
+        **model.recompute.get("text", {}),
+    }
+    stages = section.get("layers", {}).get("text")
+    patterns = recompute_patterns(settings, TEXT, stages)
+    if not args.recompute_skip_core_attention:
+        return list(patterns)
+    number = args.recompute_num_layers_skip_core_attention or settings["recompute_num_layers"]
+    keeps = recompute_patterns({**settings, "recompute_num_layers": number}, TEXT, stages)
+    return [{"modules": one, "keep": "attention"} if one in keeps else one for one in patterns]
+
+
+def _depth(args: Args, model: ModelFile) -> int:
+    """Return the number of text layers; where the folder that says it is not on this machine, more than any has."""
+    depth = model.fields.get("text.num_hidden_layers")
+    folder = Path(args.load_base_model or args.load or model.folder or "")
+    if depth is None and ((folder / "config.json").is_file() or (folder / "config.yaml").is_file()):
+        config: Any = resolve(ModelSection(path=folder))[1]
+        depth = config.text.num_hidden_layers
+    return depth or 1000
+
+
+def _layers(chosen: Iterable[int], every: range) -> str:
+    """Return the pattern of some text layers."""
+    numbers = sorted(chosen)
+    if numbers == list(every):
+        return f"{TEXT}.{{*}}"
+    groups: list[list[int]] = []
+    for number in numbers:
+        if groups and groups[-1][1] == number - 1:
+            groups[-1][1] = number
+        else:
+            groups.append([number, number])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in groups]
+    return f"{TEXT}.{{{','.join(words)}}}"

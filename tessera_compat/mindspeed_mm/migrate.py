@@ -1,0 +1,261 @@
+"""Make the Tessera recipe of a job file, and lay out a folder in which the commands of such jobs work."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tessera.config.reader import apply_overrides, parse_overrides
+from tessera.config.run_config import load_config
+from tessera.config.yaml12 import StrictDumper
+from tessera.errors import TesseraError
+from tessera_compat.environment import VARIABLES, job_settings
+from tessera_compat.mindspeed_mm.arguments import parse_args
+from tessera_compat.mindspeed_mm.command_lines import ENTRIES, FEATURES, RECIPE, commands_of
+from tessera_compat.mindspeed_mm.config_files import read_job_yaml
+from tessera_compat.mindspeed_mm.flags import FLAGS
+from tessera_compat.mindspeed_mm.fsdp_yaml import recipe_of_yaml
+from tessera_compat.mindspeed_mm.job import recipe_of
+from tessera_compat.mindspeed_mm.report import JobReport, Outcome
+from tessera_compat.mindspeed_mm.shell.launch import Launch, ShellJob
+from tessera_compat.mindspeed_mm.shell.reader import read_shell
+from tessera_compat.served import ROOTS, TAKES_OVER
+
+HERE = Path(__file__).parent
+FSDP_TRAINER = Path("mindspeed_mm/fsdp/train/trainer.py")
+TOOLS = Path("mindspeed_mm/tools/tools.json")
+YAML_READER = Path("mindspeed_mm/configs/read_yaml_config.py")  # which pretrain_transformers.py runs by its path
+# A package that lets `torchrun script.py` find Megatron and MindSpeed-MM without anything installed.
+_PACKAGE = f'''"""Serve {{root}} from Tessera, to scripts that are started in this folder."""
+
+{TAKES_OVER}
+
+take_over(__name__)
+'''
+_TRAINING = (
+    *("pretrain_vlm.py", "pretrain_sora.py", "pretrain_transformers.py"),
+    *("posttrain_qwen2vl_dpo.py", "posttrain_sora_dpo.py"),
+    *("pretrain_internvl.py", "pretrain_qwen2vl.py", "pretrain_llava.py"),  # of releases before pretrain_vlm.py
+)
+_EMPTY = ("logs", "data", "ckpt")
+
+
+@dataclass(frozen=True)
+class MigratedJob:
+    """Hold a recipe that does what a job did, and the report on each key of the job."""
+
+    recipe: dict[str, Any]  # empty: its commands need none
+    report: JobReport
+    world_size: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables that its start has to set
+    machines: int = 1
+    port: int = 29500  # where several machines meet
+    commands: tuple[str, ...] = ()  # of a job that trains nothing
+
+    def start(self, recipe: Path) -> str:
+        """Return the commands that do the job, one a line. Of several machines, machine R starts its own ranks."""
+        path = shlex.quote(str(recipe))
+        if self.commands:
+            return "\n".join(command.replace(RECIPE, path) for command in self.commands)
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        words = ["tessera", "train", path, "--nproc", str(self.world_size // self.machines)]
+        if self.machines > 1:
+            words += ["--nnodes", str(self.machines), "--node-rank", "R", "--master", f"HOST:{self.port}"]
+        return " ".join([*variables, *words])
+
+    def text(self) -> str:
+        """Return the recipe as YAML."""
+        return yaml.dump(self.recipe, Dumper=StrictDumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def migrate(path: Path, *, world_size: int | None = None, environment: Mapping[str, str] | None = None) -> MigratedJob:
+    """Return the recipe of a launch script (.sh) or a YAML job, or the commands of one that trains nothing. Nothing of
+    it is executed.
+
+    `world_size`: number of ranks; default: what the script starts, or 1 for a YAML file. `environment`: variables that
+    are set when the script begins.
+    """
+    if path.suffix in (".yaml", ".yml"):
+        data = read_job_yaml(path)
+        if "gpt_args" in data:
+            return _by_flags([str(path)], world_size or 1)
+        if "training" in data:
+            return _checked(*recipe_of_yaml(data, str(path), world_size or 1), world_size or 1)
+        raise TesseraError(
+            "this is no job: it has neither gpt_args nor training",
+            where=str(path),
+            allowed=["gpt_args, data, model", "parallel, model, data, training"],
+        )
+    if path.suffix != ".sh":
+        raise TesseraError(f"{path.name} is no job file", where=str(path), allowed=["*.sh", "*.yaml"])
+    job, launch, joined = _read_script(path, environment)
+    ranks = launch.world_size if world_size is None else world_size
+    machines = ranks // launch.ranks_per_machine if ranks % launch.ranks_per_machine == 0 else 1
+    asked = JobReport()
+    if other := commands_of(launch.entry, launch.argv, ranks, asked):
+        migrated = MigratedJob(other[0], asked, ranks, commands=other[1])
+    elif Path(launch.entry).name == FSDP_TRAINER.name:
+        if not launch.argv:
+            raise TesseraError(f"{launch.entry} is started without a YAML file", where=launch.where)
+        data = apply_overrides(read_job_yaml(Path(launch.argv[0])), parse_overrides(launch.argv[1:]), launch.argv[0])
+        migrated = _checked(*recipe_of_yaml(data, launch.argv[0], ranks), ranks)
+    else:
+        migrated = _by_flags(launch.argv, ranks)
+    _report_rest(migrated.report, job, launch)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for flag, value in joined.items():
+        at = next((f" in line {number}" for number, text in enumerate(lines, 1) if value in text), "")
+        note = f"a placeholder of several words{at}, taken as one value: write what belongs there"
+        migrated.report.add("script", flag, value, "differs", note)
+    migrated = migrated if migrated.commands else _with_environment(migrated, launch)
+    return replace(migrated, machines=max(1, machines), port=launch.port)
+
+
+def _read_script(path: Path, environment: Mapping[str, str] | None) -> tuple[ShellJob, Launch, dict[str, str]]:
+    """Read a launch script, and join what stands for one value. Where a file that is not here counts machines, take the
+    fewest that hold the model."""
+    job = read_shell(path, environment)
+    launch = _launch_of(job)
+    fewest = -(-launch.model_ranks // launch.ranks_per_machine)
+    if job.hosts and fewest > 1:
+        job = read_shell(path, environment, machines=fewest)
+        launch = _launch_of(job)
+    argv, joined = join_values(launch.argv)
+    return job, replace(launch, argv=argv), joined
+
+
+def join_values(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words with each value as one, and the values that were several: placeholders that nobody has replaced,
+    such as `--save path to save your weights`."""
+    words: list[str] = []
+    joined: dict[str, str] = {}
+    for word in argv:
+        flag = FLAGS.get(words[-2]) if len(words) > 1 else None
+        if flag is not None and flag.kind == "str" and not word.startswith("-") and not words[-1].startswith("-"):
+            words[-1] = joined[flag.name] = f"{words[-1]} {word}"
+        else:
+            words.append(word)
+    return words, joined
+
+
+def _launch_of(job: ShellJob) -> Launch:
+    """Return the command of a script that trains, or the first that does something else; a script that starts two jobs
+    has no single recipe."""
+    training = [one for one in job.launches if Path(one.entry).name in (*_TRAINING, FSDP_TRAINER.name)]
+    if len(training) > 1:
+        lines = " and ".join(str(one.line) for one in training)
+        raise TesseraError(
+            f"the script starts {len(training)} jobs, in lines {lines}, and a recipe is one",
+            where=training[1].where,
+            fix="make a script of each",
+        )
+    asking = [one for one in job.launches if Path(one.entry).name in ENTRIES]
+    launch = (training or asking or job.launches)[0]
+    _check_entry(launch)
+    return launch
+
+
+def _report_rest(report: JobReport, job: ShellJob, launch: Launch) -> None:
+    """Add what a script does beside the launch, and what of it was not read."""
+    for line, command, what in job.unread:
+        report.add("script", f"line {line}", command, "not supported", f"not read: {what}; write it into the script")
+    for one in job.launches:
+        if one.line != launch.line:
+            report.add("script", f"line {one.line}", one.entry, "not needed", "no training: start it by itself")
+    for line, name in job.hosts:
+        note = (
+            f"{name} is not here: {launch.machines} taken, as many as hold the model; NNODES=N tessera migrate says it"
+        )
+        report.add("script", f"line {line}", f"lines of {name}", "differs", note)
+    for line, name in job.absent:
+        note = f"{name} is not here; where it is missing the script ends"
+        report.add("script", f"line {line}", "exit", "not needed", note)
+    for name, line in job.given.items():
+        report.add("script", f"line {line}", f"${name}", "mapped", "the environment says it, in place of a command")
+    for name, line in job.unset.items():
+        report.add("script", f"line {line}", f"${name}", "not needed", "not set here: nothing, as in a shell")
+
+
+def _with_environment(migrated: MigratedJob, launch: Launch) -> MigratedJob:
+    """Add what the exported variables of the script say to the recipe and to the report."""
+    recipe = apply_overrides(migrated.recipe, job_settings(launch.exports), str(launch.path))
+    kept: dict[str, str] = {}
+    for name, value in launch.exports.items():
+        known = VARIABLES.get(name)
+        if known is None:
+            continue
+        outcome: Outcome = "mapped" if known.treatment == "honoured" else "not needed"
+        note = known.setting or known.meaning
+        if outcome == "mapped" and not known.setting:
+            kept[name], note = value, "no key of a recipe: the command that starts it sets the variable"
+        migrated.report.add("environment", name, value, outcome, note)
+    return replace(_checked(recipe, migrated.report, migrated.world_size), environment=kept)
+
+
+def _by_flags(argv: list[str], world_size: int) -> MigratedJob:
+    args = parse_args(argv, allow_refused=True, world_size=world_size)
+    return _checked(*recipe_of(args), world_size)
+
+
+def _checked(recipe: dict[str, Any], report: JobReport, world_size: int) -> MigratedJob:
+    load_config(recipe)  # a recipe that no run would take is not written
+    return MigratedJob(recipe, report, world_size)
+
+
+def _check_entry(launch: Launch) -> None:
+    launcher, name = Path(launch.launcher[0]).name, Path(launch.entry).name
+    if launcher in ("msrun", "accelerate"):
+        raise TesseraError(
+            f"{launcher} starts another framework or trainer", where=launch.where, fix="start the ranks with torchrun"
+        )
+    if name not in (*_TRAINING, *ENTRIES, FSDP_TRAINER.name):
+        raise TesseraError(
+            f"{name} is no entry point that has a recipe or a command here",
+            where=launch.where,
+            allowed=[*_TRAINING, *ENTRIES, str(FSDP_TRAINER)],
+        )
+
+
+def lay_out(folder: Path) -> list[Path]:
+    """Write entry points, examples, packages to import and empty folders where such jobs expect them; return the new
+    files.
+
+    Files that are already there are left as they are.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise TesseraError(f"{folder} is a file", where="tessera migrate workspace", fix="name a folder")
+    sources = {path.name: path for path in sorted((HERE / "entry").glob("*.py")) if path.name != "__init__.py"}
+    features = sources.pop(FEATURES[0])
+    files = {Path(name): path for name, path in sources.items() if name != "fsdp_trainer.py"}
+    files[FSDP_TRAINER] = sources["fsdp_trainer.py"]
+    files |= {Path(name): sources["pretrain_vlm.py"] for name in _TRAINING if name not in sources}
+    files |= {Path("mindspeed_mm/tools/feature_extraction") / name: features for name in FEATURES}
+    examples = [path for path in sorted((HERE / "examples").rglob("*")) if path.is_file() and path.suffix != ".pyc"]
+    files |= {Path("examples") / path.relative_to(HERE / "examples"): path for path in examples}
+    tools = Path("examples/tools.json")
+    files[TOOLS] = files.pop(tools)
+    texts = {Path(root) / "__init__.py": _PACKAGE.format(root=root) for root in ROOTS}
+    texts[YAML_READER] = '"""Do nothing: the parser of flags reads YAML jobs itself."""\n'
+    written: list[Path] = []
+    try:
+        for empty in _EMPTY:
+            (folder / empty).mkdir(parents=True, exist_ok=True)
+        for name in (*files, *texts):
+            target = folder / name
+            if target.exists():
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if name in texts:
+                target.write_text(texts[name], encoding="utf-8")
+            else:
+                shutil.copy(files[name], target)
+            written.append(target)
+    except OSError as error:
+        raise TesseraError(f"{folder} cannot be written: {error.strerror}", where="tessera migrate workspace") from None
+    return written

@@ -1,0 +1,220 @@
+"""Say of every flag and key of a foreign job what becomes of it, and translate sections by tables of rules."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from tessera.errors import TesseraError, nearest
+
+Outcome = Literal["mapped", "not needed", "not supported", "differs"]  # differs: done in another way
+_RECIPE_KEY = re.compile(r"\b(?:model|data|train|optim|parallel|precision|checkpoint|log|profile|guard)(?:\.[a-z]\w*)+")
+
+
+@dataclass(frozen=True)
+class ReportEntry:
+    """Hold one flag or key of a job with its value, and the outcome of its translation."""
+
+    source: str  # file, or "command line"
+    key: str
+    value: Any
+    outcome: Outcome
+    note: str  # the recipe key, or the reason
+
+    def line(self) -> str:
+        value = repr(self.value) if isinstance(self.value, str) else str(self.value)
+        value = value if len(value) <= 48 else value[:45] + "..."
+        return f"{self.outcome:<13} {self.key} = {value}: {self.note}"
+
+
+@dataclass
+class JobReport:
+    """Collect the entries for all flags and keys of a job."""
+
+    entries: list[ReportEntry] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)  # keys of a recipe -> where else the job can say them
+
+    def add(self, source: str, key: str, value: Any, outcome: Outcome, note: str) -> None:
+        self.entries.append(ReportEntry(source, key, value, outcome, note))
+
+    def change(self, key: str, note: str) -> None:
+        """Say that a key that has a place in a recipe has no effect in this job, and why."""
+        entries = [replace(one, outcome="not needed", note=note) if one.key == key else one for one in self.entries]
+        self.entries = entries
+
+    @property
+    def refused(self) -> list[ReportEntry]:
+        return [entry for entry in self.entries if entry.outcome == "not supported"]
+
+    def settle(self, recipe: Mapping[str, Any]) -> None:
+        """Correct the entries of keys that have a place in a recipe, where this one does not have it after all."""
+        for number, entry in enumerate(self.entries):
+            keys = recipe_keys(entry.note)
+            if entry.outcome != "mapped" or not keys or any(_has(recipe, key) for key in keys):
+                continue
+            note = f"this job needs no {keys[0]}"
+            if keys[0].startswith("model.config."):
+                note = f"the folder of the weights decides {keys[0].removeprefix('model.config.')}"
+            elif keys[0] == "model.freeze":
+                note = "with adapters everything else is frozen"
+            self.entries[number] = replace(entry, outcome="not needed", note=note)
+
+    def lines(self) -> list[str]:
+        """Return the report as text: by source, and a last line with the counts."""
+        lines: list[str] = []
+        for source in dict.fromkeys(entry.source for entry in self.entries):
+            lines.append(f"{source}:")
+            lines += [f"  {entry.line()}" for entry in self.entries if entry.source == source]
+        found = Counter(entry.outcome for entry in self.entries)
+        return [*lines, ", ".join(f"{found[one]} {one}" for one in _OUTCOMES if found[one] or one != "differs")]
+
+    def check(self) -> None:
+        """Raise an error that lists everything that is not supported."""
+        if not self.refused:
+            return
+        lines = "\n    ".join(f"{entry.source}: {entry.key}: {entry.note}" for entry in self.refused)
+        raise TesseraError(
+            f"{len(self.refused)} settings of this job are not supported:\n    {lines}",
+            fix="leave them out or change them; tessera migrate JOB writes the recipe of the rest",
+        )
+
+
+def recipe_keys(note: str) -> list[str]:
+    """Return the keys of a recipe that a note names."""
+    return [key for key in _RECIPE_KEY.findall(note) if not key.endswith(".json")]
+
+
+_OUTCOMES: tuple[Outcome, ...] = ("mapped", "not needed", "not supported", "differs")
+
+
+def _has(tree: Any, dotted: str) -> bool:
+    """Return whether a recipe has a key; below a list nothing is looked for."""
+    for part in dotted.split("."):
+        if not isinstance(tree, Mapping):
+            return True
+        if part not in tree:
+            return False
+        tree = tree[part]
+    return True
+
+
+@dataclass(frozen=True)
+class KeyRule:
+    """State how to translate one key: it sets a target, is fixed to some values, or has an outcome with a note."""
+
+    target: str = ""  # dotted path of what it sets
+    allowed: tuple[Any, ...] = ()  # the values it may have
+    note: str = ""
+    outcome: Outcome = "not needed"  # any other: unless the key is off: null, false, 0 or empty
+    convert: Callable[[Any], Any] | None = None
+    yields: bool = False  # another key with the same target wins
+
+
+def sets(target: str, convert: Callable[[Any], Any] | None = None, *, yields: bool = False) -> KeyRule:
+    return KeyRule(target, convert=convert, yields=yields)
+
+
+def fixed(*allowed: Any) -> KeyRule:
+    return KeyRule(allowed=allowed)
+
+
+def unneeded(note: str) -> KeyRule:
+    return KeyRule(note=note)
+
+
+def refused(note: str) -> KeyRule:
+    return KeyRule(note=note, outcome="not supported")
+
+
+def differs(note: str) -> KeyRule:
+    return KeyRule(note=note, outcome="differs")
+
+
+def all_of(rule: KeyRule, names: str) -> dict[str, KeyRule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+def translate(
+    data: Mapping[str, Any],
+    rules: Mapping[str, KeyRule],
+    source: str,
+    report: JobReport,
+    prefix: str = "",
+    handled: frozenset[str] | set[str] = frozenset(),
+    section: str = "",
+) -> dict[str, Any]:
+    """Return what a section sets: dotted target -> value. Every key of it gets a line in the report.
+
+    `prefix`: what stands before the keys in the file. `handled`: keys that the caller translates and reports itself.
+    `section`: where the targets lie in a recipe.
+    """
+    found: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for key, value in data.items():
+        if key in handled:
+            continue
+        rule, name = rules.get(key), f"{prefix}{key}"
+        if rule is None:
+            near = nearest(key, [*rules, *handled])
+            hint = f"; did you mean {near}?" if near else ""
+            report.add(source, name, value, "not supported", f"unknown key{hint}")
+        elif value is None:
+            report.add(source, name, value, "not needed", "not set")
+        elif rule.target:
+            _set(found, origin, rule, rules, name, value, source, report, section)
+        elif rule.allowed:
+            outcome: Outcome = "not needed" if value in rule.allowed else "not supported"
+            words = " or ".join(map(str, rule.allowed))
+            report.add(source, name, value, outcome, f"always {words} here")
+        elif rule.outcome != "not needed" and value in (False, 0, "", [], {}):
+            report.add(source, name, value, "not needed", "off")
+        else:
+            report.add(source, name, value, rule.outcome, rule.note)
+    return found
+
+
+def _set(
+    found: dict[str, Any],
+    origin: dict[str, str],
+    rule: KeyRule,
+    rules: Mapping[str, KeyRule],
+    name: str,
+    value: Any,
+    source: str,
+    report: JobReport,
+    section: str,
+) -> None:
+    try:
+        converted = value if rule.convert is None else rule.convert(value)
+    except (ValueError, TypeError) as error:
+        report.add(source, name, value, "not supported", f"{section}{rule.target}: {error}")
+        return
+    earlier = origin.get(rule.target)
+    if earlier is not None and found[rule.target] != converted:
+        if rule.yields:
+            report.add(source, name, value, "not needed", f"{earlier} says it")
+            return
+        if not rules[earlier.rpartition(".")[2]].yields:
+            report.add(source, name, value, "not supported", f"{earlier} says {found[rule.target]}")
+            return
+    found[rule.target], origin[rule.target] = converted, name
+    report.add(source, name, value, "mapped", f"{section}{rule.target}")
+
+
+def part_of(data: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
+    """Return a section of a file; an empty one where it is missing or null."""
+    value = data.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise TesseraError(f"{key} must be a section with keys, not {value!r:.80}", where=source)
+    return value or {}
+
+
+def put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a dotted key of a nested recipe."""
+    *parents, last = dotted.split(".")
+    for part in parents:
+        tree = tree.setdefault(part, {})
+    tree[last] = value

@@ -1,0 +1,72 @@
+"""Extract the features of a generation job: what its VAE and text encoders make of its videos, written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tessera.config.run_config import ModelSection
+from tessera.errors import TesseraError
+from tessera.models import resolve
+from tessera.tools.data_features import Features, write_features
+from tessera.weights.layouts import CONFIG_FILE, DiffusersFolder
+from tessera_compat.mindspeed_mm.arguments import Args
+from tessera_compat.mindspeed_mm.recipe_parts import nested
+from tessera_compat.mindspeed_mm.report import JobReport, part_of
+from tessera_compat.mindspeed_mm.sora_data_json import read_generation_data
+from tessera_compat.mindspeed_mm.sora_job import row_length, strides_of
+from tessera_compat.mindspeed_mm.sora_model_json import read_generation_model
+
+SAVE = "./sora_features"
+
+
+def extract(args: Args) -> Features:
+    """Write the features of `--mm-data` with the encoders of `--mm-model` to the folder that `--mm-tool` names."""
+    recipe, report = feature_recipe(args)
+    report.check()
+    tools = part_of(args.mm.tool.to_dict(), "sorafeature", args.mm_tool or "tools")
+    return write_features(recipe, Path(str(tools.get("save_path") or SAVE)))
+
+
+def feature_recipe(args: Args) -> tuple[dict[str, Any], JobReport]:
+    """Return the recipe whose data and encoders make the features, and what becomes of each key."""
+    report = JobReport()
+    sources = {name: getattr(args, f"mm_{name}") or f"section {name}" for name in ("model", "data")}
+    for name, source in sources.items():
+        if not args.mm.get(name).keys():
+            raise TesseraError(f"the job has no {source}", where="command line", fix=f"name it: --mm-{name} FILE")
+    model = read_generation_model(args.mm.model.to_dict(), sources["model"], report)
+    data = read_generation_data(args.mm.data.to_dict(), sources["data"], report)
+    if data.features:
+        raise TesseraError("the data are features already", where=sources["data"], fix="name the videos")
+    model.features = False
+    pipeline = model.pipeline_folder(sources["model"])
+    if pipeline is None:
+        raise TesseraError(
+            "no section names the VAE and the text encoders",
+            where=sources["model"],
+            fix='"ae": {"from_pretrained": "FOLDER/vae"}, "text_encoder": {"from_pretrained": "FOLDER/text_encoder"}',
+        )
+    if not (Path(pipeline) / DiffusersFolder.TRAINED / CONFIG_FILE).is_file():
+        raise TesseraError(
+            f"no {DiffusersFolder.TRAINED}/{CONFIG_FILE} in {pipeline}: features belong to a model",
+            where=sources["model"],
+            fix="name the parts of a whole diffusers folder; of the transformer its configuration is enough",
+        )
+    spec, config = resolve(ModelSection(path=Path(pipeline)))
+    if spec.generation is None:
+        raise TesseraError(f"{spec.name} generates no images or videos", where=pipeline)
+    form = spec.generation(config)
+    section = nested(data.section)
+    section["length"] = row_length(data, form, strides_of(spec.name, form, pipeline), sources["data"])
+    section["workers"] = args.num_workers
+    model.encoders.pop("steps", None)  # features are encoded as many at a time as fit
+    options = {**model.options, "encoders": {"folder": pipeline, **nested(model.encoders)}}
+    options.pop("caption_dropout", None)
+    recipe = {
+        "name": "features",
+        "model": {"path": pipeline},
+        "data": section,
+        "train": {"task": "diffusion", "steps": 1, "task_options": options},
+    }
+    return recipe, report

@@ -1,0 +1,263 @@
+"""Read the inference JSON of a generation job, and write the videos that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tessera.config.reader import build
+from tessera.diffusion.sampling.files import Record, check_out, write_samples
+from tessera.diffusion.sampling.pipeline import OnStep
+from tessera.diffusion.sampling.request import Request, read_prompts
+from tessera.errors import TesseraError, nearest
+from tessera.inference.load_pipeline import load_pipeline
+from tessera.runtime.files import read_text
+from tessera.weights.layouts import DiffusersFolder
+from tessera_compat.mindspeed_mm.arguments import Args
+from tessera_compat.mindspeed_mm.recipe_parts import is_foreign_checkpoint
+from tessera_compat.mindspeed_mm.report import (
+    JobReport,
+    KeyRule,
+    all_of,
+    fixed,
+    part_of,
+    refused,
+    sets,
+    translate,
+    unneeded,
+)
+from tessera_compat.mindspeed_mm.sora_model_json import OWN_PREDICTOR_KEYS, PREDICTORS, GenerationFile, read_encoders
+
+PIPELINES = {"WanPipeline": "wan", "HunyuanVideoPipeline": "hunyuan_video", "CogVideoXPipeline": "cogvideox"}
+_FOLDER = unneeded("scheduler/scheduler_config.json of the folder says it")
+CONFIG_KEYS: dict[str, KeyRule] = {
+    "guidance_scale": sets("guidance", float),
+    "embedded_guidance_scale": sets("embedded", float),
+    "seed": sets("seed", int),
+    "use_dynamic_cfg": sets("dynamic_guidance", bool),
+    "cpu_offload": unneeded("text encoders and VAE are in host memory between uses"),
+    "use_tiling": unneeded("the VAE decodes whole frames"),
+    "version": unneeded("the folder says which model it is"),
+    "guidance_rescale": fixed(0, 0.0),
+    **all_of(refused("videos begin as noise"), "strength start_frame"),
+}
+DIFFUSION_KEYS: dict[str, KeyRule] = {
+    **all_of(sets("steps", int), "num_inference_steps num_inference_timesteps"),
+    **all_of(sets("shift", float), "flow_shift shift"),
+    "guidance_scale": sets("guidance", list),
+}
+TOP_KEYS: dict[str, KeyRule] = {
+    "device": unneeded("an accelerator is used if there is one"),
+    "frame_interval": fixed(1),
+    "use_prompt_preprocess": unneeded("the family prepares prompts as its published pipeline does"),
+    "dual_image": unneeded("a line with two images gives the first and the last frame"),
+    "fps": sets("fps", float),
+    "negative_prompt": sets("negative"),
+    **all_of(refused("videos are made from text and images"), "video start_frame num_frames strength"),
+}
+_OWN = {
+    *("pipeline_class", "prompt", "image", "save_path", "dtype", "pipeline_config", "ae", "text_encoder"),
+    *("tokenizer", "image_encoder", "predictor", "low_noise_predictor", "boundary_ratio", "diffusion"),
+    *("task", "load_video_features", "load_text_features"),
+}
+_SOLVERS = {"UniPCMultistepScheduler": "unipc", "flow_match_discrete_scheduler": "euler"}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass
+class AskedVideos:
+    """Hold what an inference JSON asks for: prompts with their images, where videos go, and how they are made."""
+
+    family: str
+    prompts: list[str]
+    images: list[list[str]]  # first, or first and last frame, of each prompt; empty: none
+    folder: Path  # to write to
+    parts: str | None  # the diffusers folder
+    dtype: str | None
+    options: dict[str, Any] = field(default_factory=dict)  # fields of `Request`
+    second: str | None = None  # the expert for little noise
+    boundary: float | None = None  # of the two experts
+
+
+def read_videos(data: Mapping[str, Any], source: str, report: JobReport) -> AskedVideos:
+    """Return what an inference JSON asks for; every key gets a line in the report."""
+    name = str(data.get("pipeline_class"))
+    if name not in PIPELINES:
+        near = nearest(name, PIPELINES)
+        raise TesseraError(
+            f"pipeline_class {name!r} is not here",
+            where=source,
+            allowed=PIPELINES,
+            nearest=near,
+            fix="tessera generate FOLDER --prompt ... samples every family from its diffusers folder",
+        )
+    report.add(source, "pipeline_class", name, "mapped", f"family {PIPELINES[name]}")
+    options = translate(data, TOP_KEYS, source, report, handled=_OWN)
+    file = GenerationFile()
+    read_encoders(file, data, source, report)
+    _described(data, PIPELINES[name], source, report)
+    options |= _sampling(data, PIPELINES[name], source, report)
+    prompts = _prompts(data, source, report)
+    images = _images(data.get("image"), len(prompts), source)
+    if data.get("image"):
+        report.add(source, "image", data["image"], "mapped", "--image")
+    if not data.get("save_path"):
+        raise TesseraError("save_path names no folder", where=source, fix='"save_path": "samples/"')
+    report.add(source, "save_path", data["save_path"], "mapped", "--out")
+    dtype = data.get("dtype")
+    if dtype is not None:
+        dtype = _DTYPES.get(str(dtype), str(dtype))
+        report.add(source, "dtype", data["dtype"], "mapped", "--dtype")
+    second = data.get("low_noise_predictor")
+    for key in ("low_noise_predictor", "boundary_ratio"):
+        if key in data:
+            report.add(source, key, data[key], "mapped", "transformer_2 and model_index.json of the folder")
+    return AskedVideos(
+        PIPELINES[name],
+        prompts,
+        images,
+        Path(str(data["save_path"])),
+        file.pipeline_folder(source),
+        dtype,
+        options,
+        str(second).rstrip("/") if second else None,
+        float(data["boundary_ratio"]) if second and "boundary_ratio" in data else None,
+    )
+
+
+def _described(data: Mapping[str, Any], family: str, source: str, report: JobReport) -> None:
+    """Check that the sections of the networks have keys that are known; the folder says what they are."""
+    predictor = part_of(data, "predictor", source)
+    known = next(rules for name, rules in PREDICTORS.values() if name == family)
+    scratch = JobReport()
+    handled = OWN_PREDICTOR_KEYS | {"patch_size"}
+    translate(predictor, known, source, scratch, "predictor.", handled)
+    report.entries += scratch.refused
+    for key in ("predictor", "tokenizer", "image_encoder"):
+        if key in data:
+            report.add(source, key, "...", "not needed", "the diffusers folder says it")
+
+
+def _sampling(data: Mapping[str, Any], family: str, source: str, report: JobReport) -> dict[str, Any]:
+    section, config = part_of(data, "diffusion", source), part_of(data, "pipeline_config", source)
+    rules = {**dict.fromkeys((key for key in section if key != "model_id"), _FOLDER), **DIFFUSION_KEYS}
+    for key in ("guidance_scale",):
+        if key in section and not isinstance(section[key], list):
+            section = {**section, key: [section[key]]}
+    found = translate(section, rules, source, report, "diffusion.", {"model_id"})
+    solver = str(section.get("model_id"))
+    if solver in _SOLVERS:
+        found["solver"] = _SOLVERS[solver]
+    if section.get("model_id") is not None:
+        note = f"--solver {_SOLVERS[solver]}" if solver in _SOLVERS else _FOLDER.note
+        report.add(source, "diffusion.model_id", solver, "mapped" if solver in _SOLVERS else "not needed", note)
+    if family == "cogvideox":  # its folder has the schedule, which no shift changes
+        found.pop("shift", None)
+    scales = found.pop("guidance", [])
+    if scales:
+        found["guidance"] = float(scales[0])
+        if len(scales) > 1:
+            found["guidance_2"] = float(scales[1])
+    chosen = translate(config, CONFIG_KEYS, source, report, "pipeline_config.", {"input_size"})
+    embedded = chosen.pop("embedded", None)
+    if family == "hunyuan_video":  # it reads one guidance itself, and may be led away from a negative prompt besides
+        true = chosen.pop("guidance", None)
+        if true is not None and true > 1:
+            chosen["true_guidance"] = true
+        if embedded is not None:
+            chosen["guidance"] = embedded
+    size = config.get("input_size")
+    if size is not None:
+        if not isinstance(size, list) or len(size) != 3 or any(type(one) is not int or one < 1 for one in size):
+            raise TesseraError(f"pipeline_config.input_size {size!r:.60} is no [frames, height, width]", where=source)
+        chosen |= dict(zip(("frames", "height", "width"), size, strict=True))
+        report.add(source, "pipeline_config.input_size", size, "mapped", "--frames, --height, --width")
+    return {**found, **chosen}
+
+
+def _prompts(data: Mapping[str, Any], source: str, report: JobReport) -> list[str]:
+    prompt = data.get("prompt")
+    report.add(source, "prompt", prompt, "mapped", "--prompts")
+    if isinstance(prompt, list) and prompt and all(isinstance(one, str) for one in prompt):
+        return prompt
+    if isinstance(prompt, str) and prompt.endswith(".txt"):
+        return read_prompts(Path(prompt))
+    if isinstance(prompt, str) and prompt.strip():
+        return [prompt]
+    raise TesseraError("prompt asks for nothing", where=source, fix='"prompt": "samples_prompts.txt", a prompt a line')
+
+
+def _images(given: Any, prompts: int, source: str) -> list[list[str]]:
+    """Return the images of each prompt: a line of a text file names the first, or the first and the last frame."""
+    if not given:
+        return [[] for _ in range(prompts)]
+    lines = read_text(Path(given), 16 << 20).splitlines() if isinstance(given, str) else list(given)
+    found = [[one.strip() for one in str(line).split(",") if one.strip()] for line in lines if str(line).strip()]
+    if len(found) != prompts:
+        raise TesseraError(
+            f"{prompts} prompts and {len(found)} lines of images", where=source, fix="write one line for each prompt"
+        )
+    for line in found:
+        if len(line) > 2:
+            raise TesseraError(f"{len(line)} images in a line: a video has a first and a last frame", where=source)
+        for image in line:
+            if not Path(image).is_file():
+                raise TesseraError(f"no such image: {image}", where=f"{source}: image")
+    return found
+
+
+def write_videos(
+    args: Args, on_step: OnStep | None = None, parallel: Mapping[str, int] | None = None
+) -> Iterator[Path]:
+    """Yield each video of `--mm-model` when it is written, made by the model in `--load`. `parallel`: how the ranks
+    share it, which all call this; the first one writes."""
+    if not args.mm.model.keys():
+        raise TesseraError("--mm-model names no inference JSON", where="command line")
+    report, source = JobReport(), args.mm_model or "section model"
+    asked = read_videos(args.mm.model.to_dict(), source, report)
+    report.check()
+    shards = args.load if args.load is not None and is_foreign_checkpoint(Path(args.load)) else None
+    model = asked.parts if shards is not None else args.load or asked.parts
+    if model is None:
+        fix = "--load FOLDER/transformer" if shards is None else "name the diffusers folder as ae.from_pretrained"
+        raise TesseraError("nothing names a folder that says which model it is", where="--load", fix=fix)
+    _check_experts(asked, source)
+    check_out(asked.folder / "video_0.mp4", asked.options.get("frames", 2))
+    pipeline = load_pipeline(model, "auto", asked.dtype, shards=shards, parts=asked.parts, parallel=parallel)
+    seed = asked.options.pop("seed", args.seed)
+    for number, (prompt, images) in enumerate(zip(asked.prompts, asked.images, strict=True)):
+        shown = [str(Path(image).absolute()) for image in images]
+        given = {"images": shown[:1], "last_image": shown[1] if len(shown) > 1 else None}
+        fields = {"prompts": [prompt], "seed": seed + number, **given, **asked.options}
+        request = pipeline.resolved(build(Request, fields, source))
+        samples = pipeline.run(request, on_step=on_step)
+        kind = str(pipeline.dtype).removeprefix("torch.")
+        record = Record(Path(model), pipeline.parts.folder, kind, request, tuple(one.digest for one in samples))
+        target = asked.folder / f"video_{number}{'.mp4' if (request.frames or 1) > 1 else '.png'}"
+        if args.rank == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shared = {} if parallel is None else {"ranks": str(args.world_size)}
+            write_samples(target, record, samples, {"device": str(pipeline.device), **shared})
+        yield target
+
+
+def _check_experts(asked: AskedVideos, source: str) -> None:
+    """Raise unless the second expert and the boundary are those of the diffusers folder, which is read."""
+    if asked.second is None:
+        return
+    home = Path(asked.second).parent
+    if Path(asked.second).name != "transformer_2" or (asked.parts is not None and home != Path(asked.parts)):
+        raise TesseraError(
+            f"low_noise_predictor {asked.second} is not transformer_2 of the folder with VAE and text encoders",
+            where=source,
+            fix="put it there under that name",
+        )
+    known = DiffusersFolder(home).index.get("boundary_ratio") if DiffusersFolder.detect(home) else asked.boundary
+    if asked.boundary is not None and known != asked.boundary:
+        raise TesseraError(
+            f"boundary_ratio is {asked.boundary}, and {known} in {home / DiffusersFolder.marker}",
+            where=source,
+            fix="say the same in both",
+        )
