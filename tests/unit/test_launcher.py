@@ -29,7 +29,8 @@ def start_agent(*rank: str, env: dict[str, str]) -> tuple[subprocess.Popen[str],
     """Return an agent and the number of its rank, which has begun to watch."""
     agent = subprocess.Popen(
         [sys.executable, "-c", AGENT, repr(env), *rank],
-        env={name: value for name, value in os.environ.items() if name not in ELASTIC},  # an agent is no rank
+        # An agent is no rank, and an earlier test of this process may have announced a launcher.
+        env={name: value for name, value in os.environ.items() if name not in (*ELASTIC, "TESSERA_LAUNCHER")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
