@@ -148,12 +148,12 @@ class DataSection(Section):
             return value
         spread: list[Any] = []
         for entry in value:
-            given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
-            path = given.get("path")
+            settings = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
+            path = settings.get("path")
             paths = [one.strip() for one in path.split(",")] if isinstance(path, str) else [path]
             if "" in paths:
                 raise ValueError(f"an empty name in {path!r}")
-            spread += [entry] if isinstance(entry, SourceSection) else [{**given, "path": one} for one in paths]
+            spread += [entry] if isinstance(entry, SourceSection) else [{**settings, "path": one} for one in paths]
         return spread
 
     @model_validator(mode="after")

@@ -56,8 +56,8 @@ def is_hub_id(value: str | Path) -> bool:
 def hub_spelling(value: str | Path) -> str:
     """Return a path as it is written, also where it is an id whose second slash a path has lost."""
     text = str(value)
-    found = _SCHEME.match(text)
-    return text if found is None else f"{found[1].lower()}://{text[found.end() :]}"
+    match = _SCHEME.match(text)
+    return text if match is None else f"{match[1].lower()}://{text[match.end() :]}"
 
 
 def parse_hub_id(value: str | Path, kind: RepoKind, where: str) -> HubId:
@@ -67,22 +67,22 @@ def parse_hub_id(value: str | Path, kind: RepoKind, where: str) -> HubId:
     for prefix, named in (("datasets/", "dataset"), ("models/", "model")):
         if rest.startswith(prefix):
             rest, kind = rest.removeprefix(prefix), "dataset" if named == "dataset" else "model"
-    found = _NAME.match(rest)
+    name = _NAME.match(rest)
     revision, inside = None, ""
-    if found is not None:
-        left = rest[found.end() :]
-        if left.startswith("@"):
-            at = _REVISION.match(left, 1)
-            revision, left = (None, left) if at is None else (unquote(at[0]), left[at.end() :])
-        inside = left.removeprefix("/").rstrip("/") if not left or left.startswith("/") else "?"
+    if name is not None:
+        suffix = rest[name.end() :]
+        if suffix.startswith("@"):
+            at = _REVISION.match(suffix, 1)
+            revision, suffix = (None, suffix) if at is None else (unquote(at[0]), suffix[at.end() :])
+        inside = suffix.removeprefix("/").rstrip("/") if not suffix or suffix.startswith("/") else "?"
     parts = inside.split("/")
-    if found is None or ".." in found[0] or "?" in inside or ".." in parts or "\\" in inside or not rest.isprintable():
+    if name is None or ".." in name[0] or "?" in inside or ".." in parts or "\\" in inside or not rest.isprintable():
         raise TesseraError(
             f"not a name on {HUBS.get(hub, 'a hub')}: {text!r:.200}",
             where=where,
             fix=f"write {hub}://org/name, with @REVISION and /PATH behind it if you need them",
         )
-    return HubId("ms" if hub == "ms" else "hf", kind, found[0], revision, inside)
+    return HubId("ms" if hub == "ms" else "hf", kind, name[0], revision, inside)
 
 
 def plain_hub_id(path: Path, kind: RepoKind) -> HubId | None:

@@ -80,66 +80,66 @@ def matches(pattern: str, path: str) -> bool:
 def select(patterns: Sequence[str], paths: Iterable[str], where: str) -> list[str]:
     """Return the paths that any pattern matches, in the order of `paths`. A pattern that matches nothing is an
     error."""
-    known = list(paths)
+    candidates = list(paths)
     chosen: set[str] = set()
     for pattern in patterns:
-        found = [path for path in known if matches(pattern, path)]
-        if not found:
-            raise nothing_matches(pattern, known, where)
-        chosen.update(found)
-    return [path for path in known if path in chosen]
+        matching = [path for path in candidates if matches(pattern, path)]
+        if not matching:
+            raise nothing_matches(pattern, candidates, where)
+        chosen.update(matching)
+    return [path for path in candidates if path in chosen]
 
 
-def nothing_matches(pattern: str, known: Sequence[str], where: str) -> TesseraError:
+def nothing_matches(pattern: str, paths: Sequence[str], where: str) -> TesseraError:
     """Return the error of a pattern that matches none of the known paths."""
     parts = pattern.split(".")
-    if _EXPERTS in parts and not any(_EXPERTS in path.split(".") for path in known):
+    if _EXPERTS in parts and not any(_EXPERTS in path.split(".") for path in paths):
         dense = ".".join(parts[: parts.index(_EXPERTS)])
-        there = bool(dense) and any(matches(dense, path) for path in known)
+        there = bool(dense) and any(matches(dense, path) for path in paths)
         return TesseraError(
             f"pattern {pattern!r} matches nothing: this model has no experts, its layers are dense",
             where=where,
-            nearest=dense if there else nearest_path(dense, known) if dense else None,
+            nearest=dense if there else nearest_path(dense, paths) if dense else None,
         )
-    return TesseraError(f"pattern {pattern!r} matches nothing", where=where, nearest=nearest_path(pattern, known))
+    return TesseraError(f"pattern {pattern!r} matches nothing", where=where, nearest=nearest_path(pattern, paths))
 
 
 def absent_members(pattern: str, paths: Iterable[str]) -> list[str]:
     """Return what the groups of a pattern list and no path has, of a pattern that matches something: 2-7 of
     `layers.{0-7}` where there are two layers."""
-    known = [path for path in paths if matches(pattern, path)]
+    candidates = [path for path in paths if matches(pattern, path)]
     absent: list[str] = []
-    for group in re.finditer(r"\{([^}]*)\}", pattern) if known else ():
+    for group in re.finditer(r"\{([^}]*)\}", pattern) if candidates else ():
         before, after = pattern[: group.start()], pattern[group.end() :]
         listed = _members(group[1])
         # Each group by itself: the others may be anything that they list.
-        one = re.compile(f"{_expression(before)}({_group(group[1], pattern)}){_expression(after)}")
-        there = {found[1] for path in known if (found := one.fullmatch(path)) is not None}
+        expression = re.compile(f"{_expression(before)}({_group(group[1], pattern)}){_expression(after)}")
+        there = {match[1] for path in candidates if (match := expression.fullmatch(path)) is not None}
         absent += _ranges([member for member in listed if member not in there])
     return absent
 
 
 def _members(body: str) -> list[str]:
     """Return the names and numbers that a group lists; none where it takes any."""
-    found: list[str] = []
+    items: list[str] = []
     for item in (part.strip() for part in body.split(",")):
         span = _RANGE.fullmatch(item)
         if item == "*":
             return []
-        found += [item] if span is None else map(str, range(int(span[1]), int(span[2]) + 1))
-    return found
+        items += [item] if span is None else map(str, range(int(span[1]), int(span[2]) + 1))
+    return items
 
 
 def _ranges(members: Sequence[str]) -> list[str]:
     """Return names as they are, and numbers that follow each other as a range."""
-    found: list[str] = []
+    ranges: list[str] = []
     for member in members:
-        first, _, last = found[-1].partition("-") if found else ("", "", "")
+        first, _, last = ranges[-1].partition("-") if ranges else ("", "", "")
         if member.isdigit() and (last or first).isdigit() and int(member) == int(last or first) + 1:
-            found[-1] = f"{first}-{member}"
+            ranges[-1] = f"{first}-{member}"
         else:
-            found.append(member)
-    return found
+            ranges.append(member)
+    return ranges
 
 
 def fold_paths(paths: Sequence[str]) -> list[str]:
@@ -156,22 +156,22 @@ def fold_paths(paths: Sequence[str]) -> list[str]:
         group = [spans[0] if len(spans) == 1 and "-" not in spans[0] else f"{{{','.join(spans)}}}"] if spans else []
         owner, _, name = ".".join([*([before] if before else []), *group, *([after] if after else [])]).rpartition(".")
         folded.setdefault(owner, []).append(name)
-    found: list[str] = []
+    patterns: list[str] = []
     for owner, names in folded.items():
         plain = list(dict.fromkeys(name for name in names if re.fullmatch(r"[\w\-]+", name)))
         ends = [f"{{{','.join(plain)}}}"] if len(plain) > 1 and owner else plain
         ends += [name for name in dict.fromkeys(names) if name not in plain]
-        found += [f"{owner}.{end}" if owner else end for end in ends]
-    return found
+        patterns += [f"{owner}.{end}" if owner else end for end in ends]
+    return patterns
 
 
 def select_trees(patterns: Sequence[str], paths: Iterable[str], where: str) -> list[str]:
     """Return the paths like `select`, where a pattern that names a module also matches everything below it."""
-    known = list(paths)
-    above = {path: ancestors(path) for path in known}
+    candidates = list(paths)
+    above = {path: ancestors(path) for path in candidates}
     modules = sorted({module for found in above.values() for module in found})
     chosen = set(select(patterns, modules, where))
-    return [path for path in known if chosen.intersection(above[path])]
+    return [path for path in candidates if chosen.intersection(above[path])]
 
 
 def ancestors(path: str) -> list[str]:
@@ -193,11 +193,11 @@ def nearest_path(pattern: str, paths: Sequence[str]) -> str | None:
     if ends and ends != [pattern]:
         return re.sub(r"(?<=\.)\d+(?=\.|$)", "{*}", max(ends, key=lambda path: path.startswith("text.")))
     plain = re.sub(r"\{[^}]*\}", "0", pattern)
-    found = nearest(plain, paths)
-    if found is None:
+    suggestion = nearest(plain, paths)
+    if suggestion is None:
         return None
     groups = iter(re.findall(r"\{[^}]*\}", pattern))
-    return ".".join(next(groups, part) if part.isdigit() else part for part in found.split("."))
+    return ".".join(next(groups, part) if part.isdigit() else part for part in suggestion.split("."))
 
 
 _SECONDS = 20.0
@@ -256,5 +256,5 @@ def first_matches(
         ) from None
     except (subprocess.CalledProcessError, OSError) as error:
         raise TesseraError(f"the regular expressions could not be matched: {error}", where=where) from None
-    found: dict[str, int | None] = json.loads(done.stdout)
-    return found
+    numbers: dict[str, int | None] = json.loads(done.stdout)
+    return numbers

@@ -58,10 +58,10 @@ def parse_yaml(text: str, where: str) -> Any:
 def read_mapping(path: Path) -> dict[str, Any]:
     """Return a YAML or JSON file as a plain dict (JSON is YAML)."""
     try:
-        found = path.is_file()
+        exists = path.is_file()
     except OSError as error:  # a name that no file system takes
         raise TesseraError(f"cannot be opened: {error.strerror}", where=str(path)[:200]) from None
-    if not found:
+    if not exists:
         beside = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         raise TesseraError(
             f"no such configuration file: {path}",
@@ -156,8 +156,8 @@ def _explain(section: type[Section], error: ValidationError, where: str) -> Tess
         if not (_asks_for_text(reports) and any(other.startswith(f"{key}.") for other in problems))
     }
     if len(lines) > 1:
-        shown = [text for text, _, _ in lines.values()]
-        return TesseraError(f"{len(shown)} problems in the configuration:\n    " + "\n    ".join(shown), where=where)
+        texts = [text for text, _, _ in lines.values()]
+        return TesseraError(f"{len(texts)} problems in the configuration:\n    " + "\n    ".join(texts), where=where)
     text, allowed, near = next(iter(lines.values()))
     return TesseraError(text, where=where, allowed=allowed, nearest=near)
 
@@ -179,15 +179,15 @@ def _line(
         foreign = find_foreign(str(path[-1]))
         if foreign is not None and foreign.key != key:
             return f"unknown key: {key}; {foreign.sentence(first.get('input'))}", None, foreign.key or None
-        known = [] if at is None else sorted(_keys_of(at))
-        misspelt = near_foreign(str(path[-1]), known)
+        keys = [] if at is None else sorted(_keys_of(at))
+        misspelt = near_foreign(str(path[-1]), keys)
         if misspelt is not None and misspelt[1].key != key:
             name, foreign = misspelt
             text = f"unknown key: {key} (did you mean {name}?); {foreign.sentence(first.get('input'))}"
             return text, None, foreign.key or None
-        near = nearest(str(path[-1]), known)
+        near = nearest(str(path[-1]), keys)
         text = f"unknown key: {key}" + (f" (did you mean {near}?)" if near else "")
-        return text, known, None if near is None else ".".join([*map(str, path[:-1]), near])
+        return text, keys, None if near is None else ".".join([*map(str, path[:-1]), near])
     inner = _section_at(section, path) if len(reports) == 1 and first["type"] == "model_type" else None
     if inner is not None:
         return _no_section(inner, key, first.get("input"))
@@ -195,13 +195,13 @@ def _line(
     said = list(dict.fromkeys(_said(one) for _, one in reports))
     if words and all(one["type"] == "literal_error" for _, one in reports):  # several kinds of words are one choice
         said = [f"must be {_one_of(words)}"]
-    given = first.get("input")
-    if isinstance(given, (str, int, float)) and first["type"] != "missing":
-        said[-1] += f", got {_spelled(given)}"
-    near = nearest(given, words) if isinstance(given, str) else None
+    value = first.get("input")
+    if isinstance(value, (str, int, float)) and first["type"] != "missing":
+        said[-1] += f", got {_spelled(value)}"
+    near = nearest(value, words) if isinstance(value, str) else None
     asks_for_list = any(one["type"] == "list_type" for _, one in reports)
-    if asks_for_list and isinstance(given, str) and given and _takes_list_of_texts(section, path):
-        said[-1] += f"; write it as a list of one: {key}=[{_in_list(given)}]"
+    if asks_for_list and isinstance(value, str) and value and _takes_list_of_texts(section, path):
+        said[-1] += f"; write it as a list of one: {key}=[{_in_list(value)}]"
     allowed = _allowed_at(section, path) if first["type"] != "value_error" else words
     return f"{key}: {' or: '.join(said)}" if key else " or: ".join(said), allowed or None, near
 
@@ -210,20 +210,20 @@ def _keys_of(section: type[Section]) -> list[str]:
     return [field.alias or name for name, field in section.model_fields.items() if name not in section.unlisted]
 
 
-def _no_section(section: type[Section], key: str, given: Any) -> tuple[str, list[str] | None, str | None]:
+def _no_section(section: type[Section], key: str, value: Any) -> tuple[str, list[str] | None, str | None]:
     """Return what is wrong with a value where a section belongs, and the key in it that may have been meant."""
-    known = _keys_of(section)
-    text = f"{key} is a section with keys of its own, got {_spelled(given)}"
-    if given is True and _is_built(section, {}):
-        return f"{text}; {key}={{}} takes it with its defaults", known, f"{key}={{}}"
-    if not isinstance(given, (int, float, str)) or isinstance(given, bool):
-        return text, known, None
+    keys = _keys_of(section)
+    text = f"{key} is a section with keys of its own, got {_spelled(value)}"
+    if value is True and _is_built(section, {}):
+        return f"{text}; {key}={{}} takes it with its defaults", keys, f"{key}={{}}"
+    if not isinstance(value, (int, float, str)) or isinstance(value, bool):
+        return text, keys, None
     # A key that takes any text says nothing of what was meant.
-    fitting = [name for name in known if _is_built(section, {name: given}) and not _is_built(section, {name: "?"})]
+    fitting = [name for name in keys if _is_built(section, {name: value}) and not _is_built(section, {name: "?"})]
     if not fitting:
-        return text, known, None
-    meant = f"{key}.{fitting[0]}={given}"
-    return f"{text} (did you mean {meant}?)", known, meant
+        return text, keys, None
+    meant = f"{key}.{fitting[0]}={value}"
+    return f"{text} (did you mean {meant}?)", keys, meant
 
 
 def _takes_list_of_texts(section: type[Section], path: Sequence[Any]) -> bool:
@@ -239,8 +239,8 @@ def _in_list(text: str) -> str:
     return text if re.fullmatch(r"[\w./-]+", text) else f'"{text}"'
 
 
-def _spelled(given: Any) -> str:
-    return str(given).lower() if isinstance(given, bool) else repr(given)[:200]
+def _spelled(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)[:200]
 
 
 def _is_built(section: type[Section], data: Mapping[str, Any]) -> bool:
@@ -322,11 +322,11 @@ def _section_at(section: type[Section], path: Iterable[Any]) -> type[Section] | 
 
 def keys_of(section: type[Section]) -> list[str]:
     """Return every key below a section, dotted. What lies in lists and free mappings is not listed."""
-    found: list[str] = []
+    keys: list[str] = []
     for name, field in section.model_fields.items():
         inner = [one for one in members_of(field.annotation) if isinstance(one, type) and issubclass(one, Section)]
-        found += [f"{field.alias or name}.{key}" for one in inner for key in keys_of(one)] or [field.alias or name]
-    return found
+        keys += [f"{field.alias or name}.{key}" for one in inner for key in keys_of(one)] or [field.alias or name]
+    return keys
 
 
 def dump_yaml(section: Section) -> str:

@@ -36,12 +36,12 @@ def absent_notes(config: RunConfig, paths: Collection[str]) -> list[str]:
     It is no mistake: one recipe may serve models of several sizes. A pattern that matches nothing is, and is refused
     where it is used.
     """
-    found: dict[str, None] = {}
+    patterns: dict[str, None] = {}
     for key, pattern in patterns_of(config):
         absent = absent_members(pattern, paths)
         if absent:
-            found[f"{key}: {pattern} also lists {', '.join(absent)}, and this model has nothing there"] = None
-    return list(found)
+            patterns[f"{key}: {pattern} also lists {', '.join(absent)}, and this model has nothing there"] = None
+    return list(patterns)
 
 
 def without_patterns(config: RunConfig) -> RunConfig:

@@ -57,9 +57,9 @@ class Registry(Generic[T]):
             refuse_standard_library(name, named.key)
         try:
             module = importlib.import_module(module_name)
-            found = getattr(module, attribute or named.attribute)
-            self.accepts.check(found, name, named.key)
-            return cast(T, found)
+            target = getattr(module, attribute or named.attribute)
+            self.accepts.check(target, name, named.key)
+            return cast(T, target)
         except ModuleNotFoundError as error:
             if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
                 raise  # the module exists, and something that it imports does not
@@ -80,7 +80,7 @@ def import_object(path: str, where: str) -> Any:
         raise TesseraError(f"not an import path: {path!r}", where=where, fix="write package.module:name")
     refuse_standard_library(path, where)
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise TesseraError(
             f"cannot import {module_name}: {first_line(error)}",
@@ -88,10 +88,10 @@ def import_object(path: str, where: str) -> Any:
             fix="install it, or start from a folder that holds it, or set PYTHONPATH",
         ) from None
     for part in name.split("."):
-        if not hasattr(found, part):
-            raise TesseraError(f"{path} is not there: no {part!r}", where=where, nearest=nearest(part, vars(found)))
-        found = getattr(found, part)
-    return found
+        if not hasattr(target, part):
+            raise TesseraError(f"{path} is not there: no {part!r}", where=where, nearest=nearest(part, vars(target)))
+        target = getattr(target, part)
+    return target
 
 
 def refuse_standard_library(path: str, where: str | None) -> None:
@@ -117,9 +117,9 @@ class Maker:
     # Methods that other kinds of objects have too (`__iter__`) are not enough in code that the user did not write.
     telling: bool = True
 
-    def check(self, found: Any, path: str, where: str | None) -> None:
+    def check(self, target: Any, path: str, where: str | None) -> None:
         """Raise unless `found` may be called."""
-        called = check_callable(found, path, where)
+        called = check_callable(target, path, where)
         library = _is_library(str(called.__module__))
         if inspect.isclass(called):
             if not self._class_fits(called, library):
@@ -148,12 +148,12 @@ class Maker:
         return f"another kind, without {' or '.join(sets)}" if sets else "another kind"
 
     def _refused(self, path: str, where: str | None, why: str) -> TesseraError:
-        known = [f"a subclass of {base.__module__.partition('.')[0]}'s {base.__name__}" for base in self.bases]
-        known += [f"a class of your own with {' and '.join(names)}" for names in self.methods]
+        accepted = [f"a subclass of {base.__module__.partition('.')[0]}'s {base.__name__}" for base in self.bases]
+        accepted += [f"a class of your own with {' and '.join(names)}" for names in self.methods]
         return TesseraError(
             f"{path} is not called: it cannot make a {self.makes}, {why}",
             where=where,
-            allowed=[*known, "a function that returns one"],
+            allowed=[*accepted, "a function that returns one"],
             fix="if it does make one, write a function of your own around it and say in its annotation what it returns",
         )
 
@@ -164,18 +164,18 @@ class Instance:
 
     kind: type
 
-    def check(self, found: Any, path: str, where: str | None) -> None:
-        if not isinstance(found, self.kind):
+    def check(self, target: Any, path: str, where: str | None) -> None:
+        if not isinstance(target, self.kind):
             raise TesseraError(
-                f"{path} is a {type(found).__name__}, not a {self.kind.__name__}",
+                f"{path} is a {type(target).__name__}, not a {self.kind.__name__}",
                 where=where,
                 fix=f"name a {self.kind.__name__}, as package.module:NAME",
             )
 
 
-def check_callable(found: Any, path: str, where: str | None) -> Any:
+def check_callable(target: Any, path: str, where: str | None) -> Any:
     """Return the class or function behind `found`; raise if it is neither, or is part of Python itself."""
-    called = _unwrapped(found)
+    called = _unwrapped(target)
     module = str(getattr(called, "__module__", None) or "")
     refuse_standard_library(f"{module}:{getattr(called, '__qualname__', path)}", where)
     if not (inspect.isclass(called) or inspect.isfunction(called)):
@@ -185,17 +185,17 @@ def check_callable(found: Any, path: str, where: str | None) -> Any:
     return called
 
 
-def _unwrapped(found: Any) -> Any:
+def _unwrapped(target: Any) -> Any:
     """Return the function behind partial applications, methods and decorators."""
     while True:
-        if isinstance(found, functools.partial):
-            found = found.func
-        elif isinstance(found, types.MethodType):
-            found = found.__func__
-        elif inspect.isroutine(found) and hasattr(found, "__wrapped__"):
-            found = found.__wrapped__
+        if isinstance(target, functools.partial):
+            target = target.func
+        elif isinstance(target, types.MethodType):
+            target = target.__func__
+        elif inspect.isroutine(target) and hasattr(target, "__wrapped__"):
+            target = target.__wrapped__
         else:
-            return found
+            return target
 
 
 def _is_library(module: str) -> bool:
@@ -225,13 +225,13 @@ def _classes(hint: Any) -> list[type] | None:
     if origin is typing.Annotated:
         return _classes(typing.get_args(hint)[0])
     if origin in (typing.Union, types.UnionType):
-        found: list[type] = []
+        classes: list[type] = []
         for member in typing.get_args(hint):
             inner = _classes(member)
             if inner is None:
                 return None
-            found += inner
-        return found
+            classes += inner
+        return classes
     kind = origin or hint
     if kind is type(None) or kind is None:
         return []
@@ -247,11 +247,11 @@ def check_arguments(called: Callable[..., Any], arguments: Mapping[str, Any], na
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        known = list(signature.parameters)
-        unknown = next((given for given in arguments if given not in known), None)
+        names = list(signature.parameters)
+        unknown = next((given for given in arguments if given not in names), None)
         raise TesseraError(
             f"{name} cannot be made: {error}",
             where=where,
             allowed=[str(parameter) for parameter in signature.parameters.values()],
-            nearest=nearest(unknown, known) if unknown else None,
+            nearest=nearest(unknown, names) if unknown else None,
         ) from None

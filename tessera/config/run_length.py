@@ -47,20 +47,20 @@ class Interval:
         return f"{self.amount:g} {self.unit.removesuffix('s') if self.amount == 1 else self.unit}"
 
 
-def parse_interval(given: int | str) -> Interval:
+def parse_interval(text: int | str) -> Interval:
     """Return the interval of `500` or `500steps`, `10min`, `2h`, `1epoch`; raise a ValueError for anything else."""
-    if isinstance(given, int):
-        return Interval(given)
-    if given.strip().isdigit():
-        return parse_interval(f"{given.strip()} steps")
-    found = _WRITTEN.fullmatch(given.strip())
-    word = "" if found is None else found[2].lower()
+    if isinstance(text, int):
+        return Interval(text)
+    if text.strip().isdigit():
+        return parse_interval(f"{text.strip()} steps")
+    match = _WRITTEN.fullmatch(text.strip())
+    word = "" if match is None else match[2].lower()
     unit, scale = _UNITS.get(word) or _UNITS.get(word.removesuffix("s")) or ("", 0)
-    if found is None or not scale:
+    if match is None or not scale:
         raise ValueError("write a number of steps (500), minutes (10min), hours (2h) or epochs (1epoch, 0.5epoch)")
-    amount = float(found[1]) * scale
+    amount = float(match[1]) * scale
     if amount > _LARGEST or (unit == "steps" and amount != int(amount)):
-        raise ValueError(f"{found[1]} {unit} is no number of {unit} that a run could have")
+        raise ValueError(f"{match[1]} {unit} is no number of {unit} that a run could have")
     return Interval(amount, unit)  # type: ignore[arg-type]  # a word of _UNITS
 
 

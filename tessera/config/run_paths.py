@@ -65,8 +65,8 @@ def no_run(folder: Path, lacks: str, fix: str = "name the folder that `tessera t
 
 
 def _with_paths(config: RunConfig, path: Callable[[Path], Path], words: Callable[[Any], Any]) -> RunConfig:
-    def maybe(given: Path | None) -> Path | None:
-        return None if given is None else path(given)
+    def maybe(value: Path | None) -> Path | None:
+        return None if value is None else path(value)
 
     def model(section: ModelSection) -> ModelSection:
         lora = section.lora and section.lora.model_copy(update={"path": maybe(section.lora.path)})

@@ -34,29 +34,29 @@ log = logging.getLogger("tessera")
 
 def named_code(config: RunConfig) -> dict[str, str]:
     """Return the import paths outside of this package that a configuration names -> the key that names each."""
-    found = model_code(config.model)
+    code = model_code(config.model)
     for key, name, options in (
         ("data.kind", config.data.kind, config.data.options),
         ("train.task", config.train.task or "", config.train.task_options),
     ):
         if _is_path(name):
-            found.setdefault(name, key)
+            code.setdefault(name, key)
         for at, path in _paths_in(options, "data.options" if key == "data.kind" else "train.task_options"):
-            found.setdefault(path, at)
+            code.setdefault(path, at)
     for number, callback in enumerate(config.train.callbacks):
         path, options = (callback, {}) if isinstance(callback, str) else (callback.name, callback.options)
-        found.setdefault(path, f"train.callbacks.{number}")
+        code.setdefault(path, f"train.callbacks.{number}")
         for at, inner in _paths_in(options, f"train.callbacks.{number}.options"):
-            found.setdefault(inner, at)
-    return _outside(found)
+            code.setdefault(inner, at)
+    return _outside(code)
 
 
 def model_code(section: ModelSection) -> dict[str, str]:
     """Return the same for the section of the model alone."""
-    found = {section.family: "model.family"} if section.family and _is_path(section.family) else {}
+    code = {section.family: "model.family"} if section.family and _is_path(section.family) else {}
     for at, path in _paths_in(section.config, "model.config"):
-        found.setdefault(path, at)
-    return _outside(found)
+        code.setdefault(path, at)
+    return _outside(code)
 
 
 def check_trusted(folder: Path, code: Mapping[str, str], trust: Trust) -> None:
@@ -66,13 +66,13 @@ def check_trusted(folder: Path, code: Mapping[str, str], trust: Trust) -> None:
     """
     if trust is True or not code:
         return
-    known = set(trust or ()) | remembered(folder)
-    unknown = {path: key for path, key in code.items() if path not in known}
+    trusted = set(trust or ()) | remembered(folder)
+    unknown = {path: key for path, key in code.items() if path not in trusted}
     if not unknown:
         return
-    shown = "".join(f"\n    {key}: {path}" for path, key in unknown.items())
+    listing = "".join(f"\n    {key}: {path}" for path, key in unknown.items())
     raise TesseraError(
-        f"this folder names code to import and call, and it is no run that you made here:{shown}",
+        f"this folder names code to import and call, and it is no run that you made here:{listing}",
         where=str(folder),
         fix="if you know where it comes from and what this code does, say --trust (in Python trust=True); "
         "a recipe for `tessera train` names the code itself",
@@ -117,14 +117,14 @@ def find_code(folder: Path, code: Mapping[str, str]) -> None:
 
 def _import_roots(code: Mapping[str, str]) -> dict[str, str]:
     """Return the top-level modules of import paths -> the folder that each is imported from."""
-    found: dict[str, str] = {}
+    roots: dict[str, str] = {}
     for module in sorted({_top(path) for path in code}):
         if (spec := _spec(module)) is not None:
             inside = next(iter(spec.submodule_search_locations or ()), None)
             location = inside if inside is not None else spec.origin
             if location is not None and os.path.exists(location):
-                found[module] = os.path.dirname(os.path.abspath(location))
-    return found
+                roots[module] = os.path.dirname(os.path.abspath(location))
+    return roots
 
 
 def _spec(module: str) -> importlib.machinery.ModuleSpec | None:
@@ -189,8 +189,8 @@ def _is_path(name: str) -> bool:
     return "." in name or ":" in name
 
 
-def _outside(found: Mapping[str, str]) -> dict[str, str]:
-    return {path: key for path, key in found.items() if not _OWN.fullmatch(path)}
+def _outside(code: Mapping[str, str]) -> dict[str, str]:
+    return {path: key for path, key in code.items() if not _OWN.fullmatch(path)}
 
 
 def _paths_in(tree: Any, at: str) -> Iterator[tuple[str, str]]:

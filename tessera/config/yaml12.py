@@ -75,7 +75,7 @@ class StrictDumper(yaml.SafeDumper):
     """Write text that `StrictLoader` reads back the same: what either version would read differently is quoted."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
-        first: list(known) for first, known in yaml.SafeDumper.yaml_implicit_resolvers.items()
+        first: list(resolvers) for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
     }
 
 

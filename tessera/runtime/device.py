@@ -56,8 +56,8 @@ class Memory:
 
 
 def _accelerator() -> str | None:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found is not None else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else None
 
 
 def resolve(name: str, local_rank: int = 0) -> torch.device:
@@ -237,8 +237,8 @@ def name(device: torch.device) -> str:
 
 def profiler_activities(device: torch.device) -> list[ProfilerActivity]:
     """Return what torch's profiler records on this device."""
-    own = {"cuda": ProfilerActivity.CUDA, "npu": ProfilerActivity.PrivateUse1}.get(device.type)
-    return [ProfilerActivity.CPU] if own is None else [ProfilerActivity.CPU, own]
+    activity = {"cuda": ProfilerActivity.CUDA, "npu": ProfilerActivity.PrivateUse1}.get(device.type)
+    return [ProfilerActivity.CPU] if activity is None else [ProfilerActivity.CPU, activity]
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -359,8 +359,8 @@ class HostCopy:
 
 def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor of these numbers on the device, without waiting for it."""
-    made = torch.tensor(values, dtype=dtype)
-    return made.pin_memory().to(device, non_blocking=True) if supports(device, "pinned_memory") else made.to(device)
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if supports(device, "pinned_memory") else tensor.to(device)
 
 
 class SideCopies:

@@ -84,11 +84,11 @@ def find_size(name: str, where: str = "device") -> DeviceSize:
             allowed=[*DEVICE_NAMES, "a number of GiB, such as 96"],
             nearest=nearest(word, DEVICE_NAMES),
         )
-    found = DeviceSize(f"{size:g} GiB", int(min(size, _LARGEST) * GIB), _GPU)
-    if not found.usable() or size > _LARGEST:
+    device = DeviceSize(f"{size:g} GiB", int(min(size, _LARGEST) * GIB), _GPU)
+    if not device.usable() or size > _LARGEST:
         raise TesseraError(
             f"{name} is {size:g} GiB, and no device is of that size",
             where=where,
             allowed=[*DEVICE_NAMES, f"a number of GiB above {_RUNTIME:g}, of which the runtime takes as much"],
         )
-    return found
+    return device

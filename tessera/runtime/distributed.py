@@ -201,9 +201,9 @@ class OutOfStep(RankFailure):
         # Without a majority the main rank is the measure.
         common = max(dict.fromkeys(steps), key=lambda s: (steps.count(s), s == steps[0]))
         self.ranks = [rank for rank, step in enumerate(steps) if step != common]
-        found = ", ".join(f"rank {rank} is at step {steps[rank]}" for rank in self.ranks[:8])
+        steps_by_rank = ", ".join(f"rank {rank} is at step {steps[rank]}" for rank in self.ranks[:8])
         super().__init__(
-            f"{found}, the others are at step {common}: the ranks are out of step",
+            f"{steps_by_rank}, the others are at step {common}: the ranks are out of step",
             fix="a callback or loader that ends or skips a step must do so on every rank; then `tessera resume`",
         )
 

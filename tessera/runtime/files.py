@@ -26,12 +26,12 @@ def check_regular(path: Path) -> os.stat_result:
     """Return the status of a regular file; raise for a pipe, a device, a socket or a folder: opening one may wait
     for ever. Links are followed; `check_inside` says which may be."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise TesseraError(f"cannot be opened: {error.strerror}", where=str(path)) from None
-    if not stat.S_ISREG(found.st_mode):
-        raise TesseraError(f"this is {_kind(found.st_mode)}, not a regular file", where=str(path))
-    return found
+    if not stat.S_ISREG(status.st_mode):
+        raise TesseraError(f"this is {_kind(status.st_mode)}, not a regular file", where=str(path))
+    return status
 
 
 def leads_out(path: Path, folder: Path) -> bool:
@@ -39,9 +39,9 @@ def leads_out(path: Path, folder: Path) -> bool:
 
     A cache of downloads is known: the files of its `snapshots/REVISION` are links into `blobs`, beside `snapshots`.
     """
-    found, home = (Path(os.path.realpath(place)) for place in (path, folder))  # `resolve` raises for a loop of links
+    target, home = (Path(os.path.realpath(place)) for place in (path, folder))  # `resolve` raises for a loop of links
     caches = [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
-    return not any(found.is_relative_to(place) for place in (home, *caches))
+    return not any(target.is_relative_to(place) for place in (home, *caches))
 
 
 def check_inside(path: Path, folder: Path) -> None:
@@ -77,12 +77,12 @@ def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
         # Without waiting: what lies there may have been exchanged since it was looked at.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise TesseraError(f"this is {_kind(found.st_mode)}, not a regular file", where=str(path))
-            if found.st_size > limit:
-                raise TesseraError(f"far too large ({found.st_size} bytes)", where=str(path))
-            return file.read(min(limit, found.st_size + 1))  # reserves so many bytes before it reads any
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise TesseraError(f"this is {_kind(status.st_mode)}, not a regular file", where=str(path))
+            if status.st_size > limit:
+                raise TesseraError(f"far too large ({status.st_size} bytes)", where=str(path))
+            return file.read(min(limit, status.st_size + 1))  # reserves so many bytes before it reads any
     except OSError as error:
         raise TesseraError(f"cannot be opened: {error.strerror}", where=str(path)) from None
 
@@ -203,8 +203,8 @@ def truncate_after(path: Path, step: int) -> None:
     keep_inside(path)
     keep = 0
     for behind, row in rows_from_end(path):
-        found = step_of(row)
-        if found is not None and found <= step:
+        row_step = step_of(row)
+        if row_step is not None and row_step <= step:
             keep = behind
             break
     if path.exists() and keep < path.stat().st_size:

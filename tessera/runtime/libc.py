@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 
 
-def same_bytes(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
+def same_bytes(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> bool:
     """Return whether two arrays hold the same bytes. Other threads run meanwhile."""
-    if one.nbytes != other.nbytes:
+    if first.nbytes != second.nbytes:
         return False
-    assert one.flags.c_contiguous
-    assert other.flags.c_contiguous
-    return _memcmp()(one.ctypes.data, other.ctypes.data, one.nbytes) == 0
+    assert first.flags.c_contiguous
+    assert second.flags.c_contiguous
+    return _memcmp()(first.ctypes.data, second.ctypes.data, first.nbytes) == 0
 
 
 def begin_write_back(handle: int, offset: int, length: int) -> None:
@@ -26,9 +26,9 @@ def begin_write_back(handle: int, offset: int, length: int) -> None:
 
     Where this cannot be asked for (other systems than Linux, some file systems), the disk begins when it likes to.
     """
-    found = _sync_file_range()
-    if found is not None and length:
-        found(handle, offset, length, _WRITE)
+    function = _sync_file_range()
+    if function is not None and length:
+        function(handle, offset, length, _WRITE)
 
 
 @functools.cache

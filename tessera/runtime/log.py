@@ -43,8 +43,8 @@ class _Coloured(logging.Formatter):
             return text
         if record.levelno >= logging.WARNING:
             return style(text, "red" if record.levelno >= logging.ERROR else "yellow")
-        found = vars(record).get("styled")
-        return found if isinstance(found, str) else text
+        styled = vars(record).get("styled")
+        return styled if isinstance(styled, str) else text
 
 
 class _Screen(logging.StreamHandler[TextIO]):
@@ -152,10 +152,10 @@ def on_screen() -> Iterator[None]:
 def without_bars(library: Any) -> Iterator[None]:
     """Keep a library's own progress bars off the console, and leave its setting as it was."""
     settings = library.utils.logging
-    shown = settings.is_progress_bar_enabled()
+    enabled = settings.is_progress_bar_enabled()
     settings.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             settings.enable_progress_bar()

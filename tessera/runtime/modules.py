@@ -95,8 +95,8 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with without_advice_on_gathers():
-        found: Tensor = tensor.full_tensor()
-    return found.detach()
+        full: Tensor = tensor.full_tensor()
+    return full.detach()
 
 
 def without_weights(make: Callable[[], nn.Module]) -> nn.Module:
@@ -134,8 +134,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def computed_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that have data, by clean names: `to_empty` and a change of type would destroy them."""
-    found = module.named_buffers(remove_duplicate=False)
-    return {clean_name(name): buffer for name, buffer in found if not buffer.is_meta}
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {clean_name(name): buffer for name, buffer in buffers if not buffer.is_meta}
 
 
 def put_back_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:

@@ -32,7 +32,7 @@ class WorkProgress:
 
     def __init__(self, what: str, total: int, unit: str = "bytes") -> None:
         self._what, self._total, self._unit, self._done = what, total, unit, 0
-        self._began = self._shown = time.monotonic()
+        self._began = self._printed_at = time.monotonic()
         self._width = 0  # columns of the live line; 0: none is there
         self._silent = os.environ.get("RANK", "0") != "0"
 
@@ -55,13 +55,13 @@ class WorkProgress:
         now = time.monotonic()
         # A bar of the run replaces stderr: what is written there has to be whole lines.
         live = log.is_terminal(sys.stderr) and sys.stderr is sys.__stderr__
-        if live and now - self._began >= _AFTER and now - self._shown >= _REFRESH:
-            self._shown = now
+        if live and now - self._began >= _AFTER and now - self._printed_at >= _REFRESH:
+            self._printed_at = now
             line = self.line(now)[:99]
             print("\r" + line.ljust(self._width), end="", file=sys.stderr, flush=True)
             self._width = max(self._width, len(line))
-        elif not live and now - self._shown >= _EVERY:
-            self._shown = now
+        elif not live and now - self._printed_at >= _EVERY:
+            self._printed_at = now
             log.logger().info("%s", self.line(now))
 
     def line(self, now: float) -> str:
@@ -70,9 +70,9 @@ class WorkProgress:
             total = human_bytes(self._total) if self._unit == "bytes" else f"{self._total:,} {self._unit}"
             return f"{self._what}: 0 of {total} so far, {now - self._began:.0f} s"
         rate = self._done / max(now - self._began, 1e-9)
-        left = max(0, self._total - self._done) / rate
+        seconds_left = max(0, self._total - self._done) / rate
         if self._unit == "bytes":
             done = f"{human_bytes(self._done)} of {human_bytes(self._total)}, {human_bytes(rate)}/s"
         else:
             done = f"{self._done:,} of {self._total:,} {self._unit}, {rate:.3g}/s"
-        return f"{self._what}: {done}, {left:.0f} s left"
+        return f"{self._what}: {done}, {seconds_left:.0f} s left"

@@ -164,13 +164,13 @@ def reach(address: str, port: int, timeout_s: float, otherwise: str) -> None:
     """Wait until something listens there; the error begins with `otherwise`."""
     deadline = time.monotonic() + timeout_s
     reason = "no answer"
-    while (left := deadline - time.monotonic()) > 0:
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            socket.create_connection((address, port), timeout=left).close()
+            socket.create_connection((address, port), timeout=remaining).close()
             return
         except OSError as error:
             reason = error.strerror or "no answer"
-            time.sleep(min(0.2, left))
+            time.sleep(min(0.2, remaining))
     raise TesseraError(
         f"{otherwise}: nothing answered {socket.gethostname()} at {address}:{port} within {timeout_s:g} s "
         f"({reason.lower()})",
@@ -240,9 +240,9 @@ class RankExchange:
         if value is not None:
             self.store.set(key, value)
             return value
-        left = max(0.0, deadline - time.monotonic()) + _VERDICT_MARGIN_S
+        timeout = max(0.0, deadline - time.monotonic()) + _VERDICT_MARGIN_S
         try:
-            self.store.wait([key], datetime.timedelta(seconds=left))
+            self.store.wait([key], datetime.timedelta(seconds=timeout))
             return self.store.get(key).decode()
         except RuntimeError:  # every error of a store is one
             raise TesseraError(

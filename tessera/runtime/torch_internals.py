@@ -234,10 +234,10 @@ def flash_attention_forward(
 
     Public alternative: `torch.nn.attention.varlen.varlen_attn`, which has no gradient for a block of the keys.
     """
-    found = torch.ops.aten._flash_attention_forward(
+    outputs = torch.ops.aten._flash_attention_forward(
         q, k, v, *bounds, *longest, 0.0, causal, return_debug_mask=False, scale=scale
     )
-    return found[0], found[1]
+    return outputs[0], outputs[1]
 
 
 def flash_attention_backward(
@@ -255,10 +255,10 @@ def flash_attention_backward(
     """Return the gradients of queries, keys and values. `out` and `lse` may span more keys than `k` holds."""
     dropout_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # asked for also without dropout
     unused = torch.empty(0, device=q.device)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, *bounds, *longest, 0.0, causal, dropout_state, unused, scale=scale
     )
-    return found
+    return gradients
 
 
 def cudnn_attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -283,11 +283,11 @@ def cudnn_attention_backward(
         grad = torch.empty_like(out).copy_(grad)
     dropout_state = torch.empty((), dtype=torch.int64, device=q.device)  # asked for also without dropout
     lengths = (q.shape[2], k.shape[2])
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *(grad, q, k, v, out, lse, dropout_state, dropout_state, None, None, None, *lengths, 0.0, causal),
         scale=scale,
     )
-    return found
+    return gradients
 
 
 # ------------------------------------------------------------------------------------------------ pipelines
@@ -304,8 +304,8 @@ def self_loop_stage() -> type[PipelineStage]:
 
     class SelfLoopStage(PipelineStage):
         def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-            found: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
-            return [greeting for greeting in found if greeting.group_peer != self.group_rank]
+            operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+            return [greeting for greeting in operations if greeting.group_peer != self.group_rank]
 
     return SelfLoopStage
 
@@ -348,8 +348,8 @@ def schedule_actions(
             self.submod = nn.Identity()
             self.stage_index_to_group_rank: dict[int, int] = {}
 
-    made = schedule([StageOutline(stage) for stage in stages], microbatches)
-    order: dict[int, list[Any]] = made.pipeline_order
+    instance = schedule([StageOutline(stage) for stage in stages], microbatches)
+    order: dict[int, list[Any]] = instance.pipeline_order
     return order
 
 
