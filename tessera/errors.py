@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 def nearest(name: str, options: Iterable[str]) -> str | None:
     """Return the option closest to `name`, or None when nothing is close enough to suggest."""
-    found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
+    return matches[0] if matches else None
 
 
 def first_line(error: BaseException) -> str:
@@ -36,12 +36,14 @@ class TesseraError(Exception):
         allowed: Iterable[object] | None = None,
         nearest: str | None = None,
         fix: str | None = None,
+        code: str | None = None,
     ) -> None:
         self.what = what
         self.where = where
         self.allowed = None if allowed is None else [str(item) for item in allowed]
         self.nearest = nearest
         self.fix = fix
+        self.code = code  # stable: tests and docs/reference/errors.md name errors by it
         super().__init__(self.render())
 
     def render(self) -> str:
@@ -54,11 +56,13 @@ class TesseraError(Exception):
             lines.append(f"  did you mean: {self.nearest}")
         if self.fix:
             lines.append(f"  fix:     {self.fix}")
+        if self.code:
+            lines.append(f"  code:    {self.code}")
         return "\n".join(lines)
 
     # Exceptions cross process borders (loader workers, ranks); the default protocol would lose the keywords.
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.where, self.allowed, self.nearest, self.fix))
+        return (_rebuild, (type(self), self.what, self.where, self.allowed, self.nearest, self.fix, self.code))
 
 
 def _rebuild(
@@ -68,8 +72,9 @@ def _rebuild(
     allowed: list[str] | None,
     near: str | None,
     fix: str | None,
+    code: str | None,
 ) -> TesseraError:
-    return kind(what, where=where, allowed=allowed, nearest=near, fix=fix)
+    return kind(what, where=where, allowed=allowed, nearest=near, fix=fix, code=code)
 
 
 def few_names(names: Sequence[str], most: int = 8) -> str:
