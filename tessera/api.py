@@ -87,10 +87,10 @@ def plan(
         return build_meta_model(without_patterns(config), 1).plan
     if device is not None:
         return plan_for_device(config, world, device)
-    made = build_meta_model(config, world).plan
-    notes = [*made.notes, precision_guess(config)]
+    result = build_meta_model(config, world).plan
+    notes = [*result.notes, precision_guess(config)]
     try:
-        check_rows(config, made)
+        check_rows(config, result)
     except TesseraError as error:  # a layout is often tried before the batch is chosen
         notes.append(f"a run refuses this: {error.what}; possible: {', '.join(error.allowed or [])}")
-    return replace(made, notes=tuple(note for note in notes if note))
+    return replace(result, notes=tuple(note for note in notes if note))

@@ -90,8 +90,8 @@ class Terminal:
                 typer.echo(str(error), err=True)  # a wrong path must not end a conversation
 
     def _prompt(self) -> str:
-        shown = len(self.images) + len(self.videos)
-        return f"({shown} shown) > " if shown else "> "
+        count = len(self.images) + len(self.videos)
+        return f"({count} shown) > " if count else "> "
 
     def _take(self, line: str) -> None:
         if not line:

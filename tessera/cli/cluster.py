@@ -96,14 +96,14 @@ def parse_cluster(
 
 
 def _refuse(beside: str, options: dict[str, object | None], why: str) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise TesseraError(f"{given[0]} does not go with {beside}: {why}", where=given[0], fix=f"leave {given[0]} out")
+    names = [name for name, value in options.items() if value is not None]
+    if names:
+        raise TesseraError(f"{names[0]} does not go with {beside}: {why}", where=names[0], fix=f"leave {names[0]} out")
 
 
 def _node_range(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
-    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high <= _MAX_NODES:
         raise TesseraError(f"not a number of machines: {text!r}", where="--nnodes", allowed=["4", "2:4 (elastic)"])
     return low, high

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,17 @@ Question = Annotated[str | None, typer.Argument(help="what to ask, or what to ma
 Images = Annotated[
     list[Path] | None, typer.Option("--image", help="image to show, to begin with, or to edit; may be given again")
 ]
+
+# Arguments of the command, by the kind of model that reads them.
+SHARED = ("model", "question", "image", "seed", "device", "trust", "adapter", "strength")
+ANSWERS = ("video", "system", "max_new_tokens", "temperature", "top_k", "top_p")
+SAMPLING = (  # fields of a `Request`
+    *("negative", "height", "width", "frames", "fps", "steps", "guidance", "guidance_2", "true_guidance"),
+    *("solver", "shift", "count", "batch", "last_image", "vae_tiling", "vae_slicing"),
+)
+MEDIA = ("out", "prompt", "prompts", "dtype", "parts", "adapter_2", "strength_2")
+LAYOUT = ("nproc", "cp", "ulysses", "tp")
+POSITIONAL = ("model", "question")
 
 
 def generate(
@@ -81,84 +92,63 @@ def generate(
     again: Annotated[Path | None, typer.Option("--again", help="media: metadata file of what to make again")] = None,
 ) -> None:
     """Ask a model; the answer streams to the terminal. A model of images or videos writes them to --out."""
-    answers = {
-        "--video": video,
-        "--system": system,
-        "--max-new-tokens": max_new_tokens,
-        "--temperature": temperature,
-        "--top-k": top_k,
-        "--top-p": top_p,
-    }
-    wanted: dict[str, Any] = {
-        "negative": negative,
-        "height": height,
-        "width": width,
-        "frames": frames,
-        "fps": fps,
-        "steps": steps,
-        "guidance": guidance,
-        "guidance_2": guidance_2,
-        "true_guidance": true_guidance,
-        "solver": solver,
-        "shift": shift,
-        "count": count,
-        "batch": batch,
-        "last_image": last_image,
-        "vae_tiling": vae_tiling or None,
-        "vae_slicing": vae_slicing or None,
-    }
-    layout = {"--nproc": nproc, "--cp": cp, "--ulysses": ulysses, "--tp": tp}
-    media: dict[str, Any] = {f"--{name.replace('_', '-')}": value for name, value in wanted.items()}
-    media |= {"--adapter-2": adapter_2, "--strength-2": strength_2}
-    media |= {"--out": out, "--prompt": prompt, "--prompts": prompts, "--dtype": dtype, "--parts": parts}
-    if again is not None:
-        others: dict[str, Any] = {"MODEL": model, "QUESTION": question, "--image": image, "--seed": seed or None}
-        others |= {"--adapter": adapter, "--strength": strength}
-        _refuse(answers | media | others | {"--out": None}, "--again makes what its file says", allowed=["--out"])
+    options = {name: value for name, value in locals().items() if name != "ctx"}
+    _run(ctx, {name: value for name, value in options.items() if not (value is None or value is False or value == [])})
+
+
+def _run(ctx: typer.Context, options: Mapping[str, Any]) -> None:
+    """Answer or sample as the model does. `options`: those that were set, by the names of their arguments."""
+    device, trust = options["device"], options.get("trust", False)
+    nproc, layout = options.get("nproc"), {name: options[name] for name in LAYOUT if name in options}
+    if "again" in options:
+        allowed = ("again", "out", "device", "trust", "seed", *LAYOUT)
+        _refuse(options, "--again repeats the request of its file", allowed, instead=["--out"])
+        if options["seed"]:
+            raise _without_effect("seed", "--again repeats the request of its file", ["--out"])
         if not _started(ctx, nproc):
             with _ranks(layout, device) as parallel:
-                _make_again(again, out, device, parallel, trust)
+                _make_again(options["again"], options.get("out"), device, parallel, trust)
         return
-    if model is None:
+    if "model" not in options:
         raise TesseraError("no model is named", where="tessera generate", fix="tessera generate MODEL ...")
-    check_path(model)
+    check_path(options["model"])
     from tessera.inference.load_pipeline import generates_media
 
-    merged = _strengths(adapter, strength, "--strength")
-    if not generates_media(model, trust):
-        _refuse(
-            media | layout,
-            "this model answers in text",
-            allowed=[*answers, "--image", "--adapter", "--strength", "--seed", "--device"],
-        )
-        _answer(model, question, image or [], {**answers, "--seed": seed, "--adapters": merged}, device, trust)
+    adapters = _strengths(options.get("adapter"), options.get("strength"), "--strength")
+    if not generates_media(options["model"], trust):
+        _refuse(options, "this model answers in text", (*SHARED, *ANSWERS))
+        _answer(options, adapters)
         return
-    _refuse(answers, "this model makes images or videos", allowed=list(media))
-    if out is None:
+    _refuse(options, "this model makes images or videos", (*SHARED, *SAMPLING, *MEDIA, *LAYOUT))
+    if "out" not in options:
         raise TesseraError("no file is named to write to", where="--out", fix="--out sample.png, .gif or .mp4")
-    check_output(out, "--out")
-    texts = [*([] if question is None else [question]), *(prompt or [])]
-    if prompts is not None:
-        from tessera.diffusion.sampling.request import read_prompts
-
-        texts += read_prompts(prompts)
-    if not texts:
-        raise TesseraError("nothing says what to make", where="--prompt", fix='--prompt "a red kite over a beach"')
-    given = {name: value for name, value in wanted.items() if value is not None}
-    pictured = [str(path.absolute()) for path in image or []]
-    if last_image is not None:
-        given["last_image"] = str(last_image.absolute())
-    from tessera.config.reader import build
-    from tessera.diffusion.sampling.request import Request
-
-    # Before any rank starts: a misspelt word should cost a moment.
-    request = build(Request, {"prompts": texts, "seed": seed, "images": pictured, **given}, "tessera generate")
-    loaded: dict[str, Any] = {"device": device, "dtype": dtype, "parts": parts, "trust": trust, "adapters": merged}
-    loaded["adapters_2"] = _strengths(adapter_2, strength_2, "--strength-2")
+    check_output(options["out"], "--out")
+    request = _request(options)  # before any rank starts: a misspelt word should cost a moment
+    loading = {name: options[name] for name in ("dtype", "parts") if name in options}
+    loading |= {"device": device, "trust": trust, "adapters": adapters}
+    loading["adapters_2"] = _strengths(options.get("adapter_2"), options.get("strength_2"), "--strength-2")
     if _started(ctx, nproc):
         return
     with _ranks(layout, device) as parallel:
-        _make(model, out, request, {**loaded, "parallel": parallel})
+        _make(options["model"], options["out"], request, {**loading, "parallel": parallel})
+
+
+def _request(options: Mapping[str, Any]) -> Request:
+    """Return the request for images or videos."""
+    from tessera.config.reader import build
+    from tessera.diffusion.sampling.request import Request, read_prompts
+
+    texts = [*([options["question"]] if "question" in options else []), *options.get("prompt", [])]
+    if "prompts" in options:
+        texts += read_prompts(options["prompts"])
+    if not texts:
+        raise TesseraError("nothing says what to make", where="--prompt", fix='--prompt "a red kite over a beach"')
+    sampling = {name: options[name] for name in SAMPLING if name in options}
+    if "last_image" in sampling:
+        sampling["last_image"] = str(sampling["last_image"].absolute())
+    images = [str(path.absolute()) for path in options.get("image", [])]
+    fields = {"prompts": texts, "seed": options["seed"], "images": images, **sampling}
+    return build(Request, fields, "tessera generate")
 
 
 def _started(ctx: typer.Context, nproc: int | None) -> bool:
@@ -177,87 +167,89 @@ def _started(ctx: typer.Context, nproc: int | None) -> bool:
 
 
 def _words(ctx: typer.Context) -> list[str]:
-    """Return the words of the command line that say what was given, but `--nproc`."""
+    """Return the command line again, without `--nproc`."""
     options: list[str] = []
-    given: list[str] = []
-    for one in ctx.command.params:
-        value = ctx.params.get(one.name or "")
-        if one.name == "nproc" or value is None or value == one.default or value in (False, ()):
+    arguments: list[str] = []
+    for parameter in ctx.command.params:
+        value = ctx.params.get(parameter.name or "")
+        if parameter.name == "nproc" or value is None or value == parameter.default or value in (False, ()):
             continue
         values = [str(part) for part in value] if isinstance(value, (list, tuple)) else [str(value)]
-        if one.param_type_name == "argument":
-            given += values
+        if parameter.param_type_name == "argument":
+            arguments += values
         elif value is True:
-            options.append(one.opts[0])
+            options.append(parameter.opts[0])
         else:
-            options += [f"{one.opts[0]}={part}" for part in values]
-    return [*options, *(["--", *given] if given else [])]
+            options += [f"{parameter.opts[0]}={part}" for part in values]
+    return [*options, *(["--", *arguments] if arguments else [])]
 
 
 @contextmanager
-def _ranks(layout: Mapping[str, int | None], device: str) -> Iterator[dict[str, int] | None]:
-    """Join the other ranks, if a launcher has started some, and yield how they share the work; None: there are none."""
+def _ranks(layout: Mapping[str, int], device: str) -> Iterator[dict[str, int] | None]:
+    """Join the other ranks that a launcher has started, and yield the layout; None: this is the only process."""
     from tessera.runtime import distributed as dist
 
     ranks = dist.expected_world_size()
-    asked = {
-        name.removeprefix("--"): value for name, value in layout.items() if name != "--nproc" and value is not None
-    }
+    axes = {name: value for name, value in layout.items() if name != "nproc"}
     if ranks == 1:
-        name = next((name for name in asked if asked[name] != 1), None)
+        name = next((name for name in axes if axes[name] != 1), None)
         if name is not None:
             raise TesseraError(
-                f"--{name} {asked[name]} needs as many ranks, and this is one process",
+                f"--{name} {axes[name]} needs as many ranks, and this is one process",
                 where=f"--{name}",
-                fix=f"tessera generate --nproc {asked[name]} ..., or start it with torchrun",
+                fix=f"tessera generate --nproc {axes[name]} ..., or start it with torchrun",
             )
         yield None
         return
-    if "cp" not in asked and ranks % asked.get("tp", 1) == 0:
-        asked["cp"] = ranks // asked.get("tp", 1)
+    if "cp" not in axes and ranks % axes.get("tp", 1) == 0:
+        axes["cp"] = ranks // axes.get("tp", 1)
     with dist.world(device):
-        yield asked
+        yield axes
 
 
 def _strengths(adapters: list[Path] | None, strengths: list[float] | None, where: str) -> dict[Path, float]:
     """Return the adapters with their strengths; those without one have 1."""
-    paths, given = adapters or [], strengths or []
-    if len(given) > len(paths):
+    paths, values = adapters or [], strengths or []
+    if len(values) > len(paths):
         option = where.replace("strength", "adapter")
         raise TesseraError(
-            f"{len(given)} strengths for {len(paths)} adapters", where=where, fix=f"give an {option} for each"
+            f"{len(values)} strengths for {len(paths)} adapters", where=where, fix=f"give an {option} for each"
         )
-    return dict(zip(paths, [*given, *[1.0] * (len(paths) - len(given))], strict=True))
+    return dict(zip(paths, [*values, *[1.0] * (len(paths) - len(values))], strict=True))
 
 
-def _refuse(given: Mapping[str, Any], why: str, allowed: list[str]) -> None:
-    """Raise if an option was given that means nothing here."""
-    name = next((name for name, value in given.items() if value is not None), None)
+def _refuse(options: Mapping[str, Any], why: str, allowed: Sequence[str], instead: Sequence[str] | None = None) -> None:
+    """Raise if an option is set that has no effect here."""
+    name = next((name for name in options if name not in allowed), None)
     if name is not None:
-        raise TesseraError(f"{why}: {name} means nothing here", where=name, allowed=allowed, fix=f"leave {name} out")
+        raise _without_effect(name, why, instead or [_option(other) for other in allowed if other not in POSITIONAL])
 
 
-def _answer(
-    model: Path, question: str | None, images: list[Path], options: Mapping[str, Any], device: str, trust: bool
-) -> None:
+def _without_effect(name: str, why: str, allowed: Sequence[str]) -> TesseraError:
+    option = _option(name)
+    return TesseraError(f"{why}: {option} has no effect", where=option, allowed=allowed, fix=f"leave {option} out")
+
+
+def _option(name: str) -> str:
+    return name.upper() if name in POSITIONAL else f"--{name.replace('_', '-')}"
+
+
+def _answer(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
     from tessera.inference.load import generate as run
 
-    if question is None:
+    if "question" not in options:
         raise TesseraError("no question is asked", where="tessera generate", fix='tessera generate MODEL "What is it?"')
-    given = {
-        name.removeprefix("--").replace("-", "_"): value
-        for name, value in options.items()
-        if value is not None and name != "--video"
-    }
     run(
-        model,
-        question,
-        images=images,
-        videos=options["--video"] or [],
-        device=device,
-        trust=trust,
+        options["model"],
+        options["question"],
+        images=options.get("image", []),
+        videos=options.get("video", []),
+        device=options["device"],
+        trust=options.get("trust", False),
         on_text=lambda text: typer.echo(text, nl=False),
-        **given,
+        seed=options["seed"],
+        adapters=adapters,
+        **{name: options[name] for name in ANSWERS if name in options and name != "video"},
     )
     typer.echo()
 
@@ -265,12 +257,12 @@ def _answer(
 def _make(model: Path, out: Path, request: Request, loaded: Mapping[str, Any]) -> None:
     from tessera.inference.load_pipeline import generate_files
 
-    made = generate_files(model, out, request, on_step=_progress_of_main(), **loaded)
+    samples = generate_files(model, out, request, on_step=_progress_of_main(), **loaded)
     if not _is_main():
         return
-    for path in made.files:
+    for path in samples.files:
         typer.echo(f"wrote {path}")
-    typer.echo(f"next: `tessera generate --again {made.metadata}` makes the same once more", err=True)
+    typer.echo(f"next: `tessera generate --again {samples.metadata}` makes the same once more", err=True)
 
 
 def _is_main() -> bool:
@@ -288,12 +280,12 @@ def _progress_of_main() -> Callable[[int, int, int, int], None] | None:
 def _make_again(metadata: Path, out: Path | None, device: str, parallel: dict[str, int] | None, trust: bool) -> None:
     from tessera.inference.load_pipeline import generate_again
 
-    made, same = generate_again(
+    samples, same = generate_again(
         metadata, out, device=device, parallel=parallel, trust=trust, on_step=_progress_of_main()
     )
     if not _is_main():
         return
-    for path in made.files:
+    for path in samples.files:
         typer.echo(f"wrote {path}")
     if same:
         typer.echo("every pixel is the same as before")

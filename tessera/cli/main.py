@@ -36,8 +36,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         packages = [f"Python {platform.python_version()}"]
         for name in ("torch", "transformers"):
             with contextlib.suppress(PackageNotFoundError):
@@ -104,24 +104,24 @@ def plan(
 
     try:
         with log.on_screen():
-            made = make(recipe, changes, world=world, device=device)
+            result = make(recipe, changes, world=world, device=device)
     except TesseraError:
         # It may be a pattern that is wrong, and the names are what it is mended by.
         if modules:
             with contextlib.suppress(TesseraError):
                 typer.echo(make(recipe, changes, patterns=False).modules())
         raise
-    typer.echo(made.describe())
+    typer.echo(result.describe())
     if modules:
-        typer.echo(made.modules())
+        typer.echo(result.modules())
     if json_file is not None:
-        write_output(json_file, json.dumps(made.figures(), indent=2) + "\n", "--json")
+        write_output(json_file, json.dumps(result.figures(), indent=2) + "\n", "--json")
     if dry_run:
         with log.on_screen():
             roles = run_dry(recipe, changes, world=world, device=device)
         for role in roles:
             typer.echo(role.describe())
-    if made.device_fit is not None and not made.device_fit.fits:
+    if result.device_fit is not None and not result.device_fit.fits:
         raise typer.Exit(1)
 
 
@@ -366,11 +366,11 @@ def _refuse_foreign_options(words: list[str]) -> None:
         name, _, value = word.partition("=")
         foreign = find_foreign(name) if name.startswith("--") else None
         if foreign is not None:
-            given = value or (following if not following.startswith("-") else "")
+            argument = value or (following if not following.startswith("-") else "")
             raise TesseraError(
                 f"no such option: {name}; settings are written key=value",
                 where="command line",
-                fix=foreign.sentence(given or None),
+                fix=foreign.sentence(argument or None),
             )
 
 

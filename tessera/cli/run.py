@@ -66,11 +66,11 @@ def train(
     cluster = parse_cluster(
         nproc=nproc, nnodes=nnodes, node_rank=node_rank, master=master, rdzv=rdzv, restarts=restarts, port=port
     )
-    given = parse_overrides(overrides or [])
-    named = load_config(recipe, given)  # before torch is imported and any rank starts: a mistake should cost a second
+    changes = parse_overrides(overrides or [])
+    named = load_config(recipe, changes)  # before torch is imported and any rank starts: a mistake should cost a second
     if not or_resume:  # a run that goes on may do without what its recipe names
         check_run_names(named)
-    settings = {**given, **_read_environment(cluster)}
+    settings = {**changes, **_read_environment(cluster)}
     config = load_config(recipe, settings)
     if overwrite and (or_resume or cluster.elastic or restarts):
         raise TesseraError(
@@ -100,8 +100,10 @@ def train(
     callbacks = _prepare_rank()
     with _stopped_at_once(config.folder):
         if or_resume and run_exists(config.folder):  # the recipe names the same code
-            kept = {key: value for key, value in settings.items() if key not in ("name", "out")}  # the folder is found
-            _finish(go_on(config.folder, kept, trust=named_code(config), callbacks=callbacks))
+            others = {
+                key: value for key, value in settings.items() if key not in ("name", "out")
+            }  # the folder is found
+            _finish(go_on(config.folder, others, trust=named_code(config), callbacks=callbacks))
         else:
             _finish(run(recipe, settings, overwrite=overwrite, callbacks=callbacks))
 

@@ -74,9 +74,9 @@ def evaluate(
     loaded, processor = load(folder, device=device, trust=trust)
     rows: list[dict[str, Any]] = []
     skipped = 0
-    asked = questions(sources)
+    pending = questions(sources)
     with WorkProgress("evaluating", sum(map(len, sources)), "samples") as progress:
-        while group := list(islice(asked, batch)):
+        while group := list(islice(pending, batch)):
             usable = [q for q in group if isinstance(q, Question)]
             skipped += len(group) - len(usable)
             for question, answer in zip(usable, answer_all(loaded, processor, usable, max_new_tokens), strict=True):
