@@ -100,9 +100,7 @@ def train(
     callbacks = _prepare_rank()
     with _stopped_at_once(config.folder):
         if or_resume and run_exists(config.folder):  # the recipe names the same code
-            others = {
-                key: value for key, value in settings.items() if key not in ("name", "out")
-            }  # the folder is found
+            others = {key: value for key, value in settings.items() if key not in ("name", "out")}
             _finish(go_on(config.folder, others, trust=named_code(config), callbacks=callbacks))
         else:
             _finish(run(recipe, settings, overwrite=overwrite, callbacks=callbacks))
@@ -233,10 +231,9 @@ def launch(
 
 def _read_environment(cluster: Cluster) -> dict[str, Any]:
     """Check the environment variables of a run and explain them once; return the settings that follow from them."""
+    from tessera.runtime.distributed import environment_ranks
     from tessera_compat.debug import check_debug
     from tessera_compat.environment import explain_environment
-
-    from tessera.runtime.distributed import environment_ranks
 
     explain_environment()
     return check_debug(cluster.ranks if cluster.launches else environment_ranks()[1])
@@ -281,10 +278,9 @@ def run_script(
     ] = False,
 ) -> None:
     """Run a program that imports Megatron or MindSpeed-MM, unmodified, without either of them installed."""
-    from tessera_compat.run import run_script
-
     from tessera.runtime import log
     from tessera.runtime.distributed import environment_ranks
+    from tessera_compat.run import run_script
 
     if not as_megatron:
         raise TesseraError(
