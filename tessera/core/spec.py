@@ -122,25 +122,36 @@ class DeclaresPlan(Protocol):
         ...
 
 
-# Where a frozen component lives between uses: whole on every rank's device, sharded over the ranks as the trained model
-# is, or in host memory, from which each use copies it to the device.
+# Where a frozen component is stored between uses: unsharded on every rank's device, sharded over the ranks that share
+# the trained model, or in host memory, from which each use copies it to the device.
 Residence = Literal["device", "sharded", "offloaded"]
+# Which pipeline stages hold a frozen component: the first, where `Task.encode` runs; the last, where `Task.losses`
+# runs; or all of them, each the layers that it holds of the trained model.
+Stage = Literal["first", "last", "split"]
 
 
 @dataclass(frozen=True)
 class Component:
-    """Describe one part of a model family. Most have one, "model"; a video family also has a VAE and text encoders."""
+    """Describe one model of a run: the trained one, or a frozen one such as a VAE, a text encoder or a reference."""
 
-    build: Callable[[Any], nn.Module]  # works on the meta device; has initialize(name, tensor, generator) or `fresh`
-    plan: Callable[[Any], ModelPlan]
+    build: Callable[[Any], nn.Module]  # (config) -> the module without weights, on the meta device
+    plan: Callable[[Any], ModelPlan] = lambda _: ModelPlan((), {})
     weights: Mapping[str, Callable[[Any], WeightMap]] = field(default_factory=dict)  # by form: "hf", "original", ...
     trained: bool = True
-    residence: Residence = "sharded"  # of a frozen component
-    # For classes without `initialize`: a module with the weights its own constructor draws, on the host, whole.
-    fresh: Callable[[Any], nn.Module] | None = None
-    given: bool = False  # whether the caller made the module of `fresh`: its weights come before any `initialize`
+    # (config) -> the unsharded module with weights, on the host: from files of its own, or as its constructor draws
+    # them. None, or a module of None: `initialize(name, tensor, generator)` of the module draws initial weights.
+    load: Callable[[Any], nn.Module | None] | None = None
+    residence: Residence = "sharded"  # of a frozen component that is not split
+    # Of a frozen component. One that is split is laid out like the trained model and has its initial weights.
+    stage: Stage = "split"
 
     megatron: Callable[[Any], MegatronForm] | None = None  # how Megatron-style jobs keep it
+
+    def loaded(self, config: Any = None) -> nn.Module:
+        """Return the module of `load`, with its weights."""
+        module = None if self.load is None else self.load(config)
+        assert module is not None, "a frozen component that is not split has files of its own"
+        return module
 
     def weight_map(self, config: Any, form: str = "hf") -> WeightMap | None:
         """Return the weight map of this form; None where the component has no such files.
@@ -160,7 +171,7 @@ class ModelSpec:
 
     name: str
     config: type[Section]  # with a classmethod from_hf(dict) and to_hf() -> dict if the family has a Hugging Face form
-    components: Mapping[str, Component]  # "model" is the trained one
+    main: Component  # the model that is trained
     processor: Callable[..., Processor] | None = None  # (config, folder, **options of the `data.processor` section)
     # (config, batch, training: Training) -> FLOPs of one forward and backward pass: products of the model itself, with
     # half the square of causal attention, without recomputation, untrained positions of the head and gradients that
@@ -185,8 +196,3 @@ class ModelSpec:
     hf_types: tuple[str, ...] = ()
     # The same for folders in the form of a model's makers: (folder, config.json) -> config.json of Hugging Face's form.
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
-
-    @property
-    def main(self) -> Component:
-        """Return the component that is trained."""
-        return self.components["model"]

@@ -11,7 +11,7 @@ with five.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tessera.core.batch import Batch
-from tessera.core.spec import ModelSpec, Residence
+from tessera.core.spec import Component, ModelSpec, Residence
 from tessera.errors import TesseraError
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import World
@@ -73,17 +73,8 @@ class Reference(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class FrozenPart:
-    """Describe a frozen component that a task reads from files of its own, such as a VAE. No checkpoint stores it."""
-
-    describe: Callable[[], nn.Module]  # on the meta device: what plans count
-    load: Callable[[], nn.Module]  # with its weights, on the host
-    residence: Residence = "device"
-
-
 class FrozenModule:
-    """Hold a frozen component on this rank. Outside of `use` it takes no more memory than its residence says."""
+    """Hold a frozen component on this rank. An offloaded one takes device memory only inside of `use`."""
 
     def __init__(self, module: nn.Module, device: torch.device, residence: Residence) -> None:
         self._module = module.requires_grad_(False).eval()
@@ -96,8 +87,8 @@ class FrozenModule:
     @contextmanager
     def use(self) -> Iterator[nn.Module]:
         """Return a context in which the module can be called on the device, without gradient."""
-        for parameter, kept in self._host.items():
-            parameter.data = kept.to(self._device, non_blocking=True)
+        for parameter, on_host in self._host.items():
+            parameter.data = on_host.to(self._device, non_blocking=True)
         try:
             with torch.no_grad():
                 yield self._module
@@ -105,15 +96,15 @@ class FrozenModule:
             for part in self._module.modules():
                 if isinstance(part, FSDPModule):  # without a backward pass the root keeps its gathered weights
                     part.reshard()
-            for parameter, kept in self._host.items():  # weights do not change: nothing is copied back
-                parameter.data = kept
+            for parameter, on_host in self._host.items():  # weights do not change: nothing is copied back
+                parameter.data = on_host
 
 
 class Task(ABC):
     """Define an objective. Subclasses write `counts` and `losses`; everything else has a default.
 
-    The order of calls: `bind`; `check` on the whole model before it is sharded; `setup` once the parts of this rank
-    exist; then for each micro-batch `prepare`, `encode` (several together), `counts`, `inputs`, `forward` and `losses`.
+    The order of calls: `bind`; `check` on the unsharded model; `components`; `setup` once the modules of this rank
+    exist. Then for each micro-batch: `prepare` on the host, `encode`, `counts`, `inputs`, `forward` and `losses`.
     """
 
     head: Literal["language", "reward"] = "language"  # what the head of a model has to give; see `ModelSpec.head`
@@ -124,17 +115,15 @@ class Task(ABC):
     def check(self, config: RunConfig, module: nn.Module) -> None:  # noqa: B027, not every task has something to check
         """Raise a `TesseraError` where this objective cannot train the model. `module` is whole, on the meta device."""
 
-    def frozen_components(self, config: RunConfig) -> Sequence[str]:
-        """Return the names of the frozen components that the task uses: those of the family, and "reference", which is
-        a second copy of the model with its initial weights."""
-        return ()
+    def components(self, config: RunConfig, spec: ModelSpec) -> Mapping[str, Component]:
+        """Return the frozen models that the task uses, by name. No checkpoint stores them.
 
-    def frozen_parts(self, config: RunConfig) -> Mapping[str, FrozenPart]:
-        """Return further frozen components, by name, which the task describes itself."""
+        `replace(spec.main, trained=False)` is a second copy of the model with its initial weights.
+        """
         return {}
 
     def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:  # noqa: B027
-        """Keep what the task needs of the frozen components, which have their weights."""
+        """Keep the frozen models of this rank, with their weights. A pipeline stage has only those that it needs."""
 
     def compile(self) -> None:  # noqa: B027
         """Prefer compiled operations: called when the run compiles what it can (`parallel.compile`)."""
@@ -151,12 +140,14 @@ class Task(ABC):
 
     @property
     def encode_steps(self) -> int:
-        """Return how many steps `encode` is given the micro-batches of."""
+        """Return how many training steps are encoded together, before the first of them."""
         return 1
 
     def encode(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return micro-batches of `encode_steps` training steps, on the device, with what frozen encoders make of them.
-        Called before the first of these steps; `inputs` finds it done. Where nothing is encoded ahead, nothing is done.
+        """Return micro-batches with the outputs of frozen encoders. Runs on the device, without gradient.
+
+        In a pipeline only the first stage runs it, where there are components of this stage; the results are sent to
+        the others. Batches that are encoded already are returned as they are.
         """
         return list(batches)
 
@@ -169,7 +160,8 @@ class Task(ABC):
         """
 
     def inputs(self, batch: Batch) -> Batch:
-        """Return what the model is given. Runs without gradient: frozen encoders, noise and targets belong here."""
+        """Return the inputs of the model. Runs without gradient, on every pipeline stage: noise and targets belong
+        here."""
         return batch
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:

@@ -46,7 +46,7 @@ def generation_family(
     return ModelSpec(
         name=name,
         config=config,
-        components={"model": Component(build, plan, {"hf": weights, **(other_weights or {})}, megatron=megatron)},
+        main=Component(build, plan, {"hf": weights, **(other_weights or {})}, megatron=megatron),
         processor=generation_processor(config.generation),
         flops=flops,
         work=work,

@@ -78,7 +78,7 @@ def language_family(
     return ModelSpec(
         name=name,
         config=config,
-        components={"model": Component(_build, _plan, {"hf": _weights})},
+        main=Component(_build, _plan, {"hf": _weights}),
         flops=functools.partial(batch_flops, language_work),
         work=language_work,
         example=_example,
@@ -115,7 +115,7 @@ def vision_family(
     return ModelSpec(
         name=name,
         config=config,
-        components={"model": Component(build, plan, {"hf": weights, **(other_weights or {})}, megatron=megatron)},
+        main=Component(build, plan, {"hf": weights, **(other_weights or {})}, megatron=megatron),
         flops=functools.partial(batch_flops, work),
         work=work,
         example=example,

@@ -117,22 +117,26 @@ def initialize(
     module: nn.Module,
     seed: int,
     device: torch.device,
-    fresh: Callable[[], nn.Module] | None = None,
-    given: bool = False,
+    load: Callable[[], nn.Module | None] | None = None,
 ) -> None:
     """Fill every parameter as a function of the seed alone, so that any layout starts from the same numbers.
 
-    A module with `initialize(name, tensor, generator)` is filled by name: each full tensor exists once, on the device,
-    while the rank's shard is taken from it. It is drawn there also where weights are kept on the host, because the
-    generator of another device gives other numbers. For any other module `fresh` makes the whole module in the memory
-    of each rank's host, by its constructor, and each rank keeps its shards. Nothing is communicated either way.
-    `given`: the weights of `fresh` are the caller's, and nothing is drawn.
+    `load` returns the unsharded module with weights, in the memory of each rank's host; each rank keeps its shards.
+    Otherwise `initialize(name, tensor, generator)` of the module fills one full tensor after another, on the device,
+    and each rank keeps its shard. It is drawn there even where weights are stored on the host, because the generator of
+    another device gives other numbers. Nothing is communicated either way.
     """
-    if isinstance(module, InitializesByName) and not given:
+    with seeded(seed, "init"), torch.device("cpu"):
+        loaded = None if load is None else load()
+    if loaded is None:
+        assert isinstance(module, InitializesByName), "a module without `initialize` needs its constructor"
         start_parameters(module, module.initialize, seed, device)
         return
-    assert fresh is not None, "a module without `initialize` needs its constructor"
-    _take_from(module, fresh, seed)
+    weights = dict(loaded.named_parameters())
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if not is_factor(clean_name(name)):  # the constructor knows no adapters; `init_adapters` fills them
+                keep_shard(parameter, weights[clean_name(name)].detach())
 
 
 @torch.no_grad()
@@ -160,15 +164,6 @@ def start_tensors(module: nn.Module, tensors: Mapping[str, Tensor], seed: int, d
     assert isinstance(module, InitializesByName), "a module without `initialize` cannot say how a tensor begins"
     for name, tensor in tensors.items():
         module.initialize(name, tensor, generator(device, seed, "init", name))
-
-
-def _take_from(module: nn.Module, fresh: Callable[[], nn.Module], seed: int) -> None:
-    with seeded(seed, "init"), torch.device("cpu"):
-        whole = dict(fresh().named_parameters())
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if not is_factor(clean_name(name)):  # the constructor knows no adapters; `init_adapters` fills them
-                keep_shard(parameter, whole[clean_name(name)].detach())
 
 
 def keep_shard(parameter: Tensor, full: Tensor) -> None:

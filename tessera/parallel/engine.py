@@ -23,6 +23,10 @@ class Engine(Protocol):
     loss_scale: LossScale | None
     microbatch: int | None  # of the step, that is being computed; None: none, or several at once
 
+    def encode(self, task: Task, microbatches: Sequence[Batch]) -> list[Batch]:
+        """Return micro-batches with the outputs of frozen encoders. All ranks take part."""
+        ...
+
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
         """Leave the gradient of the loss in the parameters; return sums over all micro-batches and ranks."""
         ...
@@ -57,6 +61,10 @@ class SimpleEngine:
         self.loss_scale = loss_scale
         self.microbatch: int | None = None
 
+    @torch.no_grad()
+    def encode(self, task: Task, microbatches: Sequence[Batch]) -> list[Batch]:
+        return task.encode(microbatches)
+
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
         counts = global_counts(task, microbatches, self.device, self.group)
         found: list[Losses] = []
@@ -90,7 +98,7 @@ class SimpleEngine:
     def _forward(self, task: Task, batch: Batch) -> Losses:
         reference = task.reference
         with torch.no_grad():
-            inputs = task.inputs(batch)
+            inputs = task.inputs(*self.encode(task, [batch]))
             if reference is not None:
                 with reference.active(self.module):
                     inputs = inputs.with_tensors(**reference.tensors(task.forward(self.module, inputs), inputs))

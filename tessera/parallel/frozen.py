@@ -1,36 +1,51 @@
-"""Place frozen components that are not the model itself, such as VAEs and text encoders, where their residence says."""
+"""Place frozen components, such as VAEs and text encoders, on the pipeline stage that needs them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tessera.core.spec import Residence
+from tessera.core.batch import Batch
+from tessera.core.spec import Component, Residence
+from tessera.core.task import Task
+from tessera.errors import TesseraError
 from tessera.parallel.mesh import FSDP, Axes, Mesh
+from tessera.parallel.pipeline_plan import PipelinePlan
 
 
 @dataclass(frozen=True)
 class FrozenBytes:
-    """Hold how many bytes of weights a frozen component takes on a rank, and where it lives between uses."""
+    """Count the weights of a frozen component on a rank that holds it."""
 
     size: int
     residence: Residence
+    position: int | None = None  # in the pipeline, of the ranks that hold it; None: all ranks
+
+    def at(self, position: int) -> int:
+        """Return the bytes on a rank at a position of the pipeline."""
+        return self.size if self.position in (None, position) else 0
 
 
-def frozen_bytes(module: nn.Module, residence: Residence, axes: Axes) -> FrozenBytes:
-    """Return what a component will take, given it on the meta device."""
+def frozen_bytes(module: nn.Module, component: Component, axes: Axes, pipeline: PipelinePlan | None) -> FrozenBytes:
+    """Return the bytes that a component takes, given its module on the meta device."""
     size = sum(p.numel() * p.element_size() for p in module.parameters())
-    return FrozenBytes(-(-size // axes.size(FSDP)) if residence == "sharded" else size, residence)
+    shared = -(-size // axes.size(FSDP)) if component.residence == "sharded" else size
+    if pipeline is None or component.stage == "split":
+        return FrozenBytes(shared, component.residence)
+    return FrozenBytes(shared, component.residence, pipeline.owner[0 if component.stage == "first" else -1])
 
 
 def place_frozen(module: nn.Module, residence: Residence, mesh: Mesh, device: torch.device) -> nn.Module:
-    """Move a component, whose weights are on the host, to where it lives.
+    """Move a component, whose weights are on the host, to its residence.
 
-    The ranks that share it are those that share the trained model; where they are stages of a pipeline, each stage has
-    a copy, since each computes the same inputs. Buffers are on the device always.
+    The ranks that share it are those of one pipeline stage that share the trained model. Buffers are on the device
+    always.
     """
     if residence == "sharded" and mesh.size(FSDP) > 1:
         for path in _layers(module):
@@ -50,3 +65,72 @@ def _layers(module: nn.Module) -> list[str]:
     lists = [path for path, part in module.named_modules() if isinstance(part, nn.ModuleList)]
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     return [f"{path}.{number}" for path in outer for number, _ in enumerate(module.get_submodule(path).children())]
+
+
+# ---------------------------------------------------------------------------------------------- over a pipeline
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """Describe what encoding changed in a batch, so that other stages can receive it."""
+
+    batch: Batch  # with tensors on the meta device
+    tensors: tuple[str, ...]  # names of those that are new
+    segments: tuple[str, ...]
+
+
+def encode_on_one_rank(
+    task: Task, batches: Sequence[Batch], group: dist.ProcessGroup, source: int, device: torch.device
+) -> list[Batch]:
+    """Return the micro-batches as `Task.encode` makes them on one rank of a group, which sends the new tensors to the
+    others. A batch that encoding does not change is returned as it is."""
+    encoded: Sequence[Batch] = batches
+    failure: TesseraError | None = None
+    if group.rank() == source:
+        try:
+            encoded = task.encode(batches)
+        except TesseraError as error:  # the others would wait for the tensors
+            failure = error
+    message: list[Any] = [failure or [_changes(*pair) for pair in zip(batches, encoded, strict=True)]]
+    dist.broadcast_object_list(message, group=group, group_src=source)
+    if isinstance(message[0], TesseraError):
+        raise message[0]
+    return [_sent(batch, change, group, source, device) for batch, change in zip(encoded, message[0], strict=True)]
+
+
+def _changes(before: Batch, after: Batch) -> _Encoded | None:
+    if after is before:
+        return None
+    tensors = [name for name, tensor in after.tensors.items() if before.get(name) is not tensor]
+    segments = [name for name, segment in after.segments.items() if before.segments.get(name) is not segment]
+    return _Encoded(after.to("meta"), tuple(tensors), tuple(segments))
+
+
+def _sent(batch: Batch, change: _Encoded | None, group: dist.ProcessGroup, source: int, device: torch.device) -> Batch:
+    """Return an encoded batch: on the rank that has it after sending it, on the others after receiving it."""
+    if change is None:
+        return batch
+    sends = group.rank() == source
+    new = [change.batch.tensors[name] for name in change.tensors]
+    new += [change.batch.segments[name].bounds for name in change.segments]
+    if sends:
+        new = [batch.tensors[name].contiguous() for name in change.tensors]
+        new += [batch.segments[name].bounds for name in change.segments]
+    else:
+        new = [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in new]
+    for tensor in new:
+        if tensor.numel():
+            dist.broadcast(tensor, group=group, group_src=source)
+    if sends:
+        return batch
+    count = len(change.tensors)
+    tensors = dict(zip(change.tensors, new[:count], strict=True))
+    bounds = dict(zip(change.segments, new[count:], strict=True))
+    return replace(
+        change.batch,
+        tensors={name: tensors[name] if name in tensors else batch.tensors[name] for name in change.batch.tensors},
+        segments={
+            name: replace(segment, bounds=bounds[name]) if name in bounds else batch.segments[name]
+            for name, segment in change.batch.segments.items()
+        },
+    )

@@ -29,6 +29,7 @@ from tessera.parallel.engine import (
     scaled_loss,
     specs_of,
 )
+from tessera.parallel.frozen import encode_on_one_rank
 from tessera.parallel.mesh import LOSS, PP, Mesh
 from tessera.parallel.pipeline_schedule import SINGLE, schedule_class
 from tessera.parallel.pipeline_stages import LocalStages, SequentialStages, StageModule, TiedCopies
@@ -137,7 +138,18 @@ class PipelineEngine:
             # Before anything else sees it: fully_shard would move the number to the device, and reading it would wait.
             stage.register_forward_pre_hook(self._number_on_host, prepend=True, with_kwargs=True)
 
+    @torch.no_grad()
+    def encode(self, task: Task, microbatches: Sequence[Batch]) -> list[Batch]:
+        """Return micro-batches with the outputs of frozen encoders. If the first stage alone holds them, it sends what
+        they make to the others, before any stage computes."""
+        if all(part.position is None for part in self.plan.frozen_components.values()):
+            return task.encode(microbatches)
+        assert self.pp_group is not None, "several ranks"
+        return encode_on_one_rank(task, microbatches, self.pp_group, self.pipeline.owner[0], self.device)
+
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
+        if task.encode_steps == 1:  # of several steps, the loader has encoded them
+            microbatches = self.encode(task, microbatches)
         count = self.pipeline.microbatches
         assert len(microbatches) == count, f"{len(microbatches)} micro-batches, planned were {count}"
         if self._schedule is None:
@@ -177,6 +189,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossTotals:
+        (batch,) = self.encode(task, [batch])
         self.stages.eval()
         try:
             total = self._counts(task, [batch], self.stages.here(), counts)

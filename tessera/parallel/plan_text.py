@@ -66,7 +66,7 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         ("types", _types(plan)),
         *(("", note) for note in plan.notes),
         ("per rank", _memory(plan)),
-        *((name, f"frozen, {_frozen(kept)}") for name, kept in plan.frozen_components.items()),
+        *((name, f"frozen, {_frozen(part)}") for name, part in plan.frozen_components.items()),
         *_encoded_ahead(plan),
         *_communication(plan),
         *(plan.device_fit.rows() if plan.device_fit is not None else []),
@@ -123,9 +123,10 @@ def _axes(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def _frozen(kept: FrozenBytes) -> str:
-    where = ", while it is used; otherwise in host memory" if kept.residence == "offloaded" else ""
-    return f"{readable(kept.size)} per rank{where}"
+def _frozen(part: FrozenBytes) -> str:
+    ranks = "per rank" if part.position is None else f"on ranks {part.position} of the pipeline alone"
+    where = ", while it is used; otherwise in host memory" if part.residence == "offloaded" else ""
+    return f"{readable(part.size)} {ranks}{where}"
 
 
 def _encoded_ahead(plan: Plan) -> list[tuple[str, str]]:
@@ -253,7 +254,7 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "parameters": plan.parameters,
         "trained": plan.trained,
         "memory": [{**asdict(memory), "total": memory.total} for memory in plan.memory],
-        "frozen_components": {name: asdict(kept) for name, kept in plan.frozen_components.items()},
+        "frozen_components": {name: asdict(part) for name, part in plan.frozen_components.items()},
         "whole_gradient_bytes": plan.whole_gradient_bytes,
         **({} if plan.device_fit is None else {"device": plan.device_fit.figures()}),
         "communication": [

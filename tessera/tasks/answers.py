@@ -6,14 +6,16 @@ sample n and -1 for padding, and `pair_ids` has one entry for each sample (see `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from tessera.config.run_config import RunConfig
 from tessera.core.batch import IGNORE, Batch, LanguageOutput
+from tessera.core.spec import Component, ModelSpec
 from tessera.core.task import Counts, FrozenModule, Metric, Reference, Task
 from tessera.errors import TesseraError
 from tessera.lora.modules import without_adapters
@@ -106,16 +108,11 @@ class ReferencedTask(AnswerTask):
                 where="model.lora.modules_to_save",
                 fix="leave it out; simpo and orpo need no reference",
             )
-        if REFERENCE_MODEL in self.frozen_components(config) and config.parallel.pp > 1:
-            raise TesseraError(
-                f"{self.name} of a whole model compares with a second copy of it, which is not split over pipeline "
-                "stages",
-                where="parallel.pp",
-                fix="train adapters (model.lora: {}), which need no second copy, or shard the model: parallel.pp=1",
-            )
 
-    def frozen_components(self, config: RunConfig) -> Sequence[str]:
-        return () if self.reference_free or config.model.lora is not None else (REFERENCE_MODEL,)
+    def components(self, config: RunConfig, spec: ModelSpec) -> Mapping[str, Component]:
+        if self.reference_free or config.model.lora is not None:
+            return {}
+        return {REFERENCE_MODEL: replace(spec.main, trained=False)}
 
     def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:
         self._frozen = components.get(REFERENCE_MODEL)

@@ -179,7 +179,8 @@ def _prepare(
     form, chosen = task.form, task.options.encoders
     assert chosen is not None
     parts = {
-        name: FrozenModule(part.load().to(device), device, "device") for name, part in task.frozen_parts(config).items()
+        name: FrozenModule(frozen.component.loaded().to(device), device, "device")
+        for name, frozen in setup.frozen.items()
     }
     where = chosen.folder or config.model.path
     assert where is not None, "the task has found its encoders there"

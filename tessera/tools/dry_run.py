@@ -28,7 +28,7 @@ from tessera.config.reader import dump_yaml, parse_yaml
 from tessera.config.run_config import RunConfig, load_config
 from tessera.core.batch import Batch
 from tessera.core.row_source import RowSource
-from tessera.core.task import SumSpec
+from tessera.core.task import SumSpec, Task
 from tessera.errors import TesseraError
 from tessera.hub.config import load_local_config
 from tessera.optim.optimizer import total_norm
@@ -242,7 +242,7 @@ def run_role(
                 total_norm([p.grad for p in module.parameters() if p.grad is not None], cpu, others=mesh.group(PP))
     ranks = world // plan.axes.size(PP)
     frozen = plan.frozen_components.values()
-    encoding = max((kept.size for kept in frozen if kept.residence == "offloaded"), default=0)
+    encoding = max((part.at(position) for part in frozen if part.residence == "offloaded"), default=0)
     seconds = time.perf_counter() - began
     inputs = sum(tensor.nbytes for batch in batches for tensor in batch.tensors.values())
     held = device_bytes(plan, position)
@@ -261,7 +261,7 @@ def device_bytes(plan: Plan, position: int) -> int:
         held = here.buffers + here.window + sum(s.numel * plan.param_dtype.itemsize for s in shards if s.whole)
         # A weight comes to the device as it is kept, and is cast there.
         held += max((s.local_numel for s in shards if not s.whole), default=0) * plan.storage_dtype.itemsize
-    return held + sum(kept.size for kept in plan.frozen_components.values() if kept.residence != "offloaded")
+    return held + sum(part.at(position) for part in plan.frozen_components.values() if part.residence != "offloaded")
 
 
 def _leave_gradients_out(module: nn.Module, memory: LiveMemory) -> None:
@@ -280,6 +280,9 @@ class _DryPipeline(PipelineEngine):
     """Replace what reads tensors, which have no values here. All micro-batches are alike, so any number will do."""
 
     stage_class = staticmethod(lone_stage)
+
+    def encode(self, task: Task, microbatches: Sequence[Batch]) -> list[Batch]:
+        return list(microbatches)  # examples have features
 
     def number_of(self, mb: Tensor) -> int:
         return 0

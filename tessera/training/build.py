@@ -41,6 +41,7 @@ from tessera.observe.report.live import LiveReport, Report
 from tessera.observe.watchdog.watchdog import Watchdog
 from tessera.optim.optimizer import build_optimizer, clip_gradients
 from tessera.parallel.apply import build_engine, counted_elsewhere, parallelize
+from tessera.parallel.engine import Engine
 from tessera.parallel.frozen import place_frozen
 from tessera.parallel.mesh import DATA, PP, Mesh
 from tessera.parallel.plan import Plan
@@ -161,7 +162,7 @@ def build_trainer(
         task=task,
         optimizer=optimizer,
         clip_gradients=_clip(module, plan, mesh, config.optim.clip_norm, optimizer, world.device, scale),
-        loader=_loader_from(config, length, world, mesh, source, guard, task),
+        loader=_loader_from(config, length, world, mesh, source, guard, task, engine),
         checkpoints=checkpoints,
         callbacks=callbacks,
         optimizer_step=guard,
@@ -182,16 +183,19 @@ def _local(rows: RowSource, setup: ModelSetup, mesh: Mesh) -> RowSource:
 
 
 def _frozen_components(config: RunConfig, setup: ModelSetup, mesh: Mesh, world: World) -> dict[str, FrozenModule]:
-    """Return what the task needs besides the trained model, filled. It is not part of checkpoints."""
-    found: dict[str, FrozenModule] = {}
+    """Return the frozen models that this rank holds, with their weights."""
+    modules: dict[str, FrozenModule] = {}
     for name, frozen in setup.frozen.items():
-        module = parallelize(frozen.module, frozen.plan, mesh, world.device)
-        fill_copy(module, config, setup, world.device)
-        found[name] = FrozenModule(module, world.device, "sharded")
-    for name, part in setup.parts.items():
-        module = place_frozen(part.load(), part.residence, mesh, world.device)
-        found[name] = FrozenModule(module, world.device, part.residence)
-    return found
+        component, position = frozen.component, setup.plan.frozen_components[name].position
+        if frozen.plan is not None:
+            module = parallelize(frozen.module, frozen.plan, mesh, world.device)
+            fill_copy(module, config, setup, world.device)
+        elif position in (None, mesh.position(PP)):
+            module = place_frozen(component.loaded(setup.config), component.residence, mesh, world.device)
+        else:
+            continue
+        modules[name] = FrozenModule(module, world.device, component.residence)
+    return modules
 
 
 def _clip(
@@ -358,6 +362,7 @@ def _loader_from(
     source: RowSource,
     guard: Guard,
     task: Task,
+    engine: Engine,
 ) -> Callable[[int], Loader]:
     def start(row: int) -> Loader:
         return Loader(
@@ -374,7 +379,7 @@ def _loader_from(
             steps=length.steps - row // length.rows_per_step,
             ranks_here=_ranks_here(world),
             prepare=task.prepare,
-            encode=task.encode if task.encode_steps > 1 else None,
+            encode=functools.partial(engine.encode, task) if task.encode_steps > 1 else None,
             encode_steps=task.encode_steps,
         )
 

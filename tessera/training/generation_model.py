@@ -67,13 +67,11 @@ class GenerationModel(nn.Module):
         self.task = DiffusionTask(**options)
         self.task.bind(spec, config)
         self.processor = GenerationProcessor.load(self.task.form, folder)
-        parts = self.task.frozen_parts(
-            load_config({"name": "model", "model": {"family": spec.name}, "train": {"steps": 1}})
-        )
+        recipe = load_config({"name": "model", "model": {"family": spec.name}, "train": {"steps": 1}})
         self._frozen = {}
-        for name, part in parts.items():
+        for name, part in self.task.components(recipe, spec).items():
             residence: Residence = "offloaded" if part.residence == "offloaded" else "device"  # nobody shares it
-            module = part.load() if residence == "offloaded" else part.load().to(self.device)
+            module = part.loaded() if residence == "offloaded" else part.loaded().to(self.device)
             self._frozen[name] = FrozenModule(module, self.device, residence)
         self.task.setup(self._frozen, World(0, 1, 0, self.device))
 
@@ -178,7 +176,7 @@ class GenerationModel(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Return the mean loss over the trained latents of a batch."""
         with torch.no_grad():
-            inputs = self.task.inputs(batch)
+            inputs = self.task.inputs(*self.task.encode([batch]))
         found = self.task.losses(self.task.forward(self.predictor, inputs), inputs)
         counts: Mapping[str, int | Tensor] = self.task.counts(batch)
         total = sum(term.weight * term.sum / counts[term.count] for term in found.terms)

@@ -115,9 +115,8 @@ def fill_copy(module: nn.Module, config: RunConfig, setup: ModelSetup, device: t
 
 
 def _fill_from_seed(module: nn.Module, config: RunConfig, setup: ModelSetup, device: torch.device) -> None:
-    fresh = setup.spec.main.fresh
-    make = None if fresh is None else functools.partial(fresh, setup.config)
-    initialize(module, config.train.seed, device, make, given=setup.spec.main.given)
+    load = setup.spec.main.load
+    initialize(module, config.train.seed, device, None if load is None else functools.partial(load, setup.config))
 
 
 def _folder_reader(config: RunConfig, setup: ModelSetup, names: list[str]) -> Callable[[Mapping[str, Tensor]], None]:

@@ -16,8 +16,8 @@ from tessera.config.pattern import ancestors
 from tessera.config.recipe_patterns import absent_notes
 from tessera.config.run_config import LoraSection, PrecisionSection, RunConfig
 from tessera.config.run_length import check_batch
-from tessera.core.spec import ModelSpec, Training
-from tessera.core.task import FrozenPart, Task
+from tessera.core.spec import Component, ModelSpec, Training
+from tessera.core.task import Task
 from tessera.errors import TesseraError
 from tessera.lora.export import check_forms
 from tessera.lora.modules import add_adapters, find_adapters, trained_whole, with_adapters
@@ -32,7 +32,7 @@ from tessera.parallel.mesh import DATA
 from tessera.parallel.passes import training_of
 from tessera.parallel.plan import Plan, Workload, make_plan, parameter_bytes
 from tessera.runtime import device as devices
-from tessera.tasks import REFERENCE_MODEL, build_task
+from tessera.tasks import build_task
 from tessera.tasks.language import LanguageTask
 from tessera.weights.layouts import detect_layout
 
@@ -95,11 +95,12 @@ _HEADS = {"language": "logits of tokens", "reward": "one number, a reward"}
 
 
 @dataclass(frozen=True)
-class FrozenCopy:
-    """Hold a second copy of the model that is not trained, on the meta device."""
+class FrozenSetup:
+    """Hold a frozen model that the task uses, on the meta device."""
 
+    component: Component
     module: nn.Module
-    plan: Plan
+    plan: Plan | None  # of one that is split like the trained model
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,7 @@ class ModelSetup:
     lora: LoraSection | None = None  # with every target named
     adapters: Adapters = field(default_factory=dict)
     task: Task = field(default_factory=LanguageTask)
-    frozen: Mapping[str, FrozenCopy] = field(default_factory=dict)  # what the task needs besides the trained model
-    parts: Mapping[str, FrozenPart] = field(default_factory=dict)  # and what it reads from files of its own
+    frozen: Mapping[str, FrozenSetup] = field(default_factory=dict)  # by name, of the task's components
 
     @cached_property
     def training(self) -> Training:
@@ -193,20 +193,17 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     task.bind(spec, model_config)
     task.check(config, module)
     frozen = {
-        name: _frozen_copy(name, config, spec, model_config, world_size) for name in task.frozen_components(config)
+        name: _frozen_setup(name, component, config, spec, model_config, world_size)
+        for name, component in task.components(config, spec).items()
     }
-    parts = task.frozen_parts(config)
-    counted = {name: FrozenBytes(parameter_bytes(copy.plan), "sharded") for name, copy in frozen.items()}
-    for name, part in parts.items():
-        counted[name] = frozen_bytes(part.describe(), part.residence, plan.axes)
     plan = replace(
         plan,
         parameters=plan.parameters + packed,
-        frozen_components=counted,
+        frozen_components={name: _frozen_bytes(part, plan) for name, part in frozen.items()},
         notes=tuple(absent_notes(config, paths)),
         encoded_ahead=_encoded_ahead(config, spec, model_config, task, plan),
     )
-    return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen, parts)
+    return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen)
 
 
 def _encoded_ahead(
@@ -246,26 +243,43 @@ def precision_guess(config: RunConfig) -> str:
     )
 
 
-def _frozen_copy(name: str, config: RunConfig, spec: ModelSpec, model_config: Any, world_size: int) -> FrozenCopy:
-    """Return a frozen second copy of the model, laid out like the trained one and kept in the type it computes in."""
-    if name != REFERENCE_MODEL:
+def _frozen_setup(
+    name: str, component: Component, config: RunConfig, spec: ModelSpec, model_config: Any, world_size: int
+) -> FrozenSetup:
+    """Return a frozen model on the meta device. One that is split has the layout of the trained model and the type that
+    the run computes in."""
+    if component.trained:
         raise TesseraError(
-            f"family {spec.name} has no component {name!r}",
+            f"the component {name} of the task would be trained, and only the model is",
             where="train.task",
-            allowed=[*spec.components, REFERENCE_MODEL],
+            fix=f"Task.components: Component(trained=False, ...) for {name}",
         )
-    module = build_on_meta(spec, model_config)
+    module = build_on_meta(replace(spec, main=component), model_config)
+    if component.stage != "split":
+        return FrozenSetup(component, module, None)
+    if config.parallel.pp > 1:
+        raise TesseraError(
+            f"the objective compares with a second copy of the model ({name}), which is not split over pipeline stages",
+            where="parallel.pp",
+            fix="train adapters (model.lora: {}), which need no second copy, or shard the model: parallel.pp=1",
+        )
     precision = resolve_precision(config)
-    kept = "bfloat16" if precision.compute == "bfloat16" else precision.weights  # it needs no master weights
+    stored = "bfloat16" if precision.compute == "bfloat16" else precision.weights  # it needs no master weights
     plan = make_plan(
         config.parallel,
-        spec.main.plan(model_config),
+        component.plan(model_config),
         module,
         world_size,
-        precision=precision.model_copy(update={"weights": kept}),
+        precision=precision.model_copy(update={"weights": stored}),
         workload=_workload(config, spec, model_config),
     )
-    return FrozenCopy(module, plan)
+    return FrozenSetup(component, module, plan)
+
+
+def _frozen_bytes(frozen: FrozenSetup, plan: Plan) -> FrozenBytes:
+    if frozen.plan is None:
+        return frozen_bytes(frozen.module, frozen.component, plan.axes, plan.pipeline)
+    return FrozenBytes(parameter_bytes(frozen.plan), frozen.component.residence)
 
 
 def _workload(config: RunConfig, spec: ModelSpec, model_config: Any) -> Workload:

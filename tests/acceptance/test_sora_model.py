@@ -54,7 +54,7 @@ def test_videos_ids_and_features_have_one_loss(folder: Path, videos: list[np.nda
         mask[number, : len(some)] = 1
     (same,) = model(pixels, wide, prompt_mask=mask, seed=7)
     assert torch.allclose(same, loss, rtol=1e-5)
-    inputs = loaded.task.inputs(batch)
+    inputs = loaded.task.inputs(*loaded.task.encode([batch]))
     latents = _latents(inputs["clean"], batch.shapes["latents"])
     features = SoRAModel(model_json(folder, load_video_features=True, load_text_features=True))
     (again,) = features(latents, inputs["text"].view(2, 512, -1), seed=7)

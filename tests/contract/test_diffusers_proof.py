@@ -85,7 +85,7 @@ def test_a_config_json_that_is_not_what_was_trained_is_not_published(field: str,
 
 
 def renamed(spec: ModelSpec, names: dict[str, str]) -> ModelSpec:
-    (component,) = spec.components.values()
+    component = spec.main
 
     def weights(config: Any) -> Any:
         table = component.weight_map(config)
@@ -94,7 +94,7 @@ def renamed(spec: ModelSpec, names: dict[str, str]) -> ModelSpec:
         assert rules != table.rules
         return replace(table, rules=rules)
 
-    return replace(spec, components={"model": replace(component, weights={"hf": weights})})
+    return replace(spec, main=replace(component, weights={"hf": weights}))
 
 
 def swap_names(spec: ModelSpec, config: Any) -> ModelSpec:

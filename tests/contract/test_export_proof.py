@@ -243,7 +243,7 @@ def test_a_base_that_was_lost_since_does_not_stop_an_export(
 
 def swapped(spec: ModelSpec, old: str, new: str, *also: tuple[str, str]) -> ModelSpec:
     """The family with a weight map that writes some tensors under other names, and reads them so."""
-    (component,) = spec.components.values()
+    component = spec.main
 
     def weights(config: Any) -> Any:
         found = component.weight_map(config)
@@ -254,7 +254,7 @@ def swapped(spec: ModelSpec, old: str, new: str, *also: tuple[str, str]) -> Mode
     def pair_of(rule: Any, table: dict[str, str]) -> tuple[str, str]:
         return next(((a, b) for a, b in table.items() if a in str(rule.foreign)), ("", ""))
 
-    return replace(spec, components={"model": replace(component, weights={"hf": weights})})
+    return replace(spec, main=replace(component, weights={"hf": weights}))
 
 
 @pytest.mark.parametrize(

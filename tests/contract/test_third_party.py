@@ -268,7 +268,7 @@ def test_a_plain_module_keeps_its_tables_and_is_called_by_keywords() -> None:
     assert torch.equal(one.window, torch.hann_window(64) + 0.5)
     assert torch.equal(one.features, two.features)  # drawn at random, and yet every rank has the same
     assert one.features.std() > 0
-    real = spec.main.fresh(config)
+    real = spec.main.load(config)
     batch = KeywordRows("digits", 0).batch([0, 1])
     assert torch.equal(real(**batch.tensors), without_hooks(real, batch))
 

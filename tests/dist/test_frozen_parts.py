@@ -11,7 +11,7 @@ import torch
 from tessera.config.run_config import ParallelSection
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan
-from tessera.core.spec import Residence
+from tessera.core.spec import Component, Residence
 from tessera.core.task import FrozenModule
 from tessera.diffusion.edit_images import EMPTY_IDS, SHOWN, SHOWN_GRIDS, EditImages, edit_form
 from tessera.diffusion.forms import TextForm
@@ -32,7 +32,8 @@ def embed(rank: int, world: int, folder: Path, residence: Residence) -> dict[str
     cpu = torch.device("cpu")
     axes = make_axes(ParallelSection(), ModelPlan((), {}), world)
     parts, form = PipelineFolder(folder), TextForm(length=6)
-    planned = frozen_bytes(parts.text_encoder(form, meta=True), residence, axes)
+    component = Component(lambda _: parts.text_encoder(form, meta=True), residence=residence, stage="first")
+    planned = frozen_bytes(component.build(None), component, axes, None)
     module = place_frozen(parts.text_encoder(form), residence, Mesh(axes, cpu), cpu)
     frozen = FrozenModule(module, cpu, residence)
     with frozen.use() as encoder:

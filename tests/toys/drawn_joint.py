@@ -58,4 +58,4 @@ def build(config: Any) -> DrawnTransformer:
 
 
 _FAMILY = joint_family("drawn_joint", DrawnConfig, {}, lambda _: WeightMap(()))
-SPEC = replace(_FAMILY, components={"model": replace(_FAMILY.main, build=build)}, hf_types=())
+SPEC = replace(_FAMILY, main=replace(_FAMILY.main, build=build), hf_types=())

@@ -17,6 +17,4 @@ class DrawnWan(WanModel):
         tensor.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
 
 
-SPEC = replace(
-    WAN, name="drawn_wan", components={"model": replace(WAN.main, build=DrawnWan)}, hf_types=(), originals={}
-)
+SPEC = replace(WAN, name="drawn_wan", main=replace(WAN.main, build=DrawnWan), hf_types=(), originals={})

@@ -42,7 +42,7 @@ def plan(config: Section) -> ModelPlan:
 SPEC = ModelSpec(
     name="forgetful",
     config=DENOISER.config,
-    components={"model": Component(build=lambda config: Forgetful(DENOISER.main.build(config)), plan=plan)},
+    main=Component(build=lambda config: Forgetful(DENOISER.main.build(config)), plan=plan),
     task=DENOISER.task,
     presets=DENOISER.presets,
 )

@@ -83,7 +83,9 @@ def bound_task(pipeline: Path, reference: torch.nn.Module, **options: Any) -> Di
     task = DiffusionDpoTask(encoders={"text": {"dtype": "float32"}}, **options)
     task.bind(spec_of(CROSS), None)
     config = load_config({"name": "encoded", "model": {"path": str(pipeline)}, "train": {"steps": 1}})
-    loaded = {name: FrozenModule(part.load(), CPU, part.residence) for name, part in task.frozen_parts(config).items()}
+    parts = task.components(config, spec_of(CROSS))
+    assert parts.pop("reference").stage == "split"
+    loaded = {name: FrozenModule(part.loaded(), CPU, part.residence) for name, part in parts.items()}
     world: Any = SimpleNamespace(device=CPU)
     task.setup({**loaded, "reference": FrozenModule(reference, CPU, "sharded")}, world)
     return task
@@ -94,7 +96,7 @@ def test_any_split_gives_the_gradient_of_the_published_loss(data: Path, pipeline
     rows, beta = rows_of(data, pipeline), 0.006 if by_time else 3.0
     task = bound_task(pipeline, Toy(1), beta=beta, beta_by_time=by_time)
     whole = rows.batch([0, 1])
-    made = task.inputs(whole)
+    made = task.inputs(*task.encode([whole]))
     model, prior = Toy(2).double(), Toy(1).double()
     errors = []
     for net in (model, prior):

@@ -29,6 +29,7 @@ from tessera.tools.data_features import PLAN, write_features
 from tessera.training.build import build_processor
 from tessera.training.setup import build_meta_model
 from tests.toys.generation_set import write_image, write_jsonl, write_video
+from tests.toys.latent_mixer import SPEC as MIXER
 from tests.toys.pipeline_folder import write_pipeline_folder
 
 LENGTH = 24
@@ -152,7 +153,7 @@ def test_encoders_are_read_where_held_out_data_are_media(world: Path, features: 
     measured["train"] |= {"eval_every": 1, "task_options": {"encoders": encoders, "caption_dropout": 1.0}}
     setup = build_meta_model(load_config(measured), 1)
     assert set(setup.plan.frozen_components) == {"vae", "text_encoder"}
-    parts = {name: FrozenModule(part.load(), CPU, "device") for name, part in setup.parts.items()}
+    parts = {name: FrozenModule(frozen.component.loaded(), CPU, "device") for name, frozen in setup.frozen.items()}
     setup.task.setup(parts, World(0, 1, 0, CPU))
     read = rows_of(measured).batch([0])
     (batch,) = setup.task.encode([read])
@@ -163,7 +164,7 @@ def test_encoders_are_read_where_held_out_data_are_media(world: Path, features: 
 def test_noise_on_given_images_is_refused_where_the_data_are_features(world: Path, features: Path) -> None:
     task = build_task("diffusion", {"encoders": {}, "given_noise": {}})
     with pytest.raises(TesseraError, match="as they were encoded, without noise"):
-        task.frozen_parts(load_config(recipe(world, features)))
+        task.components(load_config(recipe(world, features)), MIXER)
 
 
 def test_batches_of_features_are_packed_as_media_are(world: Path, features: Path) -> None:

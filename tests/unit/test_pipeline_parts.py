@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tessera.core.spec import Component
 from tessera.core.task import FrozenModule
 from tessera.diffusion.forms import TextForm
 from tessera.diffusion.pipeline_parts import (
@@ -27,6 +28,7 @@ from tessera.parallel.frozen import frozen_bytes
 from tessera.parallel.mesh import Axes
 from tests.toys.pipeline_folder import TEXT_SIZE, VAE_CONFIG, VOCABULARY, write_pipeline_folder
 
+OFFLOADED = Component(lambda _: nn.Module(), trained=False, residence="offloaded", stage="first")
 CAUSAL = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "latents_mean": [0.1] * 4}
 LEVELS = {"latent_channels": 4, "block_out_channels": (4, 4, 4, 4), "layers_per_block": 1}
 TINY: dict[str, dict[str, Any]] = {
@@ -125,7 +127,7 @@ def test_parts_without_weights_take_as_many_bytes_as_parts_that_are_read(folder:
     parts = PipelineFolder(folder)
     for make in (parts.autoencoder, partial(parts.text_encoder, TextForm())):
         planned, read = (
-            frozen_bytes(make(dtype=dtype, meta=meta), "offloaded", Axes({}, {})) for meta in (True, False)
+            frozen_bytes(make(dtype=dtype, meta=meta), OFFLOADED, Axes({}, {}), None) for meta in (True, False)
         )
         assert planned == read
 

@@ -36,10 +36,14 @@ def online_task(folder: Path, form: GenerationForm, **options: Any) -> Diffusion
     task = DiffusionTask(encoders={"text": {"dtype": "float32"}}, **options)
     task.bind(spec_of(form), None)
     config = load_config({"name": "encoded", "model": {"path": str(folder)}, "train": {"steps": 1}})
-    parts = task.frozen_parts(config)
+    parts = task.components(config, spec_of(form))
     world: Any = SimpleNamespace(device=CPU)
-    task.setup({name: FrozenModule(part.load(), CPU, part.residence) for name, part in parts.items()}, world)
+    task.setup({name: FrozenModule(part.loaded(), CPU, part.residence) for name, part in parts.items()}, world)
     return task
+
+
+def encoded_inputs(task: DiffusionTask, batch: Batch) -> Batch:
+    return task.inputs(*task.encode([batch]))
 
 
 def media_batch(form: GenerationForm) -> tuple[Batch, list[torch.Tensor], list[torch.Tensor]]:
@@ -76,7 +80,7 @@ def media_batch(form: GenerationForm) -> tuple[Batch, list[torch.Tensor], list[t
 def test_what_is_encoded_online_is_what_features_hold(folder: Path, joint: bool, padding: Any) -> None:
     form = replace(FORM, joint=joint, text=(TextForm(length=5, padding=padding),))
     batch, videos, captions = media_batch(form)
-    made = online_task(folder, form).inputs(batch)
+    made = encoded_inputs(online_task(folder, form), batch)
     parts = PipelineFolder(folder)
     with torch.no_grad():
         latents = [patchify(one, form.patch) for one in parts.autoencoder().encode(videos)]
@@ -94,7 +98,7 @@ def test_what_is_encoded_online_is_what_features_hold(folder: Path, joint: bool,
 
 def test_a_dropped_caption_is_the_empty_caption(folder: Path) -> None:
     batch, _, _ = media_batch(FORM)
-    made = online_task(folder, FORM, caption_dropout=1.0).inputs(batch)
+    made = encoded_inputs(online_task(folder, FORM, caption_dropout=1.0), batch)
     with torch.no_grad():
         (empty,) = PipelineFolder(folder).text_encoder(FORM.text[0]).encode([torch.tensor([1])])
     assert empty.tokens is not None
@@ -118,7 +122,7 @@ def test_images_to_edit_follow_what_is_made_of_them(folder: Path) -> None:
     }
     bounds = {"latents": Segments.of([10]), "text": Segments.of([2]), "text_ids": Segments.of([2])}
     shapes = {"latents": ((1, 2, 2),), "frames": ((1, 32, 32),), "references": ((1, 32, 32),)}
-    made = online_task(folder, form).inputs(Batch(tensors, bounds, shapes=shapes, seeds=(1,)))  # type: ignore[arg-type]
+    made = encoded_inputs(online_task(folder, form), Batch(tensors, bounds, shapes=shapes, seeds=(1,)))  # type: ignore[arg-type]
     with torch.no_grad():
         (wanted,) = PipelineFolder(folder).autoencoder().encode([image])
     assert torch.allclose(made["latents"][4:], patchify(wanted, form.patch), atol=1e-5)
@@ -165,7 +169,7 @@ def test_online_encoding_without_a_folder_is_refused() -> None:
     task.bind(spec_of(FORM), None)
     config = load_config({"name": "encoded", "model": {"family": "wan"}, "train": {"steps": 1}})
     with pytest.raises(TesseraError, match="VAE and text encoders"):
-        task.frozen_parts(config)
+        task.components(config, spec_of(FORM))
 
 
 def write_image_encoder(pipeline: Path) -> Any:
@@ -191,7 +195,7 @@ def test_given_frames_are_embedded_as_clip_does(folder: Path, tmp_path: Path) ->
     model = write_image_encoder(pipeline)
     form = replace(FORM, condition="mask_channels", image_embeds=True)
     batch, videos, _ = media_batch(form)
-    made = online_task(pipeline, form, given="first_last").inputs(batch)
+    made = encoded_inputs(online_task(pipeline, form, given="first_last"), batch)
     assert made.segments["image_embeds"].lengths == (10, 0, 10, 0)
     assert made["latents"].shape[1] == form.patch_values + 4 * 8
     prepare = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
@@ -213,7 +217,7 @@ def test_noise_on_given_images_is_that_of_the_sample_and_some_go_without(folder:
     batch, _, _ = media_batch(form)
 
     def given(**options: Any) -> torch.Tensor:
-        made = online_task(folder, form, given="first", **options).inputs(batch)
+        made = encoded_inputs(online_task(folder, form, given="first", **options), batch)
         return made["latents"][:, form.patch_values :]
 
     plain, noisy = given(), given(given_noise={})

@@ -159,7 +159,7 @@ def spec_of(form: GenerationForm | None) -> ModelSpec:
     plan = ModelPlan((), {}, streams={"latents": MAIN if form is None or not form.joint else JOINT_MAIN})
     component = Component(lambda config: nn.Linear(1, 1), lambda config: plan)
     made = None if form is None else (lambda config: form)
-    return ModelSpec("toy", type(options()), {"model": component}, generation=made)
+    return ModelSpec("toy", type(options()), component, generation=made)
 
 
 def bound(form: GenerationForm, **values: Any) -> DiffusionTask:

@@ -19,14 +19,14 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tessera.config.reader import build
 from tessera.config.run_config import RunConfig
 from tessera.core.batch import Batch, Prediction
 from tessera.core.model_plan import Stream
-from tessera.core.spec import ModelSpec
-from tessera.core.task import Counts, FrozenModule, FrozenPart, Losses, LossTerm, Metric, Task
+from tessera.core.spec import Component, ModelSpec, Residence
+from tessera.core.task import Counts, FrozenModule, Losses, LossTerm, Metric, Task
 from tessera.diffusion.edit_images import EMPTY_IDS, SHOWN, EditImages, edit_form
 from tessera.diffusion.feature_facts import reads_features, reads_media
 from tessera.diffusion.forms import GenerationForm, Objective
@@ -157,7 +157,7 @@ class DiffusionTask(Task):
             self.options = self.options.model_copy(update={"encoders": EncoderOptions()})
         return self.options.encoders
 
-    def frozen_parts(self, config: RunConfig) -> Mapping[str, FrozenPart]:
+    def components(self, config: RunConfig, spec: ModelSpec) -> Mapping[str, Component]:
         chosen = self._choose_encoders(config)
         self._online = chosen is not None and not reads_features(config)
         if not self._online:
@@ -181,20 +181,19 @@ class DiffusionTask(Task):
         elif self.options.caption_dropout or self.form.text_reads_frames:
             self._empty = partial(parts.empty_caption, self.form)
         make = partial(parts.autoencoder, dtype=DTYPES[vae.dtype], tiling=vae.tiling, slicing=vae.slicing)
-        found = {VAE: FrozenPart(partial(make, meta=True), make, vae.residence)}
+        encoders = {VAE: _encoder(make, vae.residence)}
         if self.form.image_embeds:
-            frames = partial(parts.frame_encoder, dtype=DTYPES[vae.dtype])
-            found[IMAGE_ENCODER] = FrozenPart(partial(frames, meta=True), frames, vae.residence)
+            encoders[IMAGE_ENCODER] = _encoder(partial(parts.frame_encoder, dtype=DTYPES[vae.dtype]), vae.residence)
         for form in self.form.text:
-            made = partial(parts.text_encoder, form, dtype=DTYPES[text.dtype])
-            found[form.encoder] = FrozenPart(partial(made, meta=True), made, text.residence)
-        return found
+            make_text = partial(parts.text_encoder, form, dtype=DTYPES[text.dtype])
+            encoders[form.encoder] = _encoder(make_text, text.residence)
+        return encoders
 
     def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:
         if self.options.encoders is not None and not self._online:
             later = "; previews read them to sample" if self._previews else ""
             log.info("the data are features: VAE and text encoders are not loaded to train%s", later)
-        if self._online:
+        if self._online and components:  # a later stage of a pipeline has none
             edit = None if self._edit is None else self._edit()
             self._encoders = SampleEncoders(self.form, components, self.options.given, self._empty(), edit)
 
@@ -303,9 +302,9 @@ class DiffusionTask(Task):
         return self.options.encoders.steps if self.options.encoders is not None and self._online else 1
 
     def encode(self, batches: Sequence[Batch]) -> list[Batch]:
-        if self._encoders is None or self.encode_steps == 1 or any("clean" in batch for batch in batches):
+        if self._encoders is None or any("clean" in batch for batch in batches):
             return list(batches)
-        # Pixels of several steps need not wait on the device.
+        # Pixels need not wait on the device.
         read = {"frames", "references", SHOWN, EMPTY_IDS, *id_names(self.form)}
         return [
             replace(batch, tensors={name: one for name, one in batch.tensors.items() if name not in read})
@@ -315,9 +314,7 @@ class DiffusionTask(Task):
         ]
 
     def inputs(self, batch: Batch) -> Batch:
-        if self._encoders is not None and "clean" not in batch:
-            batch = self._encoders.encode(batch, self._dropped(batch), self._disturb(batch))
-        elif "clean" not in batch or not any(map(any, batch.shapes.get("frames", ()))):  # not encoded ahead
+        if "clean" not in batch or not any(map(any, batch.shapes.get("frames", ()))):  # not encoded from media
             batch = self._features(batch, self._dropped(batch))
         if self.form.image_embeds and IMAGE_EMBEDS not in batch:
             raise TesseraError(
@@ -410,6 +407,12 @@ class DiffusionTask(Task):
                 own = plain * (batch["noise_band"] == number)
                 metrics[f"error_at_{band}_noise"] = Metric(own.sum(), f"{LATENTS}_{band}")
         return Losses([LossTerm(LOSS, (error * weights).sum(), LATENTS)], metrics)
+
+
+def _encoder(make: Callable[..., nn.Module], residence: Residence) -> Component:
+    return Component(
+        lambda _: make(meta=True), trained=False, load=lambda _: make(), residence=residence, stage="first"
+    )
 
 
 def _band(level: NoiseLevel) -> int:

@@ -12,7 +12,7 @@ Losses add up over pairs and are divided once, by the pairs of the global batch:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tessera.config.run_config import RunConfig
 from tessera.core.batch import Batch, Prediction
+from tessera.core.spec import Component, ModelSpec
 from tessera.core.task import Counts, FrozenModule, Losses, LossTerm, Metric, Reference
 from tessera.diffusion.objectives.diffusion import DiffusionTask
 from tessera.diffusion.objectives.options import DiffusionOptions, SampleSegment
@@ -75,12 +76,6 @@ class DiffusionDpoTask(DiffusionTask):
                 where="model.lora.modules_to_save",
                 fix="leave it out",
             )
-        if config.model.lora is None and config.parallel.pp > 1:
-            raise TesseraError(
-                "diffusion_dpo of a whole model compares with a second copy of it, which is not split over stages",
-                where="parallel.pp",
-                fix="train adapters (model.lora: {}), which need no second copy, or shard the model: parallel.pp=1",
-            )
         if config.parallel.cp > 1:
             raise TesseraError(
                 "diffusion_dpo compares errors of whole samples, and with parallel.cp ranks share them",
@@ -95,8 +90,11 @@ class DiffusionDpoTask(DiffusionTask):
                 "diffusers folder",
             )
 
-    def frozen_components(self, config: RunConfig) -> Sequence[str]:
-        return () if config.model.lora is not None else (REFERENCE_MODEL,)
+    def components(self, config: RunConfig, spec: ModelSpec) -> Mapping[str, Component]:
+        encoders = super().components(config, spec)
+        if config.model.lora is not None:
+            return encoders
+        return {REFERENCE_MODEL: replace(spec.main, trained=False), **encoders}
 
     def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:
         super().setup({name: part for name, part in components.items() if name != REFERENCE_MODEL}, world)

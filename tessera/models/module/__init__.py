@@ -16,11 +16,7 @@ from tessera.weights.map import WeightMap
 SPEC = ModelSpec(
     name="module",
     config=ModuleConfig,
-    components={
-        "model": Component(
-            build=build, plan=plan, weights={"hf": lambda config: WeightMap((), same_names=True)}, fresh=fresh
-        )
-    },
+    main=Component(build, plan, {"hf": lambda config: WeightMap((), same_names=True)}, load=fresh),
     task="returns_loss",
 )
 

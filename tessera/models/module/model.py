@@ -8,7 +8,7 @@ from torch import nn
 
 from tessera.config.registry import check_arguments
 from tessera.core.model_plan import ModelPlan
-from tessera.core.spec import AdjustsAfterInit, Component, DeclaresPlan, InitializesItself, ModelSpec
+from tessera.core.spec import AdjustsAfterInit, Component, DeclaresPlan, InitializesByName, InitializesItself, ModelSpec
 from tessera.errors import TesseraError
 from tessera.models.foreign import Arguments, accept_batches, import_class, takes_batch
 from tessera.models.module.config import ModuleConfig
@@ -24,9 +24,13 @@ def build(config: ModuleConfig) -> nn.Module:
     return module if takes_batch(module) else accept_batches(module, Arguments(module))
 
 
-def fresh(config: ModuleConfig) -> nn.Module:
-    """Return the module with initial weights: of its `init_weights` if it has one, otherwise of its constructor."""
-    module = _class_of(config)(**config.arguments)
+def fresh(config: ModuleConfig) -> nn.Module | None:
+    """Return the module with initial weights: of its `init_weights` if it has one, otherwise of its constructor. None
+    where the class draws them by name."""
+    kind = _class_of(config)
+    if issubclass(kind, InitializesByName):
+        return None
+    module = kind(**config.arguments)
     if isinstance(module, InitializesItself):
         module.init_weights()
         if isinstance(module, AdjustsAfterInit):
@@ -51,13 +55,9 @@ def spec_of_object(module: nn.Module) -> tuple[ModelSpec, ModuleConfig]:
 
     same_names = WeightMap((), same_names=True)
     component = Component(
-        on_meta,
-        lambda config: _plan_of(on_meta(config)),
-        {"hf": lambda _: same_names},
-        fresh=lambda _: module,
-        given=True,
+        on_meta, lambda config: _plan_of(on_meta(config)), {"hf": lambda _: same_names}, load=lambda _: module
     )
-    return ModelSpec("module", ModuleConfig, {"model": component}, task="returns_loss"), ModuleConfig()
+    return ModelSpec("module", ModuleConfig, component, task="returns_loss"), ModuleConfig()
 
 
 def _plan_of(module: nn.Module) -> ModelPlan:

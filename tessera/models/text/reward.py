@@ -30,7 +30,7 @@ def with_reward_head(spec: ModelSpec) -> ModelSpec:
     component = Component(_built(spec.name, main.build), _planned(main.plan), maps)
     return replace(
         spec,
-        components={**spec.components, "model": component},
+        main=component,
         flops=_without_vocabulary(spec.flops),
         work=_without_vocabulary(spec.work),
         task="reward",

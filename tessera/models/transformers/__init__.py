@@ -18,14 +18,12 @@ from tessera.models.transformers.processor import ClassProcessor
 SPEC = ModelSpec(
     name="transformers",
     config=TransformersConfig,
-    components={
-        "model": Component(
-            build=lambda config: TransformersBuilder(config).build(),
-            plan=lambda config: TransformersBuilder(config).plan(),
-            weights={"hf": lambda config: TransformersBuilder(config).weights()},
-            fresh=lambda config: TransformersBuilder(config).fresh(),
-        )
-    },
+    main=Component(
+        build=lambda config: TransformersBuilder(config).build(),
+        plan=lambda config: TransformersBuilder(config).plan(),
+        weights={"hf": lambda config: TransformersBuilder(config).weights()},
+        load=lambda config: TransformersBuilder(config).fresh(),
+    ),
     processor=ClassProcessor.load,
     generate=continue_prompts,
     spare_parts=True,

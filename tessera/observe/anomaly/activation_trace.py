@@ -61,6 +61,7 @@ class ActivationTrace:
 def trace_step(module: nn.Module, engine: Engine, task: Task, microbatches: Sequence[Batch]) -> ActivationTrace:
     """Run forward and backward of a step without an update. Compiled modules run uncompiled, so that hooks see all."""
     recorder = _Recorder()
+    microbatches = engine.encode(task, microbatches)
     traced = _TracedTask(task, microbatches, recorder)
     with _hooks(module, recorder), torch.compiler.set_stance("force_eager"):
         engine.step(traced, microbatches)

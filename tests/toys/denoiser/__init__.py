@@ -51,7 +51,7 @@ def _flops(config: DenoiserConfig, batch: Batch, training: Training) -> float:
 SPEC = ModelSpec(
     name="denoiser",
     config=DenoiserConfig,
-    components={"model": Component(build=Denoiser, plan=_plan)},
+    main=Component(build=Denoiser, plan=_plan),
     flops=_flops,
     presets={"tiny": {"side": 8, "width": 64, "depth": 2}},
     task="tests.toys.denoise_task",

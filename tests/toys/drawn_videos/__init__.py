@@ -19,4 +19,4 @@ def drawn(spec: ModelSpec) -> ModelSpec:
     kind = spec.main.build
     assert isinstance(kind, type)
     build = type(f"Drawn{kind.__name__}", (kind,), {"initialize": initialize})
-    return replace(spec, name=f"drawn_{spec.name}", components={"model": replace(spec.main, build=build)}, hf_types=())
+    return replace(spec, name=f"drawn_{spec.name}", main=replace(spec.main, build=build), hf_types=())

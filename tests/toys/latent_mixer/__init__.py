@@ -59,7 +59,7 @@ def _plan(config: MixerConfig) -> ModelPlan:
 SPEC = ModelSpec(
     name="latent_mixer",
     config=MixerConfig,
-    components={"model": Component(build=Mixer, plan=_plan)},
+    main=Component(build=Mixer, plan=_plan),
     processor=generation_processor(form_of),
     generation=form_of,
     task="diffusion",

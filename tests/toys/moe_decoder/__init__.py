@@ -129,7 +129,7 @@ def example(config: MoEDecoderConfig, tokens: int) -> Batch:
 SPEC = ModelSpec(
     name="moe_decoder",
     config=MoEDecoderConfig,
-    components={"model": Component(build=build, plan=plan)},
+    main=Component(build=build, plan=plan),
     presets={"tiny": {}},
     example=example,
 )

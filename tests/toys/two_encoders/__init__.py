@@ -202,7 +202,7 @@ def example(config: TwoEncoderConfig, tokens: int) -> Batch:
 SPEC = ModelSpec(
     name="two_encoders",
     config=TwoEncoderConfig,
-    components={"model": Component(build=build, plan=plan)},
+    main=Component(build=build, plan=plan),
     presets={"tiny": {}},
     example=example,
 )
